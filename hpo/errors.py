@@ -1,0 +1,121 @@
+"""Every error that `hpo` raises on purpose, and the exit code that each one ends a command with.
+
+A message says what must hold, what came instead and what to do. Bad input ends a command with exit
+code 2, a run that could not go on with 1; neither prints a traceback.
+
+    HpoError
+    ├── InputError                 the user's input is wrong (exit code 2)
+    │   ├── StudyFileError         the study file: syntax, an unknown key, a value out of range
+    │   ├── DataError              the data set: broken rows, unknown classes, an empty split
+    │   ├── ModelError             the encoder: no such folder, no weights, hub out of reach
+    │   ├── StorageError           the database: no such host, wrong password, no rights, read-only
+    │   └── StudyChangedError      the stored study has another search space than the study file
+    ├── RunError                   the run cannot go on (exit code 1)
+    │   ├── CheckpointError        a checkpoint could not be written or no intact one could be read
+    │   └── LeaseLostError         another worker took this trial over; this one must stop
+    └── TrialEnd                   a trial ends early with a known outcome; never reaches the user
+        ├── Unsupported            this device cannot run the requested precision
+        ├── Incompatible           the compatibility check failed
+        ├── Nonfinite              loss, gradients or metrics stay NaN or infinite
+        ├── OutOfMemory            one example does not fit
+        ├── Pruned                 the pruner stopped the trial
+        └── Preempted              told to stop; the checkpoint is written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import ClassVar
+
+
+class HpoError(Exception):
+    """Base of every error raised on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class InputError(HpoError):
+    """What the user gave is wrong; the message names it and says what must hold."""
+
+    exit_code = 2
+
+
+class StudyFileError(InputError):
+    """A study file cannot be used."""
+
+
+class DataError(InputError):
+    """A data set cannot be used."""
+
+
+class ModelError(InputError):
+    """An encoder cannot be loaded or does not fit the settings."""
+
+
+class StorageError(InputError):
+    """The database that the user named cannot be used."""
+
+
+class StudyChangedError(InputError):
+    """The study in the database was made with another definition."""
+
+
+class RunError(HpoError):
+    """The run cannot go on, through no fault of the input."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint could not be written, or no intact one could be read."""
+
+
+class LeaseLostError(RunError):
+    """Another worker has taken over the trial that this worker was running."""
+
+
+class TrialEnd(HpoError):
+    """A trial ends early for a known reason; the executor turns it into the trial's outcome."""
+
+    outcome: ClassVar[str]
+
+
+class Unsupported(TrialEnd):
+    """This device cannot run the requested precision."""
+
+    outcome = "unsupported"
+
+
+class Incompatible(TrialEnd):
+    """The model does not work under the requested precision, seen on a dummy batch."""
+
+    outcome = "incompatible"
+
+
+class Nonfinite(TrialEnd):
+    """Loss, gradients or metrics stay NaN or infinite."""
+
+    outcome = "nonfinite"
+
+
+class OutOfMemory(TrialEnd):
+    """Not even one example fits into the device's memory."""
+
+    outcome = "oom"
+
+
+class Pruned(TrialEnd):
+    """The pruner stopped the trial."""
+
+    outcome = "pruned"
+
+
+class Preempted(TrialEnd):
+    """The worker was told to stop; the trial is checkpointed and goes on elsewhere."""
+
+    outcome = "preempted"
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return ` Did you mean ...?` with the nearest of `known`, or the list of them if none is near."""
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    return f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."
