@@ -1,0 +1,221 @@
+"""What the machine is: the only place that probes hardware.
+
+`probe_device` returns a plain record, and everything that decides by hardware takes the record, so a
+test can describe a GPU that is not there. What the record says about reduced precision is native
+support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 times slower than fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpo.errors import InputError
+
+# /proc/cpuinfo's flags (x86: "flags", Arm: "Features") and the names used here.
+_CPU_FEATURES = {
+    "avx2": "avx2",
+    "avx512f": "avx512",
+    "avx512_bf16": "avx512_bf16",
+    "avx512_fp16": "avx512_fp16",
+    "amx_bf16": "amx_bf16",
+    "amx_fp16": "amx_fp16",
+    "bf16": "arm_bf16",
+    "asimdhp": "arm_fp16",
+}
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One device that a trial can run on. Memory in bytes."""
+
+    type: str
+    """`cpu` or `cuda`."""
+    name: str
+    index: int = 0
+    compute_capability: tuple[int, int] | None = None
+    """CUDA only."""
+    cuda_bf16: bool | None = None
+    """CUDA only: `torch.cuda.is_bf16_supported(including_emulation=False)`."""
+    cpu_features: frozenset[str] = field(default_factory=frozenset)
+    """CPU only, of: avx2, avx512, avx512_bf16, avx512_fp16, amx_bf16, amx_fp16, arm_bf16, arm_fp16."""
+    total_memory_bytes: int = 0
+    num_cores: int = 1
+    torch_version: str = ""
+    cuda_version: str | None = None
+    host: str = ""
+
+    @property
+    def torch_device(self) -> str:
+        """The name that PyTorch takes: `cpu` or `cuda:0`."""
+        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+
+    def describe(self) -> str:
+        """One line for people."""
+        gib = self.total_memory_bytes / 2**30
+        if self.compute_capability is not None:
+            major, minor = self.compute_capability
+            return f"{self.name} (compute capability {major}.{minor}, {gib:.0f} GiB)"
+        features = ", ".join(sorted(self.cpu_features)) or "no vector extensions known"
+        return f"{self.name} ({self.num_cores} cores, {gib:.0f} GiB; {features})"
+
+
+def probe_device(kind: str = "auto") -> DeviceInfo:
+    """Describe the device that trials run on here: `auto` takes CUDA where there is one.
+
+    Raises InputError when `kind` is `cuda` and no CUDA device is usable.
+    """
+    import torch
+
+    if kind not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device must be auto, cpu or cuda, but got {kind!r}.")
+    has_cuda = torch.cuda.is_available()
+    if kind == "cuda" and not has_cuda:
+        raise InputError("device is cuda, but PyTorch sees no CUDA device here. Use device: auto or cpu.")
+    if has_cuda and kind != "cpu":
+        index = torch.cuda.current_device()
+        properties = torch.cuda.get_device_properties(index)
+        return DeviceInfo(
+            type="cuda",
+            name=properties.name,
+            index=index,
+            compute_capability=(properties.major, properties.minor),
+            cuda_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            total_memory_bytes=properties.total_memory,
+            num_cores=available_cores(),
+            torch_version=torch.__version__,
+            cuda_version=torch.version.cuda,
+            host=socket.gethostname(),
+        )
+    return DeviceInfo(
+        type="cpu",
+        name=_cpu_name(),
+        cpu_features=_cpu_features(),
+        total_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        num_cores=available_cores(),
+        torch_version=torch.__version__,
+        host=socket.gethostname(),
+    )
+
+
+def available_cores() -> int:
+    """Cores that this process may use (its affinity), not those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpuinfo() -> dict[str, str]:
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    first_processor = path.read_text().split("\n\n", 1)[0]
+    pairs = (line.split(":", 1) for line in first_processor.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _cpu_name() -> str:
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_features() -> frozenset[str]:
+    info = _cpuinfo()
+    flags = (info.get("flags") or info.get("Features") or "").split()
+    return frozenset(_CPU_FEATURES[flag] for flag in flags if flag in _CPU_FEATURES)
+
+
+class PeakMemory:
+    """The most memory that was held since `reset`, in bytes, as the allocator or the kernel tells.
+
+    CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), which
+    Linux lets a process reset (proc(5), clear_refs); it includes the interpreter and the libraries.
+    Where the reset is not allowed, it is the peak since the process began.
+    """
+
+    def __init__(self, device: DeviceInfo) -> None:
+        self._device = device
+
+    def reset(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(self._device.index)
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def read(self) -> int:
+        if self._device.type == "cuda":
+            import torch
+
+            return int(torch.cuda.max_memory_allocated(self._device.index))
+        status = Path("/proc/self/status")
+        if status.exists():
+            for line in status.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Utilization:
+    """How busy the device was, between 0 and 1, averaged since it was made or last read.
+
+    CPU: this process's CPU time over wall time and threads. CUDA: NVML's utilisation, sampled by
+    `sample`; None without the package nvidia-ml-py.
+    """
+
+    def __init__(self, device: DeviceInfo, num_threads: int) -> None:
+        self._device = device
+        self._num_threads = num_threads
+        self._samples: list[float] = []
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def sample(self) -> None:
+        if self._device.type != "cuda":
+            return
+        import torch
+
+        # Without NVML the device does not tell; `read` then returns None.
+        with contextlib.suppress(ModuleNotFoundError, RuntimeError):
+            self._samples.append(torch.cuda.utilization(self._device.index) / 100)
+
+    def read(self) -> float | None:
+        if self._device.type == "cuda":
+            return sum(self._samples) / len(self._samples) if self._samples else None
+        wall, cpu = time.perf_counter(), time.process_time()
+        elapsed = wall - self._wall
+        if elapsed <= 0:
+            return None
+        return min(1.0, (cpu - self._cpu) / elapsed / self._num_threads)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` is an allocator's refusal, on a GPU or a CPU."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # The CPU allocator raises a plain RuntimeError: c10/core/impl/alloc_cpu.cpp.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def synchronize(device: DeviceInfo) -> None:
+    """Wait until all work queued on the device is done; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device.index)
+
+
+def seconds_of(device: DeviceInfo, function: Any) -> float:
+    """Wall seconds of one call, the device's queued work included."""
+    synchronize(device)
+    started = time.perf_counter()
+    function()
+    synchronize(device)
+    return time.perf_counter() - started

@@ -1,0 +1,288 @@
+"""Precision as a value: which there are, what each needs of a device, and which one a trial runs.
+
+A precision is a row of the table below. It says in which dtype the weights are kept, in which dtype
+autocast computes matrix products, whether fp32 products may use TF32, and whether the loss is scaled.
+Why these differ: bf16 keeps fp32's exponent (8 bits) and loses mantissa (8 bits with the hidden one), so
+nothing overflows but every product is rounded to about 3 significant digits. fp16 keeps 11 bits of
+mantissa and only 5 of exponent: largest number 65504, smallest normal one 6.1e-5, so activations may overflow, and
+gradients vanish unless the loss is scaled up before the backward pass and down before the update
+(Micikevicius et al. 2018, arXiv 1710.03740). TF32 rounds the inputs of an fp32 product to 11 bits.
+
+What a device can do is asked for *native* support. PyTorch computes bf16 and fp16 on devices without the
+instructions too, tens of times slower than fp32; such a precision is `emulated`, and a study must allow it.
+A requested precision is never replaced silently: `resolve` either gives it, or says what it gave instead
+and why, or raises.
+
+This module knows no PyTorch: `amp.py` turns the values into autocast, scaler and flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hpo.device import DeviceInfo
+from hpo.errors import Unsupported, did_you_mean
+
+SupportLevel = Literal["native", "emulated", "unsupported"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One way to compute a trial. dtypes by PyTorch's names."""
+
+    name: str
+    weights: str = "float32"
+    autocast: str | None = None
+    """dtype of matrix products under autocast; None: autocast is off."""
+    tf32: bool = False
+    loss_scaling: bool = False
+    float8: bool = False
+    """Linear layers are replaced by torchao's float8 ones."""
+    aliases: tuple[str, ...] = ()
+    falls_back_to: str | None = None
+    """What `amp.on_unsupported: fallback` tries next."""
+
+    @property
+    def linear_dtype(self) -> str:
+        """The dtype that a linear layer's output has when this precision really runs."""
+        return self.autocast or self.weights
+
+
+PRECISIONS: dict[str, Precision] = {
+    precision.name: precision
+    for precision in (
+        Precision("fp32", aliases=("none", "32-true")),
+        Precision("tf32", tf32=True, falls_back_to="fp32"),
+        Precision("bf16", autocast="bfloat16", aliases=("bf16-mixed",), falls_back_to="fp16"),
+        Precision("fp16", autocast="float16", loss_scaling=True, aliases=("16-mixed",), falls_back_to="fp32"),
+        Precision("bf16-true", weights="bfloat16", falls_back_to="bf16"),
+        Precision("fp8", autocast="bfloat16", float8=True, falls_back_to="bf16"),
+    )
+}
+PRECISION_NAMES = tuple(PRECISIONS)
+ALIASES = {alias: precision.name for precision in PRECISIONS.values() for alias in precision.aliases}
+
+
+def canonical_precision(name: str) -> str:
+    """`bf16-mixed` -> `bf16`. Raises ValueError with the nearest name for an unknown one."""
+    canonical = ALIASES.get(name, name)
+    if canonical not in PRECISIONS:
+        known = [*PRECISION_NAMES, *ALIASES]
+        raise ValueError(f"no precision is called {name!r}.{did_you_mean(str(name), known)}")
+    return canonical
+
+
+class AmpConfig(BaseModel):
+    """Mixed precision and loss scaling. A key left out takes the value of the preset."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preset: Literal["auto", "basic", "advanced", "ultra"] = Field(
+        "auto",
+        description="`basic`: fp32, nothing else. `advanced`: fp16, TF32 for the products left in fp32, "
+        "cudnn benchmark, statistics. `ultra`: as advanced with bf16, and micro-batches that are not "
+        "finite run again in fp32. `auto`: the best native precision of the device. The precision of a "
+        "preset counts only where `fp_precision` is neither fixed nor searched.",
+    )
+    on_unsupported: Literal["prune", "fallback", "fail"] = Field(
+        "prune",
+        description="What happens to a trial whose precision this device lacks: `prune` ends it as "
+        "`unsupported`; `fallback` runs the nearest precision that works (bf16, fp16, fp32), says so on "
+        "the trial and leaves it out of precision statistics; `fail` ends it as `failed`.",
+    )
+    allow_emulated: bool = Field(
+        False,
+        description="Run a precision that the device only emulates (slowly) instead of treating it as "
+        "unsupported. The trial is marked as emulated.",
+    )
+    init_scale: float = Field(65536.0, gt=0, description="fp16: first factor of the loss.")
+    growth_factor: float = Field(2.0, gt=1, description="fp16: the scale grows by this factor.")
+    backoff_factor: float = Field(
+        0.5, gt=0, lt=1, description="fp16: the scale shrinks by this factor when gradients overflow."
+    )
+    growth_interval: int = Field(
+        2000, ge=1, description="fp16: steps without an overflow before the scale grows."
+    )
+    min_scale: float = Field(
+        1.0,
+        gt=0,
+        description="fp16: a step that overflows with the scale at or under this floor ends the trial as "
+        "`nonfinite`.",
+    )
+    tf32: bool | None = Field(
+        None,
+        description="TF32 for the products that autocast leaves in fp32. It never touches "
+        "`fp_precision: fp32`, which is IEEE fp32.",
+    )
+    cudnn_benchmark: bool | None = Field(None, description="`torch.backends.cudnn.benchmark`.")
+    fallback_to_fp32: bool | None = Field(
+        None,
+        description="Run a micro-batch whose loss is not finite again in fp32. Costs a device sync for "
+        "every micro-batch.",
+    )
+    max_fp32_fallbacks: int = Field(
+        3, ge=0, description="Such repeats allowed in one epoch; one more ends the trial as `nonfinite`."
+    )
+    memory_fraction: float | None = Field(
+        None, gt=0, le=1, description="CUDA: share of the device's memory that one worker may take."
+    )
+    track_stats: bool | None = Field(
+        None, description="Keep statistics of the loss scale and of skipped steps."
+    )
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset stands for; `precision` None means: choose by the device."""
+
+    precision: str | None
+    tf32: bool
+    cudnn_benchmark: bool
+    fallback_to_fp32: bool
+    track_stats: bool
+
+
+PRESETS: dict[str, Preset] = {
+    "basic": Preset("fp32", tf32=False, cudnn_benchmark=False, fallback_to_fp32=False, track_stats=False),
+    "advanced": Preset("fp16", tf32=True, cudnn_benchmark=True, fallback_to_fp32=False, track_stats=True),
+    "ultra": Preset("bf16", tf32=True, cudnn_benchmark=True, fallback_to_fp32=True, track_stats=True),
+    "auto": Preset(None, tf32=False, cudnn_benchmark=True, fallback_to_fp32=False, track_stats=True),
+}
+
+_AUTO_ORDER = ("bf16", "fp16", "tf32", "fp32")
+
+
+def apply_preset(config: AmpConfig, device: DeviceInfo) -> tuple[AmpConfig, str]:
+    """Fill what `config` leaves open from its preset; also return the preset's precision here."""
+    preset = PRESETS[config.preset]
+    open_keys = ("tf32", "cudnn_benchmark", "fallback_to_fp32", "track_stats")
+    filled = config.model_copy(
+        update={key: getattr(preset, key) for key in open_keys if getattr(config, key) is None}
+    )
+    return filled, preset.precision or best_native(device)
+
+
+def best_native(device: DeviceInfo) -> str:
+    """The fastest precision that the device has instructions for and that rarely changes a result."""
+    return next(name for name in _AUTO_ORDER if support(name, device).level == "native")
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a device makes of a precision; `reason` is empty when it is native."""
+
+    level: SupportLevel
+    reason: str = ""
+
+
+def support(name: str, device: DeviceInfo) -> Support:
+    """Whether `device` runs the precision natively, emulates it, or cannot run it.
+
+    Sources: CUDA programming guide, "Arithmetic instructions" by compute capability; oneDNN, "Data
+    types", for CPUs; torchao's float8 training needs compute capability 8.9.
+    """
+    precision = PRECISIONS[name]
+    if device.type == "cuda":
+        return _cuda_support(precision, device)
+    return _cpu_support(precision, device)
+
+
+def _cuda_support(precision: Precision, device: DeviceInfo) -> Support:
+    capability = device.compute_capability or (0, 0)
+    needed: tuple[int, int]
+    if precision.float8:
+        needed, without = (8, 9), "unsupported"
+    elif precision.tf32:
+        needed, without = (8, 0), "unsupported"
+    elif "bfloat16" in (precision.autocast, precision.weights):
+        needed, without = (8, 0), "emulated"
+    elif precision.autocast == "float16":
+        needed, without = (7, 0), "emulated"
+    else:
+        return Support("native")
+    native = capability >= needed
+    if needed == (8, 0) and not precision.tf32 and device.cuda_bf16 is not None:
+        native = device.cuda_bf16
+    if native:
+        return Support("native")
+    reason = (
+        f"`{precision.name}` needs compute capability >= {needed[0]}.{needed[1]}, "
+        f"but this {device.name} has {capability[0]}.{capability[1]}."
+    )
+    return Support("emulated" if without == "emulated" else "unsupported", reason)
+
+
+def _cpu_support(precision: Precision, device: DeviceInfo) -> Support:
+    if precision.float8:
+        return Support(
+            "unsupported",
+            f"`fp8` needs CUDA with compute capability >= 8.9, but this is a CPU ({device.name}).",
+        )
+    if precision.tf32:
+        return Support(
+            "unsupported",
+            f"`tf32` needs CUDA with compute capability >= 8.0, but this is a CPU ({device.name}).",
+        )
+    if "bfloat16" in (precision.autocast, precision.weights):
+        features, wanted = {"amx_bf16", "avx512_bf16", "arm_bf16"}, "AMX or AVX512-BF16"
+    elif precision.autocast == "float16":
+        features, wanted = {"avx512_fp16", "amx_fp16", "arm_fp16"}, "AVX512-FP16"
+    else:
+        return Support("native")
+    if features & device.cpu_features:
+        return Support("native")
+    return Support(
+        "emulated", f"`{precision.name}` needs a CPU with {wanted}, but this {device.name} has neither."
+    )
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Which precision a trial runs, and why it is not the requested one if it is not."""
+
+    requested: str
+    effective: str
+    support: SupportLevel
+    reason: str = ""
+
+    @property
+    def precision(self) -> Precision:
+        return PRECISIONS[self.effective]
+
+    @property
+    def fell_back(self) -> bool:
+        return self.requested != self.effective
+
+
+def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution:
+    """Decide what a trial that asks for `requested` runs on `device`.
+
+    Raises Unsupported when the device cannot run it (or only emulates it and the study does not allow
+    that) and `on_unsupported` is not `fallback`.
+    """
+    found = support(requested, device)
+    if _usable(found, config):
+        return Resolution(requested, requested, found.level, found.reason)
+    hint = " Set amp.allow_emulated: true to run it emulated, or" if found.level == "emulated" else ""
+    if config.on_unsupported != "fallback":
+        raise Unsupported(
+            f"{found.reason}{hint} use {_next_usable(requested, device, config)}.".replace("  ", " ")
+        )
+    effective = _next_usable(requested, device, config)
+    return Resolution(
+        requested, effective, support(effective, device).level, f"{found.reason} Ran {effective} instead."
+    )
+
+
+def _usable(found: Support, config: AmpConfig) -> bool:
+    return found.level == "native" or (found.level == "emulated" and config.allow_emulated)
+
+
+def _next_usable(name: str, device: DeviceInfo, config: AmpConfig) -> str:
+    following = PRECISIONS[name].falls_back_to
+    while following is not None and not _usable(support(following, device), config):
+        following = PRECISIONS[following].falls_back_to
+    return following or "fp32"
