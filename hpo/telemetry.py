@@ -1,0 +1,149 @@
+"""What a trial measured about itself: throughput, step times, memory, and the record that is stored.
+
+Throughput is measured between marks that are set after each optimiser step: wall time on a CPU, events
+on a GPU, which cost no synchronisation. The first steps are left out (allocator, autotuning, caches).
+Evaluation, checkpoints and compilation lie between `start` calls and are not counted. Tokens are real
+tokens; padding is told apart as `padding_share`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpo.device import DeviceInfo, synchronize
+
+WARMUP_STEPS = 3
+"""Steps not counted as throughput, unless a trial has no more than these."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How one trial ended; everything that the study stores about it."""
+
+    outcome: str
+    """complete, pruned, nonfinite, incompatible, unsupported, oom, preempted or failed."""
+    reason: str = ""
+    values: tuple[float, ...] | None = None
+    """One for each objective; None unless the outcome is `complete`. Always finite."""
+    headline: Mapping[str, str | float | int | bool] = field(default_factory=dict)
+    """Scalars that become user attributes of their own."""
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+    traceback: str | None = None
+
+
+class ThroughputMeter:
+    """Examples and tokens per second of the training steps, without a device sync per step."""
+
+    def __init__(self, device: DeviceInfo, warmup_steps: int = WARMUP_STEPS) -> None:
+        self._device = device
+        self._warmup_steps = warmup_steps
+        self._previous: Any = None
+        self._pending: list[tuple[Any, Any]] = []
+        self._seconds: list[float] = []
+        self._examples: list[int] = []
+        self._tokens: list[int] = []
+        self._slots: list[int] = []
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """Begin an uninterrupted stretch of steps."""
+        self._previous = self._mark()
+
+    def step(self, num_examples: int, num_tokens: int, num_slots: int) -> None:
+        """Count one optimiser step over `num_tokens` real tokens in `num_slots` padded places."""
+        mark = self._mark()
+        self._pending.append((self._previous, mark))
+        self._previous = mark
+        self._examples.append(num_examples)
+        self._tokens.append(num_tokens)
+        self._slots.append(num_slots)
+
+    def _settle(self) -> None:
+        if self._pending and self._device.type == "cuda":
+            synchronize(self._device)
+            self._seconds += [start.elapsed_time(end) / 1000 for start, end in self._pending]
+        else:
+            self._seconds += [end - start for start, end in self._pending]
+        self._pending.clear()
+
+    def summary(self) -> dict[str, float | None]:
+        """Rates and step times in seconds so far; synchronises once."""
+        self._settle()
+        first = self._warmup_steps if len(self._seconds) > self._warmup_steps else 0
+        seconds = np.asarray(self._seconds[first:])
+        total = float(seconds.sum())
+        if total <= 0:
+            return dict.fromkeys(
+                (
+                    "train_examples_per_second",
+                    "train_tokens_per_second",
+                    "step_seconds_p50",
+                    "step_seconds_p95",
+                    "padding_share",
+                )
+            )
+        slots = sum(self._slots)
+        return {
+            "train_examples_per_second": sum(self._examples[first:]) / total,
+            "train_tokens_per_second": sum(self._tokens[first:]) / total,
+            "step_seconds_p50": float(np.percentile(seconds, 50)),
+            "step_seconds_p95": float(np.percentile(seconds, 95)),
+            "padding_share": 1 - sum(self._tokens) / slots,
+        }
+
+    @property
+    def measured_tokens(self) -> int:
+        """Real tokens that passed through the model in training so far."""
+        return sum(self._tokens)
+
+    @property
+    def measured_seconds(self) -> float:
+        """Seconds of all training steps so far, the warm-up included."""
+        self._settle()
+        return float(sum(self._seconds))
+
+
+# Dense peak of one device in FLOP/s by (name part, dtype of the products), from the vendors' data sheets:
+# NVIDIA A100, H100 and H200 Tensor Core GPU data sheets, without sparsity.
+_PEAK_FLOPS = {
+    "H200": {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12, "float8": 1979e12},
+    "H100": {"bfloat16": 989e12, "float16": 989e12, "tf32": 494e12, "float32": 67e12, "float8": 1979e12},
+    "A100": {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12},
+}
+
+
+def peak_flops(device: DeviceInfo, kind: str) -> float | None:
+    """The device's data-sheet rate in FLOP/s for products in `kind`; None where it is not known.
+
+    The variants of one name differ (SXM and PCIe); the figure is the SXM part's.
+    """
+    for name, rates in _PEAK_FLOPS.items():
+        if name in device.name:
+            return rates.get(kind)
+    return None
+
+
+def json_safe(value: Any) -> Any:
+    """A copy that JSON and Optuna take: numpy and torch scalars as Python's, NaN and inf as None."""
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, (np.generic, torch.Tensor)):
+        return json_safe(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
