@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hpo.device import DeviceInfo
 from hpo.errors import Nonfinite
-from hpo.precision import AmpConfig, Precision
+from hpo.precision import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
 """Steps in a row whose loss or (without loss scaling) gradients are not finite before a trial ends."""
@@ -202,7 +202,7 @@ class MixedPrecision:
                 f"under {self.precision.name} (amp.max_fp32_fallbacks)."
             )
         self._fp32_fallbacks += 1
-        with self.autocast(enabled=False):
+        with self.autocast(enabled=False), backend_flags(PRECISIONS["fp32"], self.config):
             return compute(_in_float32(model))
 
     def _is_reduced(self) -> bool:
@@ -249,7 +249,7 @@ class MixedPrecision:
         """Give the fp32 fallback its allowance anew."""
         self._epoch_fallbacks = 0
 
-    def update_config(self, **changes: Any) -> None:
+    def update_amp_config(self, **changes: Any) -> None:
         """Change `AmpConfig` keys between epochs; a new `init_scale` becomes the scale at once.
 
         Raises pydantic's ValidationError for an unknown key or a value out of range. What decides the

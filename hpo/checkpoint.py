@@ -1,0 +1,142 @@
+"""Checkpoints that survive being killed: written atomically, verified when read.
+
+A checkpoint is a folder with `model.safetensors`, `state.pt` (plain containers and tensors, read with
+`weights_only=True`) and `manifest.json` with the SHA-256 of both. It is written under a temporary name,
+flushed to disk and renamed, so a folder with its final name was complete when it got that name; one that
+was damaged afterwards does not match its manifest and is passed over for the one before.
+
+    <trial folder>/
+        step-00000120/      to go on from; the two newest while the trial runs, the last when it has ended
+        best-00000080/      weights of the best evaluation
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hpo.errors import CheckpointError
+
+_WEIGHTS, _STATE, _MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An intact checkpoint; tensors on the CPU."""
+
+    path: Path
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class CheckpointStore:
+    """The checkpoints of one trial."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+        """Write the checkpoint to go on from, then drop all but the newest two.
+
+        Raises CheckpointError when it cannot be written, a full disk included; nothing half-written
+        stays and the checkpoints before are untouched.
+        """
+        return self._save("step", step, keep=2, weights=weights, state=state)
+
+    def save_best(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+        """Write the weights of the best evaluation so far, then drop those of the best before."""
+        return self._save("best", step, keep=1, weights=weights, state=state)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest intact checkpoint to go on from, or None."""
+        return self._newest_intact("step")
+
+    def best(self) -> Checkpoint | None:
+        """The best weights, or None if there are none or they are damaged."""
+        return self._newest_intact("best")
+
+    def finish(self) -> None:
+        """Keep the best and the last only."""
+        for old in [*self._named("step")[:-1], *self.folder.glob(".*.tmp")]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _named(self, kind: str) -> list[Path]:
+        return sorted(self.folder.glob(f"{kind}-????????"))
+
+    def _save(
+        self, kind: str, step: int, *, keep: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]
+    ) -> Path:
+        path = _write(self.folder / f"{kind}-{step:08d}", weights, state)
+        for old in self._named(kind)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def _newest_intact(self, kind: str) -> Checkpoint | None:
+        for path in reversed(self._named(kind)):
+            with contextlib.suppress(CheckpointError):
+                return read_checkpoint(path)
+        return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify one checkpoint. Raises CheckpointError if it is missing, torn or altered."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+        for name, digest in manifest["sha256"].items():
+            if _sha256(path / name) != digest:
+                raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its manifest.")
+        weights = load_file(path / _WEIGHTS)
+        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+    return Checkpoint(path, weights, state)
+
+
+def _write(path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / _WEIGHTS)
+        torch.save(dict(state), temporary / _STATE)
+        digests = {name: _sha256(temporary / name) for name in (_WEIGHTS, _STATE)}
+        (temporary / _MANIFEST).write_text(json.dumps({"sha256": digests}))
+        for name in (_WEIGHTS, _STATE, _MANIFEST):
+            _flush(temporary / name)
+        shutil.rmtree(path, ignore_errors=True)  # of the same step, before a restart
+        temporary.rename(path)
+        _flush(path.parent)
+    # safetensors and torch.save report a full disk as errors of their own, not as OSError.
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"checkpoint {path} could not be written: {error}. Free some space or set another run folder; "
+            "the trial goes on from the checkpoint before when the study is started again."
+        ) from error
+    return path
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
