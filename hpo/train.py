@@ -1,0 +1,419 @@
+"""The training loop: steps and evaluations of one trial, as a generator; it knows no Optuna.
+
+What the loop promises:
+
+- A global batch is one optimiser step however it is cut into micro-batches. Each task's loss is its sum
+  over labelled items divided by their number in the *global* batch, so micro-batching changes nothing,
+  also where tasks miss labels.
+- Every step draws its dropout masks from a generator seeded by (seed, step), and every epoch its batches
+  by (seed, epoch). A trial that goes on from a checkpoint, or repeats a step that ran out of memory,
+  therefore draws what it would have drawn.
+- The learning rate follows the share of the budget that is used up, so a budget of seconds works as one
+  of steps does.
+- Nothing waits for the device between steps, except every `CHECK_EVERY` of them (and the fp32 fallback,
+  which must know whether a loss is finite).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hpo.amp import MixedPrecision
+from hpo.decoding import Decision, choose_decisions, decode_tasks, score_tasks
+from hpo.device import is_out_of_memory, synchronize
+from hpo.errors import Nonfinite, OutOfMemory
+from hpo.optim import schedule_factor, set_learning_rate
+from hpo.tasks import LossOptions, Task, count_items, loss_sum
+from hpo.telemetry import ThroughputMeter
+from hpo.tokens import Batch, TokenizedSplit, collate, evaluation_batches, training_batches
+
+CHECK_EVERY = {"cpu": 1, "cuda": 20}
+"""Steps between two looks at whether losses and gradients are finite; on a GPU a look waits for it."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a trial trains: exactly one of these is given."""
+
+    epochs: float | None = None
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    """Seconds of training; evaluation and compilation are not counted."""
+
+    def used(self, progress: Progress, steps_per_epoch: int) -> float:
+        """The share that is used up, from 0 to 1 (and over, in seconds)."""
+        if self.max_seconds is not None:
+            return progress.train_seconds / self.max_seconds
+        return progress.step / self.num_steps(steps_per_epoch)
+
+    def learning_rate_position(self, progress: Progress, steps_per_epoch: int) -> float:
+        """Where on the schedule the next step lies: its middle, so neither end has a rate of zero."""
+        if self.max_seconds is not None:
+            return min(1.0, progress.train_seconds / self.max_seconds)
+        return (progress.step + 0.5) / self.num_steps(steps_per_epoch)
+
+    def num_steps(self, steps_per_epoch: int) -> int:
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.epochs is not None
+        return max(1, round(self.epochs * steps_per_epoch))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the loop needs to know besides the model, the data and the numeric state."""
+
+    budget: Budget
+    batch_size: int
+    micro_batch_size: int
+    seed: int
+    schedule: str
+    warmup_ratio: float
+    max_grad_norm: float
+    num_evaluations: int
+    """Evaluations over the whole budget, evenly spaced; the last is at its end."""
+    evaluation_tokens: int
+    """Padded tokens in one evaluation batch."""
+
+
+@dataclass
+class Progress:
+    """How far a trial is; checkpointed."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    """Batches of this epoch that are done."""
+    num_examples: int = 0
+    num_tokens: int = 0
+    train_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    num_evaluations: int = 0
+    micro_batch_size: int = 0
+    oom_halvings: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics on one split, at one point of the training."""
+
+    step: int
+    epoch: float
+    budget_used: float
+    seconds: float
+    """Training seconds so far."""
+    metrics: dict[str, dict[str, float]]
+    """{task: {metric: value}}."""
+    decisions: dict[str, Decision]
+    """What was chosen on this split to turn logits into predictions, for use on other splits."""
+    examples_per_second: float
+    train_loss: float | None
+    """Mean over the steps since the evaluation before."""
+    index: int = 0
+    """1 for the first evaluation of a trial."""
+    rates: dict[str, float | None] = field(default_factory=dict)
+    """Throughput of training so far."""
+
+
+class Objective:
+    """The loss of a batch: each task's mean over its labelled items, weighted and summed, in fp32.
+
+    With `log_variance` (one learnt s for each task) a task's loss L enters as exp(-s) L + s: Kendall et
+    al. 2018, arXiv 1705.07115, in the form without the regression factor 1/2.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        options: LossOptions,
+        loss_weight: Mapping[str, float],
+        class_weight: Mapping[str, Tensor | None],
+        log_variance: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self.options = options
+        self.loss_weight = loss_weight
+        self.class_weight = class_weight
+        self.log_variance = log_variance
+        self.task_losses: dict[str, Tensor] = {}
+        """Each task's mean loss in the step in hand; on the device."""
+
+    def start_step(self) -> None:
+        """Forget the task losses of the step before."""
+        self.task_losses = {}
+
+    def count(self, batch: Batch) -> dict[str, int]:
+        """Labelled items of a batch by task; on the CPU, before it moves to the device."""
+        return {task.name: count_items(task, batch.targets[task.name]) for task in self.tasks}
+
+    def __call__(
+        self,
+        forward: Callable[..., Any],
+        batch: Batch,
+        items: Mapping[str, int],
+        global_items: Mapping[str, int],
+    ) -> Tensor:
+        """The part that a micro-batch with `items` has in the loss of its global batch of `global_items`."""
+        logits = forward(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+        total = torch.zeros((), device=batch.input_ids_BL.device)
+        for task in self.tasks:
+            name = task.name
+            loss = loss_sum(
+                task,
+                logits[name],
+                batch.targets[name],
+                self.options,
+                self.class_weight.get(name),
+                batch.attention_mask_BL,
+            ) / max(global_items[name], 1)
+            self.task_losses[name] = self.task_losses.get(name, 0.0) + loss.detach()
+            if self.log_variance is not None and global_items[name]:
+                log_variance = self.log_variance[name].float()
+                share = items[name] / global_items[name]
+                loss = torch.exp(-log_variance) * loss + share * log_variance
+            total = total + self.loss_weight.get(name, 1.0) * loss
+        return total
+
+    def nonfinite_tasks(self) -> list[str]:
+        """Tasks whose loss was not finite in the last step. Waits for the device."""
+        return [name for name, loss in self.task_losses.items() if not bool(torch.isfinite(loss))]
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    mixed_precision: MixedPrecision,
+    train_split: TokenizedSplit,
+    validation_split: TokenizedSplit,
+    plan: Plan,
+    progress: Progress,
+    meter: ThroughputMeter,
+    pad_id: int,
+    on_step: Callable[[], None] = lambda: None,
+) -> Iterator[Evaluation]:
+    """Train until the budget is used up, yielding an evaluation of the validation split at a time.
+
+    `model` is on the device, in the precision's weights. `progress` says where to begin and is kept up to
+    date. `on_step` runs after each step; what it raises ends the training.
+
+    Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
+    example does not fit.
+    """
+    device = mixed_precision.device
+    lengths_W = np.diff(train_split.window_start_W1)
+    steps_per_epoch = len(training_batches(lengths_W, plan.batch_size, plan.seed, epoch=0))
+    progress.micro_batch_size = progress.micro_batch_size or min(plan.micro_batch_size, plan.batch_size)
+    losses: list[Tensor] = []
+    model.train()
+    meter.start()
+    marked = time.perf_counter()
+    while plan.budget.used(progress, steps_per_epoch) < 1:
+        batches = training_batches(lengths_W, plan.batch_size, plan.seed, progress.epoch)
+        if progress.batch == 0:
+            mixed_precision.start_epoch()
+        for windows in batches[progress.batch :]:
+            position = plan.budget.learning_rate_position(progress, steps_per_epoch)
+            set_learning_rate(optimizer, schedule_factor(plan.schedule, position, plan.warmup_ratio))
+            batch = collate(train_split, windows, objective.tasks, pad_id)
+            loss = accumulate_gradients(model, objective, batch, mixed_precision, plan.seed, progress)
+            apply_gradients(model, optimizer, loss, mixed_precision, plan.max_grad_norm)
+            losses.append(loss)
+            progress.step += 1
+            progress.batch += 1
+            progress.num_examples += len(windows)
+            progress.num_tokens += batch.num_tokens
+            meter.step(len(windows), batch.num_tokens, batch.input_ids_BL.numel())
+            if progress.step % CHECK_EVERY[device.type] == 0:
+                _check(mixed_precision, objective)
+            progress.train_seconds += time.perf_counter() - marked
+            marked = time.perf_counter()
+            used = plan.budget.used(progress, steps_per_epoch)
+            if progress.batch == len(batches):
+                progress.epoch, progress.batch = progress.epoch + 1, 0
+            if used * plan.num_evaluations >= progress.num_evaluations + 1 or used >= 1:
+                _check(mixed_precision, objective)
+                synchronize(device)
+                progress.train_seconds += time.perf_counter() - marked
+                progress.num_evaluations += 1
+                started = time.perf_counter()
+                metrics, decisions = evaluate(
+                    model, validation_split, objective.tasks, mixed_precision, plan.evaluation_tokens, pad_id
+                )
+                seconds = time.perf_counter() - started
+                progress.evaluation_seconds += seconds
+                yield Evaluation(
+                    step=progress.step,
+                    epoch=progress.step / steps_per_epoch,
+                    budget_used=min(1.0, used),
+                    seconds=progress.train_seconds,
+                    metrics=metrics,
+                    decisions=decisions,
+                    examples_per_second=len(validation_split.examples) / seconds,
+                    train_loss=float(torch.stack(losses).mean()) if losses else None,
+                    index=progress.num_evaluations,
+                    rates=meter.summary(),
+                )
+                losses.clear()
+                model.train()
+                meter.start()
+                marked = time.perf_counter()
+            on_step()
+            if used >= 1:
+                return
+    return
+
+
+def accumulate_gradients(
+    model: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    mixed_precision: MixedPrecision,
+    seed: int,
+    progress: Progress,
+) -> Tensor:
+    """Forward and backward over the global batch in micro-batches; return its loss, detached.
+
+    Where the device's memory does not suffice, the micro-batch is halved and the batch done again.
+    Raises OutOfMemory when one example does not fit.
+    """
+    global_items = objective.count(batch)
+    batch_size = len(batch.windows_B)
+    while True:
+        torch.manual_seed(step_seed(seed, progress.step))
+        model.zero_grad(set_to_none=True)
+        objective.start_step()
+        total = torch.zeros((), device=mixed_precision.device.torch_device)
+        try:
+            for part in batch.split(progress.micro_batch_size):
+                items, micro = objective.count(part), part.to(mixed_precision.device.torch_device)
+                loss = mixed_precision.loss(
+                    model, partial(objective, batch=micro, items=items, global_items=global_items)
+                )
+                mixed_precision.scaler.scale(loss).backward()
+                total += loss.detach()
+            return total
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if progress.micro_batch_size == 1:
+                raise OutOfMemory(
+                    f"one example of {batch.input_ids_BL.shape[1]} tokens does not fit into memory."
+                ) from error
+        progress.micro_batch_size = -(-min(progress.micro_batch_size, batch_size) // 2)
+        progress.oom_halvings += 1
+        if mixed_precision.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def apply_gradients(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor,
+    mixed_precision: MixedPrecision,
+    max_grad_norm: float,
+) -> None:
+    """Unscale, clip to the global norm, step, update the scale: in this order (PyTorch, AMP examples)."""
+    scaler = mixed_precision.scaler
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+    mixed_precision.record_step(loss, norm)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A seed of its own for each step, by numpy's SeedSequence so that near seeds share nothing."""
+    return int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0])
+
+
+def _check(mixed_precision: MixedPrecision, objective: Objective) -> None:
+    try:
+        mixed_precision.check()
+    except Nonfinite as end:
+        tasks = objective.nonfinite_tasks()
+        raise Nonfinite(f"{end}{' Tasks: ' + ', '.join(tasks) + '.' if tasks else ''}") from end
+
+
+def evaluate(
+    model: nn.Module,
+    split: TokenizedSplit,
+    tasks: Sequence[Task],
+    mixed_precision: MixedPrecision,
+    max_tokens: int,
+    pad_id: int,
+    decisions: Mapping[str, Decision] | None = None,
+) -> tuple[dict[str, dict[str, float]], dict[str, Decision]]:
+    """Metrics of every task on a split, and the decisions that they were computed with.
+
+    Without `decisions` they are chosen on this split (thresholds and the like). Raises Nonfinite when
+    logits are NaN or infinite.
+    """
+    logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id)
+    broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
+    if broken:
+        raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
+    chosen = dict(decisions) if decisions else choose_decisions(tasks, logits, split)
+    return score_tasks(tasks, decode_tasks(tasks, logits, split, chosen), split.examples), chosen
+
+
+def predict_logits(
+    model: nn.Module,
+    split: TokenizedSplit,
+    tasks: Sequence[Task],
+    mixed_precision: MixedPrecision,
+    max_tokens: int,
+    pad_id: int,
+) -> dict[str, NDArray[np.float32]]:
+    """fp32 logits of a whole split: [W, K] for sequence tasks, [T, K] for token tasks, in window order.
+
+    Where the device's memory does not suffice, the batches are halved.
+    """
+    device = mixed_precision.device
+    starts_W, lengths_W = split.window_start_W1[:-1], np.diff(split.window_start_W1)
+    logits = {
+        task.name: np.empty(
+            (split.num_windows if task.level == "sequence" else split.num_tokens, task.num_outputs),
+            np.float32,
+        )
+        for task in tasks
+    }
+    model.eval()
+    pending = list(reversed(evaluation_batches(lengths_W, max_tokens)))
+    while pending:
+        windows = pending.pop()
+        batch = collate(split, windows, (), pad_id).to(device.torch_device)
+        try:
+            with torch.inference_mode(), mixed_precision.autocast():
+                outputs = model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+            outputs = {name: output.float().cpu().numpy() for name, output in outputs.items()}
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(windows) == 1:
+                raise OutOfMemory(
+                    "one example does not fit into the device's memory in evaluation."
+                ) from error
+            half = len(windows) // 2
+            pending += [windows[half:], windows[:half]]
+            continue
+        real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
+        tokens = (starts_W[windows, None] + np.arange(batch.input_ids_BL.shape[1]))[real_BL]
+        for task in tasks:
+            if task.level == "sequence":
+                logits[task.name][windows] = outputs[task.name]
+            else:
+                logits[task.name][tokens] = outputs[task.name][real_BL]
+    return logits
