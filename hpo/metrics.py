@@ -34,7 +34,6 @@ from numpy.typing import NDArray
 from hpo.tasks import Task
 
 Span = tuple[str, int, int]
-Prediction = str | list[str] | float | list[Span]
 
 
 class AnnotatedText(Protocol):
@@ -175,9 +174,9 @@ def answer_scores(
     """Scores of one optional answer a row, against the best of its accepted answers.
 
     `exact_match` and `span_overlap_f1` are SQuAD's EM and F1 (of the answers' words, normalised), the
-    mean over rows; a row without an answer counts 1 if none is predicted, else 0. With `_answerable`
-    they are means over the rows that have an answer, left out if there is none. `span_f1` is the F1 of
-    exact character spans, in which rows without answer and prediction do not count.
+    mean over rows; a row without an answer counts 1 if none is predicted (or one without a word), else 0.
+    With `_answerable` they are means over the rows that have an answer, left out if there is none.
+    `span_f1` is the F1 of exact character spans, in which rows without answer and prediction do not count.
     """
     rows = np.array(
         [answer_row(task, spans, example) for spans, example in zip(predictions, examples, strict=True)],
@@ -201,19 +200,15 @@ def answer_row(
 ) -> tuple[float, float, float, float, float]:
     """One row's span hit, SQuAD exact match, SQuAD F1, whether it has an answer, whether one is predicted."""
     name = task.labels[0]
-    accepted = example.alt_spans.get(name) or example.spans.get(name, ())
-    if not accepted or not spans:
-        both_empty = float(not accepted and not spans)
-        return 0.0, both_empty, both_empty, float(bool(accepted)), float(bool(spans))
-    _, start, end = spans[0]
-    words = squad_words(example.text[start:end])
-    answers = [squad_words(example.text[s:e]) for s, e in accepted]
+    accepted = [tuple(span) for span in example.alt_spans.get(name) or example.spans.get(name, ())]
+    words = [word for _, start, end in spans[:1] for word in squad_words(example.text[start:end])]
+    answers = [answer for start, end in accepted if (answer := squad_words(example.text[start:end]))] or [[]]
     return (
-        float(any((s, e) == (start, end) for s, e in accepted)),
+        float(any((start, end) in accepted for _, start, end in spans[:1])),
         float(words in answers),
         max(_squad_f1(words, answer) for answer in answers),
-        1.0,
-        1.0,
+        float(bool(accepted)),
+        float(bool(spans)),
     )
 
 
