@@ -11,14 +11,14 @@ validation split by `choose_decision` and kept with the model as a `Decision`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.metrics import answer_row, span_f1_scores, span_overlap_f1
+from hpo.metrics import AnnotatedText, answer_row, score, span_f1_scores, span_overlap_f1
 from hpo.spans import (
     BoolArray,
     Evidence,
@@ -47,6 +47,50 @@ class Decision:
     threshold: float = 0.5
     null_offset: float = 0.0
     merge_gap: int = 0
+
+
+def choose_decisions(
+    tasks: Sequence[Task],
+    logits: Mapping[str, FloatArray],
+    split: TokenWindows,
+    metrics: Mapping[str, str] | None = None,
+) -> dict[str, Decision]:
+    """Choose every task's decision on a split; `metrics` maps a task to the metric to maximise."""
+    decisions: dict[str, Decision] = {}
+    predictions: dict[str, list[Any]] = {}
+    for task in _evidence_last(tasks):
+        given = logits[task.name]
+        labels = predictions[task.evidence_for] if task.evidence_for else None
+        decisions[task.name] = choose_decision(task, given, split, labels, (metrics or {}).get(task.name))
+        predictions[task.name] = (
+            [] if task.evidence_for else decode(task, given, split, decisions[task.name], labels)
+        )
+    return {task.name: decisions[task.name] for task in tasks}
+
+
+def decode_tasks(
+    tasks: Sequence[Task],
+    logits: Mapping[str, FloatArray],
+    split: TokenWindows,
+    decisions: Mapping[str, Decision],
+) -> dict[str, list[Any]]:
+    """Decode every task, evidence after the task whose predicted classes it belongs to."""
+    predictions: dict[str, list[Any]] = {}
+    for task in _evidence_last(tasks):
+        labels = predictions[task.evidence_for] if task.evidence_for else None
+        predictions[task.name] = decode(task, logits[task.name], split, decisions[task.name], labels)
+    return {task.name: predictions[task.name] for task in tasks}
+
+
+def score_tasks(
+    tasks: Sequence[Task], predictions: Mapping[str, Sequence[Any]], examples: Sequence[AnnotatedText]
+) -> dict[str, dict[str, float]]:
+    """Score every task: {task: {metric: value}}."""
+    return {task.name: score(task, predictions[task.name], examples) for task in tasks}
+
+
+def _evidence_last(tasks: Sequence[Task]) -> list[Task]:
+    return sorted(tasks, key=lambda task: task.evidence_for is not None)
 
 
 def decode(

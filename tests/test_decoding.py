@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpo.decoding import EVIDENCE_MERGE_GAPS, EVIDENCE_THRESHOLDS, Decision, choose_decision, decode
+from hpo.decoding import (
+    EVIDENCE_MERGE_GAPS,
+    EVIDENCE_THRESHOLDS,
+    Decision,
+    choose_decision,
+    choose_decisions,
+    decode,
+    decode_tasks,
+    score_tasks,
+)
 from hpo.metrics import score
 from hpo.spans import MAX_ANSWER_TOKENS
 from hpo.tasks import KINDS, Task
@@ -339,6 +348,42 @@ def test_the_decision_maximises_the_metric(task: Task, metric: str, seed: int) -
     assert min(values) < max(values) or metric.endswith("_answerable")
     if metric == task.primary_metric:
         assert choose_decision(task, logits, split, labels) == chosen
+
+
+def test_tasks_are_decided_decoded_and_scored_together() -> None:
+    labels = Task("labels", "multi_label", NAMES)
+    evidence = Task("evidence", "span_per_label", NAMES, evidence_for="labels")
+    both = frozenset({"labels", "evidence"})
+    rows = [
+        Row("xx yy zz", {"labels": ["a"]}, {"a": [(3, 8)]}, annotated=both),
+        Row("xx yy zz", {"labels": []}, annotated=both),
+    ]
+    split = make_split(rows)
+    logits = {
+        "labels": np.array([[-2, -5], [-4, -5]], np.float32),
+        "evidence": np.tile(np.array([[0], [-2], [1], [1], [0]], np.float32), (2, 2)),
+    }
+    # Evidence comes first, but is decided by the classes that the other task predicts.
+    tasks = (evidence, labels)
+    decisions = choose_decisions(tasks, logits, split)
+    assert list(decisions) == ["evidence", "labels"]
+    predictions = decode_tasks(tasks, logits, split, decisions)
+    assert predictions == {"evidence": [[("a", 3, 8)], []], "labels": [["a"], []]}
+    scores = score_tasks(tasks, predictions, rows)
+    assert scores["labels"]["f1_macro"] == scores["evidence"]["span_f1"] == 1.0
+    recall = Decision(threshold=0.001)
+    assert decode_tasks(tasks, logits, split, decisions | {"labels": recall})["evidence"][1] != []
+
+
+def test_decisions_are_chosen_for_the_metric_that_is_named() -> None:
+    rows = [Row("x", {"t": ["a"] if i < 30 else ["b"] if i < 32 else []}) for i in range(100)]
+    split = make_split(rows)
+    logits = np.random.default_rng(0).normal(0, 1, (100, 2)).astype(np.float32)
+    logits[:30, 0] += 2
+    for metric in MULTI.metrics:
+        chosen = choose_decisions((MULTI,), {"t": logits}, split, {"t": metric})
+        assert chosen == {"t": choose_decision(MULTI, logits, split, metric=metric)}
+    assert choose_decisions((MULTI,), {"t": logits}, split) == {"t": choose_decision(MULTI, logits, split)}
 
 
 def test_rare_classes_get_a_threshold_far_below_a_half() -> None:
