@@ -1,0 +1,264 @@
+"""Reads a study file: its YAML, the line of every key, and the one error that lists all its problems.
+
+PyYAML follows YAML 1.1, where `1e-5` is text, `off` is false, `010` is eight and `1:30` is ninety. A study
+file follows the core schema of YAML 1.2 instead (https://yaml.org/spec/1.2.2/#103-core-schema): only `true`
+and `false` are booleans, and `1e-5` is a number. Dates stay text. A key written twice is a problem, not the
+second value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+
+from hpo.errors import StudyFileError, did_you_mean
+
+KeyPath = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2."""
+
+
+_SCALARS = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+    "merge": (r"<<", ["<"]),
+}
+_Loader.yaml_implicit_resolvers = {}
+for _name, (_pattern, _first_letters) in _SCALARS.items():
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _first_letters
+    )
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong in a study file: where, and what must hold."""
+
+    where: KeyPath
+    message: str
+
+
+@dataclass(frozen=True)
+class StudyFile:
+    """The content of a study file, the line of each key, and what is wrong with the keys themselves."""
+
+    path: Path
+    content: dict[str, Any]
+    lines: Mapping[KeyPath, int]
+    problems: tuple[Problem, ...]
+
+    def error(self, problems: Sequence[Problem]) -> StudyFileError:
+        """One error for all problems, each on a line as `file:line: key.path: what must hold`."""
+        ordered = sorted([*self.problems, *problems], key=lambda problem: self._line(problem.where))
+        return StudyFileError("\n".join(self._render(problem) for problem in ordered))
+
+    def _line(self, where: KeyPath) -> int:
+        """The line of the key, or of the nearest key above it that is in the file."""
+        for length in range(len(where), 0, -1):
+            if where[:length] in self.lines:
+                return self.lines[where[:length]]
+        return 1
+
+    def _render(self, problem: Problem) -> str:
+        place = f"{self.path}:{self._line(problem.where)}"
+        key_path = ".".join(str(part) for part in problem.where)
+        return f"{place}: {key_path}: {problem.message}" if key_path else f"{place}: {problem.message}"
+
+
+def read_study_file(path: Path) -> StudyFile:
+    """Read the YAML at `path`. Raises StudyFileError when it is not a YAML mapping."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise StudyFileError(f"{path}: there is no such file.") from None
+    except UnicodeDecodeError as error:
+        raise StudyFileError(
+            f"{path}: a study file must be UTF-8 text, but byte {error.start} is not."
+        ) from None
+    except OSError as error:
+        raise StudyFileError(f"{path}: the file cannot be read: {error.strerror}.") from None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            raise StudyFileError(f"{path}: the file is empty. A study needs at least `name` and `data`.")
+        lines: dict[KeyPath, int] = {}
+        problems = tuple(_walk(node, (), lines, frozenset()))
+        content = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError) as error:
+        raise StudyFileError(f"{path}{_yaml_problem(error)}") from None
+    if not isinstance(content, dict):
+        raise StudyFileError(
+            f"{path}:1: a study file must be a mapping of keys such as `name:` and `data:`, "
+            f"but this is {show(content)}."
+        )
+    return StudyFile(path, content, lines, problems)
+
+
+def parse_yaml_value(text: str) -> Any:
+    """The value that `text` has in a study file: `3e-5` is a number, `[0.9, 0.99]` a list."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError):
+        return text
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """What came, as it would stand in a study file, for a message."""
+    if isinstance(value, str):
+        shown = f"`{value}`"
+    else:
+        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if _plain(value) else repr(value)
+        shown = f"`{shown.removesuffix(chr(10)).removesuffix('...').strip()}`"
+    return shown if len(shown) <= limit else f"{shown[: limit - 4]} ...`"
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, list, dict))
+
+
+def problems_of(error: ValidationError, model: type[BaseModel] | None, content: Any) -> list[Problem]:
+    """What pydantic found in `content`, in a study file's words.
+
+    `model` tells the keys that are known where an unknown one stands.
+    """
+    return [
+        Problem(_key_path(found["loc"], content), _message(found, _known_keys(model, found["loc"])))
+        for found in error.errors(include_url=False)
+    ]
+
+
+def validation_error(problems: Sequence[Problem]) -> ValidationError:
+    """`problems` as pydantic's error: raised in a validator, it gets that validator's place put before."""
+    details = [
+        InitErrorDetails(type=PydanticCustomError("study", problem.message), loc=problem.where, input=None)
+        for problem in problems
+    ]
+    return ValidationError.from_exception_data("study", details)
+
+
+def refused(where: KeyPath, message: str) -> ValidationError:
+    """The error of one problem."""
+    return validation_error([Problem(where, message)])
+
+
+_EXPECTED = {
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "int_type": "a whole number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "tuple_type": "a list",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "greater_than": "> {gt:g}",
+    "greater_than_equal": ">= {ge:g}",
+    "less_than": "< {lt:g}",
+    "less_than_equal": "<= {le:g}",
+}
+"""What must hold, by pydantic's type of error."""
+
+
+def _message(found: ErrorDetails, known: Sequence[str]) -> str:
+    kind, came, context = found["type"], found["input"], found.get("ctx", {})
+    if kind == "missing":
+        return "must be given."
+    if kind == "extra_forbidden":
+        return f"there is no such key.{did_you_mean(str(found['loc'][-1]), known)}"
+    if kind == "literal_error":
+        values = re.findall(r"'([^']*)'", context["expected"])
+        return f"unknown value {show(came)}.{did_you_mean(str(came), values)}"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in _EXPECTED:
+        hint = " Put it in quotes." if kind == "string_type" and isinstance(came, (bool, int, float)) else ""
+        return f"must be {_EXPECTED[kind].format(**context)}, but got {show(came)}.{hint}"
+    return found["msg"]
+
+
+def _key_path(location: KeyPath, content: Any) -> KeyPath:
+    """`location` without the indices that pydantic adds where the file holds one value for a list of one."""
+    where: list[str | int] = []
+    for part in location:
+        if isinstance(part, int) and not isinstance(content, list):
+            continue
+        where.append(part)
+        try:
+            content = content[part]
+        except (TypeError, LookupError):
+            content = None
+    return tuple(where)
+
+
+def _known_keys(model: type[BaseModel] | None, location: KeyPath) -> list[str]:
+    """The keys of the section in which the last part of `location` stands."""
+    for part in location[:-1]:
+        if model is not None and part in model.model_fields:
+            model = section_of(model.model_fields[str(part)].annotation)
+    return list(model.model_fields) if model else []
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The pydantic model inside a field's type: of `tuple[Objective, ...]` it is Objective."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(section_of, get_args(annotation))), None)
+
+
+def _walk(
+    node: yaml.Node, where: KeyPath, lines: dict[KeyPath, int], above: frozenset[int]
+) -> Iterator[Problem]:
+    """Note the line of every key under `node`; yield the keys that a mapping holds twice."""
+    if id(node) in above:
+        raise yaml.MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
+    above |= {id(node)}
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            lines[(*where, index)] = item.start_mark.line + 1
+            yield from _walk(item, (*where, index), lines, above)
+    elif isinstance(node, yaml.MappingNode):
+        first_lines: dict[str, int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue  # a list as key is refused by PyYAML; merged keys are noted where they are written
+            line = key.start_mark.line + 1
+            if key.value in first_lines:
+                first = first_lines[key.value]
+                yield Problem((*where, key.value), f"the key is written twice, on lines {first} and {line}.")
+                continue
+            first_lines[key.value] = lines[(*where, key.value)] = line
+            if key.tag != "tag:yaml.org,2002:str":
+                yield Problem((*where, key.value), "a key must be text: put it in quotes.")
+            yield from _walk(value, (*where, key.value), lines, above)
+
+
+def _yaml_problem(error: Exception) -> str:
+    """`:line: what is wrong` of an error of PyYAML."""
+    mark = getattr(error, "problem_mark", None)
+    place = f":{mark.line + 1}" if mark else ""
+    parts = [getattr(error, key, None) for key in ("context", "problem", "reason")]
+    what = ", ".join(part for part in parts if part) or str(error)
+    return f"{place}: this is not valid YAML: {what}."
