@@ -1,0 +1,272 @@
+"""Optimisers, the learning rates of their parameter groups, and the schedule.
+
+Which rate a parameter gets: heads `head_learning_rate`; the encoder's highest layer `learning_rate`, each
+layer below it `layerwise_lr_decay` times the one above, the embeddings the lowest (discriminative
+fine-tuning: Howard and Ruder 2018, arXiv 1801.06146). Biases and norms are not decayed.
+
+A schedule is a factor of these rates, a function of the share of the budget that is used up. So a budget
+of seconds works like one of steps, and a resumed trial needs no scheduler state.
+
+bf16 weights and the optimiser. A bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 %
+of the difference a step, which bf16 rounds away: the moment would stay where it is. So the state is kept
+in fp32 and only the weights are rounded (`Float32State`). What remains is the rounding of the weights: an
+update of less than half a unit in the last place, about 1/512 of the weight, is lost. That is what
+`bf16-true` means, and what a study finds out about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpo.errors import InputError, did_you_mean
+from hpo.model import MultitaskModel, parameter_depths
+
+OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
+SCHEDULES = ("linear", "cosine", "constant")
+SGD_MOMENTUM = 0.9
+CHUNK_ELEMENTS = 2**24
+"""Weights that `Float32State` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
+
+
+def parameter_groups(
+    model: MultitaskModel,
+    *,
+    learning_rate: float,
+    head_learning_rate: float | None = None,
+    weight_decay: float = 0.01,
+    layerwise_lr_decay: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Return the groups of the trainable parameters, for `build_optimizer`.
+
+    Each has `name`, `params`, `lr`, `initial_lr` (what the schedule's factor applies to) and
+    `weight_decay`, which is 0 for parameters with less than two dimensions (biases, norms, log variances).
+    `head_learning_rate` None is `learning_rate`. Raises ModelError where a decay below 1 meets an encoder
+    whose layers are not known.
+    """
+    head_rate = learning_rate if head_learning_rate is None else head_learning_rate
+    depths = parameter_depths(model) if layerwise_lr_decay != 1.0 else {}
+    highest = max(depths.values(), default=1) - 1
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not name.startswith("encoder."):
+            part, rate = "heads", head_rate
+        elif not depths or depths[name] > highest:
+            part, rate = "encoder", learning_rate
+        else:
+            depth = depths[name]
+            part = f"layer {depth}" if depth else "embeddings"
+            rate = learning_rate * layerwise_lr_decay ** (highest - depth)
+        decays = parameter.ndim >= 2
+        group = groups.setdefault(
+            (part, decays),
+            {
+                "name": part if decays else f"{part}, no decay",
+                "params": [],
+                "lr": rate,
+                "initial_lr": rate,
+                "weight_decay": weight_decay if decays else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+    return list(groups.values())
+
+
+def build_optimizer(
+    name: str, groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float] = (0.9, 0.999)
+) -> Optimizer:
+    """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
+
+    adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
+    adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
+    adafactor   factored second moments; the rate is relative to the size of each weight matrix and
+            `betas` are not used (Shazeer and Stern 2018, arXiv 1804.04235; torch.optim.Adafactor)
+    lion    the sign of a momentum (Chen et al. 2023, arXiv 2302.06675)
+    sgd     momentum 0.9; `betas` are not used
+
+    adamw, adam and sgd use torch's fused kernels on CPU and CUDA.
+    """
+    if name not in OPTIMIZERS:
+        raise InputError(f"optimizer: unknown `{name}`.{did_you_mean(name, OPTIMIZERS)}")
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    # Every group names its own rate. The default is not used, but torch checks it.
+    options: dict[str, Any] = {"lr": 0.0}
+    if name in ("adamw", "adam", "sgd"):
+        options["fused"] = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+    if name in ("adamw", "adam", "lion"):
+        options["betas"] = betas
+    if name == "sgd":
+        options["momentum"] = SGD_MOMENTUM
+    optimizer_class = {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "adafactor": torch.optim.Adafactor,
+        "lion": Lion,
+        "sgd": torch.optim.SGD,
+    }[name]
+
+    def build(groups: Iterable[Mapping[str, Any]]) -> Optimizer:
+        return cast(Optimizer, optimizer_class([dict(group) for group in groups], **options))
+
+    if all(parameter.dtype == torch.float32 for parameter in parameters):
+        return build(groups)
+    return Float32State(groups, build)
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Set every group's `lr` to `factor` times its `initial_lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+
+
+def schedule_factor(schedule: str, progress: float, warmup_ratio: float = 0.0) -> float:
+    """Return the learning rate's factor at `progress`, the share of the budget that is used up.
+
+    The factor rises linearly from 0 over the first `warmup_ratio` of the budget. After that: `linear` and
+    `cosine` fall from 1 to 0 at the end, `constant` stays at 1. Progress outside [0, 1] counts as its
+    nearer end: the last step of a budget in seconds may overrun it.
+    """
+    if schedule not in SCHEDULES:
+        raise InputError(f"schedule: unknown `{schedule}`.{did_you_mean(schedule, SCHEDULES)}")
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup_ratio:
+        return progress / warmup_ratio
+    remaining = (1.0 - progress) / (1.0 - warmup_ratio) if warmup_ratio < 1.0 else 1.0
+    if schedule == "linear":
+        return remaining
+    if schedule == "cosine":
+        return 0.5 * (1.0 - math.cos(math.pi * remaining))
+    return 1.0
+
+
+class Lion(Optimizer):
+    """Lion: the update is the sign of a mean of momentum and gradient (Chen et al. 2023, arXiv 2302.06675).
+
+        u = sign(beta1 m + (1 - beta1) g);  w = w - lr (u + weight_decay w);  m = beta2 m + (1 - beta2) g
+
+    Every weight moves by `lr`, so rates are 3 to 10 times smaller and weight decays larger than AdamW's
+    (the paper, section 5).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            weights = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not weights:
+                continue
+            gradients = [weight.grad for weight in weights]
+            momenta = [
+                self.state[weight].setdefault("momentum", torch.zeros_like(weight)) for weight in weights
+            ]
+            beta1, beta2 = group["betas"]
+            updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+        return loss
+
+
+class Float32State(Optimizer):
+    """An optimiser that steps in fp32 over weights in a shorter dtype.
+
+    `build` makes the inner optimiser from groups whose parameters are fp32 stand-ins. A step copies
+    weights and gradients into the stand-ins, lets the inner optimiser step, and rounds the weights back
+    to nearest. Between steps the stand-ins hold no memory; in a step at most `CHUNK_ELEMENTS` of them (or
+    one tensor, if that is larger) do, so that the saving of short weights is not lost in the step.
+    Parameters that are fp32 already are stepped in place.
+
+    To the outside this is an optimiser over the real weights: `zero_grad`, `GradScaler.unscale_` and
+    learning rates see these. The state is the inner optimiser's.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        build: Callable[[Iterable[Mapping[str, Any]]], Optimizer],
+    ) -> None:
+        super().__init__([dict(group) for group in groups], {})
+        stand_ins = [
+            {**group, "params": [_stand_in(weight.device) for weight in group["params"]]}
+            for group in self.param_groups
+        ]
+        self.inner = build(stand_ins)
+        self._copy_options(self.inner.param_groups, self.param_groups)
+        self.chunks = _chunks(
+            (weight, stand_in)
+            for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True)
+            for weight, stand_in in zip(group["params"], inner_group["params"], strict=True)
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._copy_options(self.param_groups, self.inner.param_groups)
+        for chunk in self.chunks:
+            with_gradient = [pair for pair in chunk if pair[0].grad is not None]
+            for weight, stand_in in with_gradient:
+                stand_in.data = weight.detach().to(torch.float32)
+                stand_in.grad = cast(Tensor, weight.grad).to(torch.float32)
+            # The inner optimiser passes over every parameter without a gradient: all of the other chunks.
+            self.inner.step()
+            for weight, stand_in in with_gradient:
+                weight.copy_(stand_in)
+                stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimiser's state; learning rates are those of this optimiser."""
+        self._copy_options(self.param_groups, self.inner.param_groups)
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.inner.load_state_dict(state_dict)
+        self._copy_options(self.inner.param_groups, self.param_groups)
+
+    @staticmethod
+    def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        for from_group, to_group in zip(source, target, strict=True):
+            to_group.update({key: value for key, value in from_group.items() if key != "params"})
+
+
+def _stand_in(device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(0, dtype=torch.float32, device=device))
+
+
+def _chunks(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """Cut the pairs into lists of at most CHUNK_ELEMENTS elements."""
+    chunks: list[list[tuple[Tensor, Tensor]]] = []
+    room = 0
+    for weight, stand_in in pairs:
+        if not chunks or weight.numel() > room:
+            chunks.append([])
+            room = CHUNK_ELEMENTS
+        chunks[-1].append((weight, stand_in))
+        room -= weight.numel()
+    return chunks
