@@ -239,9 +239,7 @@ def _value_of(name: str, value: Any, where: KeyPath, problems: list[Problem]) ->
     try:
         return setting_value(name, value)
     except ValidationError as error:
-        problems += [
-            Problem(where, f"`{name}` {problem.message}") for problem in problems_of(error, None, None)
-        ]
+        problems += [Problem(where, problem.message) for problem in problems_of(error, None, None)]
         return None
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,20 +21,31 @@ from pydantic import (
     model_validator,
 )
 
+from hpo.data_config import ColumnsConfig, DataConfig, SyntheticConfig
 from hpo.distributions import CategoricalDistribution, Distribution, FloatDistribution, parse_search_space
 from hpo.errors import StudyFileError, did_you_mean
 from hpo.precision import AmpConfig
+from hpo.sampler_config import PrunerConfig, SamplerConfig
 from hpo.study_file import Problem, problems_of, read_study_file, refused, show, validation_error
-from hpo.trial_settings import BUDGETS, LOSS_WEIGHT, Encoder, Section, Switch, TrialSettings
+from hpo.trial_settings import BUDGETS, LOSS_WEIGHT, Count, Encoder, Section, Switch, TrialSettings
 
-TASK_KINDS = (
-    "single_label",
-    "multi_label",
-    "token_classification",
-    "span_extraction",
-    "span_per_label",
-    "regression",
-)
+__all__ = [
+    "AmpConfig",
+    "CheckpointConfig",
+    "ColumnsConfig",
+    "CompatConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "PrunerConfig",
+    "SamplerConfig",
+    "StudyConfig",
+    "SyntheticConfig",
+    "TrialSettings",
+    "load_study",
+]
+
 SMALLER_IS_BETTER = ("peak_memory_bytes", "mae")
 TRIAL_MEASURES = (
     "score",
@@ -53,21 +63,11 @@ def _study_name(name: str) -> str:
     return name
 
 
-def _path(value: Any, info: ValidationInfo) -> Any:
-    """A path of a study file is relative to that file."""
-    if not isinstance(value, (str, Path)) or not str(value).strip():
-        raise ValueError(f"must be a path, but got {show(value)}.")
-    folder = (info.context or {}).get("folder", Path())
-    return Path(folder, Path(value).expanduser()).absolute()
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, Mapping) else value
 
 
 StudyName = Annotated[str, AfterValidator(_study_name)]
-StudyPath = Annotated[Path, BeforeValidator(_path)]
-Count = Annotated[int, Field(ge=1)]
 
 
 class ObjectiveConfig(Section):
@@ -90,276 +90,6 @@ class ObjectiveConfig(Section):
             )
         if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
             raise refused(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
-        return self
-
-
-class _Choice(Section):
-    """A named algorithm of Optuna with its options; each name takes some of the options."""
-
-    OPTIONS: ClassVar[dict[str, tuple[str, ...]]]
-    name: str
-
-    @model_validator(mode="after")
-    def _check_options(self) -> _Choice:
-        allowed = self.OPTIONS[self.name]
-        takes = f"{self.name} takes {', '.join(allowed)}." if allowed else f"{self.name} takes none."
-        problems = [
-            Problem((option,), f"is not an option of {self.name}; {takes}")
-            for option in type(self).model_fields
-            if option not in ("name", "seed", *allowed) and getattr(self, option) is not None
-        ]
-        if problems:
-            raise validation_error(problems)
-        return self
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options that the study gives, as keyword arguments of Optuna's class."""
-        return self.model_dump(exclude={"name", "seed"}, exclude_none=True)
-
-
-class SamplerConfig(_Choice):
-    """Which configuration is tried next. Options left out are Optuna's defaults."""
-
-    OPTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "tpe": ("n_startup_trials", "n_ei_candidates", "multivariate", "constant_liar"),
-        "gp": ("n_startup_trials", "deterministic_objective"),
-        "cmaes": ("n_startup_trials", "sigma0", "popsize"),
-        "nsga2": ("population_size", "mutation_prob", "crossover_prob", "swapping_prob"),
-        "random": (),
-        "grid": (),
-        "qmc": ("qmc_type", "scramble"),
-    }
-    name: Literal["tpe", "gp", "cmaes", "nsga2", "random", "grid", "qmc"] = Field(
-        "tpe", description="Optuna's sampler."
-    )
-    seed: int = Field(42, ge=0, lt=2**31, description="Seed; worker number n adds n.")
-    n_startup_trials: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="tpe, gp, cmaes: random trials before the sampler learns."
-    )
-    n_ei_candidates: Count | None = Field(None, description="tpe: candidates compared for one suggestion.")
-    multivariate: Switch | None = Field(None, description="tpe: model the settings together.")
-    constant_liar: Switch | None = Field(None, description="tpe: keep parallel workers apart.")
-    deterministic_objective: Switch | None = Field(None, description="gp: results have no noise.")
-    sigma0: Annotated[float, Field(gt=0)] | None = Field(None, description="cmaes: first step size.")
-    popsize: Annotated[int, Field(ge=2)] | None = Field(None, description="cmaes: trials in a generation.")
-    population_size: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="nsga2: trials in a generation."
-    )
-    mutation_prob: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="nsga2: chance that a setting mutates."
-    )
-    crossover_prob: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="nsga2: chance that two parents are crossed."
-    )
-    swapping_prob: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="nsga2: chance that a setting comes from the other parent."
-    )
-    qmc_type: Literal["sobol", "halton"] | None = Field(None, description="qmc: the sequence.")
-    scramble: Switch | None = Field(None, description="qmc: scramble the sequence.")
-
-
-class PrunerConfig(_Choice):
-    """When a trial stops early. Steps are evaluations; options left out are Optuna's defaults."""
-
-    OPTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "hyperband": ("min_resource", "max_resource", "reduction_factor"),
-        "asha": ("min_resource", "reduction_factor", "min_early_stopping_rate"),
-        "median": ("n_startup_trials", "n_warmup_steps", "interval_steps", "n_min_trials"),
-        "percentile": ("percentile", "n_startup_trials", "n_warmup_steps", "interval_steps", "n_min_trials"),
-        "patient": ("patience", "min_delta"),
-        "none": (),
-    }
-    name: Literal["hyperband", "asha", "median", "percentile", "patient", "none"] = Field(
-        "none", description="Optuna's pruner; `none` with several objectives."
-    )
-    min_resource: Count | None = Field(None, description="hyperband, asha: evaluations of the first rung.")
-    max_resource: Count | None = Field(None, description="hyperband: evaluations of a whole trial.")
-    reduction_factor: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="hyperband, asha: one of so many trials goes on."
-    )
-    min_early_stopping_rate: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="asha: rungs left out at the start."
-    )
-    percentile: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        None, description="percentile: the best so many percent of trials go on. Default 25."
-    )
-    n_startup_trials: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="median, percentile: trials that are never pruned."
-    )
-    n_warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="median, percentile: evaluations without pruning."
-    )
-    interval_steps: Count | None = Field(None, description="median, percentile: evaluations between checks.")
-    n_min_trials: Count | None = Field(None, description="median, percentile: trials needed to compare with.")
-    patience: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="patient: evaluations without improvement before the trial stops. Default 2."
-    )
-    min_delta: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="patient: smallest change that counts as improvement."
-    )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        required: dict[str, dict[str, Any]] = {
-            "percentile": {"percentile": 25.0},
-            "patient": {"patience": 2},
-        }
-        return required.get(self.name, {}) | super().options
-
-
-class FilesConfig(Section):
-    """One file for each split, where they do not have the usual names."""
-
-    train: StudyPath | None = Field(None, description="Training split.")
-    validation: StudyPath | None = Field(None, description="Validation split.")
-    test: StudyPath | None = Field(None, description="Test split.")
-
-
-class ColumnsConfig(Section):
-    """Which column holds what (csv, parquet, hub)."""
-
-    id: str | None = Field(None, description="Column with a unique id; left out, the row's number.")
-    text: str = Field("text", description="Column with the text.")
-    labels: dict[str, str] = Field(default_factory=dict, description="Task name to column of labels.")
-    spans: dict[str, str] = Field(
-        default_factory=dict, description="Span or task name to column of spans, as `[[start, end], ...]`."
-    )
-
-
-class HubConfig(Section):
-    """A data set of the Hugging Face hub."""
-
-    name: str = Field(description="Id of the data set, or a local folder that `datasets` loads.")
-    config: str | None = Field(None, description="Configuration of the data set.")
-    revision: str | None = Field(None, description="Commit, tag or branch.")
-    splits: dict[Literal["train", "validation", "test"], str] = Field(
-        default_factory=dict, description="Split here to split there; left out, the same names."
-    )
-
-
-class LimitsConfig(Section):
-    """At most so many examples of a split."""
-
-    train: Count | None = Field(None, description="Training split.")
-    validation: Count | None = Field(None, description="Validation split.")
-    test: Count | None = Field(None, description="Test split.")
-
-
-class SyntheticConfig(Section):
-    """Generated clinical-style posts with criteria and evidence."""
-
-    num_train: Count = Field(2000, description="Training examples.")
-    num_validation: Count = Field(300, description="Validation examples.")
-    num_test: Count = Field(300, description="Test examples.")
-    seed: int = Field(0, ge=0, description="Seed of the generator.")
-    min_sentences: Count = Field(2, description="Sentences of the shortest posts.")
-    max_sentences: Count = Field(
-        6, description="Sentences of the longest posts; more where evidence needs it."
-    )
-    label_noise: float = Field(0.02, ge=0, le=1, description="Chance that a criterion's label is missed.")
-
-    @model_validator(mode="after")
-    def _check_sentences(self) -> SyntheticConfig:
-        if self.min_sentences > self.max_sentences:
-            came = f"{self.min_sentences} and {self.max_sentences}"
-            raise refused(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {came}.")
-        return self
-
-
-class DataConfig(Section):
-    """The data set."""
-
-    SOURCE_KEYS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "synthetic": ("synthetic",),
-        "jsonl": ("path", "files", "tasks"),
-        "csv": ("path", "files", "tasks", "columns"),
-        "parquet": ("path", "files", "tasks", "columns"),
-        "hub": ("hub", "tasks", "columns"),
-    }
-    source: Literal["synthetic", "jsonl", "csv", "parquet", "hub"] = Field(
-        description="Where the examples come from."
-    )
-    path: StudyPath | None = Field(
-        None, description="Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."
-    )
-    files: FilesConfig = Field(default_factory=FilesConfig, description="Files with other names.")
-    tasks: Path | dict[str, Any] | None = Field(
-        None,
-        description="The tasks: a path, or `{task: {kind: ..., classes: [...]}}` here. Left out, the "
-        "`tasks.json` in `path`.",
-    )
-    columns: ColumnsConfig = Field(default_factory=ColumnsConfig, description="Columns (csv, parquet, hub).")
-    hub: HubConfig | None = Field(None, description="Data set of the hub.")
-    synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig, description="Sizes and seed.")
-    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Use only a part.")
-    validation_fraction: float = Field(
-        0.1, gt=0, lt=1, description="Share of training examples for validation when there is no such split."
-    )
-    test_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Share of training examples for testing when there is no such split."
-    )
-    long_text: Literal["truncate", "window"] = Field(
-        "truncate", description="A text over `max_length`: cut it, or cover it with overlapping windows."
-    )
-    stride: int = Field(64, ge=0, description="Tokens that neighbouring windows share.")
-    pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = Field(
-        None, description="Two named segments of the text, encoded as a pair."
-    )
-
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _check_tasks(cls, value: Any, info: ValidationInfo) -> Any:
-        """Tasks in the study file get the form of a `tasks.json`: `{"tasks": {name: task}}`."""
-        if value is None or isinstance(value, (str, Path)):
-            return None if value is None else _path(value, info)
-        if not isinstance(value, Mapping):
-            raise refused((), f"must be a path or a mapping of task names to tasks, but got {show(value)}.")
-        wrapped = isinstance(value.get("tasks"), Mapping) and "kind" not in value["tasks"]
-        tasks, above = (value["tasks"], ("tasks",)) if wrapped else (value, ())
-        problems = [] if tasks else [Problem(above, "there must be at least one task.")]
-        for name, task in tasks.items():
-            if not isinstance(task, Mapping):
-                problems.append(Problem((*above, name), f"must be a mapping with `kind`, got {show(task)}."))
-            elif task.get("kind") not in TASK_KINDS:
-                kinds = ", ".join(TASK_KINDS)
-                message = (
-                    f"unknown kind {show(task['kind'])}.{did_you_mean(str(task['kind']), TASK_KINDS)}"
-                    if "kind" in task
-                    else f"must be given: one of {kinds}."
-                )
-                problems.append(Problem((*above, name, "kind"), message))
-        if problems:
-            raise validation_error(problems)
-        return dict(value) if wrapped else {"tasks": dict(value)}
-
-    @model_validator(mode="after")
-    def _check_source(self) -> DataConfig:
-        problems = []
-        own = set(chain.from_iterable(self.SOURCE_KEYS.values()))
-        for key in sorted(own - set(self.SOURCE_KEYS[self.source])):
-            if getattr(self, key) == type(self).model_fields[key].get_default(call_default_factory=True):
-                continue
-            users = ", ".join(source for source, keys in self.SOURCE_KEYS.items() if key in keys)
-            problems.append(Problem((key,), f"is read with source {users}, but the source is {self.source}."))
-        if "path" in self.SOURCE_KEYS[self.source]:
-            if self.path is None and self.files.train is None:
-                problems.append(
-                    Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
-                )
-            elif self.path is None and self.tasks is None:
-                problems.append(
-                    Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
-                )
-        if self.source == "hub":
-            missing = [key for key in ("hub", "tasks") if getattr(self, key) is None]
-            problems += [Problem((key,), "must be given for source hub.") for key in missing]
-        if self.validation_fraction + self.test_fraction >= 1:
-            problems.append(
-                Problem(("test_fraction",), "validation and test must leave a part for training.")
-            )
-        if problems:
-            raise validation_error(problems)
         return self
 
 
@@ -607,8 +337,7 @@ def load_study(name_or_path: str | Path, studies_dir: Path | None = None) -> Stu
     context = {"folder": path.parent, "content": content}
     problems = []
     if "path" in content:
-        known = [key for key in StudyConfig.model_fields if key != "path"]
-        problems.append(Problem(("path",), f"there is no such key.{did_you_mean('path', known)}"))
+        problems.append(Problem(("path",), "there is no such key. Did you mean `data.path`?"))
     try:
         study = StudyConfig.model_validate({**content, "path": path}, context=context)
     except ValidationError as error:

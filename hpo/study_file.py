@@ -131,7 +131,7 @@ def show(value: Any, limit: int = 60) -> str:
     else:
         shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if _plain(value) else repr(value)
         shown = f"`{shown.removesuffix(chr(10)).removesuffix('...').strip()}`"
-    return shown if len(shown) <= limit else f"{shown[: limit - 4]} ...`"
+    return shown if len(shown) <= limit else f"{shown[: limit - 5]} ...`"
 
 
 def _plain(value: Any) -> bool:
@@ -190,7 +190,9 @@ def _message(found: ErrorDetails, known: Sequence[str]) -> str:
         return f"there is no such key.{did_you_mean(str(found['loc'][-1]), known)}"
     if kind == "literal_error":
         values = re.findall(r"'([^']*)'", context["expected"])
-        return f"unknown value {show(came)}.{did_you_mean(str(came), values)}"
+        near = did_you_mean(str(came), values)
+        hint = near if "Did you mean" in near else ""
+        return f"must be one of {', '.join(values)}, but got {show(came)}.{hint}"
     if kind == "value_error":
         return str(context["error"])
     if kind in _EXPECTED:
@@ -200,10 +202,10 @@ def _message(found: ErrorDetails, known: Sequence[str]) -> str:
 
 
 def _key_path(location: KeyPath, content: Any) -> KeyPath:
-    """`location` without the indices that pydantic adds where the file holds one value for a list of one."""
+    """`location` without what pydantic adds: the index in a list of one, `[key]` after a key itself."""
     where: list[str | int] = []
     for part in location:
-        if isinstance(part, int) and not isinstance(content, list):
+        if part == "[key]" or (isinstance(part, int) and not isinstance(content, list)):
             continue
         where.append(part)
         try:
@@ -247,7 +249,9 @@ def _walk(
             line = key.start_mark.line + 1
             if key.value in first_lines:
                 first = first_lines[key.value]
-                yield Problem((*where, key.value), f"the key is written twice, on lines {first} and {line}.")
+                yield Problem(
+                    (*where, key.value), f"the key is written twice, on lines {first} and {line}. Keep one."
+                )
                 continue
             first_lines[key.value] = lines[(*where, key.value)] = line
             if key.tag != "tag:yaml.org,2002:str":

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from hpo.precision import canonical_precision
+from hpo.study_file import show
 
 
 class Section(BaseModel):
@@ -29,14 +29,14 @@ def _switch(value: Any) -> Any:
 def _encoder(value: Any) -> Any:
     if (isinstance(value, str) and value.strip()) or (isinstance(value, dict) and value):
         return value
-    raise PydanticCustomError(
-        "encoder", "must be a name, a hub id, a folder, or a mapping with the config of a fresh encoder"
-    )
+    what = "a name, a hub id, a folder, or a mapping with the config of a fresh encoder"
+    raise ValueError(f"must be {what}, but got {show(value)}.")
 
 
 Switch = Annotated[bool, BeforeValidator(_switch)]
 PrecisionName = Annotated[str, AfterValidator(canonical_precision)]
 Encoder = Annotated[str | dict[str, Any], BeforeValidator(_encoder)]
+Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 
@@ -130,7 +130,7 @@ class TrialSettings(Section):
     )
 
     batch_size: int = Field(16, ge=1, description="Examples in one optimiser step.")
-    micro_batch_size: Annotated[int, Field(ge=1)] | None = Field(
+    micro_batch_size: Count | None = Field(
         None,
         description="Examples in one forward and backward pass; gradients are accumulated to `batch_size`, "
         "with the same loss. Left out, `batch_size`, halved when memory runs out.",
@@ -163,7 +163,7 @@ class TrialSettings(Section):
     backoff_factor: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="fp16: shrinkage after an overflow; left out, `amp.backoff_factor`."
     )
-    growth_interval: Annotated[int, Field(ge=1)] | None = Field(
+    growth_interval: Count | None = Field(
         None, description="fp16: steps without overflow before growth; left out, `amp.growth_interval`."
     )
 
@@ -172,7 +172,7 @@ class TrialSettings(Section):
         description="Budget: passes over the training split. Exactly one of `epochs`, `max_steps` and "
         "`max_seconds`; with none given, 3 epochs.",
     )
-    max_steps: Annotated[int, Field(ge=1)] | None = Field(None, description="Budget: optimiser steps.")
+    max_steps: Count | None = Field(None, description="Budget: optimiser steps.")
     max_seconds: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description="Budget: seconds of training. Equal time for all trials, so a faster precision sees "
