@@ -1,0 +1,488 @@
+"""From texts to windows of tokens, exactly: every character span becomes tokens and comes back.
+
+The fast tokenizer says for every token which characters it stands for. Byte-level and SentencePiece
+tokenizers count the space before a word to the word's token; white space at a token's edges is therefore
+taken off, and a span becomes the smallest run of tokens that covers it. Special tokens are laid around the
+pieces as the tokenizer itself does with a probe, so that a text is tokenised once, however it is cut.
+
+Texts longer than `max_length` are either
+
+- truncated: the end is cut off. A span that reaches over the cut keeps the part that is left as its tokens
+  (token_classification, span_per_label); a span_extraction answer that is not whole becomes "no answer"; or
+- windowed: windows overlap by `stride` tokens, as `stride` counts in Hugging Face tokenizers. A span at a
+  window's edge is clipped to it, its tokens keep the tags that they have in the whole text, and an answer
+  belongs to the windows that hold it whole. A token that several windows hold is owned by the one in which
+  it is further from the edge.
+
+With `pair_segments` (question, context) the two segments are encoded as a pair: the second is cut or
+windowed, the first is repeated in every window (at most half of its room) and owned by the first.
+Text outside of both segments is not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpo.errors import DataError, ModelError
+from hpo.examples import SPAN_KINDS, Example
+from hpo.tasks import IGNORE_INDEX, Task
+from hpo.tokens import (
+    BEGINS_BEFORE,
+    ENDS_AFTER,
+    AnyArray,
+    BoolArray,
+    IntArray,
+    TokenizedSplit,
+    WindowSpans,
+    ragged_arange,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CHUNK = 10_000  # Examples tokenised at once: bounds what the tokenizer's Python lists take.
+
+_SPACES = np.zeros(0x3002, dtype=bool)
+_SPACES[[code for code in range(0x3001) if chr(code).isspace()]] = True
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The special tokens that a tokenizer puts around one text or a pair, and the type id of each piece."""
+
+    prefix: tuple[int, ...]
+    middle: tuple[int, ...]
+    suffix: tuple[int, ...]
+    type_ids: tuple[int, int, int, int, int] | None  # of prefix, first, middle, second, suffix
+
+    @property
+    def num_special(self) -> int:
+        return len(self.prefix) + len(self.middle) + len(self.suffix)
+
+
+def _probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> _Layout:
+    texts = ("a", "b") if pair else ("a",)
+    probe = tokenizer(*texts, truncation=False, padding=False, return_token_type_ids=True)
+    segment = probe.sequence_ids(0)
+    ids, types = probe["input_ids"], probe.get("token_type_ids")
+    last = 1 if pair else 0
+    begin, end = segment.index(0), len(segment) - segment[::-1].index(last)
+    inner = [i for i in range(begin, end) if segment[i] is None]
+    type_ids = None
+    if pair and types is not None and "token_type_ids" in tokenizer.model_input_names:
+        edges = (types[0], types[begin], types[inner[0]] if inner else 0, types[end - 1], types[-1])
+        type_ids = edges
+    return _Layout(
+        prefix=tuple(ids[:begin]),
+        middle=tuple(ids[i] for i in inner),
+        suffix=tuple(ids[end:]),
+        type_ids=type_ids,
+    )
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Tokens of many texts one after the other, without special tokens; those of text e are
+    `start_E1[e] : start_E1[e + 1]`."""
+
+    ids_T: IntArray
+    char_start_T: IntArray
+    char_end_T: IntArray
+    start_E1: IntArray
+
+    @property
+    def count_E(self) -> IntArray:
+        return np.diff(self.start_E1)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offset_E: IntArray) -> _Stream:
+    """Tokenise `texts`, which begin at character `offset_E` of their examples."""
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        truncation=False,
+        padding=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    count_E = np.fromiter(map(len, encoded["input_ids"]), dtype=np.int64, count=len(texts))
+    total = int(count_E.sum())
+    ids_T = np.fromiter(chain.from_iterable(encoded["input_ids"]), dtype=np.int32, count=total)
+    flat = chain.from_iterable(chain.from_iterable(encoded["offset_mapping"]))
+    start_T, end_T = np.fromiter(flat, dtype=np.int64, count=2 * total).reshape(total, 2).T
+    start_T, end_T = _without_outer_space(texts, count_E, start_T, end_T)
+    offset_T = np.repeat(offset_E, count_E)
+    return _Stream(
+        ids_T=ids_T,
+        char_start_T=(start_T + offset_T).astype(np.int32),
+        char_end_T=(end_T + offset_T).astype(np.int32),
+        start_E1=np.concatenate([[0], np.cumsum(count_E)]),
+    )
+
+
+def _without_outer_space(
+    texts: Sequence[str], count_E: IntArray, start_T: IntArray, end_T: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Take white space off the edges of every token; one that is all white space becomes empty."""
+    code = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
+    is_space = np.append(_SPACES[np.minimum(code, len(_SPACES) - 1)], False)
+    length_E = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    base_T = np.repeat(np.cumsum(length_E) - length_E, count_E)
+    start_T, end_T = start_T + base_T, end_T + base_T
+    while (leading_T := (start_T < end_T) & is_space[start_T]).any():
+        start_T = start_T + leading_T
+    while (trailing_T := (start_T < end_T) & is_space[end_T - 1]).any():
+        end_T = end_T - trailing_T
+    return start_T - base_T, end_T - base_T
+
+
+def _covering_tokens(
+    stream: _Stream, example_S: IntArray, start_S: IntArray, end_S: IntArray
+) -> tuple[IntArray, IntArray]:
+    """First and last token, counted from their text's first, of the smallest run that covers each span.
+
+    Where no token stands for any character of the span, first > last.
+    """
+    # One key orders the characters of all examples, so that one binary search serves all spans.
+    width = np.int64(1) << 32
+    base_T = np.repeat(np.arange(len(stream.count_E)) * width, stream.count_E)
+    # Characters that the tokenizer reorders would break the order; a token then counts from its first
+    # character seen from the left, and to its last seen from the right.
+    end_T = np.maximum.accumulate(base_T + stream.char_end_T)
+    start_T = np.minimum.accumulate((base_T + stream.char_start_T)[::-1])[::-1]
+    base_S = example_S * width
+    first_S = np.searchsorted(end_T, base_S + start_S, side="right")
+    last_S = np.searchsorted(start_T, base_S + end_S, side="left") - 1
+    offset_S = stream.start_E1[example_S]
+    return first_S - offset_S, last_S - offset_S
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """How the texts of one chunk are cut: window w shows `length_W` tokens of its example's second
+    segment from `start_W` on, after `first_E` tokens of the first segment."""
+
+    example_W: IntArray
+    is_first_W: BoolArray
+    start_W: IntArray
+    length_W: IntArray
+    owned_from_W: IntArray
+    owned_to_W: IntArray
+    first_E: IntArray
+    is_cut_E: BoolArray
+
+
+def _cut(
+    num_first_E: IntArray, num_second_E: IntArray, room: int, long_text: str, stride: int, max_length: int
+) -> _Windows:
+    first_E = np.minimum(num_first_E, room // 2)
+    capacity_E = room - first_E
+    if long_text == "window" and len(capacity_E) and stride >= capacity_E.min():
+        raise DataError(
+            f"data.stride, the overlap of two windows, must be less than the {capacity_E.min()} tokens of "
+            f"text that a window of max_length {max_length} holds, but got {stride}. "
+            "Lower the stride or raise max_length."
+        )
+    kept_E = num_second_E if long_text == "window" else np.minimum(num_second_E, capacity_E)
+    step_E = capacity_E - stride if long_text == "window" else np.maximum(capacity_E, 1)
+    windows_E = 1 + np.maximum(0, -(-(kept_E - capacity_E) // step_E))
+    example_W = np.repeat(np.arange(len(windows_E)), windows_E)
+    number_W = ragged_arange(np.zeros_like(windows_E), windows_E)
+    start_W = number_W * step_E[example_W]
+    is_last_W = number_W == windows_E[example_W] - 1
+    return _Windows(
+        example_W=example_W,
+        is_first_W=number_W == 0,
+        start_W=start_W,
+        length_W=np.minimum(kept_E[example_W] - start_W, capacity_E[example_W]),
+        owned_from_W=np.where(number_W == 0, 0, start_W + stride // 2),
+        owned_to_W=np.where(is_last_W, kept_E[example_W], start_W + step_E[example_W] + stride // 2),
+        first_E=first_E,
+        is_cut_E=(kept_E < num_second_E) | (first_E < num_first_E),
+    )
+
+
+def tokenize_split(
+    examples: Sequence[Example],
+    tasks: Sequence[Task],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    long_text: str = "truncate",
+    stride: int = 0,
+    pair_segments: tuple[str, str] | None = None,
+) -> TokenizedSplit:
+    """Tokenise every example and place its truth on the tokens; see the head of this file.
+
+    Raises ModelError for a tokenizer without offsets, and DataError where `max_length` leaves no room for
+    text or `stride` no progress.
+    """
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"the tokenizer must be a fast one, which knows the characters of its tokens, "
+            f"but {type(tokenizer).__name__} is not. Use an encoder with a tokenizer.json."
+        )
+    layout = _probe_layout(tokenizer, pair_segments is not None)
+    room = max_length - layout.num_special
+    if room < 2:
+        raise DataError(
+            f"max_length must leave room for text beside {layout.num_special} special tokens, "
+            f"but got {max_length}."
+        )
+    if not layout.prefix and any(task.kind == "span_extraction" for task in tasks):
+        raise ModelError(
+            "span_extraction marks 'no answer' at the first token, which must be a special token, "
+            f"but {type(tokenizer).__name__} puts none before a text."
+        )
+    parts = [
+        _tokenize_chunk(
+            examples[i : i + _CHUNK],
+            tasks,
+            tokenizer,
+            layout,
+            room,
+            max_length,
+            long_text,
+            stride if long_text == "window" else 0,
+            pair_segments,
+        )
+        for i in range(0, max(len(examples), 1), _CHUNK)
+    ]
+    return _join(examples, parts)
+
+
+def _tokenize_chunk(
+    examples: Sequence[Example],
+    tasks: Sequence[Task],
+    tokenizer: PreTrainedTokenizerBase,
+    layout: _Layout,
+    room: int,
+    max_length: int,
+    long_text: str,
+    stride: int,
+    pair_segments: tuple[str, str] | None,
+) -> TokenizedSplit:
+    num_examples = len(examples)
+    if pair_segments is None:
+        empty = np.zeros(0, dtype=np.int32)
+        first = _Stream(empty, empty, empty, np.zeros(num_examples + 1, dtype=np.int64))
+        second = _encode(tokenizer, [e.text for e in examples], np.zeros(num_examples, dtype=np.int64))
+    else:
+        first, second = (
+            _encode(
+                tokenizer,
+                [e.text[slice(*e.segments[name])] for e in examples],
+                np.array([e.segments[name][0] for e in examples], dtype=np.int64),
+            )
+            for name in pair_segments
+        )
+    cut = _cut(first.count_E, second.count_E, room, long_text, stride, max_length)
+
+    # Where the pieces of every window begin among all tokens of the chunk.
+    first_W = cut.first_E[cut.example_W]
+    size_W = layout.num_special + first_W + cut.length_W
+    window_start_W1 = np.concatenate([[0], np.cumsum(size_W)])
+    begin_W = window_start_W1[:-1]
+    first_at_W = begin_W + len(layout.prefix)
+    middle_at_W = first_at_W + first_W
+    second_at_W = middle_at_W + len(layout.middle)
+    suffix_at_W = second_at_W + cut.length_W
+
+    num_tokens = int(window_start_W1[-1])
+    ids_T = np.zeros(num_tokens, dtype=np.int32)
+    char_start_T, char_end_T = (np.full(num_tokens, -1, dtype=np.int32) for _ in range(2))
+    owned_T = np.zeros(num_tokens, dtype=bool)
+    for at_W, special in (
+        (begin_W, layout.prefix),
+        (middle_at_W, layout.middle),
+        (suffix_at_W, layout.suffix),
+    ):
+        for i, token_id in enumerate(special):
+            ids_T[at_W + i] = token_id
+    for stream, at_W, from_W, count_W in (
+        (first, first_at_W, np.zeros_like(first_W), first_W),
+        (second, second_at_W, cut.start_W, cut.length_W),
+    ):
+        to = ragged_arange(at_W, count_W)
+        source = ragged_arange(stream.start_E1[cut.example_W] + from_W, count_W)
+        ids_T[to] = stream.ids_T[source]
+        char_start_T[to] = stream.char_start_T[source]
+        char_end_T[to] = stream.char_end_T[source]
+    owned_T[ragged_arange(first_at_W, first_W * cut.is_first_W)] = True
+    owned_from_W = second_at_W + cut.owned_from_W - cut.start_W
+    owned_T[ragged_arange(owned_from_W, cut.owned_to_W - cut.owned_from_W)] = True
+
+    type_ids_T: IntArray | None = None
+    if layout.type_ids is not None:
+        size_W5 = np.stack(
+            [
+                np.full_like(first_W, len(layout.prefix)),
+                first_W,
+                np.full_like(first_W, len(layout.middle)),
+                cut.length_W,
+                np.full_like(first_W, len(layout.suffix)),
+            ],
+            axis=1,
+        )
+        type_ids_T = np.repeat(
+            np.tile(np.array(layout.type_ids, dtype=np.int8), len(size_W5)), size_W5.ravel()
+        )
+
+    targets, annotated = _window_targets(examples, tasks, cut.example_W)
+    spans: dict[str, WindowSpans] = {}
+    num_lost: dict[str, int] = {}
+    for task in tasks:
+        if task.kind in SPAN_KINDS:
+            rows_S5, num_lost[task.name] = _window_spans(
+                task,
+                examples,
+                cut,
+                ((first, first_at_W - begin_W, first_W), (second, second_at_W - begin_W, cut.length_W)),
+            )
+            counts_W = np.bincount(rows_S5[:, 0], minlength=len(begin_W))
+            start_W1 = np.concatenate([[0], np.cumsum(counts_W)])
+            spans[task.name] = WindowSpans(np.ascontiguousarray(rows_S5[:, 1:], dtype=np.int32), start_W1)
+            if task.kind == "span_extraction":
+                whole_S5 = rows_S5[rows_S5[:, 4] == 0]
+                targets[task.name][whole_S5[:, 0]] = whole_S5[:, 2:4]
+                targets[task.name][~annotated[task.name]] = IGNORE_INDEX
+    return TokenizedSplit(
+        examples=examples,
+        max_length=max_length,
+        input_ids_T=ids_T,
+        type_ids_T=type_ids_T,
+        char_start_T=char_start_T,
+        char_end_T=char_end_T,
+        owned_T=owned_T,
+        window_start_W1=window_start_W1,
+        window_example_W=cut.example_W.astype(np.int32),
+        spans=spans,
+        targets=targets,
+        annotated=annotated,
+        num_cut_examples=int(cut.is_cut_E.sum()),
+        num_lost_spans=num_lost,
+    )
+
+
+def _window_spans(
+    task: Task,
+    examples: Sequence[Example],
+    cut: _Windows,
+    segments: Sequence[tuple[_Stream, IntArray, IntArray]],
+) -> tuple[NDArray[np.int64], int]:
+    """Rows (window, label, first, last, cut) of a task's spans, by window, and how many are whole nowhere.
+
+    A segment is its tokens, where it begins in each window, and how many of it each window shows.
+    """
+    found = [
+        (e, label, start, end)
+        for e, example in enumerate(examples)
+        if example.spans
+        for label, name in enumerate(task.labels)
+        for start, end in example.spans.get(name, ())
+    ]
+    example_S, label_S, start_S, end_S = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    windows_E = np.bincount(cut.example_W, minlength=len(examples))
+    window_start_E = np.cumsum(windows_E) - windows_E
+    # Every span in every window of its example.
+    count_S = windows_E[example_S]
+    span = np.repeat(np.arange(len(found)), count_S)
+    window = ragged_arange(window_start_E[example_S], count_S)
+    rows: list[NDArray[np.int64]] = []
+    is_whole_S = np.zeros(len(found), dtype=bool)
+    for number, (stream, at_W, shown_W) in enumerate(segments):
+        first_S, last_S = _covering_tokens(stream, example_S, start_S, end_S)
+        low = cut.start_W[window] if number == 1 else np.zeros_like(window)
+        high = low + shown_W[window] - 1
+        first, last = np.maximum(first_S[span], low), np.minimum(last_S[span], high)
+        edges = BEGINS_BEFORE * (first_S[span] < low) + ENDS_AFTER * (last_S[span] > high)
+        shown = first <= last
+        to_window = at_W[window] - low
+        rows.append(
+            np.stack([window, label_S[span], first + to_window, last + to_window, edges], axis=1)[shown]
+        )
+        is_whole_S[span[shown & (edges == 0)]] = True
+    rows_S5 = np.concatenate(rows)
+    order = np.lexsort((rows_S5[:, 2], rows_S5[:, 0]))
+    return rows_S5[order], int((~is_whole_S).sum())
+
+
+def _window_targets(
+    examples: Sequence[Example], tasks: Sequence[Task], example_W: IntArray
+) -> tuple[dict[str, AnyArray], dict[str, BoolArray]]:
+    """Targets that a window takes over from its example; span_extraction starts as "no answer"."""
+    targets: dict[str, AnyArray] = {}
+    annotated: dict[str, BoolArray] = {}
+    for task in tasks:
+        index = {label: c for c, label in enumerate(task.labels)}
+        has_E = np.fromiter((task.name in e.annotated for e in examples), dtype=bool, count=len(examples))
+        annotated[task.name] = has_E[example_W]
+        labels: list[Any] = [e.labels.get(task.name) for e in examples]
+        target_E: AnyArray
+        if task.kind == "single_label":
+            classes = (index.get(label, IGNORE_INDEX) for label in labels)
+            target_E = np.fromiter(classes, dtype=np.int32, count=len(examples))
+        elif task.kind == "regression":
+            values = (np.nan if label is None else label for label in labels)
+            target_E = np.fromiter(values, dtype=np.float32, count=len(examples))
+        elif task.kind in ("multi_label", "span_per_label"):
+            missing = np.int8(-1 if task.kind == "multi_label" else 0)
+            target_E = np.repeat(np.where(has_E, np.int8(0), missing)[:, None], len(index), axis=1)
+            held = labels if task.kind == "multi_label" else (e.spans for e in examples)
+            ones = [(e, index[label]) for e, of in enumerate(held) for label in of or () if label in index]
+            target_E[tuple(np.array(ones, dtype=np.int64).reshape(-1, 2).T)] = 1
+        elif task.kind == "span_extraction":
+            target_E = np.zeros((len(examples), 2), dtype=np.int32)
+        else:
+            continue
+        targets[task.name] = target_E[example_W]
+    return targets, annotated
+
+
+def _join(examples: Sequence[Example], parts: Sequence[TokenizedSplit]) -> TokenizedSplit:
+    """Put the chunks of a split one after the other."""
+    if len(parts) == 1:
+        return replace(parts[0], examples=examples)
+    rows = np.cumsum([0, *(len(part.examples) for part in parts)])
+
+    def joined(name: str) -> AnyArray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    def joined_starts(starts: Sequence[IntArray]) -> IntArray:
+        ends = np.cumsum([0, *(start[-1] for start in starts)])
+        return np.concatenate(
+            [[0], *(start[1:] + end for start, end in zip(starts, ends, strict=False))], dtype=np.int64
+        )
+
+    spans = {
+        name: WindowSpans(
+            np.concatenate([part.spans[name].rows_S4 for part in parts]),
+            joined_starts([part.spans[name].start_W1 for part in parts]),
+        )
+        for name in parts[0].spans
+    }
+    return TokenizedSplit(
+        examples=examples,
+        max_length=parts[0].max_length,
+        input_ids_T=joined("input_ids_T"),
+        type_ids_T=None if parts[0].type_ids_T is None else joined("type_ids_T"),
+        char_start_T=joined("char_start_T"),
+        char_end_T=joined("char_end_T"),
+        owned_T=joined("owned_T"),
+        window_start_W1=joined_starts([part.window_start_W1 for part in parts]),
+        window_example_W=np.concatenate(
+            [part.window_example_W + row for part, row in zip(parts, rows, strict=False)], dtype=np.int32
+        ),
+        spans=spans,
+        targets={n: np.concatenate([part.targets[n] for part in parts]) for n in parts[0].targets},
+        annotated={n: np.concatenate([part.annotated[n] for part in parts]) for n in parts[0].annotated},
+        num_cut_examples=sum(part.num_cut_examples for part in parts),
+        num_lost_spans={n: sum(part.num_lost_spans[n] for part in parts) for n in parts[0].num_lost_spans},
+    )

@@ -1,0 +1,349 @@
+"""Every way a data set can be wrong ends as one DataError that names the file and the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpo.data import DataSet, load_data
+from hpo.data_config import DataConfig
+from hpo.errors import DataError
+
+TASKS = {
+    "tasks": {
+        "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
+        "topics": {"kind": "multi_label", "classes": ["work", "home"]},
+        "names": {
+            "kind": "token_classification",
+            "span_names": ["person", "place"],
+            "spans_may_overlap": False,
+        },
+        "answer": {"kind": "span_extraction", "span_names": ["answer"], "inside_segment": "context"},
+        "proof": {"kind": "span_per_label", "span_names": ["work", "home"], "evidence_for": "topics"},
+        "grade": {"kind": "regression"},
+    }
+}
+TEXT = "Who works? Ann works in Rome."
+GOOD: dict[str, Any] = {
+    "id": "a",
+    "text": TEXT,
+    "labels": {"tone": "calm", "topics": ["work"], "grade": 1.5},
+    "spans": {"person": [[11, 14]], "place": [[24, 28]], "answer": [[11, 14]], "work": [[11, 29]]},
+    "segments": {"question": [0, 10], "context": [11, 29]},
+}
+
+
+def write(folder: Path, *rows: object, validation: object = GOOD, tasks: object = TASKS) -> Path:
+    """Write a data set whose training split is the good row and `rows`; strings are written as they are."""
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in (GOOD, *rows)]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    if validation is not None:
+        (folder / "validation.jsonl").write_text(json.dumps({**GOOD, "id": "v"}) + "\n")
+    return folder
+
+
+def load(folder: Path, **options: Any) -> DataSet:
+    return load_data(DataConfig.model_validate({"source": "jsonl", "path": str(folder), **options}))
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """The good row with another id and these keys; None takes a key away."""
+    row = {**GOOD, "id": "b", **changes}
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def with_label(task: str, value: Any) -> dict[str, Any]:
+    return changed(labels={**GOOD["labels"], task: value})
+
+
+def with_spans(**spans: Any) -> dict[str, Any]:
+    return changed(spans={**GOOD["spans"], **spans})
+
+
+BAD_ROWS = {
+    "broken JSON": ('{"id": "b", ', "must be one JSON object in UTF-8, but Expecting property name"),
+    "not an object": ("[1, 2]", "a row must be a JSON object, but got [1, 2]"),
+    "no id": (changed(id=None), "`id` must be a non-empty string, but got no such key"),
+    "id of wrong type": (changed(id=1.5), "`id` must be a non-empty string, but got 1.5"),
+    "duplicate id": (changed(id="a"), "`id` must be unique, but `a` is that of {train}:1 too"),
+    "no text": (changed(text=None), "`text` must be a string, but got no such key"),
+    "empty text": (changed(text=""), "`text` is empty"),
+    "blank text": (changed(text=" \n\t"), "`text` is empty"),
+    "text of wrong type": (changed(text=["a"]), "`text` must be a string, but got ['a']"),
+    "half a surrogate": ('{"id": "b", "text": "a \\ud83d"}', "half of a surrogate pair"),
+    "misspelt key": (
+        {**changed(labels=None), "lables": {"tone": "calm"}},
+        "unknown key `lables`. Did you mean `labels`?",
+    ),
+    "group of wrong type": (changed(group=3), "`group` must be a string, but got 3"),
+    "labels of wrong type": (changed(labels=["calm"]), "`labels` must be an object of task: value"),
+    "unknown task": (with_label("tones", "calm"), "labels.tones: unknown task. Did you mean `tone`?"),
+    "label of a span task": (with_label("names", "x"), "`token_classification` is annotated in `spans`"),
+    "unknown class": (with_label("tone", "clam"), "unknown class `clam`. Did you mean `calm`?"),
+    "class of wrong type": (with_label("tone", 0), "labels.tone must be one class as a string, but got 0"),
+    "unknown class in a list": (
+        with_label("topics", ["work", "hom"]),
+        "labels.topics: unknown class `hom`. Did you mean `home`?",
+    ),
+    "string for a list": (
+        with_label("topics", "work"),
+        "labels.topics must be a list of classes, but got 'work'",
+    ),
+    "numbers in a list": (with_label("topics", [1]), "labels.topics must be a list of classes, but got [1]"),
+    "class twice": (with_label("topics", ["work", "work"]), "labels.topics names a class twice"),
+    "NaN": (with_label("grade", float("nan")), "labels.grade must be a finite number, but got nan"),
+    "infinity": (with_label("grade", float("inf")), "labels.grade must be a finite number, but got inf"),
+    "number as text": (with_label("grade", "1.5"), "labels.grade must be a finite number, but got '1.5'"),
+    "number as bool": (with_label("grade", True), "labels.grade must be a finite number, but got True"),
+    "spans of wrong type": (
+        changed(spans=[[0, 3]]),
+        "`spans` must be an object of name: [[start, end], ...]",
+    ),
+    "unknown span name": (
+        with_spans(persons=[[0, 3]]),
+        "spans.persons: unknown span name. Did you mean `person`?",
+    ),
+    "span outside the text": (
+        with_spans(person=[[24, 30]]),
+        "spans.person: [24, 30] must lie inside the text of 29 characters",
+    ),
+    "empty span": (with_spans(person=[[3, 3]]), "spans.person: 0 <= start < end must hold, but got [3, 3]"),
+    "backward span": (with_spans(person=[[5, 3]]), "0 <= start < end must hold, but got [5, 3]"),
+    "negative span": (with_spans(person=[[-2, 3]]), "0 <= start < end must hold, but got [-2, 3]"),
+    "span of floats": (with_spans(person=[[0.0, 3.0]]), "a span must be [start, end] in whole characters"),
+    "span of three": (with_spans(person=[[0, 3, 5]]), "a span must be [start, end] in whole characters"),
+    "spans not nested": (with_spans(person=[0, 3]), "a span must be [start, end] in whole characters"),
+    "span of white space": (with_spans(person=[[10, 11]]), "spans.person: [10, 11] covers only white space"),
+    "span twice": (with_spans(person=[[11, 14], [11, 14]]), "spans.person has the same span twice"),
+    "overlapping spans": (
+        with_spans(place=[[12, 16]]),
+        "spans.person [11, 14] and spans.place [12, 16] overlap, but `names` has spans_may_overlap: false",
+    ),
+    "two answers": (with_spans(answer=[[11, 14], [24, 28]]), "`answer` takes one span a row, but got 2"),
+    "answer in the question": (
+        with_spans(answer=[[0, 3]]),
+        "spans.answer: [0, 3] must lie inside segment `context` [11, 29]",
+    ),
+    "evidence without its class": (
+        with_spans(home=[[11, 14]]),
+        "spans.home is evidence for a class that labels.topics does not name",
+    ),
+    "bad alternative": (
+        changed(alt_spans={"answer": [[0, 99]]}),
+        "alt_spans.answer: [0, 99] must lie inside the",
+    ),
+    "segments of wrong type": (
+        changed(segments=[0, 10]),
+        "`segments` must be an object of name: [start, end]",
+    ),
+    "segment outside": (
+        changed(segments={"context": [11, 90]}, spans=None),
+        "segments.context: [11, 90] must lie inside the text",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=BAD_ROWS.keys())
+def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: object, message: str) -> None:
+    train = write(tmp_path, row) / "train.jsonl"
+    with pytest.raises(DataError) as caught:
+        load(tmp_path)
+    first, *listed = str(caught.value).splitlines()
+    assert first == "1 bad row in the data; mend or remove:"
+    assert len(listed) == 1
+    assert listed[0].startswith(f"  {train}:2: ")
+    assert message.format(train=train) in listed[0]
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path: Path) -> None:
+    path = write(tmp_path) / "train.jsonl"
+    path.write_bytes(path.read_bytes() + '{"id": "b", "text": "é"}'.encode("latin-1"))
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:2: must be one JSON object in UTF-8, but 'utf-8' codec"
+    ):
+        load(tmp_path)
+
+
+def test_the_first_twenty_bad_rows_of_all_files_are_listed_at_once(tmp_path: Path) -> None:
+    write(tmp_path, *(changed(id=str(i), text="") for i in range(18)))
+    lines = [json.dumps({**GOOD, "id": f"v{i}", "spans": {"person": [[i, 99]]}}) for i in range(7)]
+    (tmp_path / "validation.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError) as caught:
+        load(tmp_path)
+    first, *listed = str(caught.value).splitlines()
+    assert first == "25 bad rows in the data (the first 20 are listed); mend or remove:"
+    assert len(listed) == 20
+    assert listed[0] == f"  {tmp_path / 'train.jsonl'}:2: `text` is empty"
+    assert listed[-1].startswith(f"  {tmp_path / 'validation.jsonl'}:2: spans.person: [1, 99]")
+
+
+def test_all_problems_of_one_row_are_listed(tmp_path: Path) -> None:
+    row = changed(labels={"tone": "clam", "topics": ["work"], "grade": "x"}, spans={"person": [[9, 3]]})
+    write(tmp_path, row)
+    with pytest.raises(
+        DataError, match=r"unknown class `clam`.*; labels.grade must be.*; spans.person: 0 <= start"
+    ):
+        load(tmp_path)
+
+
+def test_absent_labels_and_notes_of_the_user_are_no_problem(tmp_path: Path) -> None:
+    write(tmp_path, {"id": 7, "text": "x", "labels": {"tone": None}, "author": "me", "date": "today"})
+    row = load(tmp_path).splits["train"][1]
+    assert (row.id, dict(row.labels), row.annotated) == ("7", {}, frozenset())
+
+
+def test_an_id_or_group_in_two_splits_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, changed(group="g"))
+    path = tmp_path / "validation.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (GOOD, changed(id="c", group="g"))))
+    with pytest.raises(DataError) as caught:
+        load(tmp_path)
+    assert f"{path}:1: `id` must be unique, but `a` is that of {tmp_path / 'train.jsonl'}:1 too" in str(
+        caught.value
+    )
+    assert f"{path}:2: a group must stay in one split, but `g` is in train and validation" in str(
+        caught.value
+    )
+
+
+def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
+    write(tmp_path, changed(segments={"questions": [0, 10], "context": [11, 29]}))
+    with pytest.raises(
+        DataError, match=r"must have `question` .data.pair_segments names it.. Did you mean `questions`"
+    ):
+        load(tmp_path, pair_segments=["question", "context"])
+
+
+def test_an_empty_split_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "validation.jsonl").write_text("\n")
+    with pytest.raises(
+        DataError, match=r"validation\.jsonl: the validation split must have rows, but it is empty"
+    ):
+        load(tmp_path)
+
+
+def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tasks\.json: no such file.*is empty"):
+        load(tmp_path)
+    with pytest.raises(DataError, match=r"tasks\.json: no such file.*There is no folder"):
+        load(tmp_path / "nowhere")
+    write(tmp_path)
+    (tmp_path / "train.jsonl").rename(tmp_path / "trian.jsonl")
+    with pytest.raises(
+        DataError, match=r"train\.jsonl: no such file; the train split.*Did you mean `trian.jsonl`"
+    ):
+        load(tmp_path)
+    (tmp_path / "tasks.json").rename(tmp_path / "task.json")
+    with pytest.raises(DataError, match=r"tasks\.json: no such file.*Did you mean `task.json`"):
+        load(tmp_path)
+
+
+def test_a_file_that_the_study_names_must_be_there(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(DataError, match=r"tests\.jsonl: no such file; the test split must be there"):
+        load(tmp_path, files={"test": str(tmp_path / "tests.jsonl")})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "tasks.json: must be JSON, but Expecting property name"),
+        ("[]", "must be a mapping of tasks"),
+        ('{"tasks": {}}', "must name at least one task"),
+        ('{"tasks": {"tone": {"kind": "single_labl"}}}', "Did you mean `single_label`"),
+    ],
+)
+def test_a_bad_tasks_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (write(tmp_path) / "tasks.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path)
+
+
+def test_a_task_that_no_row_is_annotated_for_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, tasks={"tasks": {**TASKS["tasks"], "mood": {"kind": "regression"}}})
+    with pytest.raises(
+        DataError, match="task `mood` must be annotated in a row of the train split, but none of its 1"
+    ):
+        load(tmp_path)
+
+
+def test_too_few_rows_for_a_drawn_split_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, validation=None)
+    with pytest.raises(
+        DataError, match=r"1 training rows are too few to draw a (train|validation) split from"
+    ):
+        load(tmp_path)
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.jsonl").mkdir()
+    with pytest.raises(DataError, match="no such file"):
+        load(tmp_path)
+
+
+# Tables
+
+
+def load_csv(folder: Path, content: str | bytes, **columns: Any) -> DataSet:
+    (folder / "tasks.json").write_text(json.dumps({"tasks": {"tone": TASKS["tasks"]["tone"]}}))
+    for split in ("train", "validation"):
+        data = content.encode() if isinstance(content, str) else content
+        (folder / f"{split}.csv").write_bytes(data)
+    columns = {"labels": {"tone": "tone"}, **columns}
+    return load_data(DataConfig.model_validate({"source": "csv", "path": str(folder), "columns": columns}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,tones\nhello,calm\n", "train.csv: has no column `tone`. Did you mean `tones`?"),
+        ("", "train.csv: has no column `text`"),
+        ("text,tone\nhello,calm\nhello\n", "train.csv:3: must have 2 cells as the header has, but got 1"),
+        ('text,tone\n"a\nb",calm\nhello,clam\n', "train.csv:4: labels.tone: unknown class `clam`"),
+        ('text,tone\n"hello"x,calm\n', "train.csv:2: must be CSV, but"),
+        ("text,tone\nh\xe9,calm\n".encode("latin-1"), "train.csv: must be UTF-8, but"),
+    ],
+)
+def test_a_bad_csv_file_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load_csv(tmp_path, content)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"labels": {"tune": "tone"}},
+            "data.columns.labels: no task with labels is called `tune`. Did you mean `tone`",
+        ),
+        ({"spans": {"names": "tone"}}, "data.columns.spans: no task has spans called `names`"),
+        ({"id": "key"}, "has no column `key`"),
+    ],
+)
+def test_bad_columns_are_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_csv(tmp_path, "text,tone\nhello,calm\n", **columns)
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "train.parquet").write_text("no")
+    with pytest.raises(DataError, match=r"train\.parquet: must be a parquet file, but"):
+        load_data(DataConfig.model_validate({"source": "parquet", "path": str(tmp_path)}))
+
+
+def test_a_hub_set_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.hub\.name: `datasets` cannot load"):
+        load_data(
+            DataConfig.model_validate(
+                {"source": "hub", "tasks": TASKS, "hub": {"name": str(tmp_path / "nowhere" / "at" / "all")}}
+            )
+        )
