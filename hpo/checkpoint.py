@@ -20,9 +20,11 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -101,7 +103,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its manifest.")
         weights = load_file(path / _WEIGHTS)
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
     return Checkpoint(path, weights, state)
 

@@ -102,12 +102,13 @@ def measure(
     precision: Precision,
     config: AmpConfig,
     device: DeviceInfo,
-    transform: Callable[[nn.Module], nn.Module] = lambda model: model,
+    transform: Callable[[nn.Module], None] | None = None,
     repeats: int = 1,
 ) -> Measurement:
     """Run `model` (fp32 weights, on the device) on `batch` in fp32 and under `precision`.
 
-    `transform` is what a trial does to the prepared model besides, such as compiling it. `repeats` more
+    `transform` is what a trial does to the prepared model besides, such as compiling it in place; it gets a
+    copy. `repeats` more
     passes are timed, the fastest counts. The model comes back as it was, without gradients.
     """
     was_training = model.training
@@ -128,7 +129,7 @@ def _measure(
     precision: Precision,
     config: AmpConfig,
     device: DeviceInfo,
-    transform: Callable[[nn.Module], nn.Module],
+    transform: Callable[[nn.Module], None] | None,
     repeats: int,
 ) -> Measurement:
     fp32 = PRECISIONS["fp32"]
@@ -149,11 +150,13 @@ def _measure(
         prepared = model
         with _entered_module(model) as entered:
             try:
-                if precision.float8 or precision.weights != "float32":
+                if precision.float8 or precision.weights != "float32" or transform is not None:
                     prepared = prepare_model(copy.deepcopy(model), precision)
                 with observe(prepared) as seen:
                     result = _run_with_backoff(prepared, batch, objective, mixed_precision)
-                transformed = transform(prepared)
+                if transform is not None:
+                    transform(prepared)
+                    _run(prepared, batch, objective, mixed_precision)
             except Exception as error:
                 # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
                 if is_out_of_memory(error):
@@ -170,13 +173,13 @@ def _measure(
             usable_scale=mixed_precision.scaler.get_scale()
             if precision.loss_scaling and not broken
             else None,
-            observed=seen.telemetry(compiled=transformed is not prepared),
+            observed=seen.telemetry(compiled=transform is not None),
             disagreement=seen.disagreement(precision),
         )
         if broken:
             culprit = _find_culprit(prepared, batch, objective, mixed_precision, result)
             return replace(measurement, first_nonfinite_module=culprit)
-        timed = _timed(transformed, batch, objective, mixed_precision, repeats)
+        timed = _timed(prepared, batch, objective, mixed_precision, repeats)
     with backend_flags(fp32, config):
         timed32 = _timed(model, batch, objective, MixedPrecision(fp32, config, device), repeats)
     big_enough = min(timed.peak_bytes, timed32.peak_bytes) > _MEANINGFUL_BYTES
@@ -377,8 +380,10 @@ def _watch(model: nn.Module) -> Iterator[list[str]]:
             )
     try:
         with warnings.catch_warnings():
-            # Said of modules whose inputs need no gradient, such as embeddings: nothing is lost there.
+            # Said of modules whose inputs need no gradient, such as embeddings, and of those that return
+            # no tensor: the modules inside them are watched.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            warnings.filterwarnings("ignore", message="For backward hooks to be called")
             yield found
     finally:
         for handle in handles:

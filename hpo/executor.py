@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,22 +43,27 @@ from hpo.errors import (
 )
 from hpo.model import MultitaskModel, apply_compile, build_model, load_tokenizer, training_flops
 from hpo.optim import build_optimizer, parameter_groups
-from hpo.precision import Resolution, apply_preset, resolve
+from hpo.precision import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.search_space import is_searched
 from hpo.study_config import StudyConfig
 from hpo.tasks import LossOptions, Task, check_loss, class_weights
 from hpo.telemetry import ThroughputMeter, TrialResult, json_safe, peak_flops
-from hpo.tokens import TokenizedSplit, collate, load_tokenized
+from hpo.token_cache import load_tokenized
+from hpo.tokens import TokenizedSplit, collate
 from hpo.train import Budget, Evaluation, Objective, Plan, Progress, evaluate, train
 from hpo.trial_config import TrialConfig, build_trial_config
 
 
+def _compile_in_place(config: TrialConfig, model: MultitaskModel) -> None:
+    apply_compile(model, config.compile, config.compile_scope, config.compile_dynamic)
+
+
 class CompatibilityCache(Protocol):
-    """Where compatibility measurements are kept between trials and workers."""
+    """Where compatibility measurements are kept between trials and workers: `hpo.storage.Storage`."""
 
-    def get(self, key: str) -> Mapping[str, Any] | None: ...
+    def get_compat(self, key: str) -> Mapping[str, Any] | None: ...
 
-    def put(self, key: str, result: Mapping[str, Any]) -> None: ...
+    def put_compat(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ class _Run:
     utilization: Utilization | None = None
     memory: PeakMemory | None = None
     best: ScoredEvaluation | None = None
-    flops_per_token: float | None = None
+    flops: Callable[[int, int], float | None] | None = None
+    """Of training over so many tokens in so many windows."""
     evaluation_rates: list[float] = field(default_factory=list)
 
 
@@ -170,7 +177,11 @@ class Executor:
     ) -> tuple[float, ...]:
         config = build_trial_config(self.study, params, self.default_precision, self.amp)
         check_loss(self.tasks, config.loss)
-        run.telemetry["precision"] = {"requested": config.fp_precision, "effective": None}
+        run.telemetry["precision"] = {
+            "requested": config.fp_precision,
+            "effective": None,
+            "support": support(config.fp_precision, self.device).level,
+        }
         resolution = resolve(config.fp_precision, self.device, config.amp)
         run.effective = resolution.effective
         run.telemetry["precision"] = _precision_record(resolution)
@@ -216,7 +227,7 @@ class Executor:
         run.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
         run.progress = progress = Progress()
         run.meter = meter = ThroughputMeter(self.device)
-        run.flops_per_token = training_flops(model, 1, config.max_length)
+        run.flops = partial(training_flops, model)
         store = CheckpointStore(folder)
         self._resume(store, identity, model, optimizer, mixed_precision, progress, run)
         observation = self._observe(model, train_split, mixed_precision, pad_id)
@@ -282,7 +293,9 @@ class Executor:
 
     def _tokenizer(self, config: TrialConfig) -> Any:
         return load_tokenizer(
-            config.encoder, self.study.model.revision, trust_remote_code=self.study.model.trust_remote_code
+            config.encoder,
+            revision=self.study.model.revision,
+            trust_remote_code=self.study.model.trust_remote_code,
         )
 
     def tokens(self, split: str, config: TrialConfig) -> TokenizedSplit:
@@ -294,7 +307,9 @@ class Executor:
                 split,
                 self._tokenizer(config),
                 config.max_length,
-                self.study.data,
+                self.study.data.long_text,
+                self.study.data.stride,
+                self.study.data.pair_segments,
                 self.runs_dir / "cache" / "tokens",
             )
         return self._tokens[key]
@@ -363,26 +378,47 @@ class Executor:
         if not bounds.enabled:
             return Compatibility("skipped", (), Measurement(resolution.effective))
         key = self._compatibility_key(config, resolution)
-        cached = self._cache.get(key) if self._cache else None
+        cached = self._cache.get_compat(key) if self._cache else None
         if cached is not None:
             return judge(Measurement(**cached), bounds, cached=True)
-        lengths_W = np.diff(split.window_start_W1)
-        order = np.argsort(lengths_W)
-        batch = collate(split, np.array([order[-1], order[0]]), self.tasks, pad_id)
-        measurement = measure(
+        measurement = self._measure(config, resolution.precision, model, objective, split, pad_id)
+        if self._cache:
+            self._cache.put_compat(key, json_safe(asdict(measurement)))
+        return judge(measurement, bounds)
+
+    def _measure(
+        self,
+        config: TrialConfig,
+        precision: Precision,
+        model: MultitaskModel,
+        objective: Objective,
+        split: TokenizedSplit,
+        pad_id: int,
+        repeats: int = 1,
+    ) -> Measurement:
+        """The check's batch is the longest window of the data beside the shortest, so it has padding."""
+        order = np.argsort(split.lengths_W)
+        return measure(
             model,
-            batch,
+            collate(split, np.array([order[-1], order[0]]), self.tasks, pad_id),
             objective,
-            resolution.precision,
+            precision,
             config.amp,
             self.device,
-            lambda module: apply_compile(
-                module, config.compile, config.compile_scope, config.compile_dynamic
-            ),
+            partial(_compile_in_place, config) if config.compile != "none" else None,
+            repeats,
         )
-        if self._cache:
-            self._cache.put(key, json_safe(asdict(measurement)))
-        return judge(measurement, bounds)
+
+    def check_precision(self, name: str, repeats: int) -> Compatibility:
+        """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
+        config = build_trial_config(self.study, {}, name, self.amp)
+        pad_id = self._tokenizer(config).pad_token_id or 0
+        split = self.tokens("train", config)
+        torch.manual_seed(config.seed)
+        model = self._model(config)
+        objective = self._objective(config, model, split)
+        measurement = self._measure(config, PRECISIONS[name], model, objective, split, pad_id, repeats)
+        return judge(measurement, self.study.compat)
 
     def _compatibility_key(self, config: TrialConfig, resolution: Resolution) -> str:
         """A hash of all that the check's measurements depend on."""
@@ -416,14 +452,14 @@ class Executor:
     def _compile(
         self,
         config: TrialConfig,
-        model: nn.Module,
+        model: MultitaskModel,
         objective: Objective,
         split: TokenizedSplit,
         mixed_precision: MixedPrecision,
         pad_id: int,
     ) -> float:
         """Compile the model in place; seconds of its first pass, apart from training."""
-        apply_compile(model, config.compile, config.compile_scope, config.compile_dynamic)
+        _compile_in_place(config, model)
         batch = collate(split, np.arange(min(2, split.num_windows)), self.tasks, pad_id)
         items = objective.count(batch)
         started = time.perf_counter()
@@ -542,9 +578,10 @@ class Executor:
         kind = "float8" if precision.float8 else "tf32" if precision.tf32 else precision.linear_dtype
         peak = peak_flops(self.device, kind)
         seconds = run.meter.measured_seconds
-        if peak is None or run.flops_per_token is None or not seconds:
+        if peak is None or run.flops is None or not seconds:
             return None
-        return run.flops_per_token * run.meter.measured_tokens / seconds / peak
+        flops = run.flops(run.meter.measured_tokens, run.meter.measured_examples)
+        return None if flops is None else flops / seconds / peak
 
     def _headline(self, run: _Run, telemetry: Mapping[str, Any]) -> dict[str, str | float | int | bool]:
         throughput = telemetry.get("throughput", {})

@@ -235,7 +235,7 @@ def _cpu_support(precision: Precision, device: DeviceInfo) -> Support:
     if features & device.cpu_features:
         return Support("native")
     return Support(
-        "emulated", f"`{precision.name}` needs a CPU with {wanted}, but this {device.name} has neither."
+        "emulated", f"`{precision.name}` needs a CPU with {wanted}, which this {device.name} lacks."
     )
 
 
@@ -266,12 +266,10 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     found = support(requested, device)
     if _usable(found, config):
         return Resolution(requested, requested, found.level, found.reason)
-    hint = " Set amp.allow_emulated: true to run it emulated, or" if found.level == "emulated" else ""
-    if config.on_unsupported != "fallback":
-        raise Unsupported(
-            f"{found.reason}{hint} use {_next_usable(requested, device, config)}.".replace("  ", " ")
-        )
     effective = _next_usable(requested, device, config)
+    if config.on_unsupported != "fallback":
+        hint = ", or set amp.allow_emulated: true to run it emulated" if found.level == "emulated" else ""
+        raise Unsupported(f"{found.reason} Use {effective}{hint}.")
     return Resolution(
         requested, effective, support(effective, device).level, f"{found.reason} Ran {effective} instead."
     )

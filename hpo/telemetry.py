@@ -110,6 +110,11 @@ class ThroughputMeter:
         return sum(self._tokens)
 
     @property
+    def measured_examples(self) -> int:
+        """Examples (windows) that passed through the model in training so far."""
+        return sum(self._examples)
+
+    @property
     def measured_seconds(self) -> float:
         """Seconds of all training steps so far, the warm-up included."""
         self._settle()

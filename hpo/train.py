@@ -149,10 +149,19 @@ class Objective:
         self.log_variance = log_variance
         self.task_losses: dict[str, Tensor] = {}
         """Each task's mean loss in the step in hand; on the device."""
+        self._first_nonfinite_T: Tensor | None = None
 
     def start_step(self) -> None:
         """Forget the task losses of the step before."""
         self.task_losses = {}
+
+    def finish_step(self, step: int) -> None:
+        """Note, on the device, the tasks whose loss was not finite for the first time in this step."""
+        losses_T = torch.stack([self.task_losses[task.name] for task in self.tasks])
+        if self._first_nonfinite_T is None:
+            self._first_nonfinite_T = torch.full_like(losses_T, float("inf"))
+        now_T = torch.where(torch.isfinite(losses_T), float("inf"), float(step))
+        self._first_nonfinite_T = torch.minimum(self._first_nonfinite_T, now_T)
 
     def count(self, batch: Batch) -> dict[str, int]:
         """Labelled items of a batch by task; on the CPU, before it moves to the device."""
@@ -187,8 +196,14 @@ class Objective:
         return total
 
     def nonfinite_tasks(self) -> list[str]:
-        """Tasks whose loss was not finite in the last step. Waits for the device."""
-        return [name for name, loss in self.task_losses.items() if not bool(torch.isfinite(loss))]
+        """Tasks whose loss was the first not to be finite; all others follow. Waits for the device."""
+        if self._first_nonfinite_T is None:
+            return []
+        steps = self._first_nonfinite_T.tolist()
+        first = min(steps)
+        return [
+            task.name for task, step in zip(self.tasks, steps, strict=True) if step == first < float("inf")
+        ]
 
 
 def train(
@@ -213,7 +228,7 @@ def train(
     example does not fit.
     """
     device = mixed_precision.device
-    lengths_W = np.diff(train_split.window_start_W1)
+    lengths_W = train_split.lengths_W
     steps_per_epoch = len(training_batches(lengths_W, plan.batch_size, plan.seed, epoch=0))
     progress.micro_batch_size = progress.micro_batch_size or min(plan.micro_batch_size, plan.batch_size)
     losses: list[Tensor] = []
@@ -304,6 +319,7 @@ def accumulate_gradients(
                 )
                 mixed_precision.scaler.scale(loss).backward()
                 total += loss.detach()
+            objective.finish_step(progress.step)
             return total
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -344,7 +360,7 @@ def _check(mixed_precision: MixedPrecision, objective: Objective) -> None:
         mixed_precision.check()
     except Nonfinite as end:
         tasks = objective.nonfinite_tasks()
-        raise Nonfinite(f"{end}{' Tasks: ' + ', '.join(tasks) + '.' if tasks else ''}") from end
+        raise Nonfinite(f"{end}{' First in: ' + ', '.join(tasks) + '.' if tasks else ''}") from end
 
 
 def evaluate(
@@ -365,8 +381,9 @@ def evaluate(
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
         raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
-    chosen = dict(decisions) if decisions else choose_decisions(tasks, logits, split)
-    return score_tasks(tasks, decode_tasks(tasks, logits, split, chosen), split.examples), chosen
+    chosen = decisions or choose_decisions(tasks, logits, split)
+    predictions = decode_tasks(tasks, logits, split, chosen)
+    return score_tasks(tasks, predictions, split.examples), dict(chosen)
 
 
 def predict_logits(
@@ -382,7 +399,7 @@ def predict_logits(
     Where the device's memory does not suffice, the batches are halved.
     """
     device = mixed_precision.device
-    starts_W, lengths_W = split.window_start_W1[:-1], np.diff(split.window_start_W1)
+    starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     logits = {
         task.name: np.empty(
             (split.num_windows if task.level == "sequence" else split.num_tokens, task.num_outputs),

@@ -1,0 +1,114 @@
+"""Checkpoints: what is kept, what is found again, and what a torn or impossible write leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpo.checkpoint import CheckpointStore, read_checkpoint
+from hpo.errors import CheckpointError
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "trial-00000")
+
+
+def test_what_is_saved_is_read(store: CheckpointStore) -> None:
+    store.save(3, WEIGHTS, {"progress": {"step": 3}, "moments": [torch.ones(2)]})
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state["progress"] == {"step": 3}
+    assert all(torch.equal(latest.weights[name], WEIGHTS[name]) for name in WEIGHTS)
+    assert latest.weights["b"].dtype == torch.bfloat16
+
+
+def test_nothing_saved_is_none(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    assert store.best() is None
+
+
+def test_the_newest_two_stay_and_one_at_the_end(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        store.save(step, WEIGHTS, {})
+        store.save_best(step, WEIGHTS, {})
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "best-00000003",
+        "step-00000002",
+        "step-00000003",
+    ]
+    store.finish()
+    assert sorted(path.name for path in store.folder.iterdir()) == ["best-00000003", "step-00000003"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    store: CheckpointStore, name: str, damage: str
+) -> None:
+    store.save(1, WEIGHTS, {"step": 1})
+    path = store.save(2, WEIGHTS, {"step": 2}) / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :])
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        read_checkpoint(path.parent)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+
+
+class Payload:
+    """Something that only unpickling code can bring back."""
+
+
+def test_a_checkpoint_with_code_in_it_is_not_loaded(store: CheckpointStore) -> None:
+    path = store.save(1, WEIGHTS, {})
+    torch.save({"payload": Payload()}, path / "state.pt")
+    digests = {
+        name: hashlib.sha256((path / name).read_bytes()).hexdigest()
+        for name in ("model.safetensors", "state.pt")
+    }
+    (path / "manifest.json").write_text(json.dumps({"sha256": digests}))
+    with pytest.raises(CheckpointError, match=r"[Ww]eights.only"):
+        read_checkpoint(path)
+
+
+def test_a_full_disk_is_one_clear_error_and_loses_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(1, WEIGHTS, {"step": 1})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpo.checkpoint.torch.save", full)
+    with pytest.raises(CheckpointError, match=r"not be written: .*No space left on device.*Free some space"):
+        store.save(2, WEIGHTS, {"step": 2})
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+
+
+def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: CheckpointStore) -> None:
+    store.save(1, WEIGHTS, {"step": 1})
+    left = store.folder / ".step-00000002.999.tmp"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+    store.finish()
+    assert not left.exists()

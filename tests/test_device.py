@@ -1,0 +1,102 @@
+"""Probing: the record, peak memory as the kernel tells it, and what counts as out of memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpo.device import (
+    DeviceInfo,
+    PeakMemory,
+    Utilization,
+    available_cores,
+    is_out_of_memory,
+    probe_device,
+)
+from hpo.errors import InputError
+
+
+def test_the_cpu_is_described() -> None:
+    device = probe_device("cpu")
+    assert device.torch_device == "cpu"
+    assert device.num_cores == available_cores() >= 1
+    assert device.total_memory_bytes > 2**28
+    assert device.torch_version == torch.__version__
+    assert device.name in device.describe()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="features are read from Linux's /proc/cpuinfo")
+def test_the_features_are_those_of_the_kernel() -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    features = probe_device("cpu").cpu_features
+    assert ("avx512_bf16" in features) == ("avx512_bf16" in flags)
+    assert ("avx2" in features) == ("avx2" in flags)
+
+
+def test_cuda_is_refused_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(InputError, match="PyTorch sees no CUDA device here. Use device: auto or cpu."):
+        probe_device("cuda")
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(InputError, match="auto, cpu or cuda, but got 'tpu'"):
+        probe_device("tpu")
+
+
+def test_a_gpu_is_named_with_its_index() -> None:
+    device = DeviceInfo(type="cuda", name="GPU", index=3, compute_capability=(9, 0))
+    assert device.torch_device == "cuda:3"
+    assert "compute capability 9.0" in device.describe()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not os.access("/proc/self/clear_refs", os.W_OK),
+    reason="Linux resets the peak only where /proc/self/clear_refs is writable",
+)
+def test_peak_memory_sees_what_was_held_and_can_be_reset() -> None:
+    memory = PeakMemory(probe_device("cpu"))
+    memory.reset()
+    before = memory.read()
+    held = bytearray(os.urandom(1)) * 200_000_000
+    del held
+    assert memory.read() - before > 150_000_000
+    memory.reset()
+    assert memory.read() - before < 100_000_000
+
+
+def test_utilization_of_a_busy_and_an_idle_process() -> None:
+    device = probe_device("cpu")
+    utilization = Utilization(device, num_threads=1)
+    sum(i * i for i in range(300_000))
+    busy = utilization.read()
+    assert busy is not None
+    assert 0 < busy <= 1
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory"),
+            True,
+        ),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+def test_the_real_allocator_of_the_cpu_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(raised.value)

@@ -1,0 +1,266 @@
+"""The training loop against a plain loop, and micro-batches against whole batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import (
+    CPU,
+    CPU_PRECISIONS,
+    EMULATED,
+    TASKS,
+    tiny_batch,
+    tiny_executor,
+    tiny_model,
+    tiny_objective,
+)
+from torch import nn
+
+from hpo.amp import MixedPrecision, prepare_model
+from hpo.errors import Nonfinite, OutOfMemory
+from hpo.executor import Executor
+from hpo.optim import build_optimizer, parameter_groups
+from hpo.precision import PRECISIONS
+from hpo.tasks import LossOptions, count_items, loss_sum
+from hpo.telemetry import ThroughputMeter
+from hpo.tokens import collate, training_batches
+from hpo.train import Budget, Plan, Progress, accumulate_gradients, apply_gradients, step_seed, train
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    return tiny_executor(tmp_path_factory.mktemp("tiny"))
+
+
+def config_of(executor: Executor, **params: Any) -> Any:
+    from hpo.trial_config import build_trial_config
+
+    return build_trial_config(executor.study, params, "fp32", executor.amp)
+
+
+def reference_losses(executor: Executor, name: str, num_steps: int, dropout: float) -> list[float]:
+    """A plain training loop: one forward, backward and step at a time, for any precision."""
+    config = config_of(executor, fp_precision=name, dropout=dropout, head_dropout=dropout)
+    precision = PRECISIONS[name]
+    split = executor.tokens("train", config)
+    torch.manual_seed(config.seed)
+    model = executor._model(config)
+    if precision.weights == "bfloat16":
+        model.bfloat16()
+    model.train()
+    # fp32 moments whatever the weights: update fp32 copies, then round.
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    copies = [weight.detach().float().requires_grad_() for weight in weights]
+    decay, rest = [c for c in copies if c.dim() >= 2], [c for c in copies if c.dim() < 2]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate)
+    scale = 65536.0 if precision.loss_scaling else 1.0
+    losses = []
+    batches = training_batches(split.lengths_W, config.batch_size, config.seed, epoch=0)
+    for step, windows in enumerate(batches[:num_steps]):
+        position = (step + 0.5) / num_steps
+        factor = position / 0.1 if position < 0.1 else (1 - position) / 0.9
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * factor
+        batch = collate(split, windows, executor.tasks, 0)
+        torch.manual_seed(step_seed(config.seed, step))
+        dtype = getattr(torch, precision.autocast or "bfloat16")
+        with torch.autocast("cpu", dtype=dtype, enabled=precision.autocast is not None):
+            logits = model(batch.input_ids_BL, batch.attention_mask_BL)
+        loss = torch.zeros(())
+        for task in executor.tasks:
+            target = batch.targets[task.name]
+            total = loss_sum(task, logits[task.name], target, LossOptions(), None, batch.attention_mask_BL)
+            loss = loss + total / count_items(task, target)
+        (loss * scale).backward()
+        for weight, copy in zip(weights, copies, strict=True):
+            copy.data = weight.detach().float()
+            copy.grad = None if weight.grad is None else weight.grad.float() / scale
+            weight.grad = None
+        losses.append(loss.item())
+        gradients = [copy.grad for copy in copies if copy.grad is not None]
+        if all(torch.isfinite(gradient).all() for gradient in gradients):
+            nn.utils.clip_grad_norm_(copies, config.max_grad_norm)
+            optimizer.step()
+        else:
+            scale /= 2
+        with torch.no_grad():
+            for weight, copy in zip(weights, copies, strict=True):
+                weight.copy_(copy)
+    return losses
+
+
+def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) -> list[float]:
+    config = config_of(executor, fp_precision=name, dropout=dropout, head_dropout=dropout)
+    split = executor.tokens("train", config)
+    torch.manual_seed(config.seed)
+    model = prepare_model(executor._model(config), PRECISIONS[name])
+    groups = parameter_groups(model, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
+    losses: list[float] = []
+    objective = executor._objective(config, model, split)
+    amp = MixedPrecision(PRECISIONS[name], EMULATED, CPU)
+    record = amp.record_step
+    amp.record_step = lambda loss, norm: (losses.append(loss.item()), record(loss, norm))[1]  # type: ignore[func-returns-value, method-assign]
+    plan = Plan(
+        budget=Budget(max_steps=num_steps),
+        batch_size=config.batch_size,
+        micro_batch_size=config.batch_size,
+        seed=config.seed,
+        schedule="linear",
+        warmup_ratio=0.1,
+        max_grad_norm=config.max_grad_norm,
+        num_evaluations=1,
+        evaluation_tokens=4096,
+    )
+    loop = train(
+        model,
+        build_optimizer("adamw", groups),
+        objective,
+        amp,
+        split,
+        executor.tokens("validation", config),
+        plan,
+        Progress(),
+        ThroughputMeter(CPU),
+        pad_id=0,
+    )
+    list(loop)
+    return losses
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name: str, dropout: float) -> None:
+    ours, plain = our_losses(executor, name, 6, dropout), reference_losses(executor, name, 6, dropout)
+    assert len(ours) == 6
+    assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
+    tolerance = 1e-5 if name == "fp32" else 2e-3
+    assert ours == pytest.approx(plain, rel=tolerance)
+
+
+def gradients_of(micro_batch_size: int, tasks: Any = TASKS) -> tuple[float, dict[str, torch.Tensor]]:
+    model, batch = tiny_model(tasks=tasks), tiny_batch()
+    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
+    progress = Progress(micro_batch_size=micro_batch_size)
+    loss = accumulate_gradients(model, tiny_objective(tasks), batch, amp, seed=0, progress=progress)
+    return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 5])
+def test_micro_batches_give_the_whole_batch_with_missing_labels(micro_batch_size: int) -> None:
+    loss, gradients = gradients_of(6)
+    micro_loss, micro_gradients = gradients_of(micro_batch_size)
+    assert micro_loss == pytest.approx(loss, rel=1e-6)
+    assert gradients.keys() == micro_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(micro_gradients[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def refuse_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the model run out of memory for more than `limit` windows, as the CPU's allocator says it."""
+    from hpo.model import MultitaskModel
+
+    forward, sizes = MultitaskModel.forward, []
+
+    def limited(self: MultitaskModel, input_ids_BL: torch.Tensor, *args: Any) -> Any:
+        sizes.append(len(input_ids_BL))
+        if len(input_ids_BL) > limit:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+        return forward(self, input_ids_BL, *args)
+
+    monkeypatch.setattr(MultitaskModel, "forward", limited)
+    return sizes
+
+
+def test_out_of_memory_halves_the_micro_batch_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = gradients_of(2)
+    sizes = refuse_above(2, monkeypatch)
+    found = gradients_of(6)
+    assert sizes == [6, 3, 2, 2, 2]
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+
+
+def test_one_example_that_does_not_fit_ends_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_above(0, monkeypatch)
+    with pytest.raises(OutOfMemory, match="one example of 8 tokens does not fit"):
+        gradients_of(6)
+
+
+def test_another_error_is_not_taken_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr("hpo.model.MultitaskModel.forward", broken)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        gradients_of(6)
+
+
+def test_gradients_are_unscaled_before_they_are_clipped() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp = MixedPrecision(PRECISIONS["fp16"], EMULATED, CPU)
+    loss = (weight * torch.tensor([3.0, 4.0])).sum()
+    amp.scaler.scale(loss).backward()
+    apply_gradients(model, optimizer, loss, amp, max_grad_norm=1.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([3.0 - 0.6, 4.0 - 0.8]), rtol=1e-4, atol=1e-4)
+
+
+def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() -> None:
+    def total(micro_batch_size: int) -> float:
+        model = tiny_model()
+        objective = tiny_objective()
+        objective.log_variance = {task.name: nn.Parameter(torch.tensor(0.3)) for task in TASKS}
+        amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
+        progress = Progress(micro_batch_size=micro_batch_size)
+        return float(accumulate_gradients(model, objective, tiny_batch(), amp, 0, progress))
+
+    plain = gradients_of(6)[0]
+    assert total(6) == pytest.approx(np.exp(-0.3) * plain + 4 * 0.3, rel=1e-5)
+    assert total(2) == pytest.approx(total(6), rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_names_its_task(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loss_sum
+
+    def broken(task: Any, *args: Any) -> torch.Tensor:
+        return real(task, *args) * (float("nan") if task.name == "severity" else 1.0)
+
+    monkeypatch.setattr("hpo.train.loss_sum", broken)
+    with pytest.raises(Nonfinite, match=r"in 3 steps in a row\. First in: severity\."):
+        our_losses(executor, "fp32", 6, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "progress", "used"),
+    [
+        (Budget(epochs=2), Progress(step=5), 0.25),
+        (Budget(epochs=0.5), Progress(step=5), 1.0),
+        (Budget(max_steps=20), Progress(step=5), 0.25),
+        (Budget(max_seconds=8), Progress(step=5, train_seconds=2), 0.25),
+    ],
+)
+def test_the_share_of_a_budget_that_is_used(budget: Budget, progress: Progress, used: float) -> None:
+    assert budget.used(progress, steps_per_epoch=10) == pytest.approx(used)
+
+
+def test_seeds_of_steps_differ() -> None:
+    seeds = {step_seed(seed, step) for seed in (0, 1, 2) for step in range(100)}
+    assert len(seeds) == 300
+
+
+def test_the_parts_that_are_too_small_for_a_warm_up_still_have_a_rate(tmp_path: Path) -> None:
+    del tmp_path
+    meter = ThroughputMeter(CPU)
+    meter.start()
+    meter.step(4, 40, 48)
+    summary = meter.summary()
+    assert summary["train_examples_per_second"]
+    assert summary["padding_share"] == pytest.approx(1 - 40 / 48)

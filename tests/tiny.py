@@ -1,0 +1,117 @@
+"""A study that is small enough to train in a second: a fresh two-layer BERT on generated posts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from hpo.device import DeviceInfo
+from hpo.executor import Executor
+from hpo.model import MultitaskModel
+from hpo.precision import PRECISIONS, AmpConfig
+from hpo.study_config import StudyConfig, load_study
+from hpo.tasks import LossOptions, Task
+from hpo.tokens import Batch
+from hpo.train import Objective
+
+ENCODER: dict[str, Any] = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+CPU = DeviceInfo(type="cpu", name="test CPU", torch_version=torch.__version__)
+CPU_PRECISIONS = [name for name in PRECISIONS if name not in ("tf32", "fp8")]
+EMULATED = AmpConfig(allow_emulated=True, track_stats=True, fallback_to_fp32=False)
+
+TASKS = (
+    Task("topic", "single_label", ("a", "b", "c")),
+    Task("tags", "multi_label", ("x", "y")),
+    Task("slots", "token_classification", ("name",)),
+    Task("size", "regression", ()),
+)
+
+
+def write_study(folder: Path, **changes: Any) -> Path:
+    """A study file in `folder`; `changes` replace its top-level keys."""
+    content: dict[str, Any] = {
+        "name": "tiny",
+        "n_trials": 2,
+        "sampler": {"name": "random", "seed": 1},
+        "pruner": {"name": "none"},
+        "data": {
+            "source": "synthetic",
+            "synthetic": {"num_train": 48, "num_validation": 24, "num_test": 24, "max_sentences": 4},
+        },
+        "model": {"encoder": ENCODER},
+        "training": {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0},
+        "amp": {"allow_emulated": True},
+        "search_space": {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}},
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(content | changes))
+    return path
+
+
+def tiny_study(folder: Path, **changes: Any) -> StudyConfig:
+    return load_study(write_study(folder, **changes))
+
+
+def tiny_executor(folder: Path, device: DeviceInfo = CPU, **changes: Any) -> Executor:
+    return Executor(tiny_study(folder, **changes), device, folder / "runs")
+
+
+class TinyEncoder(torch.nn.Module):
+    """Stands in for a Hugging Face encoder: an embedding and a linear layer."""
+
+    def __init__(self, hidden_size: int = 16, vocab_size: int = 50) -> None:
+        super().__init__()
+        self.config = type("Config", (), {"hidden_size": hidden_size, "initializer_range": 0.02})()
+        self.embedding = torch.nn.Embedding(vocab_size, hidden_size)
+        self.dense = torch.nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> Any:
+        del attention_mask
+        hidden = torch.tanh(self.dense(self.embedding(input_ids)))
+        return type("Output", (), {"last_hidden_state": hidden})()
+
+
+def tiny_model(encoder: torch.nn.Module | None = None, tasks: tuple[Task, ...] = TASKS) -> MultitaskModel:
+    torch.manual_seed(0)
+    return MultitaskModel(encoder or TinyEncoder(), tasks, head_dropout=0.0)
+
+
+def tiny_batch(num: int = 6, length: int = 8, seed: int = 0) -> Batch:
+    """Windows of different lengths; some rows lack the label of `topic` or of `size`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = np.array([length - (i % 3) for i in range(num)])
+    mask = torch.arange(length) < torch.as_tensor(lengths)[:, None]
+    topic = torch.randint(0, 3, (num,), generator=generator)
+    topic[::3] = -100
+    size = torch.randn(num, generator=generator)
+    size[::2] = float("nan")
+    slots = torch.randint(0, 3, (num, length), generator=generator)
+    slots[~mask] = -100
+    slots[:, 0] = -100
+    return Batch(
+        input_ids_BL=torch.randint(1, 50, (num, length), generator=generator) * mask,
+        attention_mask_BL=mask.long(),
+        type_ids_BL=None,
+        targets={
+            "topic": topic,
+            "tags": torch.randint(0, 2, (num, 2), generator=generator).float(),
+            "slots": slots,
+            "size": size,
+        },
+        windows_B=np.arange(num),
+        lengths_B=lengths,
+    )
+
+
+def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> Objective:
+    return Objective(tasks, LossOptions(**options), {}, {})
