@@ -1,0 +1,253 @@
+"""How a study's database is opened, and what each of its failures means to the user.
+
+SQLite and PostgreSQL go through one path: SQLAlchemy. Optuna makes its own tables, and crashes when several
+processes do so at once, so the schema is made by one process at a time: the others wait on a lock and
+then find it there. A URL holds a password, so no message shows one as it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+import sqlalchemy as sa
+from optuna.exceptions import StorageInternalError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError, SQLAlchemyError
+
+from hpo.errors import HpoError, RunError, StorageError
+
+DEFAULT_URL = "sqlite:///runs/hpo.db"
+_SCHEMA_LOCK = 0x68706F  # PostgreSQL's advisory locks are numbers: "hpo"
+_EXAMPLES = "`sqlite:///runs/hpo.db` or `postgresql://user:password@host:5432/database`"
+
+# What the driver says -> what must hold and what to do.
+_WRONG_INPUT = {
+    r"failed to resolve host|could not translate host|name or service not known|getaddrinfo": (
+        "the host cannot be found. Check its name in the storage URL"
+    ),
+    r"password authentication failed|no password supplied": (
+        "the server refuses this user and password. Check both in the storage URL"
+    ),
+    r"connection refused|timeout expired|connection timeout|no route to host|network is unreachable": (
+        "no database answers there. Check host and port, and that the server runs"
+    ),
+    r'database "[^"]*" does not exist': "the server has no such database. Create it, e.g. with `createdb`",
+    r"no pg_hba.conf entry|does not support ssl|certificate|ssl error": (
+        "the server refuses such a connection. Check `sslmode` in the URL and the server's pg_hba.conf"
+    ),
+    r"permission denied for|must be owner": (
+        "the user must be allowed to create tables and to write them. Grant it, e.g. with "
+        "`GRANT CREATE, USAGE ON SCHEMA public TO user`"
+    ),
+    r"readonly database|read-only transaction": (
+        "the database must be writable, and SQLite's folder too. Change the permissions or name another place"
+    ),
+    r"unable to open database file": (
+        "the file cannot be opened. It must be a file that may be read and written, in a folder that exists"
+    ),
+    r"file is not a database|malformed": "it must be a SQLite database. Name another file, or move this one",
+}
+_CANNOT_GO_ON = {
+    r"database is locked": "another program holds it locked. End that, or use PostgreSQL for many workers",
+    r"disk is full|no space left|could not extend file": "its disk is full. Make room, then run this again",
+}
+
+
+def storage_url(given: str | None = None) -> str:
+    """Return where the study lives: `given` (--storage), else HPO_STORAGE, else SQLite under runs/.
+
+    The folder `runs/` is made; a folder that the user named must be there already.
+    """
+    url = given or os.environ.get("HPO_STORAGE")
+    if url:
+        return url
+    Path("runs").mkdir(exist_ok=True)
+    return DEFAULT_URL
+
+
+def parse_url(url: str) -> sa.URL:
+    """Return `url` with its driver.
+
+    Raises:
+        StorageError: it is no URL, or neither a SQLite file nor PostgreSQL.
+    """
+    try:
+        parsed = sa.make_url(url)
+    except (ArgumentError, ValueError):
+        raise StorageError(
+            f"The storage must be a URL such as {_EXAMPLES}, but it is `{redact(url)}`."
+        ) from None
+    backend = {"postgres": "postgresql"}.get(parsed.get_backend_name(), parsed.get_backend_name())
+    if backend == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg")
+    if backend != "sqlite":
+        raise StorageError(
+            f"The storage must be SQLite or PostgreSQL ({_EXAMPLES}), but `{redact(url)}` names `{backend}`."
+        )
+    if not parsed.database or parsed.database == ":memory:":
+        raise StorageError(
+            "A study in memory would be lost at the end of the command. Name a file: sqlite:///runs/hpo.db"
+        )
+    return parsed
+
+
+def redact(url: str) -> str:
+    """Return `url` with `***` in place of its password, for messages."""
+    hidden = re.sub(r"(?i)([?&](?:ssl)?password=)[^&]*", r"\1***", url)
+    # The greedy match reaches the last @: a password may hold one that nobody quoted.
+    return re.sub(r"(://[^:/?#]*):.*@", r"\1:***@", hidden)
+
+
+def open_database(
+    url: str, tables: sa.MetaData, *, create: bool = True, busy_seconds: float = 60.0
+) -> optuna.storages.RDBStorage:
+    """Connect, make Optuna's tables and `tables` where they are missing, and return Optuna's storage.
+
+    Args:
+        create: False for commands that only read: a database without a study is an error then.
+        busy_seconds: how long a write waits for other processes (SQLite).
+
+    Raises:
+        StorageError: the database cannot be used as it is named.
+        RunError: it can, but not now (locked, disk full).
+    """
+    parsed = parse_url(url)
+    path = _sqlite_path(parsed)
+    if path is not None and not path.exists():
+        if not create:
+            raise StorageError(f"There is no study database at {redact(url)}. `hpo run STUDY` makes one.")
+        if not path.parent.is_dir():
+            raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
+    options = _engine_options(parsed, busy_seconds)
+    with database_errors(url):
+        engine = sa.create_engine(parsed, **options)
+        try:
+            if not _has_tables(engine, tables):
+                if not create:
+                    raise StorageError(f"{redact(url)} holds no study yet. `hpo run STUDY` makes one.")
+                with exclusive(engine):
+                    if not _has_tables(engine, tables):
+                        _optuna_storage(parsed, options).engine.dispose()
+                        tables.create_all(engine)  # last: these tables mean that the schema is complete
+        finally:
+            engine.dispose()
+        return _optuna_storage(parsed, options)
+
+
+def _optuna_storage(url: sa.URL, options: dict[str, Any]) -> optuna.storages.RDBStorage:
+    # Optuna calls str.format on the URL, so braces in a password are doubled.
+    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
+    try:
+        return optuna.storages.RDBStorage(text, engine_kwargs=dict(options))
+    except RuntimeError as error:
+        if "compatible with the table schema" not in str(error):
+            raise
+        made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
+        advice = "Update Optuna" if "latest version" in str(error) else "Run `optuna storage upgrade`"
+        raise StorageError(
+            f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
+            f"Optuna {made_by[1] if made_by else '?'}. {advice}, or name another database."
+        ) from None
+
+
+def _has_tables(engine: sa.Engine, tables: sa.MetaData) -> bool:
+    return set(tables.tables) <= set(sa.inspect(engine).get_table_names())
+
+
+def _engine_options(url: sa.URL, busy_seconds: float) -> dict[str, Any]:
+    if url.get_backend_name() == "postgresql":
+        connect_args = {"connect_timeout": 15, "keepalives_idle": 30, "application_name": "hpo"}
+        # `| url.query`: what the user wrote in the URL wins.
+        return {"pool_pre_ping": True, "connect_args": connect_args | dict(url.query)}
+    return {"connect_args": {"timeout": busy_seconds}, "pool_events": [(_set_up_sqlite, "connect")]}
+
+
+def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:
+    # With a write-ahead log readers never wait for the writer, and a commit needs no fsync: a power cut may
+    # lose the last commits, never the database (https://www.sqlite.org/pragma.html#pragma_synchronous).
+    connection.execute("PRAGMA journal_mode=WAL").close()
+    connection.execute("PRAGMA synchronous=NORMAL").close()
+
+
+def _sqlite_path(url: sa.URL) -> Path | None:
+    if url.get_backend_name() != "sqlite":
+        return None
+    return Path(str(url.database).removeprefix("file:"))
+
+
+@contextmanager
+def exclusive(engine: sa.Engine) -> Iterator[None]:
+    """Hold a lock that one process at a time has, of all that use this database."""
+    path = _sqlite_path(engine.url)
+    if path is None:
+        with engine.begin() as connection:
+            connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
+            yield
+        return
+    import fcntl
+
+    try:
+        lock = path.with_name(path.name + ".lock").open("w")
+    except OSError as error:
+        raise StorageError(
+            f"The folder `{path.parent}` must be writable, because SQLite keeps files beside `{path.name}`, "
+            f"but: {error.strerror}."
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def database_errors(url: str) -> Iterator[None]:
+    """Turn an error of the database inside the block into one clear StorageError or RunError."""
+    try:
+        yield
+    except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
+        raise explain(url, error) from error
+
+
+def explain(url: str, error: BaseException) -> HpoError:
+    """Return what `error` means to the user, without the password."""
+    cause = _driver_error(error)
+    text = " ".join(str(cause).split())
+    try:
+        password = sa.make_url(url).password
+    except (ArgumentError, ValueError):
+        password = None
+    if password:
+        text = text.replace(str(password), "***")
+    if isinstance(error, NoSuchModuleError):
+        return StorageError(f"{redact(url)}: the storage must be {_EXAMPLES}.")
+    for kind, failures in ((StorageError, _WRONG_INPUT), (RunError, _CANNOT_GO_ON)):
+        for pattern, advice in failures.items():
+            if re.search(pattern, text, re.IGNORECASE):
+                return kind(f"{redact(url)}: {advice}. ({text[:300]})")
+    return RunError(f"{redact(url)}: the database gave an error: {text[:500]}")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the database may work again soon: a restart, a lost connection, a long lock."""
+    if isinstance(error, StorageInternalError) and error.__cause__ is not None:
+        error = error.__cause__
+    if getattr(error, "connection_invalidated", False):
+        return True
+    if not isinstance(error, OperationalError):
+        return False
+    return not isinstance(error.orig, sqlite3.Error) or "locked" in str(error.orig)
+
+
+def _driver_error(error: BaseException) -> BaseException:
+    while True:
+        inner = getattr(error, "orig", None) or (
+            error.__cause__ if isinstance(error, StorageInternalError) else None
+        )
+        if inner is None:
+            return error
+        error = inner

@@ -1,0 +1,218 @@
+"""Which configuration is tried next, and when a trial stops early: Optuna's samplers and pruners.
+
+A precision that cannot work must not eat the budget, and each sampler needs help of its own with that,
+because such a trial ends as PRUNED with an infeasible constraint (see `slots`):
+
+- TPE ranks infeasible trials last, but its first trials are random, as are all trials of NSGA-II's first
+  generation and its mutations. `AvoidInfeasible` replaces a choice of which every trial was infeasible.
+- GP looks at COMPLETE trials only, so it never learns what is infeasible and proposes the same again.
+  `SeeInfeasible` shows it a copy of the study where such trials are COMPLETE with the worst value so far.
+
+Random, grid and QMC do not learn and are left as they are, as is CMA-ES, which draws categories at random:
+with them, such a trial ends before training.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.search_space import Distribution, grid
+
+if TYPE_CHECKING:
+    from hpo.study_config import PrunerConfig, SamplerConfig
+
+MIN_INFEASIBLE_TRIALS = 3
+"""So many trials of a choice must have been infeasible, and none feasible, before it is avoided."""
+
+MAX_INFEASIBLE_SHARE = 0.05
+"""An avoided choice is still tried in this share of the trials: what failed may have had another cause."""
+
+
+def build_sampler(
+    config: SamplerConfig, space: Mapping[str, Distribution], *, worker_number: int = 0
+) -> BaseSampler:
+    """Return Optuna's sampler of that name, seeded with seed + worker number.
+
+    Two workers with the same seed would try the same configurations; only `grid` and `qmc` share one
+    sequence among all workers and need the same seed for it.
+    """
+    seed, options = config.seed + worker_number, config.options
+    independent = optuna.samplers.RandomSampler(seed=seed)
+    match config.name:
+        case "tpe":
+            return AvoidInfeasible(optuna.samplers.TPESampler(seed=seed, **options), seed)
+        case "gp":
+            gp = optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False, **options)
+            return AvoidInfeasible(SeeInfeasible(gp), seed)
+        case "nsga2":
+            return AvoidInfeasible(optuna.samplers.NSGAIISampler(seed=seed, **options), seed)
+        case "cmaes":
+            return optuna.samplers.CmaEsSampler(
+                seed=seed, independent_sampler=independent, warn_independent_sampling=False, **options
+            )
+        case "grid":
+            return EndlessGrid(grid(space), seed=config.seed)
+        case "qmc":
+            return optuna.samplers.QMCSampler(
+                seed=config.seed, independent_sampler=independent, warn_independent_sampling=False, **options
+            )
+        case "random":
+            return independent
+
+
+def build_pruner(config: PrunerConfig) -> BasePruner:
+    """Return Optuna's pruner of that name. Steps are evaluations."""
+    pruners = {
+        "hyperband": optuna.pruners.HyperbandPruner,
+        "asha": optuna.pruners.SuccessiveHalvingPruner,
+        "median": optuna.pruners.MedianPruner,
+        "percentile": optuna.pruners.PercentilePruner,
+        "none": optuna.pruners.NopPruner,
+    }
+    if config.name == "patient":
+        return optuna.pruners.PatientPruner(None, **config.options)
+    pruner: BasePruner = pruners[config.name](**config.options)
+    return pruner
+
+
+def is_infeasible(trial: FrozenTrial) -> bool:
+    """Whether a constraint of the trial is violated."""
+    return any(value > 0 for value in trial.constraints.values())
+
+
+class _Wrapper(BaseSampler):
+    """Another sampler, with something changed."""
+
+    def __init__(self, sampler: BaseSampler) -> None:
+        self._sampler = sampler
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        self._sampler.before_trial(study, trial)
+
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        self._sampler.after_trial(study, trial, state, values)
+
+    def reseed_rng(self) -> None:
+        self._sampler.reseed_rng()
+
+
+class AvoidInfeasible(_Wrapper):
+    """Leaves out choices of which every trial so far was infeasible.
+
+    A choice is left out once it has had `MIN_INFEASIBLE_TRIALS` such trials and more than
+    `MAX_INFEASIBLE_SHARE` of all. One feasible trial is enough to bring it back for good.
+    """
+
+    def __init__(self, sampler: BaseSampler, seed: int) -> None:
+        super().__init__(sampler)
+        self._random = random.Random(seed)
+        self._avoided: set[tuple[str, Any]] = set()
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        # Not `study.get_trials`: Hyperband hands a study that shows the trials of one bracket only.
+        trials = study._storage.get_all_trials(study._study_id, deepcopy=False)
+        finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+        infeasible: Counter[tuple[str, Any]] = Counter()
+        feasible: set[tuple[str, Any]] = set()
+        for t in finished:
+            choices = [
+                (name, value)
+                for name, value in t.params.items()
+                if isinstance(t.distributions[name], CategoricalDistribution)
+            ]
+            if is_infeasible(t):
+                infeasible.update(choices)
+            else:
+                feasible.update(choices)
+        enough = max(MIN_INFEASIBLE_TRIALS, MAX_INFEASIBLE_SHARE * len(finished))
+        self._avoided = {choice for choice, count in infeasible.items() if count >= enough} - feasible
+        super().before_trial(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        params = super().sample_relative(study, trial, search_space)
+        # Optuna asks `sample_independent` for what is not there.
+        return {name: value for name, value in params.items() if (name, value) not in self._avoided}
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        value = super().sample_independent(study, trial, param_name, param_distribution)
+        if isinstance(param_distribution, CategoricalDistribution) and (param_name, value) in self._avoided:
+            choices = [c for c in param_distribution.choices if (param_name, c) not in self._avoided]
+            if choices:
+                return self._random.choice(choices)
+        return value
+
+
+class SeeInfeasible(_Wrapper):
+    """Shows its sampler the infeasible trials as COMPLETE with the worst value so far."""
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        self._copy = _with_infeasible(study)
+        return super().infer_relative_search_space(self._copy, trial)
+
+    def sample_relative(
+        self,
+        study: Study,  # noqa: ARG002
+        trial: FrozenTrial,
+        search_space: dict[str, BaseDistribution],
+    ) -> dict[str, Any]:
+        # Optuna has just asked for the search space of this trial.
+        return super().sample_relative(self._copy, self._copy.trials[trial.number], search_space)
+
+
+def _with_infeasible(study: Study) -> Study:
+    trials = study._storage.get_all_trials(study._study_id, deepcopy=False)
+    values = [t.values for t in trials if t.state == TrialState.COMPLETE] or [[0.0] * len(study.directions)]
+    worst = [
+        min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
+        for direction, of_objective in zip(study.directions, zip(*values, strict=True), strict=True)
+    ]
+    copy = optuna.create_study(directions=study.directions)
+    for t in trials:
+        infeasible = is_infeasible(t)
+        copy.add_trial(
+            optuna.trial.create_trial(
+                state=TrialState.COMPLETE if infeasible else t.state,
+                values=worst if infeasible else t.values,
+                params=t.params,
+                distributions=t.distributions,
+            )
+        )
+    return copy
+
+
+class EndlessGrid(optuna.samplers.GridSampler):
+    """Optuna's grid, where the budget of the study and not the sampler says when it ends."""
+
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        """Nothing: Optuna's calls `study.stop`, which is an error outside of `study.optimize`."""

@@ -1,0 +1,64 @@
+"""Our tables in the study's database. Times are seconds since 1970 by the database's clock."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+metadata = sa.MetaData()
+_NAME = sa.String(512)  # the length that Optuna allows
+
+studies = sa.Table(
+    "hpo_studies",
+    metadata,
+    sa.Column("name", _NAME, primary_key=True),
+    sa.Column("token", sa.String(32), nullable=False),  # which Optuna study of that name these rows are of
+    sa.Column("definition", sa.Text, nullable=False),
+    sa.Column("space_hash", sa.String(64), nullable=False),
+    sa.Column("n_trials", sa.Integer, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+)
+
+slots = sa.Table(
+    "hpo_slots",
+    metadata,
+    sa.Column("study", _NAME, primary_key=True),
+    sa.Column("slot", sa.Integer, primary_key=True),
+    sa.Column("state", sa.String(8), nullable=False),  # open, running, done
+    sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
+    sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
+)
+
+workers = sa.Table(
+    "hpo_workers",
+    metadata,
+    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("study", _NAME, nullable=False, index=True),
+    sa.Column("host", sa.String(256), nullable=False),
+    sa.Column("machine", sa.String(128), nullable=False),  # within which `pid` names one process
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("process_start", sa.String(64), nullable=False),
+    sa.Column("started", sa.Float, nullable=False),
+    sa.Column("last_seen", sa.Float, nullable=False),
+    sa.Column("state", sa.String(8), nullable=False),  # live, left
+)
+
+evaluations = sa.Table(
+    "hpo_evaluations",
+    metadata,
+    sa.Column("study", _NAME, primary_key=True),
+    sa.Column("trial_number", sa.Integer, primary_key=True),
+    sa.Column("step", sa.Integer, primary_key=True),
+    sa.Column("epoch", sa.Float, nullable=False),
+    sa.Column("seconds", sa.Float, nullable=False),
+    sa.Column("metrics", sa.Text, nullable=False),  # JSON
+    sa.Column("train_examples_per_second", sa.Float),
+    sa.Column("train_tokens_per_second", sa.Float),
+)
+
+compat = sa.Table(
+    "hpo_compat",
+    metadata,
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("result", sa.Text, nullable=False),  # JSON
+    sa.Column("created", sa.Float, nullable=False),
+)

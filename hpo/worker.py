@@ -1,0 +1,370 @@
+"""Workers: the loop that turns slots into finished trials, in this process or in several.
+
+    claim a slot -> open its trial -> run it -> record its outcome -> next slot
+
+Workers know of each other through the database alone, so it does not matter how many there are, where they
+run and when they come or go. A worker leaves when every slot is done. While others still run the last
+trials it waits, to take over if one of them dies.
+
+Told to stop (SIGINT, SIGTERM), a worker lets its trial write a checkpoint and leaves; told twice, it dies
+at once, which the database survives just as well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import optuna
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from hpo.errors import HpoError, InputError, LeaseLostError, Pruned, RunError
+from hpo.samplers import build_pruner, build_sampler
+from hpo.search_space import suggest
+from hpo.slots import Lease, Worker
+from hpo.storage import EvaluationRow, Storage
+
+if TYPE_CHECKING:
+    from hpo.executor import Executor, ScoredEvaluation
+    from hpo.study_config import StudyConfig
+    from hpo.telemetry import TrialResult
+
+Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
+"""Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
+
+NUM_WORKERS = "HPO_NUM_WORKERS"
+"""Environment variable: how many workers were started together on this machine."""
+
+
+@dataclass(frozen=True)
+class TrialEvent:
+    """Something that a person who watches the study wants to see."""
+
+    kind: Literal["started", "evaluated", "finished"]
+    number: int
+    params: Mapping[str, Any]
+    values: tuple[float, ...] | None = None
+    """Of the objectives: at this evaluation, or of a complete trial."""
+    budget_used: float | None = None
+    """Share of the trial's budget that is used, where known."""
+    outcome: str = ""
+    reason: str = ""
+
+
+OnEvent = Callable[[TrialEvent], None]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What one call ran."""
+
+    ended: Literal["finished", "stopped", "timeout"]
+    """Every slot is done; told to stop; out of time."""
+    outcomes: Mapping[str, int] = field(default_factory=Counter)
+    """How many trials ended how, here. Empty for a study that was finished before."""
+
+    @property
+    def exit_code(self) -> int:
+        """130 after a stop, else 0."""
+        return 130 if self.ended == "stopped" else 0
+
+
+def run_study(
+    config: StudyConfig,
+    storage: Storage,
+    runs_dir: Path,
+    *,
+    workers: int = 1,
+    worker_number: int = 0,
+    resize: bool = True,
+    study_name: str = "",
+    on_event: OnEvent | None = None,
+) -> RunSummary:
+    """Run the study's trials on this machine until its budget is used up or SIGINT or SIGTERM arrives.
+
+    Args:
+        workers: more than one are processes of their own, `hpo worker STUDY`.
+        worker_number: of this worker, for the sampler's seed.
+        resize: False for a worker that joins: the stored `n_trials` stays as it is.
+        study_name: STUDY as the user named it, for the processes.
+
+    Raises:
+        StudyChangedError: the stored study has another search space or definition.
+        InputError: the data, the model or the objective cannot be used.
+        RunError: the workers ended before the study did.
+    """
+    storage.create_or_resume_study(config, resize=resize)
+    counts = storage.slot_counts(config.name)
+    if not counts["open"] and not counts["running"]:
+        return RunSummary("finished")
+    with stop_on_signals() as stop:
+        if workers > 1:
+            return run_workers(
+                config, storage, runs_dir, workers, study_name=study_name, on_event=on_event, stop=stop
+            )
+        from hpo.device import probe_device
+        from hpo.executor import Executor
+
+        shared = int(os.environ.get(NUM_WORKERS, "1")) > 1
+        executor = Executor(config, probe_device(config.device), runs_dir, storage, shared_device=shared)
+        execute = trial_runner(executor, storage, stop, on_event)
+        return run_worker(config, storage, execute, worker_number=worker_number, on_event=on_event, stop=stop)
+
+
+def run_worker(
+    config: StudyConfig,
+    storage: Storage,
+    execute: Execute,
+    *,
+    worker_number: int = 0,
+    on_event: OnEvent | None = None,
+    stop: threading.Event | None = None,
+    poll_seconds: float = 2.0,
+) -> RunSummary:
+    """Run trials of the study with `execute` until there are none left, `stop` is set or time is up."""
+    stop = stop or threading.Event()
+    deadline = time.monotonic() + (config.timeout or float("inf"))
+    study = storage.create_or_resume_study(config, resize=False)
+    study.sampler = build_sampler(config.sampler, config.search_space, worker_number=worker_number)
+    study.pruner = build_pruner(config.pruner)
+    outcomes: Counter[str] = Counter()
+    with Worker(storage, study, max_retries=config.max_retries) as worker:
+        while True:
+            if stop.is_set():
+                return RunSummary("stopped", outcomes)
+            if time.monotonic() > deadline:
+                return RunSummary("timeout", outcomes)
+            lease = worker.claim()
+            if lease is None:
+                if not storage.slot_counts(config.name)["running"]:
+                    return RunSummary("finished", outcomes)
+                stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
+                continue
+            with suppress(LeaseLostError):
+                trial = worker.open_trial(lease)
+                if trial is not None:
+                    result = _run_trial(trial, lease, execute)
+                    worker.record_outcome(lease, trial, result)
+                    outcomes[result.outcome] += 1
+                    if on_event:
+                        end = (result.values, None, result.outcome, result.reason)
+                        on_event(TrialEvent("finished", trial.number, trial.params, *end))
+
+
+def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> TrialResult:
+    try:
+        return execute(trial, lease)
+    except HpoError:
+        raise
+    except UpdateFinishedTrialError as error:
+        raise LeaseLostError(f"Another worker has finished trial {trial.number}.") from error
+    except Exception as error:
+        from hpo.telemetry import TrialResult
+
+        reason = f"{type(error).__name__}: {error}"
+        return TrialResult("failed", reason, traceback=traceback.format_exc())
+
+
+def trial_runner(
+    executor: Executor, storage: Storage, stop: threading.Event, on_event: OnEvent | None = None
+) -> Execute:
+    """Return how a trial runs for real: suggest, train with `executor`, report each evaluation."""
+    on_event = on_event or (lambda _: None)
+    metric_names = [objective.metric for objective in executor.study.objective]
+
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
+        params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        on_event(TrialEvent("started", trial.number, params))
+
+        def on_evaluation(scored: ScoredEvaluation) -> None:
+            evaluation = scored.evaluation
+            row = EvaluationRow(
+                step=evaluation.step,
+                epoch=evaluation.epoch,
+                seconds=evaluation.seconds,
+                metrics={**dict(zip(metric_names, scored.values, strict=True)), **evaluation.metrics},
+                train_examples_per_second=evaluation.rates.get("train_examples_per_second"),
+                train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
+            )
+            lease.check()
+            prune = storage.report_evaluation(trial, evaluation.index, scored.values[0], row)
+            used = evaluation.budget_used
+            on_event(TrialEvent("evaluated", trial.number, params, scored.values, used))
+            if prune and used < 1:
+                raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
+
+        def should_stop() -> bool:
+            lease.check()
+            return stop.is_set()
+
+        identity = f"{storage.study_token(executor.study.name)}/{trial.number}"
+        folder = executor.trial_folder(trial.number)
+        return executor.run(params, folder, identity, on_evaluation, should_stop)
+
+    return execute
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """Set the event at the first SIGINT or SIGTERM; the second raises KeyboardInterrupt, the third kills.
+
+    The event is set, too, when this process is one of `run_workers` and that one wants it to stop or died.
+    """
+    stop = threading.Event()
+
+    def handle(number: int, _frame: object) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            raise KeyboardInterrupt
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    if NUM_WORKERS in os.environ:
+        threading.Thread(target=_stop_at_end_of_input, args=[stop], daemon=True).start()
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _stop_at_end_of_input(stop: threading.Event) -> None:
+    # Not `sys.stdin`: its lock, held here at exit, would abort the interpreter.
+    while os.read(0, 1):
+        pass
+    stop.set()
+
+
+def run_workers(
+    config: StudyConfig,
+    storage: Storage,
+    runs_dir: Path,
+    num_workers: int,
+    *,
+    study_name: str,
+    on_event: OnEvent | None = None,
+    stop: threading.Event | None = None,
+) -> RunSummary:
+    """Run `num_workers` processes on this machine, show their trials as events, and wait for them.
+
+    None is restarted: the others take over its trial. What a process prints goes to
+    `runs_dir`/<study>/worker-<number>.log. The URL of the storage is passed in the environment, because
+    everybody on a machine can read the arguments of a process.
+
+    Raises:
+        InputError, RunError: workers failed and the study is not done; with the end of the log.
+    """
+    stop = stop or threading.Event()
+    study = storage.load_study(config.name)
+    folder = runs_dir / config.name
+    folder.mkdir(parents=True, exist_ok=True)
+    logs = [folder / f"worker-{number}.log" for number in range(num_workers)]
+    # Each worker would otherwise use all cores, and they would get into each other's way.
+    threads = max(1, len(os.sched_getaffinity(0)) // num_workers) if hasattr(os, "sched_getaffinity") else 1
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    environment |= {"HPO_STORAGE": storage.url, NUM_WORKERS: str(num_workers)}
+    watch = _Watch(study, on_event or (lambda _: None))
+    with ExitStack() as stack:
+        processes = []
+        for number, log in enumerate(logs):
+            output = stack.enter_context(log.open("wb"))
+            process = subprocess.Popen(
+                worker_command(study_name, number, config.timeout),
+                stdin=subprocess.PIPE,  # the worker stops when this pipe is closed, also by our own death
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
+            )
+            stack.callback(_end, process)
+            processes.append(process)
+        while any(process.poll() is None for process in processes):
+            if stop.wait(0.5):
+                for process in processes:
+                    assert process.stdin is not None
+                    process.stdin.close()
+                for process in processes:
+                    process.wait()
+            watch.look()
+        watch.look()
+    summary = RunSummary("stopped" if stop.is_set() else "finished", watch.outcomes)
+    counts = storage.slot_counts(config.name)
+    if summary.ended == "finished" and (counts["open"] or counts["running"]):
+        for process, log in zip(processes, logs, strict=True):
+            if process.returncode:
+                raise _failure(process.returncode, log)
+        return RunSummary("timeout", watch.outcomes)
+    return summary
+
+
+def worker_command(study_name: str, number: int, timeout: float | None) -> list[str]:
+    """Return the command line of one worker process."""
+    command = [sys.executable, "-m", "hpo", "worker", study_name, "--worker-number", str(number)]
+    return command if timeout is None else [*command, "--timeout", str(timeout)]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker that still runs: the parent is leaving on an error or a second Ctrl-C."""
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def _failure(exit_code: int, log: Path) -> HpoError:
+    end = log.read_text(errors="replace").strip()[-2000:]
+    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+    kind = InputError if exit_code == InputError.exit_code else RunError
+    return kind(f"A worker {how} before the study was done. The end of {log}:\n{end}")
+
+
+class _Watch:
+    """Turns what other processes do to the study's trials into events."""
+
+    def __init__(self, study: optuna.Study, on_event: OnEvent) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._study = study
+        self._on_event = on_event
+        trials = study.get_trials(deepcopy=False)
+        self._finished = {trial.number for trial in trials if trial.state.is_finished()}
+        self._num_evaluations: dict[int, int] = {}
+
+    def look(self) -> None:
+        """Emit events for what has changed since the last look."""
+        try:
+            trials = self._study.get_trials(deepcopy=False)
+        except (SQLAlchemyError, StorageInternalError):
+            return  # the database is away; the workers wait for it, and so do we
+        for trial in trials:
+            if trial.number in self._finished or trial.state == TrialState.WAITING or not trial.params:
+                continue
+            about = (trial.number, trial.params)
+            if trial.number not in self._num_evaluations:
+                self._num_evaluations[trial.number] = 0
+                self._on_event(TrialEvent("started", *about))
+            steps = sorted(trial.intermediate_values)
+            for step in steps[self._num_evaluations[trial.number] :]:
+                self._on_event(TrialEvent("evaluated", *about, (trial.intermediate_values[step],)))
+            self._num_evaluations[trial.number] = len(steps)
+            if trial.state.is_finished():
+                outcome = trial.user_attrs.get("outcome", "")
+                values = tuple(trial.values) if trial.state == TrialState.COMPLETE else None
+                reason = trial.user_attrs.get("outcome_reason", "")
+                self._on_event(TrialEvent("finished", *about, values, None, outcome, reason))
+                self._finished.add(trial.number)
+                self.outcomes[outcome] += 1
