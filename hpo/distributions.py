@@ -139,6 +139,7 @@ def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]
         return {}, [Problem((), f"must be a mapping of settings to distributions, but got {show(raw)}.")]
     space: dict[str, Distribution] = {}
     problems: list[Problem] = []
+    raw = {str(name): value for name, value in raw.items()}
     for name, value in raw.items():
         try:
             space[name] = _parse_distribution(name, value)

@@ -259,12 +259,12 @@ def _given(section: str, info: ValidationInfo) -> set[str]:
     """The keys that the study gives in `section`, also where the section itself is not valid."""
     if section in info.data:
         model = info.data[section]
-        keys, loss_weight = set(model.model_fields_set), getattr(model, "loss_weight", {})
+        keys, loss_weight = set(model.model_fields_set), getattr(model, "loss_weight", None)
     else:
         raw = (info.context or {}).get("content", {}).get(section)
-        keys = set(raw) if isinstance(raw, Mapping) else set()
-        loss_weight = raw["loss_weight"] if "loss_weight" in keys else {}
-    return keys | {f"{LOSS_WEIGHT}{task}" for task in loss_weight or ()}
+        keys, loss_weight = (set(raw), raw.get("loss_weight")) if isinstance(raw, Mapping) else (set(), None)
+    weighted = loss_weight if isinstance(loss_weight, Mapping) else {}
+    return keys | {f"{LOSS_WEIGHT}{task}" for task in weighted}
 
 
 def _fixed_and_searched(space: Mapping[str, Any], info: ValidationInfo) -> Iterator[Problem]:

@@ -75,14 +75,14 @@ class StudyFile:
 
     def _line(self, where: KeyPath) -> int:
         """The line of the key, or of the nearest key above it that is in the file."""
-        for length in range(len(where), 0, -1):
-            if where[:length] in self.lines:
-                return self.lines[where[:length]]
-        return 1
+        # By the text: `loss_weight.a` may stand in the file as one key or as two.
+        lines = {_dotted(key): line for key, line in self.lines.items()}
+        above = (_dotted(where[:length]) for length in range(len(where), 0, -1))
+        return next((lines[key] for key in above if key in lines), 1)
 
     def _render(self, problem: Problem) -> str:
         place = f"{self.path}:{self._line(problem.where)}"
-        key_path = ".".join(str(part) for part in problem.where)
+        key_path = _dotted(problem.where)
         return f"{place}: {key_path}: {problem.message}" if key_path else f"{place}: {problem.message}"
 
 
@@ -132,6 +132,10 @@ def show(value: Any, limit: int = 60) -> str:
         shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if _plain(value) else repr(value)
         shown = f"`{shown.removesuffix(chr(10)).removesuffix('...').strip()}`"
     return shown if len(shown) <= limit else f"{shown[: limit - 5]} ...`"
+
+
+def _dotted(where: KeyPath) -> str:
+    return ".".join(str(part) for part in where)
 
 
 def _plain(value: Any) -> bool:

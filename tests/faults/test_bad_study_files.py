@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpo.errors import StudyFileError
 from hpo.study_config import load_study
+from hpo.study_file import read_study_file
 
 BASE = "name: s\ndata: {source: synthetic}\n"
 
@@ -647,3 +652,41 @@ search_space:
         ["study.yaml:11", "search_space.batch_size.choices"],
         ["study.yaml:12", "search_space.init_scale.when.head"],
     ]
+
+
+def test_a_dotted_key_has_its_own_line(tmp_path: Path) -> None:
+    text = f"{BASE}training:\n  seed: 1\n  loss_weight.severity: -1\n"
+    assert problems_of(tmp_path, text) == [
+        "study.yaml:5: training.loss_weight.severity: must be >= 0, but got `-1`."
+    ]
+
+
+def places(content: Any, where: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in `content`."""
+    items = content.items() if isinstance(content, dict) else enumerate(content)
+    for key, value in items:
+        yield (*where, key)
+        if isinstance(value, (dict, list)):
+            yield from places(value, (*where, key))
+
+
+STRANGE: list[Any] = [None, -1, float("nan"), "x", [], {}, [[]], {1: 2}]
+
+
+def test_a_strange_value_anywhere_is_told_in_a_study_file_error(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    original = read_study_file(load_study("multitask").path).content
+    messages: list[str] = []
+    for place in places(original):
+        for value in STRANGE:
+            content = parent = copy.deepcopy(original)
+            for key in place[:-1]:
+                parent = parent[key]
+            parent[place[-1]] = value
+            path.write_text(json.dumps(content))
+            try:
+                load_study(path)
+            except StudyFileError as error:
+                messages += str(error).splitlines()
+    assert len(messages) > 200
+    assert all(message.startswith(f"{path}:1: ") for message in messages)
