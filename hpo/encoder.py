@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
-    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -275,12 +274,9 @@ def _local_folder(source: str, revision: str | None) -> Path:
 
 
 def _hub_folder(name: str, revision: str | None) -> Path:
-    try:
-        cached = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        cached = None
-    if cached is not None and _is_complete(cached):
-        return cached
+    cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    if isinstance(cached, str) and _is_complete(Path(cached).parent):
+        return Path(cached).parent
     try:
         # One question with a short timeout: transformers would retry each of several files for 20 s.
         info = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_SECONDS)

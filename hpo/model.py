@@ -230,7 +230,9 @@ def build_model(
                 f"gradient_checkpointing: {name} does not support it. Set it to false; a smaller "
                 f"micro_batch_size saves memory too."
             )
-        module.gradient_checkpointing_enable({"use_reentrant": False})
+        # transformers renamed it between 5.17 and 5.23, and the old name warns.
+        enable = getattr(module, "activation_checkpointing_enable", None)
+        (enable or module.gradient_checkpointing_enable)({"use_reentrant": False})
     model = MultitaskModel(
         module,
         tasks,
@@ -362,8 +364,7 @@ def export_model(
         encoder: Any = model.encoder
         encoder.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        heads = {name: value for name, value in model.state_dict().items() if not name.startswith("encoder.")}
-        save_file({name: value.contiguous() for name, value in heads.items()}, staging / "heads.safetensors")
+        save_file(_head_state(model), staging / "heads.safetensors")
         metadata = {
             "format": EXPORT_FORMAT,
             "tasks": [asdict(task) for task in model.tasks],
@@ -420,10 +421,17 @@ def load_exported(
         str(directory), attention=attention or metadata["attention"], trust_remote_code=trust_remote_code
     )
     model = MultitaskModel(encoder, tasks, **{key: metadata[key] for key in HEAD_SETTINGS})
-    missing, unexpected = model.load_state_dict(heads, strict=False)
-    wrong = [name for name in missing if not name.startswith("encoder.")] + unexpected
-    if wrong:
-        raise ModelError(f"{directory}: heads.safetensors must fit hpo.json, but these differ: {wrong[:3]}.")
+    expected = _head_state(model)
+    differing = [
+        name
+        for name in sorted(expected.keys() | heads)
+        if name not in expected or name not in heads or expected[name].shape != heads[name].shape
+    ]
+    if differing:
+        raise ModelError(
+            f"{directory}: heads.safetensors must fit hpo.json, but these differ: {differing[:3]}."
+        )
+    model.load_state_dict(heads, strict=False)
     tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code)
     return model.eval(), tokenizer, metadata
 
@@ -440,6 +448,12 @@ def _head(
         nn.Dropout(dropout),
         nn.Linear(head_hidden_size, num_outputs),
     )
+
+
+def _head_state(model: MultitaskModel) -> dict[str, Tensor]:
+    """All of the state that is not the encoder's: pooling, heads, log variances."""
+    state = model.state_dict()
+    return {name: value.contiguous() for name, value in state.items() if not name.startswith("encoder.")}
 
 
 def _attention_name(encoder: Any) -> str:
