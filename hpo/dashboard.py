@@ -18,17 +18,13 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from hpo.charts import all_charts
 from hpo.errors import InputError
-from hpo.figures import all_charts, plotly_figure
-from hpo.report import precision_facts
+from hpo.figures import plotly_figure
+from hpo.notices import notices
+from hpo.readable import format_metric, precision_comparison, precision_facts
 from hpo.storage import open_storage
-from hpo.tables import (
-    best_trials,
-    complete_trials,
-    format_metric,
-    notices,
-    precision_comparison,
-)
+from hpo.tables import best_trials, complete_trials
 
 if TYPE_CHECKING:
     import optuna

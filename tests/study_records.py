@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from datetime import UTC, datetime, timedelta
@@ -88,6 +89,11 @@ def fake_trial(number: int, precision: str, outcome: str = "complete") -> TrialR
     return _trial(random.Random(number), number, precision, outcome, "", "node1-0", 100.0 * number)
 
 
+def with_values(number: int, values: tuple[float, ...], **params: Any) -> TrialRecord:
+    trial = fake_trial(number, "fp32")
+    return dataclasses.replace(trial, values=values, params={**trial.params, **params})
+
+
 def record_of(trials: list[TrialRecord], **changes: Any) -> StudyRecord:
     given: dict[str, Any] = {
         "name": "fake",
@@ -96,7 +102,7 @@ def record_of(trials: list[TrialRecord], **changes: Any) -> StudyRecord:
         "definition": DEFINITION,
         "trials": trials,
         "workers": [],
-        "slots": {"open": 0, "running": 1, "done": len(trials) - 1},
+        "slots": {"open": 1, "running": 1, "done": 38} if len(trials) == 40 else {"open": 40},
     }
     return StudyRecord(**{**given, **changes})
 

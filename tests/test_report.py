@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
 
 from hpo.errors import RunError
-from hpo.report import precision_facts, write_report
+from hpo.report import write_report
 from hpo.study_record import StudyRecord
 from hpo.tables import summary_by_precision
 
@@ -65,6 +65,8 @@ def test_the_page_says_what_matters_first(full_report: Path) -> None:
     record = fake_record()
     text = page_text(full_report)
     best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
+    assert "40 trials, 27 complete. Objective: maximize score." in text
+    assert "Planned: 40, of which 38 are done." in text
     assert f"<dt>trial</dt><dd>{best.number}</dd>" in text
     assert f"hpo train fake --param fp_precision={best.params['fp_precision']}" in text
     assert f"learning_rate={best.params['learning_rate']!r}" in text
@@ -99,7 +101,7 @@ def hostile_record() -> StudyRecord:
     failed = dataclasses.replace(fake_trial(1, "fp32", "failed"), reason=HOSTILE)
     failed.params["fp_precision"] = HOSTILE
     failed.telemetry["precision"]["requested"] = HOSTILE
-    definition = {**DEFINITION, "training": {HOSTILE: HOSTILE}, "n_trials": HOSTILE}
+    definition = {**DEFINITION, "training": {HOSTILE: HOSTILE}}
     return record_of([trial, failed], name=HOSTILE, metric_names=(HOSTILE,), definition=definition)
 
 
@@ -181,28 +183,6 @@ def test_others_may_read_the_report_as_any_other_file(tmp_path: Path) -> None:
     (tmp_path / "ordinary").write_text("")
     path = write_report(record_of([]), tmp_path)
     assert path.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"agrees": False, "reason": "layer x gave float32."}, "they do NOT agree (layer x gave float32)."),
-        ({"agrees": None, "observed": {}}, "observed: nothing; not compared."),
-        (
-            {"observed": {"float8_linears": 12, "tf32": True, "compiled": True}},
-            "12 float8 layers, TF32 on, compiled",
-        ),
-    ],
-)
-def test_precision_facts(change: dict[str, Any], said: str) -> None:
-    trial = fake_trial(0, "bf16")
-    trial.telemetry["precision"] |= change
-    assert said in precision_facts(trial)
-
-
-def test_precision_facts_of_a_trial_without_any() -> None:
-    trial = dataclasses.replace(fake_trial(0, "bf16"), telemetry={})
-    assert precision_facts(trial) == "Nothing about its precision is stored."
 
 
 @pytest.fixture(scope="module")

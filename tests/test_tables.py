@@ -1,37 +1,28 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
-from study_records import ENDINGS, fake_record, fake_trial, record_of
+from study_records import ENDINGS, fake_record, fake_trial, record_of, with_values
 
-from hpo.study_record import StudyRecord, TrialRecord
+from hpo.importances import importance_table
+from hpo.readable import precision_comparison, readable_summary
+from hpo.study_record import StudyRecord
 from hpo.tables import (
     OUTCOMES,
     WASTED,
     best_trials,
-    complete_trials,
     evaluations_table,
     flat_metrics,
-    format_bytes,
-    format_metric,
-    format_number,
-    format_seconds,
-    importance_table,
-    notices,
     pareto_front,
-    precision_comparison,
-    readable_summary,
     reasons_table,
     summary_by_precision,
     task_metrics_table,
     trials_table,
-    why_no_importances,
 )
 
 
@@ -185,16 +176,6 @@ def test_an_empty_study_gives_empty_tables() -> None:
     assert "best_score" in summary_by_precision(record)
 
 
-def test_readable_summary_fits_a_terminal() -> None:
-    record = fake_record()
-    brief = readable_summary(record, brief=True)
-    assert list(brief["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
-    assert brief.loc[1, "outcomes"] == "3 unsupported"
-    assert brief.loc[1, "score, best"] == "–"
-    widths = [max(len(name), brief[name].str.len().max()) for name in brief if name != "outcomes"]
-    assert sum(widths) + 2 * len(widths) <= 110
-
-
 def test_reasons_of_every_trial_that_is_not_complete() -> None:
     table = reasons_table(fake_record())
     assert (
@@ -247,110 +228,3 @@ def test_an_objective_may_be_a_measured_quantity() -> None:
     row = row_of(record, "fp32")
     assert row["best_train_examples_per_second"] == 12.0
     assert row["measured"] == 2
-
-
-def with_values(number: int, values: tuple[float, ...], **params: Any) -> TrialRecord:
-    trial = fake_trial(number, "fp32")
-    return dataclasses.replace(trial, values=values, params={**trial.params, **params})
-
-
-def test_importances_find_the_parameter_that_decides() -> None:
-    trials = []
-    for number in range(40):
-        precision = ("fp32", "bf16", "fp16")[number % 3]
-        score = {"fp32": 0.5, "bf16": 0.9, "fp16": 0.1}[precision] + number / 1e5
-        trials.append(with_values(number, (score,), fp_precision=precision))
-    table = importance_table(record_of(trials))
-    assert table.loc[0, "parameter"] == "fp_precision"
-    assert table["score"].sum() == pytest.approx(1)
-    assert table.loc[0, "score"] > 1.5 * table.loc[1, "score"]
-
-
-def test_importances_take_values_outside_the_range_and_lists() -> None:
-    trials = [
-        with_values(number, (number / 20,), learning_rate=0.5, betas=[0.9, 0.9 + number % 2 / 100])
-        for number in range(20)
-    ]
-    assert {"learning_rate", "betas"} <= set(importance_table(record_of(trials))["parameter"])
-
-
-@pytest.mark.parametrize(
-    ("trials", "reason"),
-    [
-        ([with_values(n, (0.1 * n,)) for n in range(7)], "at least 8 complete trials; there are 7"),
-        ([with_values(n, (0.5,)) for n in range(20)], "differ too little"),
-        (
-            [dataclasses.replace(with_values(n, (0.1 * n,)), params={}) for n in range(20)],
-            "No parameter was searched",
-        ),
-    ],
-    ids=["too few", "all equal", "nothing searched"],
-)
-def test_why_there_are_no_importances(trials: list[TrialRecord], reason: str) -> None:
-    assert reason in why_no_importances(record_of(trials))
-    assert importance_table(record_of(trials)).empty
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "1 trial (number 9): the precision observed is not the one requested (linear layers gave float32",
-        "1 trial (number 10) fell back (fp16 ran as fp32)",
-        "fp16 ran emulated on Example CPU",
-        "1 trial (number 6): the compatibility check found larger errors",
-        "1 trial (number 12) shared a device",
-        "The device was busy 62% of the time (median of",
-        "complete configurations was trained with one seed only",
-    ],
-)
-def test_notices_name_what_limits_the_conclusions(text: str) -> None:
-    assert any(notice.text.startswith(text) or text in notice.text for notice in notices(fake_record()))
-
-
-def test_low_utilisation_says_what_to_raise() -> None:
-    advice = next(notice.advice for notice in notices(fake_record()) if "busy" in notice.text)
-    assert "batch_size" in advice
-    assert "workers per device" in advice
-
-
-def test_a_clean_study_has_only_the_notices_that_always_hold() -> None:
-    trials = [fake_trial(number, "fp32") for number in range(3)]
-    for trial in trials:
-        trial.telemetry["device_utilization"] = 0.95
-    assert [notice.text[:25] for notice in notices(record_of(trials))] == [
-        "Each of the 3 complete co",
-        "The precision table compa",
-    ]
-
-
-def test_repeated_configurations_lift_the_caveat_of_one_seed() -> None:
-    trial = fake_trial(0, "fp32")
-    again = dataclasses.replace(trial, number=1, params={**trial.params, "seed": 7})
-    assert not any("one seed" in notice.text for notice in notices(record_of([trial, again])))
-
-
-def test_nothing_complete_is_said() -> None:
-    record = record_of([fake_trial(0, "fp32", "failed")])
-    assert [notice.text for notice in notices(record)] == ["No trial is complete."]
-    assert complete_trials(record) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (format_number(0.82143), "0.8214"),
-        (format_number(12840.4), "12\u202f840"),
-        (format_number(3e-5), "3e-05"),
-        (format_number(None), "–"),
-        (format_number(math.nan), "–"),
-        (format_bytes(512 * 2**20), "512 MiB"),
-        (format_bytes(1.5 * 2**30), "1.5 GiB"),
-        (format_seconds(0.44), "0.4 s"),
-        (format_seconds(59.6), "1 min 00 s"),
-        (format_seconds(7500), "2 h 05 min"),
-        (format_metric("peak_memory_bytes", 2**30), "1 GiB"),
-        (format_metric("score", 0.5), "0.5"),
-    ],
-)
-def test_numbers_as_people_read_them(text: str, expected: str) -> None:
-    assert text == expected
