@@ -30,7 +30,11 @@ Label = str | list[str] | float
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text with its truth. Spans are `(start, end)` in characters of `text`, end exclusive, sorted."""
+    """One text with its truth.
+
+    Spans are `(start, end)` in characters of `text`, end exclusive, sorted, without white space at either
+    end: predictions have none either, and tokens do not tell.
+    """
 
     id: str
     text: str
@@ -292,7 +296,9 @@ def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | No
     elif text[start:end].isspace():
         problems.append(f"{where}: [{start}, {end}] covers only white space")
     else:
-        return start, end
+        inner = text[start:end].strip()
+        start = text.index(inner, start)
+        return start, start + len(inner)
     return None
 
 

@@ -161,7 +161,7 @@ def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
             num_lost_spans=contents["num_lost_spans"],
             **flat,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

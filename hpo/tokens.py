@@ -106,16 +106,12 @@ class Batch:
         return int(self.lengths_B.sum())
 
     def to(self, device: str | torch.device) -> Batch:
-        """Return the batch on a device; from pinned memory the copy does not wait."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
+        """Return the batch with its tensors on a device."""
         return Batch(
-            input_ids_BL=move(self.input_ids_BL),
-            attention_mask_BL=move(self.attention_mask_BL),
-            type_ids_BL=None if self.type_ids_BL is None else move(self.type_ids_BL),
-            targets={name: move(target) for name, target in self.targets.items()},
+            input_ids_BL=self.input_ids_BL.to(device),
+            attention_mask_BL=self.attention_mask_BL.to(device),
+            type_ids_BL=None if self.type_ids_BL is None else self.type_ids_BL.to(device),
+            targets={name: target.to(device) for name, target in self.targets.items()},
             windows_B=self.windows_B,
             lengths_B=self.lengths_B,
         )
@@ -153,7 +149,6 @@ def collate(
     windows: IntArray | Sequence[int],
     tasks: Iterable[Task],
     pad_id: int,
-    pin_memory: bool = False,
 ) -> Batch:
     """Pad these windows to the longest and build the targets of `tasks` (none for prediction)."""
     windows_B = np.asarray(windows, dtype=np.int64)
@@ -176,16 +171,11 @@ def collate(
         else _window_target(task, split.targets[task.name][windows_B])
         for task in tasks
     }
-
-    def tensor(array: AnyArray) -> Tensor:
-        made = torch.from_numpy(array)
-        return made.pin_memory() if pin_memory else made
-
     return Batch(
-        input_ids_BL=tensor(padded(split.input_ids_T, pad_id)),
-        attention_mask_BL=tensor(mask_BL),
-        type_ids_BL=None if split.type_ids_T is None else tensor(padded(split.type_ids_T, 0)),
-        targets={name: tensor(array) for name, array in arrays.items()},
+        input_ids_BL=torch.from_numpy(padded(split.input_ids_T, pad_id)),
+        attention_mask_BL=torch.from_numpy(mask_BL),
+        type_ids_BL=None if split.type_ids_T is None else torch.from_numpy(padded(split.type_ids_T, 0)),
+        targets={name: torch.from_numpy(array) for name, array in arrays.items()},
         windows_B=windows_B,
         lengths_B=lengths_B,
     )

@@ -71,6 +71,13 @@ def test_a_row_becomes_an_example(tmp_path: Path) -> None:
     assert list(dataset.splits) == ["train", "validation"]
 
 
+def test_white_space_around_a_span_is_taken_off(tmp_path: Path) -> None:
+    tasks = {"names": {"kind": "token_classification", "span_names": ["person"]}}
+    line = {"id": "a", "text": "see  Ann B,\n now", "spans": {"person": [[3, 10], [11, 16]]}}
+    dataset = load(write(tmp_path, {"tasks": tasks}, train=[line], validation=[{**line, "id": "v"}]))
+    assert dataset.splits["train"][0].spans == {"person": [(5, 10), (13, 16)]}
+
+
 def test_evidence_counts_as_annotated_only_with_its_classes(tmp_path: Path) -> None:
     tasks = {
         "topics": {"kind": "multi_label", "classes": ["work"]},
