@@ -15,6 +15,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     │   └── LeaseLostError         another worker took this trial over; this one must stop
     └── TrialEnd                   a trial ends early with a known outcome; never reaches the user
         ├── Unsupported            this device cannot run the requested precision
+        ├── Failed                 likewise, and the study wants such trials to fail
         ├── Incompatible           the compatibility check failed
         ├── Nonfinite              loss, gradients or metrics stay NaN or infinite
         ├── OutOfMemory            one example does not fit
@@ -83,6 +84,12 @@ class Unsupported(TrialEnd):
     """This device cannot run the requested precision."""
 
     outcome = "unsupported"
+
+
+class Failed(TrialEnd):
+    """This device cannot run the requested precision, and the study says `amp.on_unsupported: fail`."""
+
+    outcome = "failed"
 
 
 class Incompatible(TrialEnd):

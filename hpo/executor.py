@@ -33,15 +33,17 @@ from hpo.data import DataSet, load_data
 from hpo.decoding import Decision
 from hpo.device import DeviceInfo, PeakMemory, Utilization, is_out_of_memory, synchronize
 from hpo.errors import (
+    DataError,
     Incompatible,
     InputError,
     ModelError,
+    OutOfMemory,
     Preempted,
     RunError,
     TrialEnd,
     did_you_mean,
 )
-from hpo.model import MultitaskModel, apply_compile, build_model, load_tokenizer, training_flops
+from hpo.model import MultitaskModel, apply_compile, build_model, export_model, load_tokenizer, training_flops
 from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.search_space import is_searched
@@ -78,6 +80,9 @@ class ScoredEvaluation:
 class _Run:
     """What a trial has come to so far; whole or not, it becomes the trial's telemetry."""
 
+    started: float = field(default_factory=time.perf_counter)
+    setup_seconds: float | None = None
+    """From the start to the first training step, in this process."""
     telemetry: dict[str, Any] = field(default_factory=dict)
     effective: str | None = None
     progress: Progress | None = None
@@ -143,7 +148,6 @@ class Executor:
 
         Raises InputError and RunError for what concerns more than this trial.
         """
-        started = time.perf_counter()
         run = _Run(telemetry={"device": self._device_record()})
         values = None
         trace = None
@@ -163,7 +167,7 @@ class Executor:
         except Exception as error:
             outcome = "oom" if is_out_of_memory(error) else "failed"
             reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-        telemetry = json_safe(self._telemetry(run, time.perf_counter() - started))
+        telemetry = json_safe(self._telemetry(run, time.perf_counter() - run.started))
         return TrialResult(outcome, reason, values, self._headline(run, telemetry), telemetry, trace)
 
     def _run(
@@ -241,6 +245,7 @@ class Executor:
             "reason": " ".join(filter(None, (resolution.reason, disagreement))),
         }
 
+        run.setup_seconds = time.perf_counter() - run.started
         last_saved = time.monotonic()
 
         def save() -> None:
@@ -396,18 +401,27 @@ class Executor:
         pad_id: int,
         repeats: int = 1,
     ) -> Measurement:
-        """The check's batch is the longest window of the data beside the shortest, so it has padding."""
+        """Check on the longest window of the data beside the shortest, so that there is padding.
+
+        Raises OutOfMemory when not even the longest alone fits.
+        """
         order = np.argsort(split.lengths_W)
-        return measure(
-            model,
-            collate(split, np.array([order[-1], order[0]]), self.tasks, pad_id),
-            objective,
-            precision,
-            config.amp,
-            self.device,
-            partial(_compile_in_place, config) if config.compile != "none" else None,
-            repeats,
-        )
+        for windows in (order[[-1, 0]], order[[-1]]):
+            try:
+                return measure(
+                    model,
+                    collate(split, windows, self.tasks, pad_id),
+                    objective,
+                    precision,
+                    config.amp,
+                    self.device,
+                    partial(_compile_in_place, config) if config.compile != "none" else None,
+                    repeats,
+                )
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        raise OutOfMemory(f"one example of {split.lengths_W.max()} tokens does not fit into memory.")
 
     def check_precision(self, name: str, repeats: int) -> Compatibility:
         """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
@@ -564,7 +578,7 @@ class Executor:
             "num_tokens": progress.num_tokens,
             "train_seconds": progress.train_seconds,
             "evaluation_seconds": progress.evaluation_seconds,
-            "setup_seconds": total_seconds - progress.train_seconds - progress.evaluation_seconds,
+            "setup_seconds": run.setup_seconds,
             "device_utilization": run.utilization.read() if run.utilization else None,
             "model_flops_utilization": self._flops_utilization(run),
         }
@@ -598,27 +612,49 @@ class Executor:
 
         Raises RunError when the checkpoint is gone or damaged, DataError when there is no such split.
         """
-        best = CheckpointStore(folder).best()
-        if best is None:
-            raise RunError(f"no intact checkpoint of the best evaluation in {folder}.")
-        config = TrialConfig.model_validate_json(best.state["config"])
-        resolution = resolve(config.fp_precision, self.device, config.amp)
-        tokens = self.tokens(split, config)
-        model = self._model(config)
-        prepare_model(model, resolution.precision)
-        model.load_state_dict(best.weights)
-        decisions = _evaluation_from(best.state["best"]).evaluation.decisions
-        with backend_flags(resolution.precision, config.amp):
+        if split not in self.dataset.splits:
+            raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(self.dataset.splits))}")
+        model, config, precision, decisions = self._best_model(folder)
+        with backend_flags(precision, config.amp):
             metrics, _ = evaluate(
                 model,
-                tokens,
+                self.tokens(split, config),
                 self.tasks,
-                MixedPrecision(resolution.precision, config.amp, self.device),
+                MixedPrecision(precision, config.amp, self.device),
                 self.study.evaluation.batch_tokens,
                 self._tokenizer(config).pad_token_id or 0,
                 decisions,
             )
         return metrics
+
+    def export_checkpoint(self, folder: Path, out_dir: Path) -> Path:
+        """Write a trial's best checkpoint as a folder that transformers and `hpo.model` load.
+
+        Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
+        """
+        model, config, precision, decisions = self._best_model(folder)
+        return export_model(
+            model,
+            self._tokenizer(config),
+            out_dir,
+            max_length=config.max_length,
+            precision=precision.name,
+            decisions=decisions,
+        )
+
+    def _best_model(self, folder: Path) -> tuple[MultitaskModel, TrialConfig, Precision, dict[str, Decision]]:
+        best = CheckpointStore(folder).best()
+        if best is None:
+            raise RunError(
+                f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
+                "trial ran, and checkpoint.top_k says how many trials keep theirs."
+            )
+        config = TrialConfig.model_validate_json(best.state["config"])
+        precision = resolve(config.fp_precision, self.device, config.amp).precision
+        model = self._model(config)
+        prepare_model(model, precision)
+        model.load_state_dict(best.weights)
+        return model, config, precision, _evaluation_from(best.state["best"]).evaluation.decisions
 
 
 _MODEL_SETTINGS = (

@@ -24,7 +24,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hpo.device import DeviceInfo
-from hpo.errors import Unsupported, did_you_mean
+from hpo.errors import Failed, Unsupported, did_you_mean
 
 SupportLevel = Literal["native", "emulated", "unsupported"]
 
@@ -260,8 +260,8 @@ class Resolution:
 def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution:
     """Decide what a trial that asks for `requested` runs on `device`.
 
-    Raises Unsupported when the device cannot run it (or only emulates it and the study does not allow
-    that) and `on_unsupported` is not `fallback`.
+    When the device cannot run it (or only emulates it and the study does not allow that), raises
+    Unsupported under `on_unsupported: prune` and Failed under `fail`.
     """
     found = support(requested, device)
     if _usable(found, config):
@@ -269,7 +269,8 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     effective = _next_usable(requested, device, config)
     if config.on_unsupported != "fallback":
         hint = ", or set amp.allow_emulated: true to run it emulated" if found.level == "emulated" else ""
-        raise Unsupported(f"{found.reason} Use {effective}{hint}.")
+        end = Failed if config.on_unsupported == "fail" else Unsupported
+        raise end(f"{found.reason} Use {effective}{hint}.")
     return Resolution(
         requested, effective, support(effective, device).level, f"{found.reason} Ran {effective} instead."
     )

@@ -1,0 +1,297 @@
+"""Every outcome of a trial, each reached by a real run of the executor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
+
+from hpo.device import DeviceInfo
+from hpo.errors import CheckpointError, InputError, ModelError, Pruned
+from hpo.executor import Executor, ScoredEvaluation
+from hpo.model import MultitaskModel
+from hpo.tasks import loss_sum
+from hpo.telemetry import TrialResult
+
+# Weights so large that the feed-forward layers pass fp16's largest number; LayerNorm hides it from fp32.
+OVERFLOWING = ENCODER | {"initializer_range": 300.0}
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    return tiny_executor(tmp_path_factory.mktemp("tiny"))
+
+
+def run(executor: Executor, tmp_path: Path, params: dict[str, Any], **options: Any) -> TrialResult:
+    result = executor.run(params, tmp_path / "trial", "test", **options)
+    json.dumps(result.telemetry)
+    assert result.values is None or result.outcome == "complete"
+    return result
+
+
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_complete(executor: Executor, tmp_path: Path, name: str) -> None:
+    result = run(executor, tmp_path, {"fp_precision": name})
+    assert (result.outcome, result.reason) == ("complete", "")
+    assert result.values is not None
+    assert 0 <= result.values[0] <= 1
+    assert result.headline.keys() == {
+        "fp_precision_effective",
+        "train_examples_per_second",
+        "train_tokens_per_second",
+        "peak_memory_bytes",
+    }
+    telemetry = result.telemetry
+    assert telemetry["precision"]["requested"] == telemetry["precision"]["effective"] == name
+    assert telemetry["precision"]["agrees"]
+    assert set(telemetry["metrics"]) == {task.name for task in executor.tasks}
+    assert telemetry["num_steps"] == 4
+    assert telemetry["num_examples"] == 32
+    assert (telemetry["scaler"]["scale_min"] is not None) == (name == "fp16")
+    assert result.headline["peak_memory_bytes"] > 2**27
+
+
+def test_the_same_seed_gives_the_same_trial(executor: Executor, tmp_path: Path) -> None:
+    params = {"fp_precision": "fp32", "dropout": 0.1}
+    first, second = (executor.run(params, tmp_path / name, name) for name in ("a", "b"))
+    assert first.values == second.values
+    assert executor.run(params | {"seed": 7}, tmp_path / "c", "c").values != first.values
+
+
+def test_unsupported(executor: Executor, tmp_path: Path) -> None:
+    for name in ("tf32", "fp8"):
+        result = run(executor, tmp_path, {"fp_precision": name})
+        assert result.outcome == "unsupported"
+        assert f"`{name}` needs CUDA" in result.reason
+        assert result.telemetry["precision"]["support"] == "unsupported"
+        assert "metrics" not in result.telemetry
+        assert not (tmp_path / "trial").exists()
+
+
+def test_emulated_is_unsupported_unless_allowed(tmp_path: Path) -> None:
+    result = run(tiny_executor(tmp_path, amp={}), tmp_path, {"fp_precision": "bf16"})
+    assert result.outcome == "unsupported"
+    assert "set amp.allow_emulated: true" in result.reason
+
+
+def test_fallback_runs_something_else_and_says_so(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path, amp={"on_unsupported": "fallback"})
+    result = run(executor, tmp_path, {"fp_precision": "tf32"})
+    assert result.outcome == "complete"
+    assert result.headline["fp_precision_effective"] == "fp32"
+    record = result.telemetry["precision"]
+    assert (record["requested"], record["effective"], record["fell_back"]) == ("tf32", "fp32", True)
+    assert "Ran fp32 instead" in record["reason"]
+
+
+def test_fail_on_unsupported(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path, amp={"on_unsupported": "fail"})
+    assert run(executor, tmp_path, {"fp_precision": "tf32"}).outcome == "failed"
+
+
+def test_incompatible(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path, model={"encoder": OVERFLOWING})
+    result = run(executor, tmp_path, {"fp_precision": "fp16"})
+    assert result.outcome == "incompatible"
+    assert "not finite under fp16; the first module that made them so is encoder" in result.reason
+    assert result.telemetry["compatibility"]["verdict"] == "incompatible"
+    assert run(executor, tmp_path, {"fp_precision": "fp32"}).outcome == "complete"
+
+
+def test_nonfinite(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path, model={"encoder": OVERFLOWING}, compat={"enabled": False})
+    result = run(executor, tmp_path, {"fp_precision": "fp16"})
+    assert result.outcome == "nonfinite"
+    assert "loss was not finite in 3 steps in a row" in result.reason
+    assert result.telemetry["num_steps"] == 3
+
+
+def test_nonfinite_in_one_task_only(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(task: Any, *args: Any) -> torch.Tensor:
+        return loss_sum(task, *args) * (float("nan") if task.name == "evidence" else 1.0)
+
+    monkeypatch.setattr("hpo.train.loss_sum", broken)
+    monkeypatch.setattr("hpo.executor.Executor._compatibility", passing_check)
+    result = run(executor, tmp_path, {"fp_precision": "fp32"})
+    assert result.outcome == "nonfinite"
+    assert result.reason.endswith("First in: evidence.")
+
+
+def passing_check(*_: Any) -> Any:
+    from hpo.compat import Compatibility, Measurement
+
+    return Compatibility("ok", (), Measurement("fp32"))
+
+
+def test_infinite_gradients_that_the_scaler_skips(executor: Executor, tmp_path: Path) -> None:
+    result = run(executor, tmp_path, {"fp_precision": "fp16", "init_scale": 2.0**18, "max_steps": 12})
+    assert result.outcome == "complete"
+    assert result.telemetry["scaler"]["skipped_steps"] >= 1
+    assert result.telemetry["scaler"]["scale_min"] < 2.0**18
+
+
+def test_a_scale_that_falls_to_its_floor(tmp_path: Path) -> None:
+    amp = {"allow_emulated": True, "min_scale": 2.0**38}
+    executor = tiny_executor(tmp_path, amp=amp, compat={"enabled": False})
+    params = {"fp_precision": "fp16", "init_scale": 2.0**40, "max_steps": 12}
+    result = run(executor, tmp_path, params)
+    assert result.outcome == "nonfinite"
+    assert "loss scale at its floor" in result.reason
+    assert result.telemetry["scaler"]["skipped_steps"] == 3
+
+
+def test_fp32_fallback_up_to_its_limit(tmp_path: Path) -> None:
+    amp = {"allow_emulated": True, "fallback_to_fp32": True, "max_fp32_fallbacks": 2}
+    executor = tiny_executor(tmp_path, model={"encoder": OVERFLOWING}, amp=amp, compat={"enabled": False})
+    result = run(executor, tmp_path, {"fp_precision": "fp16"})
+    assert result.outcome == "nonfinite"
+    assert "more than 2 micro-batches of one epoch were not finite under fp16" in result.reason
+    assert result.telemetry["fp32_fallbacks"] == 2
+
+
+def limit_memory(limit: int) -> Callable[..., Any]:
+    forward = MultitaskModel.forward
+
+    def limited(self: MultitaskModel, input_ids_BL: torch.Tensor, *args: Any) -> Any:
+        if self.training and len(input_ids_BL) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, input_ids_BL, *args)
+
+    return limited
+
+
+def test_oom_halves_and_trains_as_the_small_micro_batch(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves: dict[str, list[Any]] = {"small": [], "halved": []}
+
+    def record(name: str) -> Callable[[ScoredEvaluation], None]:
+        return lambda scored: curves[name].append((scored.evaluation.train_loss, scored.values))
+
+    params = {"fp_precision": "fp32", "dropout": 0.1}
+    executor.run(params | {"micro_batch_size": 2}, tmp_path / "small", "s", record("small"))
+    monkeypatch.setattr(MultitaskModel, "forward", limit_memory(2))
+    result = executor.run(params, tmp_path / "halved", "h", record("halved"))
+    assert result.outcome == "complete"
+    assert (result.telemetry["micro_batch_size"], result.telemetry["oom_halvings"]) == (2, 2)
+    assert curves["halved"] == curves["small"] != []
+
+
+def test_oom(executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MultitaskModel, "forward", limit_memory(0))
+    result = run(executor, tmp_path, {"fp_precision": "fp32"})
+    assert result.outcome == "oom"
+    assert "does not fit into memory" in result.reason
+    monkeypatch.setattr("hpo.executor.Executor._compatibility", passing_check)
+    result = run(executor, tmp_path, {"fp_precision": "fp32"})
+    assert result.outcome == "oom"
+    assert "one example" in result.reason
+    assert result.telemetry["oom_halvings"] == 3
+
+
+def test_pruned(executor: Executor, tmp_path: Path) -> None:
+    def prune(_: ScoredEvaluation) -> None:
+        raise Pruned("worse than the median")
+
+    result = run(executor, tmp_path, {"fp_precision": "fp32"}, on_evaluation=prune)
+    assert (result.outcome, result.reason) == ("pruned", "worse than the median")
+    assert "metrics" in result.telemetry
+
+
+def test_failed_keeps_the_traceback(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(MultitaskModel, "forward", broken)
+    monkeypatch.setattr("hpo.executor.Executor._compatibility", passing_check)
+    result = run(executor, tmp_path, {"fp_precision": "fp32"})
+    assert (result.outcome, result.reason) == ("failed", "ValueError: a bug")
+    assert result.traceback is not None
+    assert "in broken" in result.traceback
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_preempted_goes_on_as_if_nothing_had_happened(executor: Executor, tmp_path: Path, name: str) -> None:
+    params = {"fp_precision": name, "dropout": 0.1, "max_steps": 10}
+    whole = executor.run(params, tmp_path / "whole", "w")
+    calls = 0
+
+    def stop() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls == 7  # in the second epoch
+
+    stopped = executor.run(params, tmp_path / "cut", "c", should_stop=stop)
+    assert (stopped.outcome, stopped.telemetry["num_steps"]) == ("preempted", 7)
+    resumed = executor.run(params, tmp_path / "cut", "c")
+    assert resumed.telemetry["resumed_from_step"] == 7
+    assert resumed.telemetry["num_steps"] == 10
+    assert resumed.values == whole.values
+    assert resumed.telemetry["metrics"] == whole.telemetry["metrics"]
+    assert resumed.telemetry["scaler"] == whole.telemetry["scaler"]
+
+
+def test_the_checkpoints_of_another_trial_are_not_used(executor: Executor, tmp_path: Path) -> None:
+    params = {"fp_precision": "fp32"}
+    executor.run(params, tmp_path / "trial", "one", should_stop=lambda: True)
+    assert "resumed_from_step" not in executor.run(params, tmp_path / "trial", "other").telemetry
+
+
+def test_a_full_disk_stops_the_run_and_keeps_what_was_there(
+    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"fp_precision": "fp32", "max_steps": 6}
+    executor.run(params, tmp_path / "trial", "t", should_stop=lambda: True)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpo.checkpoint.save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        executor.run(params, tmp_path / "trial", "t")
+    monkeypatch.undo()
+    result = executor.run(params, tmp_path / "trial", "t")
+    assert (result.outcome, result.telemetry["resumed_from_step"]) == ("complete", 1)
+
+
+def test_a_model_that_cannot_be_built_is_the_study_s_fault_unless_it_is_searched(tmp_path: Path) -> None:
+    training = {"max_steps": 2, "batch_size": 8, "max_length": 64}
+    fixed = tiny_executor(tmp_path, training=training | {"freeze_layers": 9})
+    with pytest.raises(ModelError, match="freeze_layers must be between 0 and the encoder's 2 layers"):
+        run(fixed, tmp_path, {})
+    searched = tiny_executor(
+        tmp_path,
+        training=training,
+        search_space={"freeze_layers": {"type": "categorical", "choices": [0, 9]}},
+    )
+    assert run(searched, tmp_path, {"freeze_layers": 9}).outcome == "incompatible"
+
+
+def test_an_objective_that_no_task_has(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"'criteria/f1_mikro'.* Did you mean `criteria/f1_micro`"):
+        tiny_executor(tmp_path, objective={"metric": "criteria/f1_mikro"})
+
+
+def test_the_best_checkpoint_is_scored_on_the_test_split(executor: Executor, tmp_path: Path) -> None:
+    result = run(executor, tmp_path, {"fp_precision": "fp32"})
+    validation = executor.evaluate_checkpoint(tmp_path / "trial", "validation")
+    assert validation == result.telemetry["metrics"]
+    assert executor.evaluate_checkpoint(tmp_path / "trial", "test") != validation
+
+
+def test_a_gpu_that_is_not_there_decides_as_if_it_were(tmp_path: Path) -> None:
+    """What is decided from the record alone needs no GPU."""
+    old_gpu = DeviceInfo(type="cuda", name="Tesla T4", compute_capability=(7, 5), cuda_bf16=False)
+    result = run(tiny_executor(tmp_path, device=old_gpu, amp={}), tmp_path, {"fp_precision": "bf16"})
+    assert result.outcome == "unsupported"
+    assert "`bf16` needs compute capability >= 8.0, but this Tesla T4 has 7.5. Use fp16" in result.reason
+    assert CPU.type == "cpu"
