@@ -125,6 +125,12 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
+    # Without its files transformers makes a tokenizer of nothing but special tokens, and says nothing.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(
+            f"{source}: a tokenizer must have a vocabulary, but there is none here. The folder needs "
+            f"a tokenizer.json (`tokenizer.save_pretrained(folder)` writes it)."
+        )
     if not tokenizer.is_fast:
         raise ModelError(
             f"the tokenizer of {source} must map tokens to characters, but {type(tokenizer).__name__} is a "

@@ -551,3 +551,22 @@ def test_the_model_takes_any_module_with_hidden_states() -> None:
 
 def test_tasks_are_kept_in_order() -> None:
     assert list(make_model(tasks=TASKS[::-1])(*make_batch())) == ["spans", "label"]
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_the_model_runs_in_every_dtype_and_stays_near_fp32(
+    pooling: str, dtype: torch.dtype, how: str
+) -> None:
+    model = make_model(pooling=pooling, head_type="mlp").eval()
+    with torch.no_grad():
+        expected = model(*make_batch())
+        if how == "weights":
+            model.to(dtype)
+        with torch.autocast("cpu", dtype=dtype, enabled=how == "autocast"):
+            logits = model(*make_batch())
+    for name, value in logits.items():
+        assert value.dtype == dtype
+        error = (value.float() - expected[name]).norm() / expected[name].norm()
+        assert 0 < error < (0.05 if dtype == torch.bfloat16 else 0.01), name
