@@ -37,13 +37,15 @@ def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
     """
     reduced = precision.autocast is not None
     fp32_precision = "tf32" if precision.tf32 or (reduced and config.tf32) else "ieee"
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
     backends: list[tuple[Any, str, Any]] = [
         (torch.backends.cuda.matmul, "fp32_precision", fp32_precision),
-        (torch.backends.cudnn.conv, "fp32_precision", fp32_precision),
-        (torch.backends.cudnn.rnn, "fp32_precision", fp32_precision),
+        (cudnn.conv, "fp32_precision", fp32_precision),
+        (cudnn.rnn, "fp32_precision", fp32_precision),
         # A CPU has no TF32; left at its default, oneDNN may take bf16 for fp32 products.
-        (torch.backends.mkldnn.matmul, "fp32_precision", "ieee"),
-        (torch.backends.cudnn, "benchmark", bool(config.cudnn_benchmark)),
+        (mkldnn.matmul, "fp32_precision", "ieee"),
+        (cudnn, "benchmark", bool(config.cudnn_benchmark)),
     ]
     before = [(holder, name, getattr(holder, name)) for holder, name, _ in backends]
     for holder, name, value in backends:
@@ -173,9 +175,9 @@ class MixedPrecision:
         )
         self._one = torch.ones((), device=device.torch_device)
         self._epoch_fallbacks = 0
-        self._losses_in_a_row = torch.zeros((), device=device.torch_device)
-        self._gradients_in_a_row = torch.zeros((), device=device.torch_device)
-        self._overflows_at_floor = torch.zeros((), device=device.torch_device)
+        zero = torch.zeros((), device=device.torch_device)
+        self._losses_in_a_row, self._gradients_in_a_row, self._overflows_at_floor = zero, zero, zero.clone()
+        self._skipped, self._scale_sum, self._scale_min, self._scale_max = zero, zero, zero, zero
         self.reset_statistics()
 
     def autocast(self, *, enabled: bool = True) -> torch.autocast:

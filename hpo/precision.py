@@ -78,7 +78,7 @@ def canonical_precision(name: str) -> str:
 class AmpConfig(BaseModel):
     """Mixed precision and loss scaling. A key left out takes the value of the preset."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: Literal["auto", "basic", "advanced", "ultra"] = Field(
         "auto",
