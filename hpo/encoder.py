@@ -8,10 +8,6 @@ An encoder is named in one of four ways:
     {model_type: ...}   a fresh encoder with random weights; the keys are those of the type's configuration,
                         plus `tokenizer` (default: minilm's), which also sets the vocabulary
 
-A hub model is downloaded once and from then on read from the Hugging Face cache without asking the hub
-again. So all trials of a study start from the same weights, a worker needs no network, and a name that is
-neither cached nor in reach fails at once and not after minutes of retries.
-
 Weights are loaded in fp32 whatever the checkpoint holds; precision is applied to the finished model. What
 was asked for is never replaced: an attention implementation that the model lacks, a dropout that its
 configuration does not have, weights that are not in the folder are errors.
@@ -32,13 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from torch import nn
 from transformers import (
@@ -56,22 +45,12 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from hpo.errors import ModelError, did_you_mean
+from hpo.hub import SINGLE_WEIGHTS, download, has_weights, one_line
 
 MINILM_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
-HUB_TIMEOUT_SECONDS = 10.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_SHARDED_WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-)
 # The names that configurations give to the dropout of hidden states and of attention weights.
 _DROPOUT_KEYS = ("hidden_dropout_prob", "hidden_dropout", "dropout", "embedding_dropout", "mlp_dropout")
 _ATTENTION_DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout")
@@ -273,76 +252,17 @@ def _minilm() -> str:
 
 def _local_folder(source: str, revision: str | None) -> Path:
     """The folder that holds `source`'s files, downloaded first if it is a hub id."""
-    folder = Path(source) if Path(source).is_absolute() else _hub_folder(source, revision)
+    folder = Path(source) if Path(source).is_absolute() else download(source, revision)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{source}: an encoder's folder must hold a config.json, but there is none.")
     return folder
-
-
-def _hub_folder(name: str, revision: str | None) -> Path:
-    cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    if isinstance(cached, str) and _is_complete(Path(cached).parent):
-        return Path(cached).parent
-    try:
-        # One question with a short timeout: transformers would retry each of several files for 20 s.
-        info = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_SECONDS)
-        wanted = _wanted_files([file.rfilename for file in info.siblings or ()])
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=wanted, etag_timeout=HUB_TIMEOUT_SECONDS
-            )
-        )
-    except Exception as error:
-        raise ModelError(_hub_message(name, revision, error)) from error
-
-
-def _hub_message(name: str, revision: str | None, error: Exception) -> str:
-    where = f"encoder: `{name}` is no folder here and not in the Hugging Face cache, and "
-    if isinstance(error, OfflineModeIsEnabled):
-        return where + "HF_HUB_OFFLINE forbids asking the hub. Unset it, or name a local folder or `minilm`."
-    if isinstance(error, GatedRepoError):
-        return where + "the hub gives it only to those who accepted its terms. Accept them and set HF_TOKEN."
-    if isinstance(error, RepositoryNotFoundError):
-        return where + "the hub has no such public model. Check the name; a private one needs HF_TOKEN."
-    if isinstance(error, RevisionNotFoundError):
-        return f"encoder: `{name}` has no revision `{revision}` on the hub. Check model.revision."
-    return where + (
-        f"the hub could not be reached ({_short(error)}). Check the network, or name a local folder "
-        f"or `minilm`."
-    )
-
-
-def _wanted_files(names: list[str]) -> list[str]:
-    """Config, tokenizer, code and one set of weights: repositories often hold the weights in five formats."""
-    top = [name for name in names if "/" not in name]
-    wanted = [name for name in top if name.endswith((".json", ".txt", ".model", ".py"))]
-    for prefix, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        weights = [name for name in top if name.startswith(prefix) and name.endswith(suffix)]
-        if weights:
-            return wanted + weights
-    return wanted
-
-
-def _has_weights(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in _SINGLE_WEIGHTS):
-        return True
-    for index in (folder / name for name in _SHARDED_WEIGHTS):
-        if index.is_file():
-            shards = set(json.loads(index.read_text())["weight_map"].values())
-            return all((folder / shard).is_file() for shard in shards)
-    return False
-
-
-def _is_complete(folder: Path) -> bool:
-    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    return (folder / "config.json").is_file() and _has_weights(folder) and has_tokenizer
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}/config.json must be JSON: {_short(error)}") from error
+        raise ModelError(f"{folder}/config.json must be JSON: {one_line(error)}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{folder}/config.json must be a JSON object, but it is a {type(config).__name__}.")
     return config
@@ -359,9 +279,9 @@ def _folder_config(folder: Path, shown: str, trust_remote_code: bool) -> PreTrai
             f"{shown}/config.json: `model_type` must be one that this transformers knows, but it is "
             f"{raw.get('model_type')!r}.{hint if 'Known' not in hint else ''}"
         )
-    if not _has_weights(folder):
+    if not has_weights(folder):
         raise ModelError(
-            f"{shown}: an encoder's folder must hold weights ({' or '.join(_SINGLE_WEIGHTS)}, or all shards "
+            f"{shown}: an encoder's folder must hold weights ({' or '.join(SINGLE_WEIGHTS)}, or all shards "
             f"of an index), but there are none. For random weights give the configuration as a mapping."
         )
     with _as_model_error(shown):
@@ -440,10 +360,12 @@ def _as_model_error(shown: str, attention: str | None = None) -> Iterator[None]:
             raise ModelError(_trust_message(shown)) from error
         if attention and re.search("attention implementation|flash.?attention", text, re.IGNORECASE):
             raise ModelError(
-                f"attention: `{attention}` does not work for {shown} here: {_short(error)} "
+                f"attention: `{attention}` does not work for {shown} here: {one_line(error)} "
                 f"Use {' or '.join(name for name in ATTENTION_IMPLEMENTATIONS if name != attention)}."
             ) from error
-        raise ModelError(f"{shown} could not be loaded ({type(error).__name__}: {_short(error)}).") from error
+        raise ModelError(
+            f"{shown} could not be loaded ({type(error).__name__}: {one_line(error)})."
+        ) from error
 
 
 def _trust_message(shown: str) -> str:
@@ -451,9 +373,3 @@ def _trust_message(shown: str) -> str:
         f"{shown} comes with its own Python code, which runs only if the study trusts it. Read that code, "
         f"then set `model.trust_remote_code: true`, or use another encoder."
     )
-
-
-def _short(error: Exception) -> str:
-    """An error's text on one line, cut after 200 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:200].rsplit(" ", 1)[0] + " ..."

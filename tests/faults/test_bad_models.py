@@ -91,6 +91,9 @@ def test_a_folder_with_a_shard_missing(folder: Path) -> None:
     next(folder.glob("model-*.safetensors")).unlink()
     with pytest.raises(ModelError, match=r"or all shards of an index\), but there are none"):
         build(str(folder))
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelError, match=r"or all shards of an index\), but there are none"):
+        build(str(folder))
 
 
 def test_torn_weights(folder: Path) -> None:
