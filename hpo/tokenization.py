@@ -1,9 +1,4 @@
-"""From texts to windows of tokens, exactly: every character span becomes tokens and comes back.
-
-The fast tokenizer says for every token which characters it stands for. Byte-level and SentencePiece
-tokenizers count the space before a word to the word's token; white space at a token's edges is therefore
-taken off, and a span becomes the smallest run of tokens that covers it. Special tokens are laid around the
-pieces as the tokenizer itself does with a probe, so that a text is tokenised once, however it is cut.
+"""How texts are cut into windows of tokens, and where their truth lies in them.
 
 Texts longer than `max_length` are either
 
@@ -23,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +26,7 @@ from numpy.typing import NDArray
 from hpo.errors import DataError, ModelError
 from hpo.examples import SPAN_KINDS, Example
 from hpo.tasks import IGNORE_INDEX, Task
+from hpo.token_stream import Layout, TokenStream, covering_tokens, encode, probe_layout
 from hpo.tokens import (
     BEGINS_BEFORE,
     ENDS_AFTER,
@@ -47,122 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK = 10_000  # Examples tokenised at once: bounds what the tokenizer's Python lists take.
-
-_SPACES = np.zeros(0x3002, dtype=bool)
-_SPACES[[code for code in range(0x3001) if chr(code).isspace()]] = True
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The special tokens that a tokenizer puts around one text or a pair, and the type id of each piece."""
-
-    prefix: tuple[int, ...]
-    middle: tuple[int, ...]
-    suffix: tuple[int, ...]
-    type_ids: tuple[int, int, int, int, int] | None  # of prefix, first, middle, second, suffix
-
-    @property
-    def num_special(self) -> int:
-        return len(self.prefix) + len(self.middle) + len(self.suffix)
-
-
-def _probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> _Layout:
-    texts = ("a", "b") if pair else ("a",)
-    probe = tokenizer(*texts, truncation=False, padding=False, return_token_type_ids=True)
-    segment = probe.sequence_ids(0)
-    ids, types = probe["input_ids"], probe.get("token_type_ids")
-    last = 1 if pair else 0
-    begin, end = segment.index(0), len(segment) - segment[::-1].index(last)
-    inner = [i for i in range(begin, end) if segment[i] is None]
-    type_ids = None
-    if pair and types is not None and "token_type_ids" in tokenizer.model_input_names:
-        edges = (types[0], types[begin], types[inner[0]] if inner else 0, types[end - 1], types[-1])
-        type_ids = edges
-    return _Layout(
-        prefix=tuple(ids[:begin]),
-        middle=tuple(ids[i] for i in inner),
-        suffix=tuple(ids[end:]),
-        type_ids=type_ids,
-    )
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """Tokens of many texts one after the other, without special tokens; those of text e are
-    `start_E1[e] : start_E1[e + 1]`."""
-
-    ids_T: IntArray
-    char_start_T: IntArray
-    char_end_T: IntArray
-    start_E1: IntArray
-
-    @property
-    def count_E(self) -> IntArray:
-        return np.diff(self.start_E1)
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offset_E: IntArray) -> _Stream:
-    """Tokenise `texts`, which begin at character `offset_E` of their examples."""
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=False,
-        truncation=False,
-        padding=False,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
-    count_E = np.fromiter(map(len, encoded["input_ids"]), dtype=np.int64, count=len(texts))
-    total = int(count_E.sum())
-    ids_T = np.fromiter(chain.from_iterable(encoded["input_ids"]), dtype=np.int32, count=total)
-    flat = chain.from_iterable(chain.from_iterable(encoded["offset_mapping"]))
-    start_T, end_T = np.fromiter(flat, dtype=np.int64, count=2 * total).reshape(total, 2).T
-    start_T, end_T = _without_outer_space(texts, count_E, start_T, end_T)
-    offset_T = np.repeat(offset_E, count_E)
-    return _Stream(
-        ids_T=ids_T,
-        char_start_T=(start_T + offset_T).astype(np.int32),
-        char_end_T=(end_T + offset_T).astype(np.int32),
-        start_E1=np.concatenate([[0], np.cumsum(count_E)]),
-    )
-
-
-def _without_outer_space(
-    texts: Sequence[str], count_E: IntArray, start_T: IntArray, end_T: IntArray
-) -> tuple[IntArray, IntArray]:
-    """Take white space off the edges of every token; one that is all white space becomes empty."""
-    code = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
-    is_space = np.append(_SPACES[np.minimum(code, len(_SPACES) - 1)], False)
-    length_E = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    base_T = np.repeat(np.cumsum(length_E) - length_E, count_E)
-    start_T, end_T = start_T + base_T, end_T + base_T
-    while (leading_T := (start_T < end_T) & is_space[start_T]).any():
-        start_T = start_T + leading_T
-    while (trailing_T := (start_T < end_T) & is_space[end_T - 1]).any():
-        end_T = end_T - trailing_T
-    return start_T - base_T, end_T - base_T
-
-
-def _covering_tokens(
-    stream: _Stream, example_S: IntArray, start_S: IntArray, end_S: IntArray
-) -> tuple[IntArray, IntArray]:
-    """First and last token, counted from their text's first, of the smallest run that covers each span.
-
-    Where no token stands for any character of the span, first > last.
-    """
-    # One key orders the characters of all examples, so that one binary search serves all spans.
-    width = np.int64(1) << 32
-    base_T = np.repeat(np.arange(len(stream.count_E)) * width, stream.count_E)
-    # Characters that the tokenizer reorders would break the order; a token then counts from its first
-    # character seen from the left, and to its last seen from the right.
-    end_T = np.maximum.accumulate(base_T + stream.char_end_T)
-    start_T = np.minimum.accumulate((base_T + stream.char_start_T)[::-1])[::-1]
-    base_S = example_S * width
-    first_S = np.searchsorted(end_T, base_S + start_S, side="right")
-    last_S = np.searchsorted(start_T, base_S + end_S, side="left") - 1
-    offset_S = stream.start_E1[example_S]
-    return first_S - offset_S, last_S - offset_S
 
 
 @dataclass(frozen=True)
@@ -185,14 +64,15 @@ def _cut(
 ) -> _Windows:
     first_E = np.minimum(num_first_E, room // 2)
     capacity_E = room - first_E
-    if long_text == "window" and len(capacity_E) and stride >= capacity_E.min():
+    kept_E = num_second_E if long_text == "window" else np.minimum(num_second_E, capacity_E)
+    smallest = capacity_E[kept_E > capacity_E].min(initial=room)
+    if stride >= smallest and (kept_E > capacity_E).any():
         raise DataError(
-            f"data.stride, the overlap of two windows, must be less than the {capacity_E.min()} tokens of "
-            f"text that a window of max_length {max_length} holds, but got {stride}. "
+            f"data.stride, the overlap of two windows, must be less than the {smallest} tokens of text that "
+            f"a window of max_length {max_length} holds, but got {stride}. "
             "Lower the stride or raise max_length."
         )
-    kept_E = num_second_E if long_text == "window" else np.minimum(num_second_E, capacity_E)
-    step_E = capacity_E - stride if long_text == "window" else np.maximum(capacity_E, 1)
+    step_E = np.maximum(capacity_E - stride, 1)
     windows_E = 1 + np.maximum(0, -(-(kept_E - capacity_E) // step_E))
     example_W = np.repeat(np.arange(len(windows_E)), windows_E)
     number_W = ragged_arange(np.zeros_like(windows_E), windows_E)
@@ -229,7 +109,7 @@ def tokenize_split(
             f"the tokenizer must be a fast one, which knows the characters of its tokens, "
             f"but {type(tokenizer).__name__} is not. Use an encoder with a tokenizer.json."
         )
-    layout = _probe_layout(tokenizer, pair_segments is not None)
+    layout = probe_layout(tokenizer, pair_segments is not None)
     room = max_length - layout.num_special
     if room < 2:
         raise DataError(
@@ -262,7 +142,7 @@ def _tokenize_chunk(
     examples: Sequence[Example],
     tasks: Sequence[Task],
     tokenizer: PreTrainedTokenizerBase,
-    layout: _Layout,
+    layout: Layout,
     room: int,
     max_length: int,
     long_text: str,
@@ -272,11 +152,11 @@ def _tokenize_chunk(
     num_examples = len(examples)
     if pair_segments is None:
         empty = np.zeros(0, dtype=np.int32)
-        first = _Stream(empty, empty, empty, np.zeros(num_examples + 1, dtype=np.int64))
-        second = _encode(tokenizer, [e.text for e in examples], np.zeros(num_examples, dtype=np.int64))
+        first = TokenStream(empty, empty, empty, np.zeros(num_examples + 1, dtype=np.int64))
+        second = encode(tokenizer, [e.text for e in examples], np.zeros(num_examples, dtype=np.int64))
     else:
         first, second = (
-            _encode(
+            encode(
                 tokenizer,
                 [e.text[slice(*e.segments[name])] for e in examples],
                 np.array([e.segments[name][0] for e in examples], dtype=np.int64),
@@ -288,6 +168,11 @@ def _tokenize_chunk(
     # Where the pieces of every window begin among all tokens of the chunk.
     first_W = cut.first_E[cut.example_W]
     size_W = layout.num_special + first_W + cut.length_W
+    if not size_W.all():
+        row = examples[cut.example_W[size_W.argmin()]].id
+        raise DataError(
+            f"the tokenizer must make tokens of every text, but makes none of that of row `{row}`."
+        )
     window_start_W1 = np.concatenate([[0], np.cumsum(size_W)])
     begin_W = window_start_W1[:-1]
     first_at_W = begin_W + len(layout.prefix)
@@ -375,7 +260,7 @@ def _window_spans(
     task: Task,
     examples: Sequence[Example],
     cut: _Windows,
-    segments: Sequence[tuple[_Stream, IntArray, IntArray]],
+    segments: Sequence[tuple[TokenStream, IntArray, IntArray]],
 ) -> tuple[NDArray[np.int64], int]:
     """Rows (window, label, first, last, cut) of a task's spans, by window, and how many are whole nowhere.
 
@@ -398,7 +283,7 @@ def _window_spans(
     rows: list[NDArray[np.int64]] = []
     is_whole_S = np.zeros(len(found), dtype=bool)
     for number, (stream, at_W, shown_W) in enumerate(segments):
-        first_S, last_S = _covering_tokens(stream, example_S, start_S, end_S)
+        first_S, last_S = covering_tokens(stream, example_S, start_S, end_S)
         low = cut.start_W[window] if number == 1 else np.zeros_like(window)
         high = low + shown_W[window] - 1
         first, last = np.maximum(first_S[span], low), np.minimum(last_S[span], high)

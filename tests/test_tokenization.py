@@ -389,7 +389,13 @@ def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
 )
 def test_lengths_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        tokenize_split([example("a b c")], [NAMES], tiny_tokenizer("wordpiece"), **options)
+        tokenize_split([example("a " * 20)], [NAMES], tiny_tokenizer("wordpiece"), **options)
+
+
+def test_a_stride_is_no_matter_where_no_text_is_long() -> None:
+    split = tokenize_split([example("a b c")], [], tiny_tokenizer("wordpiece"), 10, stride=64, **WINDOWED)
+    assert split.num_windows == 1
+    assert split.owned_T.tolist() == [False, True, True, True, False]
 
 
 def test_tokenizers_that_cannot_be_used_are_refused() -> None:
