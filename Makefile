@@ -49,7 +49,7 @@ lint: install
 
 # The study file's reference in the README is made from the models.
 reference: install
-	$(BIN)/python -m tests.reference README.md
+	$(BIN)/python tests/readme.py
 
 clean:
 	rm -rf $(VENV)

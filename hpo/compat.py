@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from hpo.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.device import DeviceInfo, PeakMemory, is_out_of_memory, synchronize
+from hpo.model import compiled_modules
 from hpo.precision import PRECISIONS, AmpConfig, Precision
 from hpo.study_config import CompatConfig
 from hpo.tokens import Batch
@@ -173,7 +174,7 @@ def _measure(
             usable_scale=mixed_precision.scaler.get_scale()
             if precision.loss_scaling and not broken
             else None,
-            observed=seen.telemetry(compiled=transform is not None),
+            observed=seen.telemetry(compiled=bool(compiled_modules(prepared))),
             disagreement=seen.disagreement(precision),
         )
         if broken:

@@ -43,7 +43,15 @@ from hpo.errors import (
     TrialEnd,
     did_you_mean,
 )
-from hpo.model import MultitaskModel, apply_compile, build_model, export_model, load_tokenizer, training_flops
+from hpo.model import (
+    MultitaskModel,
+    apply_compile,
+    build_model,
+    compiled_modules,
+    export_model,
+    load_tokenizer,
+    training_flops,
+)
 from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.search_space import is_searched
@@ -240,7 +248,7 @@ class Executor:
             seconds = self._compile(config, model, objective, train_split, mixed_precision, pad_id)
             run.telemetry["compile_seconds"] = seconds
         run.telemetry["precision"] |= {
-            "observed": observation.telemetry(compiled=config.compile != "none"),
+            "observed": observation.telemetry(compiled=bool(compiled_modules(model))),
             "agrees": not disagreement,
             "reason": " ".join(filter(None, (resolution.reason, disagreement))),
         }
@@ -261,15 +269,19 @@ class Executor:
             store.save(progress.step, model.state_dict(), state)
             last_saved = time.monotonic()
 
-        def on_step() -> None:
+        def on_step() -> bool:
             if should_stop():
                 save()
                 raise Preempted(f"told to stop after step {progress.step}; checkpointed.")
-            if time.monotonic() - last_saved > self.study.checkpoint.every_seconds:
+            if progress.step % UTILIZATION_EVERY == 0:
+                utilization.sample()
+            due = time.monotonic() - last_saved > self.study.checkpoint.every_seconds
+            if due:
                 save()
+            return due
 
         plan = self._plan(config)
-        run.utilization = Utilization(self.device, torch.get_num_threads())
+        run.utilization = utilization = Utilization(self.device, torch.get_num_threads())
         for evaluation in train(
             model,
             optimizer,
@@ -283,7 +295,6 @@ class Executor:
             pad_id,
             on_step,
         ):
-            run.utilization.sample()
             run.evaluation_rates.append(evaluation.examples_per_second)
             scored = ScoredEvaluation(evaluation, self._values(evaluation, run))
             if self._is_better(scored, run.best):
@@ -656,6 +667,9 @@ class Executor:
         model.load_state_dict(best.weights)
         return model, config, precision, _evaluation_from(best.state["best"]).evaluation.decisions
 
+
+UTILIZATION_EVERY = 20
+"""Steps between two questions to the device how busy it is."""
 
 _MODEL_SETTINGS = (
     "encoder",

@@ -217,12 +217,13 @@ def train(
     progress: Progress,
     meter: ThroughputMeter,
     pad_id: int,
-    on_step: Callable[[], None] = lambda: None,
+    on_step: Callable[[], bool] = lambda: False,
 ) -> Iterator[Evaluation]:
     """Train until the budget is used up, yielding an evaluation of the validation split at a time.
 
     `model` is on the device, in the precision's weights. `progress` says where to begin and is kept up to
-    date. `on_step` runs after each step; what it raises ends the training.
+    date. `on_step` runs after each step; True says that it took its time (a checkpoint), which then counts
+    as no training. What it raises ends the training.
 
     Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
     example does not fit.
@@ -283,12 +284,11 @@ def train(
                 )
                 losses.clear()
                 model.train()
+            if on_step() or not losses:
                 meter.start()
                 marked = time.perf_counter()
-            on_step()
             if used >= 1:
                 return
-    return
 
 
 def accumulate_gradients(

@@ -40,7 +40,7 @@ def test_the_features_are_those_of_the_kernel() -> None:
 def test_cuda_is_refused_where_there_is_none() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    with pytest.raises(InputError, match="PyTorch sees no CUDA device here. Use device: auto or cpu."):
+    with pytest.raises(InputError, match="PyTorch sees no CUDA device here"):
         probe_device("cuda")
 
 

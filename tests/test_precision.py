@@ -43,7 +43,7 @@ def test_the_other_spellings() -> None:
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(ValueError, match="no precision is called 'bf61'. Did you mean `bf16`?"):
+    with pytest.raises(ValueError, match=r"no precision is called 'bf61'\. Did you mean `bf16`"):
         canonical_precision("bf61")
 
 

@@ -1,0 +1,60 @@
+"""The README is true where a test can tell: its reference, its commands, its files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from readme import BEGIN, END, README, with_reference
+
+from hpo.cli import app
+from hpo.study_config import load_study
+
+TEXT = README.read_text()
+ROOT = README.parent
+
+
+def test_the_reference_is_made_from_the_models() -> None:
+    assert TEXT.count(BEGIN) == TEXT.count(END) == 1
+    assert with_reference(TEXT) == TEXT, "run `make reference`"
+
+
+@pytest.mark.parametrize("command", sorted(typer.main.get_command(app).commands))  # type: ignore[attr-defined]
+def test_every_command_is_in_the_readme(command: str) -> None:
+    assert f"`hpo {command}" in TEXT
+
+
+def test_no_command_is_in_the_readme_that_there_is_not() -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert set(re.findall(r"`hpo ([a-z]+)", TEXT)) <= known
+
+
+def test_every_target_of_the_makefile_that_the_readme_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)", TEXT)) <= targets
+
+
+def test_every_file_of_the_package_has_its_line_in_the_layout() -> None:
+    files = {path.name for path in (ROOT / "hpo").glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert {name for name in files if f"`{name}`" not in TEXT} == set()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_studies_load_and_say_how_long_they_take(path: Path) -> None:
+    study = load_study(path)
+    assert study.name == path.stem
+    head = path.read_text().split("\nname:", 1)[0]
+    assert f"STUDY={path.stem}" in head or f"studies/{path.name}" in head
+    assert re.search(r"^# Question: \S", head, re.MULTILINE)
+    assert re.search(r"^# Takes: +\S", head, re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL))
+def test_the_study_files_of_the_readme_load(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(block)
+    assert isinstance(yaml.safe_load(block), dict)
+    load_study(path)
