@@ -4,7 +4,7 @@ A precision is a row of the table below. It says in which dtype the weights are 
 autocast computes matrix products, whether fp32 products may use TF32, and whether the loss is scaled.
 Why these differ: bf16 keeps fp32's exponent (8 bits) and loses mantissa (8 bits with the hidden one), so
 nothing overflows but every product is rounded to about 3 significant digits. fp16 keeps 11 bits of
-mantissa and only 5 of exponent: largest number 65504, smallest normal one 6.1e-5, so activations may overflow, and
+mantissa and only 5 of exponent: largest number 65504, smallest normal one 6.1e-5, so activations overflow and
 gradients vanish unless the loss is scaled up before the backward pass and down before the update
 (Micikevicius et al. 2018, arXiv 1710.03740). TF32 rounds the inputs of an fp32 product to 11 bits.
 
