@@ -154,7 +154,7 @@ class Worker:
         # A claim that was committed though the connection broke before the answer came.
         mine = sa.select(slots.c.slot).where(of_study, slots.c.state == "running", slots.c.owner == self.id)
         free = (
-            sa.select(slots.c.slot, slots.c.state, slots.c.owner)
+            sa.select(slots.c.slot, slots.c.owner)
             .where(of_study, slots.c.state == "open")
             .order_by(slots.c.trial_number.is_(None), slots.c.slot)
             .limit(1)
@@ -165,13 +165,15 @@ class Worker:
                 claimed = connection.execute(mine).scalars().first()
                 if claimed is not None:
                     return int(claimed)
-                found = self._abandoned(connection) or connection.execute(free).one_or_none()
+                found, state = self._abandoned(connection), "running"
+                if found is None:
+                    found, state = connection.execute(free).one_or_none(), "open"
                 if found is None:
                     return None
                 unchanged = (
                     of_study,
                     slots.c.slot == found.slot,
-                    slots.c.state == found.state,
+                    slots.c.state == state,
                     slots.c.owner.is_not_distinct_from(found.owner),
                 )
                 taken = connection.execute(
@@ -182,9 +184,8 @@ class Worker:
                     return int(found.slot)
 
     def _abandoned(self, connection: sa.Connection) -> Any:
-        of_worker = (column for column in workers.c if column.name not in slots.c)
         rows = connection.execute(
-            sa.select(slots.c.slot, slots.c.state, slots.c.owner, *of_worker, self._storage.now.label("now"))
+            sa.select(slots.c.slot, slots.c.owner, workers, self._storage.now.label("now"))
             .join_from(slots, workers, slots.c.owner == workers.c.id, isouter=True)
             .where(slots.c.study == self._name, slots.c.state == "running")
             .order_by(slots.c.slot)

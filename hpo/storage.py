@@ -203,9 +203,11 @@ class Storage:
                     )
             dropped = self._resize(connection, config.name, n_trials)
         if row is None:
-            # After our rows: a crash between the two leaves a study that the next run begins anew.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([objective.metric for objective in config.objective])
+            # Last: a study without its token was not made to the end, and the next run begins it anew.
             self.optuna.set_study_system_attr(study_id, _TOKEN_ATTR, token)
-            study.set_metric_names([objective.metric for objective in config.objective])
         for number in dropped:
             reason = f"n_trials was lowered to {n_trials}"
             study_trial = self.optuna.get_trial_id_from_study_id_trial_number(study_id, number)

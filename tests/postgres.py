@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -29,7 +30,7 @@ def find_programs() -> Path | None:
 
 
 class PostgresServer:
-    """One server; `stop` ends it as a crash would, `start` brings it back on the same port."""
+    """One server; `stop` breaks all its connections, `start` brings it back on the same port."""
 
     def __init__(self, programs: Path) -> None:
         self._programs = programs
@@ -79,7 +80,7 @@ class PostgresServer:
 
     def stop(self) -> None:
         if self._process is not None:
-            self._process.send_signal(subprocess.signal.SIGQUIT)  # immediate shutdown
+            self._process.send_signal(signal.SIGINT)  # without waiting for clients
             self._process.wait(timeout=60)
             self._process = None
 

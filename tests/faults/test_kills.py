@@ -1,0 +1,75 @@
+"""A worker is killed with SIGKILL at every place where it writes; the next one must go on without a loss."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import worker_process
+from worker_process import check_done, notes, study
+
+from hpo.storage import open_storage
+
+
+@pytest.mark.parametrize("place", worker_process.PLACES)
+def test_killed_worker_is_continued(storage_url: str, tmp_path: Path, place: str) -> None:
+    config, log = study(4), tmp_path / "log"
+    kill_at = 1 if place == "constraint set" else 2
+    killed = worker_process.start(storage_url, config, log, kill=place, kill_at=kill_at)
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    before = notes(log)
+    with open_storage(storage_url) as storage:
+        counts = storage.slot_counts(config.name)
+        assert counts["done"] < config.n_trials, "the kill came too late to test anything"
+
+        second = worker_process.start(storage_url, config, log)
+        second.join(60)
+        assert second.exitcode == 0
+        check_done(storage, config, log)
+        # Only the trial in flight may have been run twice.
+        runs = [line["number"] for line in notes(log)]
+        assert len(runs) - len(set(runs)) <= 1
+        assert {line["number"] for line in before} <= set(runs)
+
+
+def test_peer_takes_over_at_once(storage_url: str, tmp_path: Path) -> None:
+    """On one machine nobody waits for the lease of a dead process."""
+    config, log = study(3), tmp_path / "log"
+    victim = worker_process.start(storage_url, config, log, trial_seconds=600)
+    while not notes(log):
+        time.sleep(0.01)
+    peer = worker_process.start(storage_url, config, log, number=1)
+    os.kill(victim.pid, signal.SIGKILL)
+    peer.join(60)
+    assert peer.exitcode == 0
+    with open_storage(storage_url) as storage:
+        check_done(storage, config, log)
+    first = notes(log)[0]
+    assert [line["pid"] for line in notes(log) if line["number"] == first["number"]] == [victim.pid, peer.pid]
+    victim.join()
+
+
+@pytest.mark.slow
+def test_workers_killed_at_random_places(storage_url: str, tmp_path: Path) -> None:
+    """Four workers at a time, of which one after the other is killed; in the end the count is exact."""
+    config, log = study(40), tmp_path / "log"
+    places = [*worker_process.PLACES, *worker_process.PLACES]
+    processes = []
+    for index, place in enumerate(places):
+        processes = [process for process in processes if process.is_alive()]
+        processes.append(
+            worker_process.start(storage_url, config, log, kill=place, kill_at=1 + index % 3, number=index)
+        )
+        if len(processes) == 4:
+            processes[0].join(60)
+    for process in processes:
+        process.join(60)
+    last = worker_process.start(storage_url, config, log)
+    last.join(120)
+    assert last.exitcode == 0
+    with open_storage(storage_url) as storage:
+        check_done(storage, config, log)

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import worker_process
+from worker_process import check_done, notes, result, study
+
+from hpo import worker as worker_module
+from hpo.errors import DataError, InputError, RunError
+from hpo.search_space import suggest
+from hpo.slots import Lease
+from hpo.storage import EvaluationRow, Storage, open_storage
+from hpo.worker import TrialEvent, run_study, run_worker, run_workers, stop_on_signals
+
+
+@pytest.fixture
+def storage(storage_url: str) -> Any:
+    with open_storage(storage_url) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _package_for_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(worker_module.__file__).parents[1]))
+
+
+def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+    suggest(study().search_space, trial)
+    return result("complete")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_runs_exactly_n_trials_and_a_finished_study_not_again(storage: Storage) -> None:
+    first = run_worker(study(3), storage, complete)
+    assert (first.ended, first.outcomes, first.exit_code) == ("finished", {"complete": 3}, 0)
+    again = run_worker(study(3), storage, complete)
+    assert (again.ended, again.outcomes) == ("finished", {})
+    assert len(storage.read_study("tiny").trials) == 3
+
+
+def test_finished_study_loads_neither_data_nor_model(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_worker(study(2), storage, complete)
+    monkeypatch.setitem(sys.modules, "hpo.executor", None)  # importing it is an error
+    assert run_study(study(2), storage, tmp_path).outcomes == {}
+
+
+def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Path) -> None:
+    config, log = study(20, sampler={"name": "tpe", "seed": 1}), tmp_path / "log"
+    processes = [worker_process.start(storage_url, config, log, number=number) for number in range(4)]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 4
+    with open_storage(storage_url) as storage:
+        check_done(storage, config, log)
+        first = [line["params"] for line in notes(log) if line["number"] < 4]
+        assert len({str(params) for params in first}) == 4, "workers have seeds of their own"
+
+
+def test_events(storage: Storage) -> None:
+    events: list[TrialEvent] = []
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        suggest(study().search_space, trial)
+        return result("oom", reason="too long")
+
+    run_worker(study(1), storage, execute, on_event=events.append)
+    assert [(event.kind, event.number, event.outcome, event.reason) for event in events] == [
+        ("finished", 0, "oom", "too long")
+    ]
+    assert set(events[0].params) == {"fp_precision", "learning_rate", "batch_size"}
+
+
+def test_bug_in_a_trial_fails_it_alone(storage: Storage) -> None:
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        if trial.number == 0:
+            raise ZeroDivisionError("not now")
+        return complete(trial, _lease)
+
+    assert run_worker(study(2), storage, execute).outcomes == {"failed": 1, "complete": 2}
+    failed, retried, _ = storage.read_study("tiny").trials
+    assert (failed.outcome, failed.reason) == ("failed", "ZeroDivisionError: not now")
+    assert "ZeroDivisionError" in failed.attributes["traceback"]
+    assert retried.attributes["retry_of"] == 0
+
+
+def test_what_concerns_the_whole_study_is_raised(storage: Storage) -> None:
+    def execute(_trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        raise DataError("the data is gone")
+
+    with pytest.raises(DataError, match="the data is gone"):
+        run_worker(study(2), storage, execute)
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
+    assert len(storage.read_study("tiny").trials) == 2
+
+
+def test_stop_ends_after_the_trial_in_hand(storage: Storage) -> None:
+    stop = threading.Event()
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        suggest(study().search_space, trial)
+        stop.set()
+        return result("preempted")
+
+    summary = run_worker(study(3), storage, execute, stop=stop)
+    assert (summary.ended, summary.exit_code) == ("stopped", 130)
+    params = storage.read_study("tiny").trials[0].params
+    assert run_worker(study(3), storage, complete).outcomes == {"complete": 3}
+    record = storage.read_study("tiny")
+    assert len(record.trials) == 3
+    assert record.trials[0].params == params
+
+
+def test_timeout_starts_no_further_trial(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: clock[0])
+
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        clock[0] += 40.0
+        return complete(trial, lease)
+
+    summary = run_worker(study(9, timeout=100.0), storage, execute)
+    assert (summary.ended, summary.outcomes, summary.exit_code) == ("timeout", {"complete": 3}, 0)
+
+
+def test_lost_lease_stores_nothing_and_goes_on_with_the_next(storage: Storage) -> None:
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        if trial.number == 0 and not lost:
+            lost.append(trial.number)
+            lease._lost.set()  # what the heartbeat does
+            lease.check()
+        return complete(trial, lease)
+
+    lost: list[int] = []
+    assert run_worker(study(2), storage, execute).outcomes == {"complete": 2}
+    assert lost == [0]
+
+
+# Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_asks_second_interrupts(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        assert not stop.is_set()
+        os.kill(os.getpid(), number)
+        assert stop.wait(10)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+def program(url: str, log: Path, n_trials: int, trial_seconds: float) -> subprocess.Popen[bytes]:
+    arguments = [str(log), str(n_trials), str(trial_seconds)]
+    environment = {**os.environ, "HPO_STORAGE": url}
+    return subprocess.Popen([sys.executable, worker_process.__file__, *arguments], env=environment)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_process_leaves_its_trial_to_the_next(
+    sqlite_url: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    log = tmp_path / "log"
+    process = program(sqlite_url, log, 2, 600)
+    wait_for(lambda: bool(notes(log)))
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    with open_storage(sqlite_url) as storage:
+        assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+        assert storage.read_study("tiny").trials[0].outcome == "preempted"
+        worker_process.work(sqlite_url, study(2), log)
+        check_done(storage, study(2), log)
+
+
+# Several processes
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, float], None]:
+    """Let `run_workers` start the test's program instead of `hpo worker`."""
+
+    def install(n_trials: int, trial_seconds: float) -> None:
+        arguments = [str(tmp_path / "log"), str(n_trials), str(trial_seconds)]
+        command = [sys.executable, worker_process.__file__, *arguments]
+        monkeypatch.setattr(worker_module, "worker_command", lambda *_: command)
+
+    return install
+
+
+def test_worker_command_does_not_show_the_url() -> None:
+    command = worker_module.worker_command("multitask", 3, 60.0)
+    assert command[1:] == ["-m", "hpo", "worker", "multitask", "--worker-number", "3", "--timeout", "60.0"]
+
+
+def test_run_workers(storage: Storage, tmp_path: Path, commands: Callable[[int, float], None]) -> None:
+    config, events = study(8), []
+    commands(8, 0.0)
+    storage.create_or_resume_study(config)
+    summary = run_workers(config, storage, tmp_path / "runs", 2, study_name="tiny", on_event=events.append)
+    check_done(storage, config, tmp_path / "log")
+    record = storage.read_study("tiny")
+    assert summary.ended == "finished"
+    assert sum(summary.outcomes.values()) == len(record.trials)
+    assert sorted(event.number for event in events if event.kind == "finished") == [
+        trial.number for trial in record.trials
+    ]
+    assert {event.values for event in events if event.kind == "evaluated"} == {(0.25,)}
+    assert {line["pid"] for line in notes(tmp_path / "log")} != {os.getpid()}
+    assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == [
+        "worker-0.log",
+        "worker-1.log",
+    ]
+
+
+def test_stop_reaches_all_workers(
+    storage: Storage, tmp_path: Path, commands: Callable[[int, float], None]
+) -> None:
+    config, stop, log = study(8), threading.Event(), tmp_path / "log"
+    commands(8, 600.0)
+    storage.create_or_resume_study(config)
+
+    def stop_when_both_run() -> None:
+        wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
+        stop.set()
+
+    watcher = threading.Thread(target=stop_when_both_run)
+    watcher.start()
+    summary = run_workers(config, storage, tmp_path, 2, study_name="tiny", stop=stop)
+    watcher.join()
+    assert (summary.ended, summary.exit_code) == ("stopped", 130)
+    assert storage.slot_counts("tiny") == {"open": 8, "running": 0, "done": 0}
+    assert [trial.outcome for trial in storage.read_study("tiny").trials] == ["preempted"] * 2
+
+
+def test_workers_stop_when_their_parent_is_killed(sqlite_url: str, tmp_path: Path) -> None:
+    """A parent that is killed must not leave workers behind that nobody sees."""
+    log = tmp_path / "log"
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(worker_process.__file__).parent)!r})
+import worker_process
+from hpo import worker
+from hpo.storage import open_storage
+worker.worker_command = lambda *_: [sys.executable, worker_process.__file__, {str(log)!r}, "4", "600"]
+storage = open_storage({sqlite_url!r})
+storage.create_or_resume_study(worker_process.study(4))
+worker.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), 2, study_name="tiny")
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
+    parent.kill()
+    parent.wait()
+    with open_storage(sqlite_url) as storage:
+        wait_for(lambda: storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 0})
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
+def test_failure_of_all_workers_is_reported_with_the_log(
+    sqlite_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kind: type[Exception],
+) -> None:
+    fails = [sys.executable, "-c", f"print('Error: no such column'); raise SystemExit({code})"]
+    monkeypatch.setattr(worker_module, "worker_command", lambda *_: fails)
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(study(2))
+        with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done") as raised:
+            run_workers(study(2), storage, tmp_path, 2, study_name="tiny")
+    assert "Error: no such column" in str(raised.value)
+    assert type(raised.value) is kind
+
+
+def test_evaluations_of_other_processes_become_events_once(storage: Storage) -> None:
+    config, events = study(1), []
+    opened = storage.create_or_resume_study(config)
+    watch = worker_module._Watch(opened, events.append)
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        watch.look()
+        suggest(config.search_space, trial)
+        for index in (1, 2):
+            storage.report_evaluation(trial, index, index / 4, EvaluationRow(index, 1.0, 1.0, {}))
+            watch.look()
+            watch.look()
+        return result("complete")
+
+    run_worker(config, storage, execute)
+    watch.look()
+    watch.look()
+    assert [(event.kind, event.values) for event in events] == [
+        ("started", None),
+        ("evaluated", (0.25,)),
+        ("evaluated", (0.5,)),
+        ("finished", (0.5,)),
+    ]
+    assert watch.outcomes == {"complete": 1}

@@ -1,0 +1,205 @@
+"""Worker processes for the tests: a study without training, and places where a worker can be killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+
+from hpo.search_space import suggest
+from hpo.slots import Lease, Worker
+from hpo.storage import EvaluationRow, Storage, open_storage
+from hpo.study_config import StudyConfig
+from hpo.worker import RunSummary, run_worker, stop_on_signals
+
+CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
+CONTEXT.set_forkserver_preload(["hpo.worker", "hpo.study_config", "psycopg", "alembic.context"])
+
+SPACE: dict[str, Any] = {
+    "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
+    "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
+    "batch_size": {"type": "categorical", "choices": [8, 16, 32]},
+}
+
+
+def study(n_trials: int = 8, **changes: Any) -> StudyConfig:
+    """A small study; `changes` are keys of the study file."""
+    content = {
+        "name": "tiny",
+        "sampler": {"name": "random", "seed": 3},
+        "n_trials": n_trials,
+        "data": {"source": "synthetic"},
+        "search_space": SPACE,
+    }
+    return StudyConfig.model_validate({**content, **changes})
+
+
+def result(outcome: str, **changes: Any) -> Any:
+    """A TrialResult, without the import of PyTorch."""
+    values = (0.5,) if outcome == "complete" else None
+    fields = {"reason": "", "values": values, "headline": {}, "telemetry": {}, "traceback": None}
+    return SimpleNamespace(outcome=outcome, **{**fields, **changes})
+
+
+def outcome_of(params: dict[str, Any]) -> str:
+    """fp16 never works, bf16 with the largest batch fails by a bug."""
+    if params["fp_precision"] == "fp16":
+        return "nonfinite"
+    return "failed" if params["fp_precision"] == "bf16" and params["batch_size"] == 32 else "complete"
+
+
+def note(log: Path, **what: Any) -> None:
+    """Append a line; one write, so that lines of several processes stay whole."""
+    with log.open("ab", buffering=0) as file:
+        file.write(json.dumps(what).encode() + b"\n")
+
+
+def notes(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def work(
+    url: str,
+    config: StudyConfig,
+    log: Path,
+    *,
+    kill: str = "",
+    kill_at: int = 3,
+    trial_seconds: float = 0.0,
+    number: int = 0,
+    stop: threading.Event | None = None,
+) -> RunSummary:
+    """Be a worker until the study is done; killed at the `kill_at`-th time that `kill` happens."""
+    die = _Killer(kill_at)
+    if kill:
+        _PLACES[kill](die)
+    with open_storage(url, lease_seconds=3.0) as storage:
+
+        def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+            params = suggest(config.search_space, trial)
+            note(log, number=trial.number, params=params, pid=os.getpid())
+            row = EvaluationRow(step=10, epoch=1.0, seconds=0.1, metrics={"score": 0.25})
+            storage.report_evaluation(trial, 1, 0.25, row)
+            deadline = time.monotonic() + trial_seconds
+            while time.monotonic() < deadline:
+                lease.check()
+                if stop is not None and stop.is_set():
+                    return result("preempted")
+                time.sleep(0.01)
+            if kill == "training":
+                die()
+            return result(outcome_of(params), telemetry={"pid": os.getpid()})
+
+        return run_worker(config, storage, execute, worker_number=number, stop=stop, poll_seconds=0.05)
+
+
+def start(*args: Any, **kwargs: Any) -> Any:
+    """Start a process that runs `work`."""
+    process = CONTEXT.Process(target=work, args=args, kwargs=kwargs, daemon=True)
+    process.start()
+    return process
+
+
+def open_and_create(url: str, config: StudyConfig, log: Path) -> None:
+    """Open the database and create the study, as every worker does first."""
+    with open_storage(url) as storage:
+        storage.create_or_resume_study(config)
+        note(log, slots=storage.slot_counts(config.name))
+
+
+def start_opening(url: str, config: StudyConfig, log: Path) -> Any:
+    """Start a process that runs `open_and_create`."""
+    process = CONTEXT.Process(target=open_and_create, args=(url, config, log), daemon=True)
+    process.start()
+    return process
+
+
+class _Killer:
+    def __init__(self, kill_at: int) -> None:
+        self._left = kill_at
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _after(owner: type, name: str, condition: Callable[..., bool] = lambda *_, **__: True) -> Any:
+    """Return what makes a killer strike after each call of a method for which `condition` holds."""
+
+    def install(die: _Killer) -> None:
+        method = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            returned = method(*args, **kwargs)
+            if condition(*args, **kwargs):
+                die()
+            return returned
+
+        setattr(owner, name, called)
+
+    return install
+
+
+_PLACES: dict[str, Callable[[_Killer], None]] = {
+    "claimed": _after(Worker, "_claim"),
+    "trial made": _after(optuna.Study, "add_trial"),
+    "number stored": _after(Worker, "_update_slot", lambda *_, **values: "trial_number" in values),
+    "half suggested": _after(
+        optuna.storages.RDBStorage, "_set_trial_param", lambda *args: args[2] == "learning_rate"
+    ),
+    "training": lambda _: None,
+    "evaluation reported": _after(optuna.Trial, "report"),
+    "half of the attributes": _after(optuna.Trial, "set_user_attr", lambda *args: args[1] == "outcome"),
+    "constraint set": _after(optuna.Trial, "set_constraint"),
+    "told": _after(optuna.Study, "tell"),
+    "slot closed": _after(Worker, "_update_slot", lambda *_, **values: values.get("state") == "done"),
+}
+PLACES = tuple(_PLACES)
+
+
+def check_done(storage: Storage, config: StudyConfig, log: Path) -> None:
+    """Every slot ended once, nothing is left over, and no trial changed its parameters."""
+    record = storage.read_study(config.name)
+    assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
+    retried = {trial.attributes["retry_of"] for trial in record.trials if "retry_of" in trial.attributes}
+    last = [trial for trial in record.trials if trial.number not in retried]
+    assert len(last) == config.n_trials
+    assert {trial.state for trial in record.trials} <= {"COMPLETE", "PRUNED", "FAIL"}
+    by_number = {trial.number: trial for trial in record.trials}
+    assert sorted(by_number) == list(range(len(record.trials)))
+    for line in notes(log):
+        trial = by_number[line["number"]]
+        assert trial.params == line["params"], "a trial that went on had other parameters"
+    for trial in record.trials:
+        assert trial.outcome == outcome_of(trial.params)
+        assert "pid" in trial.telemetry, "a finished trial must have everything"
+        if "retry_of" in trial.attributes:
+            assert trial.params == by_number[trial.attributes["retry_of"]].params
+
+
+def main(log: str, n_trials: str, trial_seconds: str) -> int:
+    """Be what `hpo worker` is, with trials that only wait."""
+    with stop_on_signals() as stop:
+        done = work(
+            os.environ["HPO_STORAGE"],
+            study(int(n_trials)),
+            Path(log),
+            trial_seconds=float(trial_seconds),
+            stop=stop,
+        )
+    return done.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
