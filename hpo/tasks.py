@@ -5,16 +5,22 @@ the layout of logits and targets, the loss and the metrics:
 
     kind                  logits        target                      missing  an item is
     single_label          [B, C]        int64 [B]                   -100     a row
-    multi_label           [B, C]        float32 [B, C] in {0, 1}    -1       a row and class
+    multi_label           [B, C]        float32 [B, C] in {0, 1}    -1       a row
     regression            [B, 1]        float32 [B], raw units      NaN      a row
     token_classification  [B, L, 2N+1]  int64 [B, L]                -100     a token
-      spans may overlap   [B, L, 3N]    int64 [B, L, N]             -100     a token and name
+      spans may overlap   [B, L, 3N]    int64 [B, L, N]             -100     a token
     span_extraction       [B, L, 2]     int64 [B, 2], inclusive     -100     a row
     span_per_label        [B, L, C]     float32 [B, L, C] in {0, 1} -1       a token and class
 
 Every loss is a sum over the labelled items, in fp32 whatever the precision of the logits. The caller
 divides by the number of items of the whole batch (`count_items`, on the CPU, before the forward), so
-splitting a batch into micro-batches cannot change the loss, also where labels are missing. Nothing here
+splitting a batch into micro-batches cannot change the loss, also where labels are missing.
+
+An item's loss is the negative log-likelihood of all that is known of it, for a multi_label row the sum
+over its classes. With a mean over classes instead, a task of 62 classes pulls on the shared encoder with
+a 62nd of the strength of a single_label task beside it, and hardly learns before that one has settled.
+
+Nothing here
 looks at a tensor's values from Python, so a step needs no device sync and can be captured in a CUDA
 graph. Missing items are masked before the arithmetic and not only after it: a NaN target behind
 `torch.where` would still give a NaN gradient.
@@ -274,6 +280,10 @@ def loss_name(kind: str, loss: str) -> str:
     return loss if loss in LOSSES[kind] else LOSSES[kind][0]
 
 
+def _tags_each_name(task: Task) -> bool:
+    return task.kind == "token_classification" and task.spans_may_overlap
+
+
 def _labelled(task: Task, target: Tensor) -> Tensor:
     if task.kind == "regression":
         return ~torch.isnan(target)
@@ -285,10 +295,13 @@ def _labelled(task: Task, target: Tensor) -> Tensor:
 def count_items(task: Task, target: Tensor) -> int:
     """Return the number of labelled items of a target, as the module's table counts them.
 
-    Call it with the target on the CPU: on a GPU it would wait for the device.
+    An item is labelled if any of its classes or names is. Call it with the target on the CPU: on a GPU it
+    would wait for the device.
     """
-    count = int(_labelled(task, target).sum())
-    return count // 2 if task.kind == "span_extraction" else count
+    labelled = _labelled(task, target)
+    if task.kind in ("multi_label", "span_extraction") or _tags_each_name(task):
+        labelled = labelled.any(dim=-1)
+    return int(labelled.sum())
 
 
 def loss_sum(
@@ -315,7 +328,7 @@ def loss_sum(
         return _position_sum(logits, target, attention_mask_BL != 0, options.label_smoothing)
     if task.kind in ("multi_label", "span_per_label"):
         return _binary_sum(logits, target, gamma, options.label_smoothing, class_weight)
-    num_classes = 3 if task.spans_may_overlap else task.num_outputs
+    num_classes = 3 if _tags_each_name(task) else task.num_outputs
     logits_NK = logits.reshape(-1, num_classes)
     return _multiclass_sum(logits_NK, target.reshape(-1), gamma, options.label_smoothing, class_weight)
 
@@ -409,7 +422,7 @@ def class_weights(task: Task, targets: Iterable[Tensor]) -> Tensor | None:
             negatives += (target_NC == 0).sum(dim=0)
         counts, weights = positives, negatives / positives.clamp(min=1)
     else:
-        size = 3 if task.spans_may_overlap else task.num_outputs
+        size = 3 if _tags_each_name(task) else task.num_outputs
         counts = torch.zeros(size, dtype=torch.int64)
         for target in targets:
             counts += torch.bincount(target[target != IGNORE_INDEX], minlength=size)

@@ -29,7 +29,7 @@ TASKS = {
     "token_classification": Task("t", "token_classification", ("a", "b")),
     "overlapping": Task("t", "token_classification", ("a", "b"), spans_may_overlap=True),
     "span_extraction": Task("t", "span_extraction", ("a",)),
-    "span_per_label": Task("t", "span_per_label", ("a", "b", "c"), evidence_for="labels"),
+    "span_per_label": Task("t", "span_per_label", ("a", "b", "c"), "labels", spans_may_overlap=True),
     "regression": Task("t", "regression", target_mean=3.0, target_std=2.0),
 }
 CLASS_WEIGHTS = {
@@ -178,15 +178,20 @@ def test_micro_batches_add_up_to_the_batch(name: str, loss: str) -> None:
     torch.testing.assert_close(gradient(sum(parts), logits), gradient(whole, logits), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_count_items_counts_each_labelled_item_once(name: str) -> None:
-    _, target, _ = make_batch(name)
-    values = target.reshape(len(target), -1) if name != "span_extraction" else target[:, :1]
-    missing = {"regression": math.nan, "multi_label": -1.0, "span_per_label": -1.0}.get(name, -100)
-    expected = sum(1 for value in values.reshape(-1).tolist() if value != missing and not math.isnan(value))
-    count = count_items(TASKS[name], target)
-    assert count == expected
-    assert 0 < count < values.numel()
+@pytest.mark.parametrize(
+    ("name", "target", "count"),
+    [
+        ("single_label", torch.tensor([0, -100, 2]), 2),
+        ("multi_label", torch.tensor([[0.0, 1.0, 0.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]]), 2),
+        ("regression", torch.tensor([0.0, math.nan, -1.0]), 2),
+        ("token_classification", torch.tensor([[0, 3, -100], [-100, -100, -100]]), 2),
+        ("overlapping", torch.tensor([[[0, 3], [1, -100], [-100, -100]]]), 2),
+        ("span_extraction", torch.tensor([[0, 0], [-100, -100], [3, 4]]), 2),
+        ("span_per_label", torch.tensor([[[0.0, -1.0, 1.0], [-1.0, -1.0, -1.0]]]), 2),
+    ],
+)
+def test_count_items_counts_each_labelled_item_once(name: str, target: Tensor, count: int) -> None:
+    assert count_items(TASKS[name], target) == count
 
 
 @pytest.mark.parametrize(("name", "loss"), CASES)
