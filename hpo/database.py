@@ -13,7 +13,6 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import optuna
 import sqlalchemy as sa
@@ -49,7 +48,7 @@ _WRONG_INPUT = {
         "the database must be writable, and SQLite's folder too. Change the permissions or name another place"
     ),
     r"unable to open database file": (
-        "the file cannot be opened. It must be a file that may be read and written, in a folder that exists"
+        "the file cannot be opened or made. Its folder must exist, and both must be writable"
     ),
     r"file is not a database|malformed": "it must be a SQLite database. Name another file, or move this one",
 }
@@ -124,28 +123,29 @@ def open_database(
             raise StorageError(f"There is no study database at {redact(url)}. `hpo run STUDY` makes one.")
         if not path.parent.is_dir():
             raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
-    options = _engine_options(parsed, busy_seconds)
     with database_errors(url):
-        engine = sa.create_engine(parsed, **options)
+        engine = sa.create_engine(parsed, pool=_connection_pool(parsed, busy_seconds))
         try:
             if not _has_tables(engine, tables):
                 if not create:
                     raise StorageError(f"{redact(url)} holds no study yet. `hpo run STUDY` makes one.")
                 with exclusive(engine):
                     if not _has_tables(engine, tables):
-                        _optuna_storage(parsed, options).engine.dispose()
+                        _optuna_storage(parsed, busy_seconds).engine.dispose()
                         tables.create_all(engine)  # last: these tables mean that the schema is complete
         finally:
             engine.dispose()
-        return _optuna_storage(parsed, options)
+        return _optuna_storage(parsed, busy_seconds)
 
 
-def _optuna_storage(url: sa.URL, options: dict[str, Any]) -> optuna.storages.RDBStorage:
+def _optuna_storage(url: sa.URL, busy_seconds: float) -> optuna.storages.RDBStorage:
     # Optuna calls str.format on the URL, so braces in a password are doubled.
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
+    pool = _connection_pool(url, busy_seconds)
     try:
-        return optuna.storages.RDBStorage(text, engine_kwargs=dict(options))
-    except RuntimeError as error:
+        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool})
+    except Exception as error:
+        pool.dispose()  # Optuna leaves its connections open
         if "compatible with the table schema" not in str(error):
             raise
         made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
@@ -160,12 +160,14 @@ def _has_tables(engine: sa.Engine, tables: sa.MetaData) -> bool:
     return set(tables.tables) <= set(sa.inspect(engine).get_table_names())
 
 
-def _engine_options(url: sa.URL, busy_seconds: float) -> dict[str, Any]:
-    if url.get_backend_name() == "postgresql":
-        connect_args = {"connect_timeout": 15, "keepalives_idle": 30, "application_name": "hpo"}
-        # `| url.query`: what the user wrote in the URL wins.
-        return {"pool_pre_ping": True, "connect_args": connect_args | dict(url.query)}
-    return {"connect_args": {"timeout": busy_seconds}, "pool_events": [(_set_up_sqlite, "connect")]}
+def _connection_pool(url: sa.URL, busy_seconds: float) -> sa.Pool:
+    if url.get_backend_name() == "sqlite":
+        pool = sa.create_pool_from_url(url, connect_args={"timeout": busy_seconds})
+        sa.event.listen(pool, "connect", _set_up_sqlite)
+        return pool
+    options = {"connect_timeout": 15, "keepalives_idle": 30, "application_name": "hpo"}
+    # `| url.query`: what the user wrote in the URL wins.
+    return sa.create_pool_from_url(url, pre_ping=True, connect_args=options | dict(url.query))
 
 
 def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:

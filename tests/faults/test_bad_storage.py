@@ -1,0 +1,280 @@
+"""Every way in which the database that a user named cannot be used: one clear message, without a password."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from postgres import PASSWORD, USER, PostgresServer
+from worker_process import CONTEXT, study
+
+from hpo.database import explain
+from hpo.errors import HpoError, RunError, StorageError
+from hpo.storage import open_storage
+
+
+def refusal(url: str, **options: Any) -> HpoError:
+    """Open the storage, expect an error and check what holds for all of them."""
+    with pytest.raises(HpoError) as raised:
+        open_storage(url, **options).close()
+    message = str(raised.value)
+    assert "secret" not in message
+    assert PASSWORD not in message
+    assert "Traceback" not in message
+    assert "\n" not in message
+    assert len(message) < 700
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("not a url", "must be a URL such as `sqlite:///runs/hpo.db`"),
+        ("", "must be a URL"),
+        ("mysql://me:secret@host/db", "must be SQLite or PostgreSQL .* names `mysql`"),
+        ("oracle+nodriver://me:secret@host/db", "must be SQLite or PostgreSQL"),
+        ("redis://host", "must be SQLite or PostgreSQL"),
+        ("sqlite://", "A study in memory would be lost"),
+        ("sqlite:///:memory:", "A study in memory would be lost"),
+        ("sqlite:////no/such/folder/hpo.db", "folder `/no/such/folder` of sqlite:.* must exist"),
+        ("postgresql://me:secret@host.invalid/db", "the host cannot be found"),
+    ],
+)
+def test_url(url: str, message: str) -> None:
+    error = refusal(url)
+    assert isinstance(error, StorageError)
+    assert error.exit_code == 2
+    assert re.search(message, str(error))
+
+
+def test_nothing_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"postgresql://me:secret@127.0.0.1:{free.getsockname()[1]}/db"
+        assert "no database answers there" in str(refusal(url))
+
+
+def test_absent_database_is_not_made_by_a_command_that_reads(tmp_path: Path) -> None:
+    path = tmp_path / "hpo.db"
+    assert "There is no study database at" in str(refusal(f"sqlite:///{path}", create=False))
+    assert not path.exists()
+    sqlite3.connect(path).close()
+    assert "holds no study yet" in str(refusal(f"sqlite:///{path}", create=False))
+
+
+# SQLite
+
+
+def test_not_a_database(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("This is no database, but a text of some length. " * 100)
+    error = refusal(f"sqlite:///{path}")
+    assert isinstance(error, StorageError)
+    assert "it must be a SQLite database" in str(error)
+    assert path.read_text().startswith("This is no database")
+
+
+def test_folder(tmp_path: Path) -> None:
+    assert "the file cannot be opened" in str(refusal(f"sqlite:///{tmp_path}"))
+
+
+def test_truncated_database(tmp_path: Path) -> None:
+    path = tmp_path / "hpo.db"
+    open_storage(f"sqlite:///{path}").close()
+    path.write_bytes(path.read_bytes()[:5000])
+    assert "it must be a SQLite database" in str(refusal(f"sqlite:///{path}"))
+
+
+def test_locked(tmp_path: Path) -> None:
+    path = tmp_path / "hpo.db"
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("PRAGMA locking_mode=EXCLUSIVE")
+    other.execute("CREATE TABLE theirs (a)")
+    error = refusal(f"sqlite:///{path}", busy_seconds=0.05)
+    other.close()
+    assert isinstance(error, RunError)
+    assert error.exit_code == 1
+    assert "another program holds it locked" in str(error)
+    open_storage(f"sqlite:///{path}").close()
+
+
+def open_as_nobody(url: str, other_url: str, answer: Any) -> None:
+    """Resume a study as a user whom permissions bind: root may write everywhere."""
+    open_storage(other_url).close()  # imports what only root may read
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    try:
+        with open_storage(url) as storage:
+            storage.create_or_resume_study(study(3))
+        answer.send((0, ""))
+    except HpoError as error:
+        answer.send((error.exit_code, str(error)))
+
+
+@pytest.fixture
+def shared_folder() -> Any:
+    """A folder that other users may enter; those of pytest are closed to them."""
+    folder = Path(tempfile.mkdtemp(prefix="hpo-test-"))
+    yield folder
+    folder.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "folder and no file"])
+def test_read_only(shared_folder: Path, sqlite_url: str, what: str) -> None:
+    path = shared_folder / "hpo.db"
+    url = f"sqlite:///{path}"
+    with open_storage(url) as storage:
+        storage.create_or_resume_study(study(2))
+    if what == "folder and no file":
+        path.unlink()
+    else:
+        path.chmod(0o444 if what == "file" else 0o666)
+    shared_folder.chmod(0o777 if what == "file" else 0o555)
+    before = path.read_bytes() if path.exists() else None
+    answer, to_answer = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=open_as_nobody, args=(url, sqlite_url, to_answer))
+    process.start()
+    exit_code, message = answer.recv()
+    process.join()
+    answer.close()
+    to_answer.close()
+    assert exit_code == 2, message
+    assert "must be writable" in message
+    assert (path.read_bytes() if path.exists() else None) == before
+
+
+def test_disk_full(sqlite_url: str) -> None:
+    with open_storage(sqlite_url) as storage:
+        with storage.engine.connect() as connection:
+            pages = connection.execute(sa.text("PRAGMA page_count")).scalar_one()
+        limit = sa.text(f"PRAGMA max_page_count={pages}")
+        sa.event.listen(storage.engine, "begin", lambda connection: connection.execute(limit))
+        with pytest.raises(RunError, match=r"its disk is full\. Make room") as raised:
+            storage.put_compat("key", {"long": "x" * 200_000})
+        assert raised.value.exit_code == 1
+    with open_storage(sqlite_url) as storage:
+        assert storage.get_compat("key") is None
+
+
+# PostgreSQL
+
+
+@pytest.mark.postgres
+def test_wrong_password_or_user(postgres_server: PostgresServer, postgres_url: str) -> None:
+    name = postgres_url.rpartition("/")[2]
+    for url in (
+        postgres_server.url(name, password="secret"),
+        postgres_server.url(name, user="nobody", password="secret"),
+        postgres_url.replace(postgres_server.url(name).split("@")[0], f"postgresql://{USER}"),
+    ):
+        error = refusal(url)
+        assert isinstance(error, StorageError)
+        assert "the server refuses this user and password" in str(error)
+
+
+@pytest.mark.postgres
+def test_no_such_database(postgres_server: PostgresServer) -> None:
+    error = refusal(postgres_server.url("nowhere"))
+    assert isinstance(error, StorageError)
+    assert "the server has no such database" in str(error)
+
+
+@pytest.mark.postgres
+def test_no_rights(postgres_server: PostgresServer, postgres_url: str) -> None:
+    name = postgres_url.rpartition("/")[2]
+    with postgres_server.connect(name) as connection:
+        connection.execute("DROP ROLE IF EXISTS guest")
+        connection.execute("CREATE ROLE guest LOGIN PASSWORD 'guest secret'")
+    guest = postgres_server.url(name, user="guest", password="guest secret")
+    error = refusal(guest)
+    assert isinstance(error, StorageError)
+    assert "must be allowed to create tables" in str(error)
+
+    open_storage(postgres_url).close()  # the tables are there, but not for this user
+    error = refusal(guest)
+    assert "must be allowed to create tables" in str(error)
+
+
+@pytest.mark.postgres
+def test_read_only_server(postgres_url: str) -> None:
+    error = refusal(f"{postgres_url}?options=-c%20default_transaction_read_only%3Don")
+    assert isinstance(error, StorageError)
+    assert "must be writable" in str(error)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
+def test_password_with_every_character_works(postgres_url: str, scheme: str) -> None:
+    assert set("%{}@ ") <= set(PASSWORD)
+    with open_storage(postgres_url.replace("postgresql", scheme, 1)) as storage:
+        storage.create_or_resume_study(study(2))
+        assert storage.read_study("tiny").slots["open"] == 2
+
+
+@pytest.mark.postgres
+def test_unquoted_braces_and_percent_in_a_password(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    name = postgres_url.rpartition("/")[2]
+    with postgres_server.connect(name) as connection:
+        connection.execute("DROP ROLE IF EXISTS brace")
+        connection.execute("CREATE ROLE brace SUPERUSER LOGIN PASSWORD '{x}%z{0}'")
+    open_storage(f"postgresql://brace:{{x}}%z{{0}}@127.0.0.1:{postgres_server.port}/{name}").close()
+
+
+# Tables that another version made
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("v9.9.9.a", r"must be of Optuna 5\..*, but they are of Optuna 9\.9\.9\. Update Optuna"),
+        ("v2.6.0.a", r"Run `optuna storage upgrade`"),
+    ],
+)
+def test_tables_of_another_optuna(storage_url: str, version: str, message: str) -> None:
+    with open_storage(storage_url) as storage, storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = :v"), {"v": version})
+        connection.execute(sa.text("UPDATE version_info SET library_version = '9.9.9'"))
+    error = refusal(storage_url)
+    assert isinstance(error, StorageError)
+    assert re.search(message, str(error))
+
+
+# Errors in the middle of a run
+
+
+@pytest.mark.postgres
+def test_database_that_stays_away_ends_the_run(postgres_server: PostgresServer, postgres_url: str) -> None:
+    with open_storage(postgres_url, patience_seconds=0.2) as storage:
+        postgres_server.stop()
+        try:
+            with pytest.raises(RunError, match="no database answers there") as raised:
+                storage.slot_counts("tiny")
+        finally:
+            postgres_server.start()
+        assert raised.value.exit_code == 1
+        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 0}
+
+
+def test_unknown_error_is_passed_on_without_the_password() -> None:
+    error = psycopg.OperationalError("something new with password=secret in it\nand more")
+    wrapped = sa.exc.OperationalError("SELECT 1", {}, error)
+    explained = explain("postgresql://me:secret@host/db", wrapped)
+    assert isinstance(explained, RunError)
+    assert str(explained) == (
+        "postgresql://me:***@host/db: the database gave an error: "
+        "something new with password=*** in it and more"
+    )
