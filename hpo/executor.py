@@ -136,9 +136,9 @@ class Executor:
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
 
-    def trial_folder(self, number: int) -> Path:
-        """Where a trial of this study keeps its checkpoints."""
-        return self.runs_dir / self.study.name / f"trial-{number:05d}"
+    def trial_folder(self, study_token: str, number: int) -> Path:
+        """Where a trial of this study keeps its checkpoints; the token tells it from others of its name."""
+        return self.runs_dir / self.study.name / f"checkpoints-{study_token[:8]}" / f"trial-{number:05d}"
 
     def run(
         self,

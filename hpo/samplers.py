@@ -15,9 +15,11 @@ with them, such a trial ends before training.
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -31,22 +33,47 @@ from hpo.search_space import Distribution, grid
 if TYPE_CHECKING:
     from hpo.study_config import PrunerConfig, SamplerConfig
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 MIN_INFEASIBLE_TRIALS = 3
 """So many trials of a choice must have been infeasible, and none feasible, before it is avoided."""
+
+_SEEDS_BETWEEN_RESUMES = 9973
+"""More than there are workers, so that no two of them ever have the same seed."""
 
 MAX_INFEASIBLE_SHARE = 0.05
 """An avoided choice is still tried in this share of the trials: what failed may have had another cause."""
 
 
-def build_sampler(
-    config: SamplerConfig, space: Mapping[str, Distribution], *, worker_number: int = 0
-) -> BaseSampler:
-    """Return Optuna's sampler of that name, seeded with seed + worker number.
+def _without_experimental_warnings(function: Callable[P, T]) -> Callable[P, T]:
+    """Some of Optuna's samplers and pruners call themselves experimental; the user chose them by name."""
 
-    Two workers with the same seed would try the same configurations; only `grid` and `qmc` share one
-    sequence among all workers and need the same seed for it.
+    @wraps(function)
+    def quiet(*args: P.args, **kwargs: P.kwargs) -> T:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return function(*args, **kwargs)
+
+    return quiet
+
+
+@_without_experimental_warnings
+def build_sampler(
+    config: SamplerConfig,
+    space: Mapping[str, Distribution],
+    *,
+    worker_number: int = 0,
+    num_trials: int = 0,
+) -> BaseSampler:
+    """Return Optuna's sampler of that name, seeded by the study's seed, the worker and the trials so far.
+
+    Two workers with the same seed would try the same configurations, and so would a study that is resumed
+    with `num_trials` trials in it; only `grid` and `qmc` continue one sequence among all workers and
+    need the same seed for it.
     """
-    seed, options = config.seed + worker_number, config.options
+    seed = (config.seed + worker_number + _SEEDS_BETWEEN_RESUMES * num_trials) % 2**32
+    options = config.options
     independent = optuna.samplers.RandomSampler(seed=seed)
     match config.name:
         case "tpe":
@@ -70,6 +97,7 @@ def build_sampler(
             return independent
 
 
+@_without_experimental_warnings
 def build_pruner(config: PrunerConfig) -> BasePruner:
     """Return Optuna's pruner of that name. Steps are evaluations."""
     pruners = {

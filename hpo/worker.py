@@ -13,6 +13,7 @@ at once, which the database survives just as well.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,13 +22,15 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -38,9 +41,10 @@ from hpo.slots import Lease, Worker
 from hpo.storage import EvaluationRow, Storage
 
 if TYPE_CHECKING:
-    from hpo.executor import Executor, ScoredEvaluation
+    from hpo.executor import Executor
     from hpo.study_config import StudyConfig
     from hpo.telemetry import TrialResult
+    from hpo.trial_log import ScoredEvaluation
 
 Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 """Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
@@ -92,14 +96,16 @@ def run_study(
     resize: bool = True,
     study_name: str = "",
     on_event: OnEvent | None = None,
+    stop: threading.Event | None = None,
 ) -> RunSummary:
-    """Run the study's trials on this machine until its budget is used up or SIGINT or SIGTERM arrives.
+    """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
     Args:
         workers: more than one are processes of their own, `hpo worker STUDY`.
         worker_number: of this worker, for the sampler's seed.
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
         study_name: STUDY as the user named it, for the processes.
+        stop: from `stop_on_signals`, which is used where none is given.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
@@ -110,7 +116,7 @@ def run_study(
     counts = storage.slot_counts(config.name)
     if not counts["open"] and not counts["running"]:
         return RunSummary("finished")
-    with stop_on_signals() as stop:
+    with nullcontext(stop) if stop else stop_on_signals() as stop:
         if workers > 1:
             return run_workers(
                 config, storage, runs_dir, workers, study_name=study_name, on_event=on_event, stop=stop
@@ -120,8 +126,17 @@ def run_study(
 
         shared = int(os.environ.get(NUM_WORKERS, "1")) > 1
         executor = Executor(config, probe_device(config.device), runs_dir, storage, shared_device=shared)
-        execute = trial_runner(executor, storage, stop, on_event)
-        return run_worker(config, storage, execute, worker_number=worker_number, on_event=on_event, stop=stop)
+        study = storage.load_study(config.name)
+        folder = partial(executor.trial_folder, storage.study_token(config.name))
+        return run_worker(
+            config,
+            storage,
+            trial_runner(executor, storage, stop, on_event),
+            worker_number=worker_number,
+            on_event=on_event,
+            stop=stop,
+            after_trial=lambda: keep_best_checkpoints(study, folder, config.checkpoint.top_k),
+        )
 
 
 def run_worker(
@@ -132,13 +147,20 @@ def run_worker(
     worker_number: int = 0,
     on_event: OnEvent | None = None,
     stop: threading.Event | None = None,
+    after_trial: Callable[[], None] = lambda: None,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
-    """Run trials of the study with `execute` until there are none left, `stop` is set or time is up."""
+    """Run trials of the study with `execute` until there are none left, `stop` is set or time is up.
+
+    `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
+    """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
     study = storage.create_or_resume_study(config, resize=False)
-    study.sampler = build_sampler(config.sampler, config.search_space, worker_number=worker_number)
+    num_trials = len(study.get_trials(deepcopy=False))
+    study.sampler = build_sampler(
+        config.sampler, config.search_space, worker_number=worker_number, num_trials=num_trials
+    )
     study.pruner = build_pruner(config.pruner)
     outcomes: Counter[str] = Counter()
     with Worker(storage, study, max_retries=config.max_retries) as worker:
@@ -150,6 +172,7 @@ def run_worker(
             lease = worker.claim()
             if lease is None:
                 if not storage.slot_counts(config.name)["running"]:
+                    after_trial()
                     return RunSummary("finished", outcomes)
                 stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
                 continue
@@ -159,6 +182,7 @@ def run_worker(
                     result = _run_trial(trial, lease, execute)
                     worker.record_outcome(lease, trial, result)
                     outcomes[result.outcome] += 1
+                    after_trial()
                     if on_event:
                         end = (result.values, None, result.outcome, result.reason)
                         on_event(TrialEvent("finished", trial.number, trial.params, *end))
@@ -184,6 +208,7 @@ def trial_runner(
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation."""
     on_event = on_event or (lambda _: None)
     metric_names = [objective.metric for objective in executor.study.objective]
+    token = storage.study_token(executor.study.name)
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
@@ -210,11 +235,27 @@ def trial_runner(
             lease.check()
             return stop.is_set()
 
-        identity = f"{storage.study_token(executor.study.name)}/{trial.number}"
-        folder = executor.trial_folder(trial.number)
-        return executor.run(params, folder, identity, on_evaluation, should_stop)
+        folder = executor.trial_folder(token, trial.number)
+        return executor.run(params, folder, f"{token}/{trial.number}", on_evaluation, should_stop)
 
     return execute
+
+
+def keep_best_checkpoints(study: optuna.Study, folder: Callable[[int], Path], top_k: int) -> None:
+    """Remove the checkpoints of all finished trials but the best `top_k`.
+
+    Best is by the first objective; with several, the trials of the Pareto front come first. `folder` gives
+    that of a trial by its number.
+    """
+    trials = study.get_trials(deepcopy=False)
+    sign = 1 if study.directions[0] == StudyDirection.MAXIMIZE else -1
+    front = {trial.number for trial in study.best_trials}
+    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
+    complete.sort(key=lambda trial: (trial.number not in front, -sign * trial.values[0], trial.number))
+    kept = {trial.number for trial in complete[:top_k]}
+    for trial in trials:
+        if trial.state.is_finished() and trial.number not in kept:
+            shutil.rmtree(folder(trial.number), ignore_errors=True)
 
 
 @contextmanager

@@ -20,7 +20,14 @@ from hpo.errors import DataError, InputError, RunError
 from hpo.search_space import suggest
 from hpo.slots import Lease
 from hpo.storage import EvaluationRow, Storage, open_storage
-from hpo.worker import TrialEvent, run_study, run_worker, run_workers, stop_on_signals
+from hpo.worker import (
+    TrialEvent,
+    keep_best_checkpoints,
+    run_study,
+    run_worker,
+    run_workers,
+    stop_on_signals,
+)
 
 
 @pytest.fixture
@@ -70,8 +77,44 @@ def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Pat
     assert [process.exitcode for process in processes] == [0] * 4
     with open_storage(storage_url) as storage:
         check_done(storage, config, log)
-        first = [line["params"] for line in notes(log) if line["number"] < 4]
+        trials = storage.read_study(config.name).trials
+        first = [trial.params for trial in trials if "retry_of" not in trial.attributes][:4]
         assert len({str(params) for params in first}) == 4, "workers have seeds of their own"
+
+
+def test_resumed_study_does_not_repeat_what_it_tried(storage: Storage) -> None:
+    sizes = (2, 4, 6)
+    for n_trials in sizes:
+        storage.create_or_resume_study(study(n_trials))
+        run_worker(study(n_trials), storage, complete)
+    trials = storage.read_study("tiny").trials
+    assert len({str(trial.params) for trial in trials}) == sizes[-1]
+
+
+@pytest.mark.parametrize("directions", [["maximize"], ["minimize"], ["maximize", "minimize"]])
+@pytest.mark.parametrize("top_k", [0, 2, 9])
+def test_only_the_best_trials_keep_their_checkpoints(
+    tmp_path: Path, directions: list[str], top_k: int
+) -> None:
+    trial_study = optuna.create_study(directions=directions)
+    values = [(0.5, 9.0), (0.9, 9.0), (0.7, 8.0), (0.1, 1.0), (0.2, 9.0)]
+    for value in values:
+        trial_study.tell(trial_study.ask(), value[: len(directions)])
+    trial_study.tell(trial_study.ask(), state=optuna.trial.TrialState.PRUNED)
+    trial_study.tell(trial_study.ask(), state=optuna.trial.TrialState.FAIL)
+    unfinished = trial_study.ask().number
+    for number in range(unfinished + 1):
+        (tmp_path / str(number) / "best-00000001").mkdir(parents=True)
+
+    keep_best_checkpoints(trial_study, lambda number: tmp_path / str(number), top_k)
+
+    best_first = {
+        ("maximize",): [1, 2, 0, 4, 3],
+        ("minimize",): [3, 4, 0, 2, 1],
+        ("maximize", "minimize"): [1, 2, 3, 0, 4],  # 3 is on the Pareto front, though 0 has a better value
+    }[tuple(directions)]
+    kept = {int(path.name) for path in tmp_path.iterdir()}
+    assert kept == {*best_first[:top_k], unfinished}
 
 
 def test_events(storage: Storage) -> None:
