@@ -16,7 +16,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,10 +30,8 @@ from hpo.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.checkpoint import CheckpointStore
 from hpo.compat import Compatibility, Measurement, judge, measure
 from hpo.data import DataSet, load_data
-from hpo.decoding import Decision
 from hpo.device import DeviceInfo, PeakMemory, Utilization, is_out_of_memory, synchronize
 from hpo.errors import (
-    DataError,
     Incompatible,
     InputError,
     ModelError,
@@ -41,27 +39,27 @@ from hpo.errors import (
     Preempted,
     RunError,
     TrialEnd,
-    did_you_mean,
 )
 from hpo.model import (
     MultitaskModel,
     apply_compile,
     build_model,
     compiled_modules,
-    export_model,
     load_tokenizer,
     training_flops,
 )
+from hpo.objectives import check_metric, objective_value
 from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.search_space import is_searched
 from hpo.study_config import StudyConfig
-from hpo.tasks import LossOptions, Task, check_loss, class_weights
-from hpo.telemetry import ThroughputMeter, TrialResult, json_safe, peak_flops
+from hpo.tasks import LossOptions, check_loss, class_weights
+from hpo.telemetry import ThroughputMeter, TrialResult, json_safe
 from hpo.token_cache import load_tokenized
 from hpo.tokens import TokenizedSplit, collate
-from hpo.train import Budget, Evaluation, Objective, Plan, Progress, evaluate, train
+from hpo.train import Budget, Evaluation, Objective, Plan, Progress, train
 from hpo.trial_config import TrialConfig, build_trial_config
+from hpo.trial_log import ScoredEvaluation, TrialLog
 
 
 def _compile_in_place(config: TrialConfig, model: MultitaskModel) -> None:
@@ -74,34 +72,6 @@ class CompatibilityCache(Protocol):
     def get_compat(self, key: str) -> Mapping[str, Any] | None: ...
 
     def put_compat(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]: ...
-
-
-@dataclass(frozen=True)
-class ScoredEvaluation:
-    """An evaluation with the study's objective values for it."""
-
-    evaluation: Evaluation
-    values: tuple[float, ...]
-
-
-@dataclass
-class _Run:
-    """What a trial has come to so far; whole or not, it becomes the trial's telemetry."""
-
-    started: float = field(default_factory=time.perf_counter)
-    setup_seconds: float | None = None
-    """From the start to the first training step, in this process."""
-    telemetry: dict[str, Any] = field(default_factory=dict)
-    effective: str | None = None
-    progress: Progress | None = None
-    meter: ThroughputMeter | None = None
-    mixed_precision: MixedPrecision | None = None
-    utilization: Utilization | None = None
-    memory: PeakMemory | None = None
-    best: ScoredEvaluation | None = None
-    flops: Callable[[int, int], float | None] | None = None
-    """Of training over so many tokens in so many windows."""
-    evaluation_rates: list[float] = field(default_factory=list)
 
 
 class Executor:
@@ -156,11 +126,11 @@ class Executor:
 
         Raises InputError and RunError for what concerns more than this trial.
         """
-        run = _Run(telemetry={"device": self._device_record()})
+        log = TrialLog(self.device, self._shared_device)
         values = None
         trace = None
         try:
-            values = self._run(params, folder, identity, on_evaluation, should_stop, run)
+            values = self._run(params, folder, identity, on_evaluation, should_stop, log)
             outcome, reason = "complete", ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)
@@ -175,8 +145,7 @@ class Executor:
         except Exception as error:
             outcome = "oom" if is_out_of_memory(error) else "failed"
             reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-        telemetry = json_safe(self._telemetry(run, time.perf_counter() - run.started))
-        return TrialResult(outcome, reason, values, self._headline(run, telemetry), telemetry, trace)
+        return log.result(outcome, reason, values, trace)
 
     def _run(
         self,
@@ -185,22 +154,21 @@ class Executor:
         identity: str,
         on_evaluation: Callable[[ScoredEvaluation], None],
         should_stop: Callable[[], bool],
-        run: _Run,
+        log: TrialLog,
     ) -> tuple[float, ...]:
         config = build_trial_config(self.study, params, self.default_precision, self.amp)
         check_loss(self.tasks, config.loss)
-        run.telemetry["precision"] = {
+        log.precision = {
             "requested": config.fp_precision,
             "effective": None,
             "support": support(config.fp_precision, self.device).level,
         }
         resolution = resolve(config.fp_precision, self.device, config.amp)
-        run.effective = resolution.effective
-        run.telemetry["precision"] = _precision_record(resolution)
-        run.memory = PeakMemory(self.device)
-        run.memory.reset()
+        log.resolved(resolution)
+        log.memory = PeakMemory(self.device)
+        log.memory.reset()
         with backend_flags(resolution.precision, config.amp):
-            return self._train(config, resolution, folder, identity, on_evaluation, should_stop, run)
+            return self._train(config, resolution, folder, identity, on_evaluation, should_stop, log)
 
     def _train(
         self,
@@ -210,17 +178,17 @@ class Executor:
         identity: str,
         on_evaluation: Callable[[ScoredEvaluation], None],
         should_stop: Callable[[], bool],
-        run: _Run,
+        log: TrialLog,
     ) -> tuple[float, ...]:
         precision = resolution.precision
-        pad_id = self._tokenizer(config).pad_token_id or 0
+        pad_id = self.pad_id(config)
         train_split = self.tokens("train", config)
         validation_split = self.tokens("validation", config)
         torch.manual_seed(config.seed)
-        model = self._model(config)
+        model = self.build_model(config)
         objective = self._objective(config, model, train_split)
         compatibility = self._compatibility(config, resolution, model, objective, train_split, pad_id)
-        run.telemetry["compatibility"] = compatibility.telemetry()
+        log.compatibility = compatibility
         if compatibility.verdict == "incompatible":
             raise Incompatible(" ".join(compatibility.reasons))
 
@@ -236,24 +204,20 @@ class Executor:
             ),
             betas=config.betas,
         )
-        run.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
-        run.progress = progress = Progress()
-        run.meter = meter = ThroughputMeter(self.device)
-        run.flops = partial(training_flops, model)
+        log.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
+        log.progress = progress = Progress()
+        log.meter = meter = ThroughputMeter(self.device)
+        log.flops = partial(training_flops, model)
         store = CheckpointStore(folder)
-        self._resume(store, identity, model, optimizer, mixed_precision, progress, run)
+        self._resume(store, identity, model, optimizer, mixed_precision, progress, log)
         observation = self._observe(model, train_split, mixed_precision, pad_id)
         disagreement = observation.disagreement(precision)
         if config.compile != "none":
             seconds = self._compile(config, model, objective, train_split, mixed_precision, pad_id)
-            run.telemetry["compile_seconds"] = seconds
-        run.telemetry["precision"] |= {
-            "observed": observation.telemetry(compiled=bool(compiled_modules(model))),
-            "agrees": not disagreement,
-            "reason": " ".join(filter(None, (resolution.reason, disagreement))),
-        }
+            log.compile_seconds = seconds
+        log.observed(observation.telemetry(compiled=bool(compiled_modules(model))), disagreement)
 
-        run.setup_seconds = time.perf_counter() - run.started
+        log.setup_seconds = time.perf_counter() - log.started
         last_saved = time.monotonic()
 
         def save() -> None:
@@ -263,8 +227,8 @@ class Executor:
                 "progress": progress.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "mixed_precision": mixed_precision.state_dict(),
-                "best": None if run.best is None else _evaluation_state(run.best),
-                "evaluation_rates": run.evaluation_rates,
+                "best": None if log.best is None else log.best.state_dict(),
+                "evaluation_rates": log.evaluation_rates,
             }
             store.save(progress.step, model.state_dict(), state)
             last_saved = time.monotonic()
@@ -281,7 +245,7 @@ class Executor:
             return due
 
         plan = self._plan(config)
-        run.utilization = utilization = Utilization(self.device, torch.get_num_threads())
+        log.utilization = utilization = Utilization(self.device, torch.get_num_threads())
         for evaluation in train(
             model,
             optimizer,
@@ -295,24 +259,29 @@ class Executor:
             pad_id,
             on_step,
         ):
-            run.evaluation_rates.append(evaluation.examples_per_second)
-            scored = ScoredEvaluation(evaluation, self._values(evaluation, run))
-            if self._is_better(scored, run.best):
-                run.best = scored
+            log.evaluation_rates.append(evaluation.examples_per_second)
+            scored = ScoredEvaluation(evaluation, self._values(evaluation, log))
+            if self._is_better(scored, log.best):
+                log.best = scored
                 store.save_best(evaluation.step, model.state_dict(), self._export_state(config, scored))
             on_evaluation(scored)
         store.finish()
-        assert run.best is not None
-        return run.best.values
+        assert log.best is not None
+        return log.best.values
 
     # Parts of a trial, each made from the settings that it takes.
 
-    def _tokenizer(self, config: TrialConfig) -> Any:
+    def tokenizer(self, config: TrialConfig) -> Any:
+        """The tokenizer of this trial's encoder."""
         return load_tokenizer(
             config.encoder,
             revision=self.study.model.revision,
             trust_remote_code=self.study.model.trust_remote_code,
         )
+
+    def pad_id(self, config: TrialConfig) -> int:
+        """The token that pads batches; 0 where the tokenizer has none, behind the attention mask."""
+        return self.tokenizer(config).pad_token_id or 0
 
     def tokens(self, split: str, config: TrialConfig) -> TokenizedSplit:
         """The tokenised split for this trial's encoder and length; shared by trials and workers."""
@@ -321,7 +290,7 @@ class Executor:
             self._tokens[key] = load_tokenized(
                 self.dataset,
                 split,
-                self._tokenizer(config),
+                self.tokenizer(config),
                 config.max_length,
                 self.study.data.long_text,
                 self.study.data.stride,
@@ -330,7 +299,8 @@ class Executor:
             )
         return self._tokens[key]
 
-    def _model(self, config: TrialConfig) -> MultitaskModel:
+    def build_model(self, config: TrialConfig) -> MultitaskModel:
+        """The trial's model in fp32 weights, on the device."""
         model = build_model(
             config.encoder,
             self.tasks,
@@ -437,10 +407,10 @@ class Executor:
     def check_precision(self, name: str, repeats: int) -> Compatibility:
         """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
         config = build_trial_config(self.study, {}, name, self.amp)
-        pad_id = self._tokenizer(config).pad_token_id or 0
+        pad_id = self.pad_id(config)
         split = self.tokens("train", config)
         torch.manual_seed(config.seed)
-        model = self._model(config)
+        model = self.build_model(config)
         objective = self._objective(config, model, split)
         measurement = self._measure(config, PRECISIONS[name], model, objective, split, pad_id, repeats)
         return judge(measurement, self.study.compat)
@@ -503,7 +473,7 @@ class Executor:
         optimizer: torch.optim.Optimizer,
         mixed_precision: MixedPrecision,
         progress: Progress,
-        run: _Run,
+        log: TrialLog,
     ) -> None:
         """Go on from the trial's last checkpoint if there is one."""
         checkpoint = store.latest()
@@ -514,16 +484,16 @@ class Executor:
         mixed_precision.load_state_dict(checkpoint.state.get("mixed_precision", {}))
         for key, value in checkpoint.state["progress"].items():
             setattr(progress, key, value)
-        run.evaluation_rates = list(checkpoint.state["evaluation_rates"])
+        log.evaluation_rates = list(checkpoint.state["evaluation_rates"])
         if checkpoint.state["best"] is not None:
-            run.best = _evaluation_from(checkpoint.state["best"])
-        run.telemetry["resumed_from_step"] = progress.step
+            log.best = ScoredEvaluation.from_state_dict(checkpoint.state["best"])
+        log.resumed_from_step = progress.step
 
-    def _values(self, evaluation: Evaluation, run: _Run) -> tuple[float, ...]:
+    def _values(self, evaluation: Evaluation, log: TrialLog) -> tuple[float, ...]:
         extra = {
             "train_examples_per_second": evaluation.rates.get("train_examples_per_second"),
             "train_tokens_per_second": evaluation.rates.get("train_tokens_per_second"),
-            "peak_memory_bytes": run.memory.read() if run.memory else None,
+            "peak_memory_bytes": log.memory.read() if log.memory else None,
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
         return tuple(
@@ -539,133 +509,7 @@ class Executor:
         return sign * new.values[0] >= sign * old.values[0]
 
     def _export_state(self, config: TrialConfig, scored: ScoredEvaluation) -> dict[str, Any]:
-        return {"config": config.model_dump_json(), "best": _evaluation_state(scored)}
-
-    # The record
-
-    def _device_record(self) -> dict[str, Any]:
-        capability = self.device.compute_capability
-        return {
-            "type": self.device.type,
-            "name": self.device.name,
-            "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "cuda": self.device.cuda_version,
-            "num_threads": torch.get_num_threads(),
-            "host": self.device.host,
-            "shared": self._shared_device,
-        }
-
-    def _telemetry(self, run: _Run, total_seconds: float) -> dict[str, Any]:
-        telemetry = dict(run.telemetry) | {"total_seconds": total_seconds}
-        if run.memory is not None:
-            telemetry["peak_memory_bytes"] = run.memory.read()
-        if run.best is not None:
-            telemetry["metrics"] = run.best.evaluation.metrics
-            telemetry["decisions"] = {
-                name: asdict(decision) for name, decision in run.best.evaluation.decisions.items()
-            }
-            telemetry["best_step"] = run.best.evaluation.step
-        if run.progress is None or run.meter is None or run.mixed_precision is None:
-            return telemetry
-        statistics = run.mixed_precision.statistics()
-        rates = run.evaluation_rates
-        progress = run.progress
-        telemetry |= {
-            "throughput": run.meter.summary()
-            | {"evaluation_examples_per_second": float(np.median(rates)) if rates else None},
-            "scaler": {
-                "scale_min": statistics.scale_min,
-                "scale_mean": statistics.scale_mean,
-                "scale_max": statistics.scale_max,
-                "skipped_steps": statistics.skipped_steps,
-            },
-            "fp32_fallbacks": statistics.fp32_fallbacks,
-            "micro_batch_size": progress.micro_batch_size,
-            "oom_halvings": progress.oom_halvings,
-            "num_steps": progress.step,
-            "num_examples": progress.num_examples,
-            "num_tokens": progress.num_tokens,
-            "train_seconds": progress.train_seconds,
-            "evaluation_seconds": progress.evaluation_seconds,
-            "setup_seconds": run.setup_seconds,
-            "device_utilization": run.utilization.read() if run.utilization else None,
-            "model_flops_utilization": self._flops_utilization(run),
-        }
-        return telemetry
-
-    def _flops_utilization(self, run: _Run) -> float | None:
-        """Model FLOP/s over the data sheet's peak for the precision's products; None where unknown."""
-        assert run.meter is not None
-        assert run.mixed_precision is not None
-        precision = run.mixed_precision.precision
-        kind = "float8" if precision.float8 else "tf32" if precision.tf32 else precision.linear_dtype
-        peak = peak_flops(self.device, kind)
-        seconds = run.meter.measured_seconds
-        if peak is None or run.flops is None or not seconds:
-            return None
-        flops = run.flops(run.meter.measured_tokens, run.meter.measured_examples)
-        return None if flops is None else flops / seconds / peak
-
-    def _headline(self, run: _Run, telemetry: Mapping[str, Any]) -> dict[str, str | float | int | bool]:
-        throughput = telemetry.get("throughput", {})
-        headline = {
-            "fp_precision_effective": run.effective,
-            "train_examples_per_second": throughput.get("train_examples_per_second"),
-            "train_tokens_per_second": throughput.get("train_tokens_per_second"),
-            "peak_memory_bytes": telemetry.get("peak_memory_bytes"),
-        }
-        return {key: value for key, value in headline.items() if value is not None}
-
-    def evaluate_checkpoint(self, folder: Path, split: str) -> dict[str, dict[str, float]]:
-        """Score a trial's best checkpoint on a split, with the decisions chosen on validation.
-
-        Raises RunError when the checkpoint is gone or damaged, DataError when there is no such split.
-        """
-        if split not in self.dataset.splits:
-            raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(self.dataset.splits))}")
-        model, config, precision, decisions = self._best_model(folder)
-        with backend_flags(precision, config.amp):
-            metrics, _ = evaluate(
-                model,
-                self.tokens(split, config),
-                self.tasks,
-                MixedPrecision(precision, config.amp, self.device),
-                self.study.evaluation.batch_tokens,
-                self._tokenizer(config).pad_token_id or 0,
-                decisions,
-            )
-        return metrics
-
-    def export_checkpoint(self, folder: Path, out_dir: Path) -> Path:
-        """Write a trial's best checkpoint as a folder that transformers and `hpo.model` load.
-
-        Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
-        """
-        model, config, precision, decisions = self._best_model(folder)
-        return export_model(
-            model,
-            self._tokenizer(config),
-            out_dir,
-            max_length=config.max_length,
-            precision=precision.name,
-            decisions=decisions,
-        )
-
-    def _best_model(self, folder: Path) -> tuple[MultitaskModel, TrialConfig, Precision, dict[str, Decision]]:
-        best = CheckpointStore(folder).best()
-        if best is None:
-            raise RunError(
-                f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
-                "trial ran, and checkpoint.top_k says how many trials keep theirs."
-            )
-        config = TrialConfig.model_validate_json(best.state["config"])
-        precision = resolve(config.fp_precision, self.device, config.amp).precision
-        model = self._model(config)
-        prepare_model(model, precision)
-        model.load_state_dict(best.weights)
-        return model, config, precision, _evaluation_from(best.state["best"]).evaluation.decisions
+        return {"config": config.model_dump_json(), "best": scored.state_dict()}
 
 
 UTILIZATION_EVERY = 20
@@ -683,72 +527,3 @@ _MODEL_SETTINGS = (
     "compile_scope",
 )
 """Settings that can make a model that cannot be built."""
-
-_EXTRA_METRICS = (
-    "train_examples_per_second",
-    "train_tokens_per_second",
-    "evaluation_examples_per_second",
-    "peak_memory_bytes",
-)
-
-
-def metric_names(tasks: tuple[Task, ...]) -> list[str]:
-    """All that an objective can name."""
-    return ["score", *(f"{task.name}/{metric}" for task in tasks for metric in task.metrics), *_EXTRA_METRICS]
-
-
-def check_metric(metric: str, tasks: tuple[Task, ...]) -> None:
-    """Raise InputError unless an objective can name this metric."""
-    known = metric_names(tasks)
-    if metric not in known:
-        raise InputError(
-            f"objective.metric: no task of this study has {metric!r}.{did_you_mean(metric, known)}"
-        )
-
-
-def objective_value(
-    metric: str,
-    metrics: Mapping[str, Mapping[str, float]],
-    tasks: tuple[Task, ...],
-    extra: Mapping[str, float | None],
-) -> float:
-    """The value of one objective: `score` is the mean of the tasks' primary metrics.
-
-    Raises InputError when the evaluation did not give it, because no row of the split was labelled.
-    """
-    if metric == "score":
-        primary = [
-            metrics[task.name][task.primary_metric]
-            for task in tasks
-            if task.primary_metric in metrics[task.name]
-        ]
-        value = sum(primary) / len(primary) if primary else None
-    elif "/" in metric:
-        task_name, _, name = metric.partition("/")
-        value = metrics[task_name].get(name)
-    else:
-        value = extra[metric]
-    if value is None or not math.isfinite(value):
-        raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
-    return value
-
-
-def _precision_record(resolution: Resolution) -> dict[str, Any]:
-    return {
-        "requested": resolution.requested,
-        "effective": resolution.effective,
-        "support": resolution.support,
-        "fell_back": resolution.fell_back,
-        "reason": resolution.reason,
-    }
-
-
-def _evaluation_state(scored: ScoredEvaluation) -> dict[str, Any]:
-    """Plain containers, for a checkpoint."""
-    return {"values": list(scored.values), "evaluation": asdict(scored.evaluation)}
-
-
-def _evaluation_from(state: Mapping[str, Any]) -> ScoredEvaluation:
-    fields = dict(state["evaluation"])
-    fields["decisions"] = {name: Decision(**decision) for name, decision in fields["decisions"].items()}
-    return ScoredEvaluation(Evaluation(**fields), tuple(state["values"]))

@@ -48,7 +48,7 @@ def reference_losses(executor: Executor, name: str, num_steps: int, dropout: flo
     precision = PRECISIONS[name]
     split = executor.tokens("train", config)
     torch.manual_seed(config.seed)
-    model = executor._model(config)
+    model = executor.build_model(config)
     if precision.weights == "bfloat16":
         model.bfloat16()
     model.train()
@@ -98,7 +98,7 @@ def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) ->
     config = config_of(executor, fp_precision=name, dropout=dropout, head_dropout=dropout)
     split = executor.tokens("train", config)
     torch.manual_seed(config.seed)
-    model = prepare_model(executor._model(config), PRECISIONS[name])
+    model = prepare_model(executor.build_model(config), PRECISIONS[name])
     groups = parameter_groups(model, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
     losses: list[float] = []
     objective = executor._objective(config, model, split)

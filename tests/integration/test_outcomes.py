@@ -13,10 +13,12 @@ from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
 
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, ModelError, Pruned
-from hpo.executor import Executor, ScoredEvaluation
+from hpo.executor import Executor
 from hpo.model import MultitaskModel
 from hpo.tasks import loss_sum
 from hpo.telemetry import TrialResult
+from hpo.trained_model import score_checkpoint
+from hpo.trial_log import ScoredEvaluation
 
 # Weights so large that the feed-forward layers pass fp16's largest number; LayerNorm hides it from fp32.
 OVERFLOWING = ENCODER | {"initializer_range": 300.0}
@@ -279,9 +281,9 @@ def test_an_objective_that_no_task_has(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_is_scored_on_the_test_split(executor: Executor, tmp_path: Path) -> None:
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
-    validation = executor.evaluate_checkpoint(tmp_path / "trial", "validation")
+    validation = score_checkpoint(executor, tmp_path / "trial", "validation")
     assert validation == result.telemetry["metrics"]
-    assert executor.evaluate_checkpoint(tmp_path / "trial", "test") != validation
+    assert score_checkpoint(executor, tmp_path / "trial", "test") != validation
 
 
 def test_a_gpu_that_is_not_there_decides_as_if_it_were(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""The model that a trial left behind: its best checkpoint, scored on a split or exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpo.amp import MixedPrecision, backend_flags, prepare_model
+from hpo.checkpoint import CheckpointStore
+from hpo.decoding import Decision
+from hpo.errors import DataError, RunError, did_you_mean
+from hpo.executor import Executor
+from hpo.model import MultitaskModel, export_model
+from hpo.precision import Precision, resolve
+from hpo.train import evaluate
+from hpo.trial_config import TrialConfig
+from hpo.trial_log import ScoredEvaluation
+
+
+def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
+    """{task: {metric: value}} of a trial's best checkpoint, with the decisions chosen on validation.
+
+    Raises RunError when the checkpoint is gone or damaged, DataError when there is no such split,
+    Unsupported when this device cannot run the trial's precision.
+    """
+    splits = executor.dataset.splits
+    if split not in splits:
+        raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
+    model, config, precision, decisions = _best_model(executor, folder)
+    with backend_flags(precision, config.amp):
+        metrics, _ = evaluate(
+            model,
+            executor.tokens(split, config),
+            executor.tasks,
+            MixedPrecision(precision, config.amp, executor.device),
+            executor.study.evaluation.batch_tokens,
+            executor.pad_id(config),
+            decisions,
+        )
+    return metrics
+
+
+def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
+    """Write a trial's best checkpoint as a folder that transformers and `hpo.model.load_exported` load.
+
+    Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
+    """
+    model, config, precision, decisions = _best_model(executor, folder)
+    return export_model(
+        model,
+        executor.tokenizer(config),
+        out_dir,
+        max_length=config.max_length,
+        precision=precision.name,
+        decisions=decisions,
+    )
+
+
+def _best_model(
+    executor: Executor, folder: Path
+) -> tuple[MultitaskModel, TrialConfig, Precision, dict[str, Decision]]:
+    best = CheckpointStore(folder).best()
+    if best is None:
+        raise RunError(
+            f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
+            "trial ran, and checkpoint.top_k says how many trials keep theirs."
+        )
+    config = TrialConfig.model_validate_json(best.state["config"])
+    precision = resolve(config.fp_precision, executor.device, config.amp).precision
+    model = executor.build_model(config)
+    prepare_model(model, precision)
+    model.load_state_dict(best.weights)
+    decisions = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation.decisions
+    return model, config, precision, decisions
