@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -43,7 +43,12 @@ _SEEDS_BETWEEN_RESUMES = 9973
 """More than there are workers, so that no two of them ever have the same seed."""
 
 MAX_INFEASIBLE_SHARE = 0.05
-"""An avoided choice is still tried in this share of the trials: what failed may have had another cause."""
+"""Avoided choices are still tried in this share of the trials: what failed may have had another cause."""
+
+Choice = tuple[str, Any]
+"""Setting and value."""
+
+_PRECISION = "fp_precision"
 
 
 def _without_experimental_warnings(function: Callable[P, T]) -> Callable[P, T]:
@@ -150,35 +155,31 @@ class _Wrapper(BaseSampler):
 
 
 class AvoidInfeasible(_Wrapper):
-    """Leaves out choices of which every trial so far was infeasible.
+    """Leaves out choices of which every trial so far was infeasible; one feasible trial brings them back.
 
-    A choice is left out once it has had `MIN_INFEASIBLE_TRIALS` such trials and more than
-    `MAX_INFEASIBLE_SHARE` of all. One feasible trial is enough to bring it back for good.
+    A choice is blamed once it has had `MIN_INFEASIBLE_TRIALS` such trials. The choice with the most of them
+    comes first and explains its trials, so that a batch size is not blamed for a precision. Trials that
+    ended as `unsupported` prove by themselves that this precision does not work here.
     """
 
     def __init__(self, sampler: BaseSampler, seed: int) -> None:
         super().__init__(sampler)
         self._random = random.Random(seed)
-        self._avoided: set[tuple[str, Any]] = set()
+        self._avoided: set[Choice] = set()
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         # Not `study.get_trials`: Hyperband hands a study that shows the trials of one bracket only.
         trials = study._storage.get_all_trials(study._study_id, deepcopy=False)
         finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
-        infeasible: Counter[tuple[str, Any]] = Counter()
-        feasible: set[tuple[str, Any]] = set()
-        for t in finished:
-            choices = [
-                (name, value)
-                for name, value in t.params.items()
-                if isinstance(t.distributions[name], CategoricalDistribution)
-            ]
-            if is_infeasible(t):
-                infeasible.update(choices)
-            else:
-                feasible.update(choices)
-        enough = max(MIN_INFEASIBLE_TRIALS, MAX_INFEASIBLE_SHARE * len(finished))
-        self._avoided = {choice for choice, count in infeasible.items() if count >= enough} - feasible
+        infeasible = [t for t in finished if is_infeasible(t)]
+        feasible = {choice for t in finished if not is_infeasible(t) for choice in _choices(t)}
+        self._avoided = set()
+        unexplained = infeasible
+        while blame := _blame(unexplained, feasible):
+            self._avoided.add(blame)
+            unexplained = [t for t in unexplained if blame not in _choices(t)]
+        if len(infeasible) - len(unexplained) < MAX_INFEASIBLE_SHARE * len(finished):
+            self._avoided = set()
         super().before_trial(study, trial)
 
     def sample_relative(
@@ -197,6 +198,28 @@ class AvoidInfeasible(_Wrapper):
             if choices:
                 return self._random.choice(choices)
         return value
+
+
+def _choices(trial: FrozenTrial) -> list[Choice]:
+    return [
+        (name, value)
+        for name, value in trial.params.items()
+        if isinstance(trial.distributions[name], CategoricalDistribution)
+    ]
+
+
+def _blame(infeasible: Sequence[FrozenTrial], feasible: Set[Choice]) -> Choice | None:
+    """Return the choice that explains the most of the trials, if it explains enough."""
+    counts: Counter[Choice] = Counter()
+    for trial in infeasible:
+        if trial.user_attrs.get("outcome") == "unsupported" and _PRECISION in trial.params:
+            counts[_PRECISION, trial.params[_PRECISION]] += MIN_INFEASIBLE_TRIALS
+        else:
+            counts.update(_choices(trial))
+    for choice in feasible:
+        counts.pop(choice, None)
+    blamed = max(counts, key=lambda choice: (counts[choice], choice[0] == _PRECISION), default=None)
+    return blamed if blamed is not None and counts[blamed] >= MIN_INFEASIBLE_TRIALS else None
 
 
 class SeeInfeasible(_Wrapper):

@@ -1,0 +1,136 @@
+"""What a precision that never works costs a study, for every sampler that a study may name.
+
+Samplers that learn must not come back to it: at most 15 of 100 trials. With the others, its trials must end
+before they train, and after the first without even a check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import tiny
+import worker_process
+from worker_process import result, study
+
+from hpo import executor as executor_module
+from hpo.executor import Executor
+from hpo.search_space import suggest
+from hpo.slots import Lease
+from hpo.storage import EvaluationRow, Storage, open_storage
+from hpo.worker import run_worker, trial_runner
+
+pytestmark = pytest.mark.slow
+
+SPACE = {
+    "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16", "bf16-true"]},
+    "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
+    "batch_size": {"type": "categorical", "choices": [8, 16, 32]},
+    "head_type": {"type": "categorical", "choices": ["linear", "mlp"]},
+    "weight_decay": {"type": "float", "low": 0.0, "high": 0.1},
+}
+
+
+def score(params: dict[str, Any], share: float) -> float:
+    """A smooth optimum at a learning rate of 1e-4, of which a trial reaches more the longer it trains."""
+    peak = 0.8 - 0.1 * (math.log10(params["learning_rate"]) + 4) ** 2
+    peak -= 0.05 * (params["head_type"] == "mlp") + 0.02 * abs(math.log2(params["batch_size"]) - 4)
+    return peak * (1 - math.exp(-4 * share))
+
+
+def wasted_share(storage: Storage, seed: int, **changes: Any) -> float:
+    """Run 100 trials of which those with fp16 always come to NaN, and return the share of those."""
+    config = study(100, search_space=SPACE, **changes)
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        params = suggest(config.search_space, trial)
+        if params["fp_precision"] == "fp16":
+            return result("nonfinite")
+        for index in range(1, 5):
+            value = score(params, index / 4)
+            row = EvaluationRow(index, index / 4, 1.0, {})
+            if storage.report_evaluation(trial, index, value, row) and index < 4:
+                return result("pruned")
+        values = (value, params["batch_size"])[: len(config.objective)]
+        return result("complete", values=values)
+
+    run_worker(config, storage, execute, worker_number=seed)
+    trials = storage.read_study("tiny").trials
+    assert len(trials) == 100
+    return sum(trial.outcome == "nonfinite" for trial in trials) / 100
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "pruner"),
+    [("tpe", "none"), ("tpe", "hyperband"), ("nsga2", "none"), ("nsga2", "hyperband"), ("gp", "none")],
+)
+def test_sampler_that_learns(sqlite_url: str, name: str, pruner: str, seed: int) -> None:
+    with open_storage(sqlite_url) as storage:
+        assert wasted_share(storage, seed, sampler={"name": name}, pruner={"name": pruner}) <= 0.15
+
+
+@pytest.mark.parametrize("name", ["tpe", "nsga2"])
+def test_sampler_that_learns_with_two_objectives(sqlite_url: str, name: str) -> None:
+    objective = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
+    with open_storage(sqlite_url) as storage:
+        assert wasted_share(storage, 0, sampler={"name": name}, objective=objective) <= 0.15
+
+
+@pytest.mark.parametrize("name", ["tpe", "nsga2"])
+def test_sampler_that_learns_with_four_workers(storage_url: str, tmp_path: Path, name: str) -> None:
+    """Workers do not see the trials that are running elsewhere end, and may all try the same in a row."""
+    config = study(100, sampler={"name": name})
+    workers = [
+        worker_process.start(storage_url, config, tmp_path / "log", number=number) for number in range(4)
+    ]
+    for process in workers:
+        process.join(200)
+    with open_storage(storage_url) as storage:
+        outcomes = Counter(trial.outcome for trial in storage.read_study("tiny").trials)
+    assert outcomes["nonfinite"] <= 15
+
+
+@pytest.mark.parametrize("name", ["random", "grid", "qmc", "cmaes"])
+def test_sampler_that_does_not_learn(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """fp16 overflows in this encoder, and no CPU has TF32: both are tried again and again at little cost."""
+    space: dict[str, Any] = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16", "tf32"]},
+        "learning_rate": {"type": "float", "low": 0.001, "high": 0.004, "step": 0.001},
+        "weight_decay": {"type": "float", "low": 0.0, "high": 0.1, "step": 0.1},
+    }
+    encoder = tiny.ENCODER | {"initializer_range": 300.0}
+    config = tiny.tiny_study(
+        tmp_path,
+        n_trials=24,
+        sampler={"name": name, "seed": 3},
+        model={"encoder": encoder},
+        search_space=space,
+        training={"max_steps": 2, "batch_size": 8, "max_length": 64},
+    )
+    calls: Counter[str] = Counter()
+    for function in ("measure", "train"):
+        original = getattr(executor_module, function)
+
+        def counted(*args: Any, function: str = function, original: Any = original, **kwargs: Any) -> Any:
+            calls[function] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(executor_module, function, counted)
+    with open_storage(sqlite_url) as storage:
+        executor = Executor(config, tiny.CPU, tmp_path / "runs", storage)
+        stop = worker_process.threading.Event()
+        run_worker(config, storage, trial_runner(executor, storage, stop))
+        trials = storage.read_study(config.name).trials
+    outcomes = Counter((trial.params["fp_precision"], trial.outcome) for trial in trials)
+    assert set(outcomes) == {("fp32", "complete"), ("fp16", "incompatible"), ("tf32", "unsupported")}
+    assert outcomes["fp16", "incompatible"] >= 2
+    assert outcomes["tf32", "unsupported"] >= 2
+    assert calls["train"] == outcomes["fp32", "complete"], "no broken trial has trained"
+    assert calls["measure"] == 2, "fp32 and fp16 were checked once each, tf32 never"

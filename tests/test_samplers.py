@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from worker_process import SPACE, study
+
+from hpo.samplers import (
+    MIN_INFEASIBLE_TRIALS,
+    AvoidInfeasible,
+    SeeInfeasible,
+    build_pruner,
+    build_sampler,
+    is_infeasible,
+)
+from hpo.search_space import suggest
+
+SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "random", "grid", "qmc")
+LEARNING = ("tpe", "gp", "nsga2")
+GRID = {
+    "fp_precision": SPACE["fp_precision"],
+    "learning_rate": {"type": "float", "low": 0.1, "high": 0.4, "step": 0.1},
+}
+NUMBERS = {**SPACE, "weight_decay": {"type": "float", "low": 0.0, "high": 0.1}}
+
+
+def config_of(name: str, **options: Any) -> Any:
+    space = {"grid": GRID, "cmaes": NUMBERS}.get(name, SPACE)
+    return study(12, sampler={"name": name, "seed": 5, **options}, search_space=space)
+
+
+def opened(config: Any, worker_number: int = 0, storage: Any = None) -> optuna.Study:
+    sampler = build_sampler(config.sampler, config.search_space, worker_number=worker_number)
+    return optuna.create_study(
+        study_name="s", storage=storage, direction="maximize", sampler=sampler, load_if_exists=True
+    )
+
+
+def run(config: Any, n_trials: int, broken: Any = lambda _: False, worker_number: int = 0) -> optuna.Study:
+    """Ask and tell, as a worker does; a broken trial is PRUNED with an infeasible constraint."""
+    current = opened(config, worker_number)
+    for _ in range(n_trials):
+        trial = current.ask()
+        params = suggest(config.search_space, trial)
+        if broken(params):
+            trial.set_constraint("feasible", 1.0)
+            current.tell(trial, state=TrialState.PRUNED)
+        else:
+            current.tell(trial, 1.0 - abs(math.log10(params["learning_rate"]) + 4.0))
+    return current
+
+
+def params_of(current: optuna.Study) -> list[dict[str, Any]]:
+    return [trial.params for trial in current.trials]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sampler_suggests_all_settings(name: str) -> None:
+    config = config_of(name)
+    tried = params_of(run(config, 12))
+    assert all(set(params) == set(config.search_space) for params in tried)
+    assert len({str(params) for params in tried}) == 12 or name in ("tpe", "nsga2")
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_seed_and_worker_number_decide(name: str) -> None:
+    config = config_of(name)
+    first = params_of(run(config, 3))
+    assert params_of(run(config, 3)) == first
+    assert (params_of(run(config, 3, worker_number=1)) == first) == (name == "grid")
+
+
+def test_qmc_workers_share_one_sequence() -> None:
+    """Alone or in turns, the same points are tried after the first, which is random."""
+    config = config_of("qmc")
+    alone = params_of(run(config, 7))[1:]
+    storage = optuna.storages.InMemoryStorage()
+    workers = [opened(config, number, storage) for number in range(2)]
+    for number in range(7):
+        trial = workers[number % 2].ask()
+        suggest(config.search_space, trial)
+        workers[number % 2].tell(trial, 0.5)
+    assert params_of(workers[0])[1:] == alone
+
+
+def test_grid_workers_share_one_grid() -> None:
+    config = config_of("grid")
+    storage = optuna.storages.InMemoryStorage()
+    workers = [opened(config, number, storage) for number in range(3)]
+    for number in range(12):
+        trial = workers[number % 3].ask()
+        suggest(config.search_space, trial)
+        workers[number % 3].tell(trial, 0.5)  # the last one would call study.stop
+    assert len({str(params) for params in params_of(workers[0])}) == 12
+
+
+def test_options_reach_the_sampler() -> None:
+    tpe = build_sampler(config_of("tpe", n_startup_trials=3, multivariate=False).sampler, {})
+    assert isinstance(tpe, AvoidInfeasible)
+    assert tpe._sampler._n_startup_trials == 3
+    nsga2 = build_sampler(config_of("nsga2", population_size=7).sampler, {})
+    assert nsga2._sampler.population_size == 7
+
+
+# Infeasible choices
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_choice_that_never_works_is_avoided(name: str) -> None:
+    n_trials = 30
+    current = run(config_of(name), n_trials, lambda params: params["fp_precision"] == "fp16")
+    assert sum(map(is_infeasible, current.trials)) <= MIN_INFEASIBLE_TRIALS
+
+
+def test_only_the_cause_is_avoided() -> None:
+    """Every trial with `mlp` was infeasible so far, but only because they all had fp16."""
+    config = study(
+        12, search_space={**SPACE, "head_type": {"type": "categorical", "choices": ["linear", "mlp"]}}
+    )
+    current = opened(config)
+    rows = [("fp16", "mlp")] * 3 + [("fp16", "linear"), ("fp32", "linear")]
+    for precision, head in rows:
+        current.enqueue_trial({"fp_precision": precision, "head_type": head, "batch_size": 8})
+        trial = current.ask()
+        suggest(config.search_space, trial)
+        if precision == "fp16":
+            trial.set_constraint("feasible", 1.0)
+            current.tell(trial, state=TrialState.PRUNED)
+        else:
+            current.tell(trial, 0.5)
+    sampler = AvoidInfeasible(optuna.samplers.RandomSampler(seed=0), 0)
+    sampler.before_trial(current, current.trials[0])
+    assert sampler._avoided == {("fp_precision", "fp16")}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_one_unsupported_trial_is_enough(name: str) -> None:
+    """Five of six precisions do not work on this device: a study of twelve trials must not end with them."""
+    precisions = ["fp32", "tf32", "bf16", "fp16", "bf16-true", "fp8"]
+    space = {**SPACE, "fp_precision": {"type": "categorical", "choices": precisions}}
+    config = study(12, search_space=space)
+    current = opened(study(12, sampler={"name": name, "seed": 2}, search_space=space))
+    for _ in range(12):
+        trial = current.ask()
+        if suggest(config.search_space, trial)["fp_precision"] == "fp32":
+            current.tell(trial, 0.5)
+        else:
+            trial.set_user_attr("outcome", "unsupported")
+            trial.set_constraint("feasible", 1.0)
+            current.tell(trial, state=TrialState.PRUNED)
+    tried = Counter(trial.params["fp_precision"] for trial in current.trials)
+    assert tried.pop("fp32") >= 7
+    assert set(tried.values()) == {1}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_choice_that_works_once_comes_back(name: str) -> None:
+    """After three trials that were out of memory by bad luck, a category must not be lost for good."""
+    seen = 0
+
+    def broken(params: dict[str, Any]) -> bool:
+        nonlocal seen
+        seen += params["fp_precision"] == "fp16"
+        return params["fp_precision"] == "fp16" and seen <= MIN_INFEASIBLE_TRIALS
+
+    config = config_of(name)
+    current = run(config, 90 if name != "gp" else 70, broken)
+    assert seen > MIN_INFEASIBLE_TRIALS
+    assert any(
+        trial.params["fp_precision"] == "fp16"
+        for trial in current.trials
+        if trial.state == TrialState.COMPLETE
+    )
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_study_in_which_nothing_works_goes_on(name: str) -> None:
+    current = run(config_of(name), 15, lambda _: True)
+    assert len(current.trials) == 15
+    assert len({trial.params["fp_precision"] for trial in current.trials}) == 3
+
+
+def test_failed_trials_count_for_nothing() -> None:
+    config = config_of("tpe")
+    current = opened(config)
+    for _ in range(20):
+        trial = current.ask()
+        params = suggest(config.search_space, trial)
+        failed = params["fp_precision"] == "fp16"
+        current.tell(trial, None if failed else 0.5, state=TrialState.FAIL if failed else TrialState.COMPLETE)
+    current.sampler.before_trial(current, current.trials[0])
+    assert current.sampler._avoided == set()
+
+
+def test_gp_sees_infeasible_trials_as_worst() -> None:
+    """Infeasible by a combination: no category is to blame, so only what GP learns can help."""
+    config = config_of("gp")
+
+    def broken(params: dict[str, Any]) -> bool:
+        return params["fp_precision"] != "fp32" and params["learning_rate"] > 5e-5
+
+    gp = optuna.samplers.GPSampler(seed=1, warn_independent_sampling=False)
+    shares = []
+    for sampler in (SeeInfeasible(gp), gp):
+        current = opened(config)
+        current.sampler = sampler
+        for _ in range(40):
+            trial = current.ask()
+            params = suggest(config.search_space, trial)
+            if broken(params):
+                trial.set_constraint("feasible", 1.0)
+                current.tell(trial, state=TrialState.PRUNED)
+            else:
+                current.tell(trial, 1.0 - abs(math.log10(params["learning_rate"]) + 4.0))
+        shares.append(sum(map(is_infeasible, current.trials[10:])) / 30)
+    seeing, blind = shares
+    assert seeing < 0.3
+    assert seeing < blind / 2
+
+
+def test_several_objectives_with_infeasible_trials() -> None:
+    for name in LEARNING:
+        config = config_of(name)
+        current = optuna.create_study(directions=["maximize", "minimize"])
+        current.sampler = build_sampler(config.sampler, config.search_space)
+        for _ in range(16):
+            trial = current.ask()
+            params = suggest(config.search_space, trial)
+            if params["fp_precision"] == "fp16":
+                trial.set_constraint("feasible", 1.0)
+                current.tell(trial, state=TrialState.PRUNED)
+            else:
+                current.tell(trial, (0.5, params["batch_size"]))
+        assert sum(map(is_infeasible, current.trials)) <= MIN_INFEASIBLE_TRIALS
+
+
+# Pruners
+
+
+@pytest.mark.parametrize(
+    ("pruner", "kind"),
+    [
+        ({"name": "hyperband", "max_resource": 9}, optuna.pruners.HyperbandPruner),
+        ({"name": "asha", "reduction_factor": 2}, optuna.pruners.SuccessiveHalvingPruner),
+        ({"name": "median", "n_startup_trials": 2}, optuna.pruners.MedianPruner),
+        ({"name": "percentile"}, optuna.pruners.PercentilePruner),
+        ({"name": "patient"}, optuna.pruners.PatientPruner),
+        ({"name": "none"}, optuna.pruners.NopPruner),
+    ],
+)
+def test_pruner(pruner: dict[str, Any], kind: type) -> None:
+    assert type(build_pruner(study(1, pruner=pruner).pruner)) is kind
+
+
+@pytest.mark.parametrize("name", ["hyperband", "asha", "median", "percentile"])
+def test_pruner_stops_the_worst(name: str) -> None:
+    current = optuna.create_study(
+        direction="maximize", pruner=build_pruner(study(1, pruner={"name": name}).pruner)
+    )
+    for _ in range(20):
+        trial = current.ask()
+        for step in range(1, 10):
+            trial.report(0.9, step)
+            trial.should_prune()  # successive halving notes here which rungs a trial has passed
+        current.tell(trial, 0.9)
+    pruned = 0
+    for _ in range(20):
+        trial = current.ask()
+        for step in range(1, 9):
+            trial.report(0.1, step)
+            if trial.should_prune():
+                pruned += 1
+                break
+        current.tell(trial, state=TrialState.PRUNED)
+    assert pruned >= 10
+
+
+def test_patient_waits_for_improvement() -> None:
+    current = optuna.create_study(
+        direction="maximize", pruner=build_pruner(study(1, pruner={"name": "patient", "patience": 2}).pruner)
+    )
+    trial = current.ask()
+    decisions = []
+    for step, value in enumerate((0.5, 0.6, 0.5, 0.5, 0.5)):
+        trial.report(value, step)
+        decisions.append(trial.should_prune())
+    assert decisions == [False, False, False, False, True]
