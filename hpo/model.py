@@ -37,7 +37,7 @@ from hpo.encoder import (
     takes_type_ids,
 )
 from hpo.errors import ModelError, did_you_mean
-from hpo.tasks import Task
+from hpo.tasks import Task, initial_bias
 
 __all__ = [
     "COMPILE_MODES",
@@ -106,6 +106,10 @@ class MultitaskModel(nn.Module):
             if isinstance(module, nn.Linear) and not name.startswith("encoder."):
                 nn.init.normal_(module.weight, std=init_std)
                 nn.init.zeros_(module.bias)
+        heads: Any = self.heads
+        with torch.no_grad():
+            for task, head in zip(self.tasks, heads, strict=True):
+                head[-1].bias.copy_(initial_bias(task))
         self.log_variances = nn.ParameterList(
             nn.Parameter(torch.zeros(())) for _ in tasks if loss_weighting == "uncertainty"
         )

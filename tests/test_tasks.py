@@ -18,6 +18,7 @@ from hpo.tasks import (
     check_loss,
     class_weights,
     count_items,
+    initial_bias,
     loss_name,
     loss_sum,
     parse_tasks,
@@ -273,6 +274,17 @@ def test_a_constant_regression_target_has_a_finite_loss() -> None:
     assert (
         loss_sum(task, torch.ones(2, 1), torch.tensor([5.0, 5.0]), LossOptions(), None, torch.ones(2, 1)) == 2
     )
+
+
+def test_a_fresh_head_starts_from_rough_priors() -> None:
+    assert torch.sigmoid(initial_bias(TASKS["multi_label"])).tolist() == pytest.approx([1 / 3] * 3)
+    assert torch.sigmoid(initial_bias(TASKS["span_per_label"])).tolist() == pytest.approx([0.1] * 3)
+    joint = torch.softmax(initial_bias(TASKS["token_classification"]), dim=0)
+    assert joint.tolist() == pytest.approx([0.75] + [0.25 / 4] * 4)
+    by_name = torch.softmax(initial_bias(TASKS["overlapping"]).reshape(2, 3), dim=1)
+    assert by_name.tolist() == [pytest.approx([1 - 0.125, 0.125 / 2, 0.125 / 2])] * 2
+    for name in ("single_label", "span_extraction", "regression"):
+        assert initial_bias(TASKS[name]).tolist() == [0.0] * TASKS[name].num_outputs
 
 
 def test_a_loss_that_does_not_fit_leaves_a_kind_at_its_own() -> None:
