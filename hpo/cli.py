@@ -3,26 +3,32 @@
 Importing this module must stay cheap (`hpo --help` answers in under 0.5 s), so PyTorch, Optuna and the
 rest are imported inside the commands.
 
-Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong; 130 interrupted, and checkpointed.
+Exit codes: 0 done; 1 the run failed; 2 the user's input is wrong; 130 interrupted, and checkpointed. An
+exception that nobody meant to raise is a bug: it ends with its traceback and 1.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.errors import HpoError
+from hpo.errors import HpoError, InputError, RunError
 
 if TYPE_CHECKING:
+    import threading
+
     from hpo.storage import Storage
     from hpo.study_config import StudyConfig
     from hpo.study_record import StudyRecord
+    from hpo.worker import RunSummary
 
 app = typer.Typer(
     help="Hyperparameter search for multitask transformer encoders, with precision as a searched dimension.",
@@ -31,11 +37,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _positive_seconds(value: float | None) -> float | None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"must be a number of seconds > 0, but got {value:g}.")
+    return value
+
+
 StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in studies/, or a YAML file.")]
 StorageOption = Annotated[
     str | None,
     typer.Option(
         "--storage",
+        metavar="URL",
         envvar="HPO_STORAGE",
         help="Database of the study: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
         show_default="sqlite:///runs/hpo.db",
@@ -43,10 +57,14 @@ StorageOption = Annotated[
     ),
 ]
 NumTrialsOption = Annotated[
-    int | None, typer.Option(min=1, help="Total of the study, over all workers and runs.")
+    int | None,
+    typer.Option(min=1, max=1_000_000, metavar="N", help="Total of the study, over all workers and runs."),
 ]
 TimeoutOption = Annotated[
-    float | None, typer.Option(min=0, help="Seconds after which no further trial begins.")
+    float | None,
+    typer.Option(
+        metavar="SECONDS", callback=_positive_seconds, help="No further trial begins after so long."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 RUNS = Path("runs")
@@ -54,20 +72,17 @@ RUNS = Path("runs")
 
 def main() -> None:
     """Run the command line; what is raised on purpose becomes one message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
     try:
-        app()
+        app(prog_name="hpo")
     except HpoError as error:
-        _fail(error)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        from rich.console import Console
+        from rich.text import Text
 
-
-def _fail(error: HpoError) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(stderr=True, soft_wrap=True).print(Text.assemble(("Error: ", "bold red"), str(error)))
-    sys.exit(error.exit_code)
+        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(error.exit_code)
 
 
 @app.command()
@@ -75,7 +90,9 @@ def run(
     study: StudyArgument,
     storage: StorageOption = None,
     n_trials: NumTrialsOption = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, max=1000, metavar="W", help="Processes on this machine.")
+    ] = 1,
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -85,12 +102,15 @@ def run(
     from hpo.worker import run_study
 
     config = _with_options(load_study(study), n_trials, timeout)
-    with _storage(storage) as database:
+    _make_runs_folder(config.name)
+    with _stop_signals() as stop, _storage(storage) as database:
         database.create_or_resume_study(config)
-        done = database.slot_counts(config.name)["done"]
-        if done == config.n_trials and not as_json:
-            typer.echo(f"The study {config.name} is finished: {done} of {config.n_trials} trials are done.")
-        with StudyDisplay(config, done, quiet=as_json) as display:
+        before = database.read_study(config.name)
+        if not as_json:
+            _announce(before, database)
+        with StudyDisplay(
+            config, before, lambda: database.slot_counts(config.name)["done"], stop=stop, quiet=as_json
+        ) as display:
             summary = run_study(
                 config,
                 database,
@@ -98,15 +118,15 @@ def run(
                 workers=workers,
                 study_name=str(config.path),
                 on_event=display.update,
+                stop=stop,
             )
         record = database.read_study(config.name)
-    if as_json:
-        _print_json(study_status(record))
-    else:
-        print_summary(record)
-        if summary.ended == "stopped":
-            typer.echo(f"Stopped and checkpointed. To go on: hpo run {study}")
-    raise typer.Exit(summary.exit_code)
+        if as_json:
+            _print_json(study_status(record) | {"ended": summary.ended})
+        else:
+            print_summary(record)
+            _say_how_it_ended(record, summary, study, storage, n_trials)
+    _exit(record, summary)
 
 
 @app.command()
@@ -115,8 +135,12 @@ def worker(
     storage: StorageOption = None,
     timeout: TimeoutOption = None,
     worker_number: Annotated[
-        int, typer.Option(min=0, help="Number of this worker; it is added to the sampler's seed.")
+        int,
+        typer.Option(
+            min=0, max=9999, metavar="NUMBER", help="Of this worker, so that each has a seed of its own."
+        ),
     ] = 0,
+    as_json: JsonOption = False,
 ) -> None:
     """Join a study as a worker and leave when it is done."""
     from hpo.display import StudyDisplay
@@ -124,19 +148,39 @@ def worker(
     from hpo.worker import run_study
 
     config = _with_options(load_study(study), None, timeout)
-    with _storage(storage) as database:
+    _make_runs_folder(config.name)
+    with _stop_signals() as stop, _storage(storage) as database:
         database.create_or_resume_study(config, resize=False)
-        counts = database.slot_counts(config.name)
-        config = config.model_copy(update={"n_trials": sum(counts.values())})
-        with StudyDisplay(config, counts["done"]) as display:
+        before = database.read_study(config.name)
+        config = config.model_copy(update={"n_trials": sum(before.slots.values())})
+        if not as_json:
+            _announce(before, database)
+        with StudyDisplay(
+            config, before, lambda: database.slot_counts(config.name)["done"], stop=stop, quiet=as_json
+        ) as display:
             summary = run_study(
-                config, database, RUNS, worker_number=worker_number, resize=False, on_event=display.update
+                config,
+                database,
+                RUNS,
+                worker_number=worker_number,
+                resize=False,
+                on_event=display.update,
+                stop=stop,
             )
+    if as_json:
+        _print_json({"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes})
+    if summary.outcomes and summary.outcomes.keys() == {"failed"}:
+        raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
     raise typer.Exit(summary.exit_code)
 
 
 @app.command()
-def init(study: StudyArgument, storage: StorageOption = None, n_trials: NumTrialsOption = None) -> None:
+def init(
+    study: StudyArgument,
+    storage: StorageOption = None,
+    n_trials: NumTrialsOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Make the tables and the study, once, before workers start."""
     from hpo.database import redact
     from hpo.study_config import load_study
@@ -144,9 +188,11 @@ def init(study: StudyArgument, storage: StorageOption = None, n_trials: NumTrial
     config = _with_options(load_study(study), n_trials, None)
     with _storage(storage) as database:
         database.create_or_resume_study(config)
-        typer.echo(
-            f"The study {config.name} with {config.n_trials} trials is ready in {redact(database.url)}."
-        )
+        if as_json:
+            _print_json(study_status(database.read_study(config.name)))
+        else:
+            place = redact(database.url)
+            typer.echo(f"The study {config.name} with {config.n_trials} trials is ready in {place}.")
 
 
 @app.command()
@@ -154,55 +200,59 @@ def train(
     study: StudyArgument,
     param: Annotated[
         list[str] | None,
-        typer.Option("--param", "-p", help="A setting of the trial: name=value. Repeatable."),
+        typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
-    import shutil
+    import tempfile
     import uuid
-    from dataclasses import asdict
 
     from hpo.device import probe_device
-    from hpo.display import print_metrics
-    from hpo.executor import Executor, ScoredEvaluation
+    from hpo.display import print_trial
+    from hpo.executor import Executor
+    from hpo.slots import trial_attributes
     from hpo.study_config import load_study
     from hpo.trial_config import parse_params
+    from hpo.trial_log import ScoredEvaluation
 
     params = parse_params(param or [])
     config = load_study(study)
-    executor = Executor(config, probe_device(config.device), RUNS)
-    folder = RUNS / config.name / "train"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = _make_runs_folder(config.name)
+    metrics = [objective.metric for objective in config.objective]
 
     def show(scored: ScoredEvaluation) -> None:
         evaluation = scored.evaluation
         if not as_json:
-            values = ", ".join(f"{value:.4f}" for value in scored.values)
-            typer.echo(
-                f"step {evaluation.step}  {evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s  "
-                f"loss {evaluation.train_loss or 0.0:.4f}  {config.objective[0].metric} {values}"
+            values = "  ".join(
+                f"{name} {value:.4g}" for name, value in zip(metrics, scored.values, strict=True)
             )
+            loss = "–" if evaluation.train_loss is None else f"{evaluation.train_loss:.4g}"
+            used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
+            typer.echo(f"step {evaluation.step}  {used}  loss {loss}  {values}")
 
-    result = executor.run(params, folder, uuid.uuid4().hex, show)
+    with _stop_signals() as stop, tempfile.TemporaryDirectory(prefix="train-", dir=folder) as checkpoints:
+        executor = Executor(config, probe_device(config.device), RUNS)
+        result = executor.run(params, Path(checkpoints), uuid.uuid4().hex, show, stop.is_set)
+    record = {
+        "params": params,
+        "values": None if result.values is None else dict(zip(metrics, result.values, strict=True)),
+        **trial_attributes(result),
+    }
     if as_json:
-        _print_json(asdict(result))
+        _print_json(record)
     else:
-        print_metrics(result.telemetry.get("metrics", {}), "Best evaluation")
-        typer.echo(f"{result.outcome} {result.reason}".strip())
-        for key, value in result.headline.items():
-            typer.echo(f"{key}: {value}")
-        typer.echo(f"checkpoints: {folder}")
+        print_trial(record)
         if result.traceback:
             typer.echo(result.traceback, err=True)
-    raise typer.Exit(0 if result.outcome == "complete" else 1)
+    raise typer.Exit({"complete": 0, "preempted": 130}.get(result.outcome, 1))
 
 
 @app.command()
 def verify(
     study: StudyArgument,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Timed passes of each precision; the fastest counts.")
+        int, typer.Option(min=1, metavar="N", help="Timed passes of each precision; the fastest counts.")
     ] = 3,
     as_json: JsonOption = False,
 ) -> None:
@@ -217,6 +267,7 @@ def verify(
     from hpo.verify import verify as verify_precisions
 
     config = load_study(study)
+    _make_runs_folder(config.name)
     device = probe_device(config.device)
     executor = Executor(config, device, RUNS)
 
@@ -236,7 +287,8 @@ def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOpt
     """Show trials by state and outcome, the best so far, live workers, the rate and the estimated end."""
     from hpo.display import print_status
 
-    record = _record(study, storage)
+    with _storage(storage, create=False) as database:
+        record = database.read_study(_study_name(study))
     summary = study_status(record)
     if as_json:
         _print_json(summary)
@@ -249,19 +301,31 @@ def best(
     study: StudyArgument,
     storage: StorageOption = None,
     evaluate: Annotated[
-        str | None, typer.Option(help="Score the best trial's checkpoint on a split: validation or test.")
+        str | None,
+        typer.Option(
+            metavar="SPLIT", help="Score the best trial's checkpoint on a split: validation or test."
+        ),
     ] = None,
     export: Annotated[
-        Path | None, typer.Option(help="Write the best model to a folder that transformers and hpo load.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            file_okay=False,
+            help="Write the best model to a folder that transformers and hpo load.",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the best configuration; score or export the model that it gave."""
-    from hpo.display import print_best, print_metrics
-    from hpo.tables import best_trials
+    """Show the best configuration; score or export the model that it gave.
 
-    record = _record(study, storage)
-    trials = best_trials(record)
+    With several objectives it shows the Pareto front, and scores or exports the best by the first of them.
+    """
+    from hpo.display import by_first_objective, print_best, print_metrics
+
+    with _storage(storage, create=False) as database:
+        record = database.read_study(_study_name(study))
+        token = database.study_token(record.name)
+    trials = by_first_objective(record)
     found: dict[str, Any] = {
         "study": record.name,
         "trials": [
@@ -280,22 +344,21 @@ def best(
     if trials and (evaluate or export):
         from hpo.device import probe_device
         from hpo.executor import Executor
-        from hpo.study_config import load_study
+        from hpo.trained_model import export_checkpoint, score_checkpoint
 
-        config = load_study(study)
+        config = _config_of(study, record)
+        _make_runs_folder(config.name)
         executor = Executor(config, probe_device(config.device), RUNS)
-        folder = executor.trial_folder(trials[0].number)
+        folder = executor.trial_folder(token, trials[0].number)
         if evaluate:
-            found["evaluation"] = {
-                "split": evaluate,
-                "metrics": executor.evaluate_checkpoint(folder, evaluate),
-            }
+            metrics = score_checkpoint(executor, folder, evaluate)
+            found["evaluation"] = {"trial": trials[0].number, "split": evaluate, "metrics": metrics}
             if not as_json:
-                print_metrics(found["evaluation"]["metrics"], f"Trial {trials[0].number} on {evaluate}")
+                print_metrics(metrics, f"Trial {trials[0].number} on {evaluate}")
         if export:
-            found["export"] = str(executor.export_checkpoint(folder, export))
+            found["export"] = str(export_checkpoint(executor, folder, export))
             if not as_json:
-                typer.echo(f"Exported to {export}.")
+                typer.echo(f"Trial {trials[0].number} is exported to {export}.")
     if as_json:
         _print_json(found)
     raise typer.Exit(0 if trials else 1)
@@ -305,13 +368,17 @@ def best(
 def report(
     study: StudyArgument,
     storage: StorageOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder.", show_default="runs/<study>/report")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Folder.", show_default="runs/STUDY/report"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write one self-contained HTML file, PNG plots and CSV tables."""
     from hpo.report import write_report
 
-    record = _record(study, storage)
+    with _storage(storage, create=False) as database:
+        record = database.read_study(_study_name(study))
     path = write_report(record, out or RUNS / record.name / "report")
     if as_json:
         _print_json({"study": record.name, "report": str(path)})
@@ -323,36 +390,42 @@ def report(
 def dashboard(
     study: StudyArgument,
     storage: StorageOption = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="0 takes a free one.")] = 8080,
+    as_json: JsonOption = False,
 ) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
-    from hpo.dashboard import publish, serve_dashboard
-    from hpo.database import storage_url
+    from hpo.dashboard import dashboard_server, publish
 
-    url = storage_url(storage)
+    host = "127.0.0.1"
     with _storage(storage, create=False) as database:
-        name = _study_name(study)
-        publish(database.load_study(name), database.read_study(name))
-    serve_dashboard(url, port=port)
+        record = database.read_study(_study_name(study))
+        optuna_study = database.load_study(record.name)
+        publish(optuna_study, record)
+        with dashboard_server(database.url, host, port, artifact_dir=None) as server:
+            address = f"http://{host}:{server.server_port}/dashboard/studies/{optuna_study._study_id}"
+            if as_json:
+                _print_json({"study": record.name, "url": address})
+            else:
+                typer.echo(f"{address} (Ctrl-C ends it)")
+            with suppress(KeyboardInterrupt):
+                server.serve_forever()
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
     """A study's state in numbers: what `hpo status --json` prints. Times are UTC."""
     from collections import Counter
-    from datetime import timedelta
+    from datetime import UTC, datetime, timedelta
 
-    from hpo.tables import best_trials, trial_outcome
+    from hpo.display import by_first_objective
+    from hpo.tables import trial_outcome
 
-    ended = [trial for trial in record.trials if trial.started and trial.ended]
     remaining = record.slots["open"] + record.slots["running"]
-    rate = end = None
-    if ended:
-        first = min(trial.started for trial in ended if trial.started)
-        last = max(trial.ended for trial in ended if trial.ended)
-        hours = (last - first).total_seconds() / 3600
-        rate = len(ended) / hours if hours else None
-        if rate and remaining and any(worker.alive for worker in record.workers):
-            end = (last + timedelta(hours=remaining / rate)).isoformat(timespec="seconds")
+    num_ended = sum(trial.ended is not None for trial in record.trials)
+    hours = _busy_seconds(record) / 3600
+    rate = num_ended / hours if hours else None
+    end = None
+    if rate and remaining and any(worker.alive for worker in record.workers):
+        end = (datetime.now(UTC) + timedelta(hours=remaining / rate)).isoformat(timespec="seconds")
     return {
         "study": record.name,
         "n_trials": sum(record.slots.values()),
@@ -365,7 +438,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
                 "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
                 "params": trial.params,
             }
-            for trial in best_trials(record)
+            for trial in by_first_objective(record)
         ],
         "workers": [
             {
@@ -382,16 +455,100 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     }
 
 
+def _busy_seconds(record: StudyRecord) -> float:
+    """Seconds in which at least one trial that has ended was running: pauses of a study do not count."""
+    from hpo.tables import trial_seconds
+
+    ends = [(trial.ended.timestamp(), trial_seconds(trial) or 0.0) for trial in record.trials if trial.ended]
+    busy, until = 0.0, 0.0
+    for begin, end in sorted((end - seconds, end) for end, seconds in ends):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy
+
+
+def _announce(record: StudyRecord, database: Storage) -> None:
+    from hpo.database import redact
+
+    done, total = record.slots["done"], sum(record.slots.values())
+    state = "finished" if done == total else "resumed" if record.trials else "new"
+    place = redact(database.url)
+    typer.echo(f"Study {record.name} ({state}): {done} of {total} trials done, in {place}.")
+
+
+def _say_how_it_ended(
+    record: StudyRecord, summary: RunSummary, study: str, storage: str | None, n_trials: int | None
+) -> None:
+    if summary.ended == "finished":
+        return
+    command = ["hpo", "run", study]
+    if storage and storage != os.environ.get("HPO_STORAGE"):
+        from hpo.database import redact
+
+        command += ["--storage", redact(storage)]
+    if n_trials:
+        command += ["--n-trials", str(n_trials)]
+    how = {"stopped": "Stopped and checkpointed", "timeout": "Out of time"}[summary.ended]
+    done, total = record.slots["done"], sum(record.slots.values())
+    typer.echo(f"{how}: {done} of {total} trials done. To go on: {' '.join(command)}")
+
+
+def _exit(record: StudyRecord, summary: RunSummary) -> None:
+    """End with the run's exit code. Raises RunError when the study has ended without any result."""
+    from hpo.tables import complete_trials
+
+    if summary.ended == "finished" and not complete_trials(record):
+        last = record.trials[-1]
+        trace = last.attributes.get("traceback")
+        raise RunError(
+            f"the study has ended without a complete trial. The last one ended as {last.outcome}: "
+            f"{last.reason}" + (f"\n{trace}" if trace else "")
+        )
+    raise typer.Exit(summary.exit_code)
+
+
 def _with_options(config: StudyConfig, n_trials: int | None, timeout: float | None) -> StudyConfig:
     changes = {"n_trials": n_trials, "timeout": timeout}
     return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
 
 
+def _make_runs_folder(study_name: str) -> Path:
+    """The folder of a study for what a run makes. Raises InputError where it cannot be written."""
+    folder = RUNS / study_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise InputError(
+            f"hpo writes to {RUNS}/ in the working folder, so {folder.absolute()} must be a folder that may "
+            f"be written, but: {error.strerror}. Run hpo in another folder."
+        ) from None
+    return folder
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """`stop_on_signals`; a second signal ends the command at once, with a word on what that means."""
+    from hpo.worker import stop_on_signals
+
+    try:
+        with stop_on_signals() as stop:
+            yield stop
+    except KeyboardInterrupt:
+        typer.echo("Ended at once. A study goes on from the last checkpoint when it is run again.", err=True)
+        raise typer.Exit(130) from None
+
+
 @contextmanager
 def _storage(given: str | None, *, create: bool = True) -> Iterator[Storage]:
+    from hpo.database import DEFAULT_URL
     from hpo.storage import open_storage, storage_url
 
-    with open_storage(storage_url(given), create=create) as database:
+    url = storage_url(given)
+    if create and url == DEFAULT_URL:
+        _make_runs_folder("")
+    with open_storage(url, create=create) as database:
         yield database
 
 
@@ -403,14 +560,32 @@ def _study_name(study: str) -> str:
     try:
         return load_study(study).name
     except StudyFileError:
-        if Path(study).suffix in (".yaml", ".yml") or "/" in study:
+        if _is_path(study):
             raise
         return study
 
 
-def _record(study: str, storage: str | None) -> StudyRecord:
-    with _storage(storage, create=False) as database:
-        return database.read_study(_study_name(study))
+def _config_of(study: str, record: StudyRecord) -> StudyConfig:
+    """The study as in its file, or where there is none as it is stored.
+
+    Raises StudyChangedError when the file says something else than the study was made with.
+    """
+    from hpo.errors import StudyFileError
+    from hpo.storage import refuse_changes
+    from hpo.study_config import StudyConfig, load_study
+
+    try:
+        config = load_study(study)
+    except StudyFileError:
+        if _is_path(study):
+            raise
+        return StudyConfig.model_validate(record.definition)
+    refuse_changes(record.name, record.definition, json.loads(json.dumps(config.definition())))
+    return config
+
+
+def _is_path(study: str) -> bool:
+    return Path(study).suffix in (".yaml", ".yml") or "/" in study
 
 
 def _print_json(value: Any) -> None:

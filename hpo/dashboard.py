@@ -144,20 +144,6 @@ def dashboard_server(storage_url: str, host: str, port: int, artifact_dir: Path 
         ) from error
 
 
-def serve_dashboard(
-    storage_url: str, host: str = "127.0.0.1", port: int = 8080, artifact_dir: Path | None = None
-) -> None:
-    """Serve the dashboard until interrupted (Ctrl-C).
-
-    Raises StorageError when the database cannot be used, InputError when the address cannot be bound.
-    """
-    with dashboard_server(storage_url, host, port, artifact_dir) as server:
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return
-
-
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 

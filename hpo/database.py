@@ -59,15 +59,8 @@ _CANNOT_GO_ON = {
 
 
 def storage_url(given: str | None = None) -> str:
-    """Return where the study lives: `given` (--storage), else HPO_STORAGE, else SQLite under runs/.
-
-    The folder `runs/` is made; a folder that the user named must be there already.
-    """
-    url = given or os.environ.get("HPO_STORAGE")
-    if url:
-        return url
-    Path("runs").mkdir(exist_ok=True)
-    return DEFAULT_URL
+    """Return where the study lives: `given` (--storage), else HPO_STORAGE, else SQLite under runs/."""
+    return given or os.environ.get("HPO_STORAGE") or DEFAULT_URL
 
 
 def parse_url(url: str) -> sa.URL:

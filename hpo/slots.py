@@ -49,6 +49,17 @@ INFEASIBLE = ("nonfinite", "incompatible", "unsupported", "oom")
 CONSTRAINT = "feasible"
 
 
+def trial_attributes(result: TrialResult) -> dict[str, Any]:
+    """The user attributes of a trial that ended as `result`: scalars, and the telemetry as one document."""
+    attributes: dict[str, Any] = {
+        "outcome": result.outcome,
+        "outcome_reason": result.reason,
+        **result.headline,
+        "telemetry": result.telemetry,
+    }
+    return attributes | ({"traceback": result.traceback} if result.traceback else {})
+
+
 class Lease:
     """The right of one worker to run one slot's trial."""
 
@@ -267,14 +278,7 @@ class Worker:
         values = result.values if result.outcome == "complete" else None
         if result.outcome == "complete" and (not values or not all(map(math.isfinite, values))):
             raise ValueError(f"a complete trial must have finite values, but got {values}")
-        attributes: dict[str, Any] = {
-            "outcome": result.outcome,
-            "outcome_reason": result.reason,
-            **result.headline,
-            "telemetry": result.telemetry,
-        }
-        if result.traceback:
-            attributes["traceback"] = result.traceback
+        attributes = trial_attributes(result)
         states = {"complete": TrialState.COMPLETE, "failed": TrialState.FAIL}
 
         def action() -> None:

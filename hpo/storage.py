@@ -193,7 +193,7 @@ class Storage:
                 )
                 n_trials = config.n_trials
             else:
-                _refuse_changes(config.name, json.loads(row.definition), json.loads(definition))
+                refuse_changes(config.name, json.loads(row.definition), json.loads(definition))
                 n_trials = config.n_trials if resize else row.n_trials
                 if resize:
                     connection.execute(
@@ -355,7 +355,8 @@ class Storage:
         return stored
 
 
-def _refuse_changes(name: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def refuse_changes(name: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise StudyChangedError where two definitions of the study differ in what its results depend on."""
     lines = space_diff(stored["search_space"], given["search_space"])
     what = "search space" if lines else "definition"
     for key in sorted((stored.keys() | given.keys()) - {"search_space", *CHANGEABLE}):

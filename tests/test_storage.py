@@ -41,11 +41,9 @@ def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
 # Where the study lives
 
 
-def test_storage_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_storage_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HPO_STORAGE", raising=False)
     assert storage_url() == "sqlite:///runs/hpo.db"
-    assert (tmp_path / "runs").is_dir()
     monkeypatch.setenv("HPO_STORAGE", "sqlite:///a.db")
     assert storage_url() == "sqlite:///a.db"
     assert storage_url("sqlite:///b.db") == "sqlite:///b.db"
