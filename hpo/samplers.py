@@ -89,7 +89,7 @@ def build_sampler(
         case "nsga2":
             return AvoidInfeasible(optuna.samplers.NSGAIISampler(seed=seed, **options), seed)
         case "cmaes":
-            return optuna.samplers.CmaEsSampler(
+            return QuietCmaEs(
                 seed=seed, independent_sampler=independent, warn_independent_sampling=False, **options
             )
         case "grid":
@@ -267,3 +267,12 @@ class EndlessGrid(optuna.samplers.GridSampler):
         self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
         """Nothing: Optuna's calls `study.stop`, which is an error outside of `study.optimize`."""
+
+
+class QuietCmaEs(optuna.samplers.CmaEsSampler):
+    """Optuna's CMA-ES without a warning at every infeasible trial that it makes no use of constraints."""
+
+    def after_trial(
+        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
+    ) -> None:
+        """Nothing: Optuna's does nothing else than warn."""

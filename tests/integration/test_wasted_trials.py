@@ -7,6 +7,7 @@ before they train, and after the first without even a check.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,8 @@ def test_sampler_that_does_not_learn(
         monkeypatch.setattr(executor_module, function, counted)
     with open_storage(sqlite_url) as storage:
         executor = Executor(config, tiny.CPU, tmp_path / "runs", storage)
-        stop = worker_process.threading.Event()
+        storage.create_or_resume_study(config)
+        stop = threading.Event()
         run_worker(config, storage, trial_runner(executor, storage, stop))
         trials = storage.read_study(config.name).trials
     outcomes = Counter((trial.params["fp_precision"], trial.outcome) for trial in trials)
