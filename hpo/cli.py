@@ -97,29 +97,12 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
-    from hpo.display import StudyDisplay, print_summary
+    from hpo.display import print_summary
     from hpo.study_config import load_study
-    from hpo.worker import run_study
 
     config = _with_options(load_study(study), n_trials, timeout)
-    _make_runs_folder(config.name)
     with _stop_signals() as stop, _storage(storage) as database:
-        database.create_or_resume_study(config)
-        before = database.read_study(config.name)
-        if not as_json:
-            _announce(before, database)
-        with StudyDisplay(
-            config, before, lambda: database.slot_counts(config.name)["done"], stop=stop, quiet=as_json
-        ) as display:
-            summary = run_study(
-                config,
-                database,
-                RUNS,
-                workers=workers,
-                study_name=str(config.path),
-                on_event=display.update,
-                stop=stop,
-            )
+        summary = _work(config, database, stop, quiet=as_json, workers=workers)
         record = database.read_study(config.name)
         if as_json:
             _print_json(study_status(record) | {"ended": summary.ended})
@@ -143,35 +126,60 @@ def worker(
     as_json: JsonOption = False,
 ) -> None:
     """Join a study as a worker and leave when it is done."""
-    from hpo.display import StudyDisplay
     from hpo.study_config import load_study
-    from hpo.worker import run_study
 
     config = _with_options(load_study(study), None, timeout)
-    _make_runs_folder(config.name)
     with _stop_signals() as stop, _storage(storage) as database:
-        database.create_or_resume_study(config, resize=False)
-        before = database.read_study(config.name)
-        config = config.model_copy(update={"n_trials": sum(before.slots.values())})
-        if not as_json:
-            _announce(before, database)
-        with StudyDisplay(
-            config, before, lambda: database.slot_counts(config.name)["done"], stop=stop, quiet=as_json
-        ) as display:
-            summary = run_study(
-                config,
-                database,
-                RUNS,
-                worker_number=worker_number,
-                resize=False,
-                on_event=display.update,
-                stop=stop,
-            )
+        summary = _work(config, database, stop, quiet=as_json, worker_number=worker_number, resize=False)
     if as_json:
         _print_json({"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes})
     if summary.outcomes and summary.outcomes.keys() == {"failed"}:
         raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
     raise typer.Exit(summary.exit_code)
+
+
+def _work(
+    config: StudyConfig,
+    database: Storage,
+    stop: threading.Event,
+    *,
+    quiet: bool,
+    resize: bool = True,
+    workers: int = 1,
+    worker_number: int = 0,
+) -> RunSummary:
+    """Create or resume the study and work on it, with its progress on the screen."""
+    from hpo.display import StudyDisplay
+    from hpo.worker import run_study
+
+    _make_runs_folder(config.name)
+    is_new = not database.has_study(config.name)
+    database.create_or_resume_study(config, resize=resize)
+    before = database.read_study(config.name)
+    config = config.model_copy(update={"n_trials": sum(before.slots.values())})
+    if not quiet:
+        _announce(before, database)
+
+    def num_done() -> int:
+        return database.slot_counts(config.name)["done"]
+
+    try:
+        with StudyDisplay(config, before, num_done, stop=stop, quiet=quiet) as display:
+            return run_study(
+                config,
+                database,
+                RUNS,
+                workers=workers,
+                worker_number=worker_number,
+                resize=False,
+                study_name=str(config.path),
+                on_event=display.update,
+                stop=stop,
+            )
+    except InputError:
+        if is_new:  # so that the corrected study file is not another definition of a stored study
+            database.discard_untried_study(config.name)
+        raise
 
 
 @app.command()

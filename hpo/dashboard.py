@@ -140,7 +140,7 @@ def dashboard_server(storage_url: str, host: str, port: int, artifact_dir: Path 
         storage.close()
         raise InputError(
             f"the dashboard must be able to listen on {host}:{port}, but: {error.strerror}. "
-            "Choose another --port or --host."
+            "Choose another --port."
         ) from error
 
 

@@ -167,12 +167,7 @@ class Storage:
             row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
             if row is not None and row.token != token:
                 # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
-                for table, column in (
-                    (studies, studies.c.name),
-                    (slots, slots.c.study),
-                    (evaluations, evaluations.c.study),
-                ):
-                    connection.execute(sa.delete(table).where(column == config.name))
+                _delete_rows(connection, config.name)
                 row = None
             if row is None:
                 if token is None and study.get_trials(deepcopy=False):
@@ -241,6 +236,29 @@ class Storage:
                 if gone.rowcount and row.trial_number is not None:
                     dropped.append(row.trial_number)
         return dropped
+
+    def has_study(self, name: str) -> bool:
+        """Whether there is a study `name`."""
+
+        def action() -> bool:
+            with self.engine.connect() as connection:
+                query = sa.select(studies.c.name).where(studies.c.name == name)
+                return connection.execute(query).one_or_none() is not None
+
+        return self.persist(action)
+
+    def discard_untried_study(self, name: str) -> None:
+        """Remove the study `name` if it has no trial: its definition proved to be wrong."""
+
+        def action() -> None:
+            with exclusive(self.engine):
+                study = self.load_study(name)
+                if not study.get_trials(deepcopy=False):
+                    optuna.delete_study(study_name=name, storage=self.optuna)
+                    with self.engine.begin() as connection:
+                        _delete_rows(connection, name)
+
+        self.persist(action)
 
     def load_study(self, name: str) -> optuna.Study:
         """Return the stored study `name`, for reading.
@@ -353,6 +371,13 @@ class Storage:
         stored = self.get_compat(key)
         assert stored is not None
         return stored
+
+
+def _delete_rows(connection: sa.Connection, name: str) -> None:
+    """Delete what our own tables hold about the study `name`."""
+    columns = (studies.c.name, slots.c.study, evaluations.c.study)
+    for column in columns:
+        connection.execute(sa.delete(column.table).where(column == name))
 
 
 def refuse_changes(name: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -196,6 +196,19 @@ def test_deleted_study_begins_anew(storage: Storage) -> None:
     assert storage.study_token("tiny") != before
 
 
+def test_only_an_untried_study_is_discarded(storage: Storage) -> None:
+    storage.create_or_resume_study(study(2))
+    assert storage.has_study("tiny")
+    storage.discard_untried_study("tiny")
+    assert not storage.has_study("tiny")
+    assert optuna.get_all_study_names(storage.optuna) == []
+    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 0}
+
+    run_trials(storage, study(2, training={"epochs": 7}), result("preempted"))
+    storage.discard_untried_study("tiny")
+    assert len(storage.read_study("tiny").trials) == 1
+
+
 def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
     optuna.create_study(study_name="tiny", storage=storage.optuna).ask()
     with pytest.raises(StorageError, match=r"`tiny` in .* was not made by hpo"):
