@@ -36,11 +36,14 @@ dashboard: install
 report: install
 	$(BIN)/hpo report $(STUDY)
 
+# Tiny models gain nothing from threads, and two test processes would get into each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
 test: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: install
 	$(BIN)/ruff check hpo tests

@@ -48,7 +48,7 @@ from hpo.model import (
     load_tokenizer,
     training_flops,
 )
-from hpo.objectives import check_metric, objective_value
+from hpo.objectives import check_metric, decision_metrics, objective_value
 from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.search_space import is_searched
@@ -77,8 +77,8 @@ class CompatibilityCache(Protocol):
 class Executor:
     """Runs trials of one study on one device; keeps data and tokens from trial to trial.
 
-    Raises DataError when the study's data cannot be used, StudyFileError-like InputError when its
-    objective names a metric that no task has.
+    Raises DataError when the study's data cannot be used, InputError when its objective names a metric
+    that no task has.
     """
 
     def __init__(
@@ -349,6 +349,7 @@ class Executor:
             max_grad_norm=config.max_grad_norm or 0.0,
             num_evaluations=evaluation.per_trial or epochs * evaluation.per_epoch,
             evaluation_tokens=evaluation.batch_tokens,
+            decision_metrics=decision_metrics([objective.metric for objective in self.study.objective]),
         )
 
     def _compatibility(

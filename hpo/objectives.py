@@ -64,3 +64,9 @@ def objective_value(
     if value is None or not math.isfinite(value):
         raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
     return value
+
+
+def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
+    """{task: metric} of the objectives that name one: what the task's thresholds are chosen for."""
+    named = (objective.partition("/") for objective in reversed(objectives) if "/" in objective)
+    return {task: metric for task, _, metric in named}

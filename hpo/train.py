@@ -83,6 +83,8 @@ class Plan:
     """Evaluations over the whole budget, evenly spaced; the last is at its end."""
     evaluation_tokens: int
     """Padded tokens in one evaluation batch."""
+    decision_metrics: Mapping[str, str] = field(default_factory=dict)
+    """{task: metric} that thresholds and the like maximise; a task left out: its primary metric."""
 
 
 @dataclass
@@ -371,17 +373,19 @@ def evaluate(
     max_tokens: int,
     pad_id: int,
     decisions: Mapping[str, Decision] | None = None,
+    decision_metrics: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, dict[str, float]], dict[str, Decision]]:
     """Metrics of every task on a split, and the decisions that they were computed with.
 
-    Without `decisions` they are chosen on this split (thresholds and the like). Raises Nonfinite when
+    Without `decisions` (thresholds and the like) they are chosen on this split, to maximise
+    `decision_metrics`. Raises Nonfinite when
     logits are NaN or infinite.
     """
     logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id)
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
         raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
-    chosen = decisions or choose_decisions(tasks, logits, split)
+    chosen = decisions or choose_decisions(tasks, logits, split, decision_metrics)
     predictions = decode_tasks(tasks, logits, split, chosen)
     return score_tasks(tasks, predictions, split.examples), dict(chosen)
 
