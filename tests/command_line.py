@@ -1,0 +1,87 @@
+"""The command line as the tests call it: in this process where that is enough, else in one of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hpo
+from hpo.cli import main
+
+ROOT = Path(hpo.__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended."""
+
+    exit_code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def hpo_command(folder: Path, *arguments: str, width: int = 100) -> Finished:
+    """Run `hpo` in `folder`. An exception that would end in a traceback is raised."""
+    out, err = io.StringIO(), io.StringIO()
+    environment = {"COLUMNS": str(width), "HPO_STORAGE": ""}
+    with (
+        chdir(folder),
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(sys, "argv", ["hpo", *map(str, arguments)]),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
+        try:
+            main()
+            exit_code = 0
+        except SystemExit as end:
+            assert end.code is None or isinstance(end.code, int)
+            exit_code = end.code or 0
+    return Finished(exit_code, out.getvalue(), err.getvalue())
+
+
+def ok(finished: Finished) -> Finished:
+    assert finished.exit_code == 0, finished.err + finished.out
+    return finished
+
+
+def start_hpo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `python -m hpo` in `folder`, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpo", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPO_STORAGE": "", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 120) -> Finished:
+    out, err = process.communicate(timeout=seconds)
+    return Finished(process.returncode, out, err)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+    """Wait for what `process` should bring about; fail if it ends before."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
