@@ -11,11 +11,11 @@ own and no real post was read for them. A post has sentences of four sorts:
 
 Most look-alikes are the words of an evidence sentence inside another frame ("It is not true that ..."), and
 evidence comes in frames too ("It is true that ..."). So single words mislead, and a model has to read who,
-when and whether. How often something happens is in the evidence sentence as well and gives `score`; the
+when and whether. How often something happens is in the evidence sentence as well and gives `burden`; the
 number of criteria gives `severity`.
 
 `label_noise` is the probability that an annotator missed a criterion that is there, and half of it that a
-look-alike was taken for one. Labels, evidence, severity and score then all follow the annotator, so a row
+look-alike was taken for one. Labels, evidence, severity and burden then all follow the annotator, so a row
 never contradicts itself.
 
 A row depends on the seed, the split's name and the row's number only, so a larger set begins with the rows
@@ -55,7 +55,7 @@ TASKS_JSON: dict[str, Any] = {
             "spans_may_overlap": False,
         },
         "severity": {"kind": "single_label", "classes": list(SEVERITIES)},
-        "score": {"kind": "regression"},
+        "burden": {"kind": "regression"},
     },
 }
 GENERATOR_VERSION = 1
@@ -433,12 +433,12 @@ class SyntheticRows(Sequence[Example]):
 
         count = len(levels)
         severity = SEVERITIES[0 if count == 0 else 1 if count <= 2 else 2 if count <= 4 else 3]
-        score = sum(level + 1 for level in levels.values()) + (draw() - 0.5)
+        burden = sum(level + 1 for level in levels.values()) + (draw() - 0.5)
         names = [name for index_of, name in enumerate(CRITERIA) if index_of in levels]
         return Example(
             id=f"{self.split}-{index:06d}",
             text="".join(parts),
-            labels={"criteria": names, "severity": severity, "score": round(score, 2)},
+            labels={"criteria": names, "severity": severity, "burden": round(burden, 2)},
             spans=spans,
             annotated=_ANNOTATED,
         )

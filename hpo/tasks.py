@@ -168,6 +168,8 @@ def parse_tasks(tasks_json: Mapping[str, Any], where: str) -> tuple[Task, ...]:
 def _parse_task(name: Any, spec: Any, at: str) -> Task:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         raise DataError(f"{at}: a name must be a letter followed by letters, digits, `_` or `-`.")
+    if name == "score":
+        raise DataError(f"{at}: `score` names the objective over all tasks. Give the task another name.")
     if not isinstance(spec, Mapping):
         raise DataError(f"{at}: must be a mapping with the key `kind`, but got {_shown(spec)}.")
     kind = spec.get("kind")

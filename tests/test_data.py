@@ -235,8 +235,8 @@ def test_synthetic_data_comes_in_the_configured_sizes() -> None:
         "single_label",
         "regression",
     ]
-    score = next(task for task in dataset.tasks if task.name == "score")
-    assert score.target_std > 1
+    burden = next(task for task in dataset.tasks if task.name == "burden")
+    assert burden.target_std > 1
     assert generated().fingerprint == dataset.fingerprint
     assert generated(seed=1).fingerprint != dataset.fingerprint
     assert generated(num_train=51).fingerprint != dataset.fingerprint

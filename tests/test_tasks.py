@@ -437,3 +437,8 @@ def test_parse_tasks_refuses(tasks: Any, message: str) -> None:
 def test_parse_tasks_refuses_what_is_no_mapping() -> None:
     with pytest.raises(DataError, match=r"t.json: must be a mapping of tasks, but got 3"):
         parse_tasks(3, "t.json")  # type: ignore[arg-type]
+
+
+def test_the_name_of_the_objective_is_taken() -> None:
+    with pytest.raises(DataError, match=r"`score` names the objective over all tasks"):
+        parse_tasks({"tasks": {"score": {"kind": "regression"}}}, "tasks.json")

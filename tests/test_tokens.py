@@ -215,12 +215,12 @@ def test_targets_decode_to_the_truth(options: tuple[int, str, int]) -> None:
         token = ragged_arange(split.window_start_W1[windows], split.lengths_W[windows])
         logits["criteria"][windows] = 20 * batch.targets["criteria"].numpy() - 10
         logits["severity"][windows] = 20 * np.eye(4)[batch.targets["severity"].numpy()]
-        logits["score"][windows, 0] = batch.targets["score"].numpy()
+        logits["burden"][windows, 0] = batch.targets["burden"].numpy()
         logits["evidence"][token] = 20 * np.maximum(batch.targets["evidence"].numpy(), 0)[real_BL] - 10
     truth = {
         "criteria": [row.labels["criteria"] for row in rows],
         "severity": [row.labels["severity"] for row in rows],
-        "score": [row.labels["score"] for row in rows],
+        "burden": [row.labels["burden"] for row in rows],
         "evidence": [
             sorted((name, start, end) for name, spans in row.spans.items() for start, end in spans)
             for row in rows
