@@ -49,8 +49,7 @@ def hpo_command(folder: Path, *arguments: str, width: int = 100) -> Finished:
             main()
             exit_code = 0
         except SystemExit as end:
-            assert end.code is None or isinstance(end.code, int)
-            exit_code = end.code or 0
+            exit_code = int(end.code or 0)
     return Finished(exit_code, out.getvalue(), err.getvalue())
 
 
