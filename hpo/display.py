@@ -26,6 +26,7 @@ from hpo.readable import (
     format_value,
     precision_comparison,
     precision_facts,
+    readable_summary,
 )
 from hpo.tables import best_trials, complete_trials
 from hpo.trial_config import build_trial_config
@@ -221,11 +222,18 @@ def print_summary(record: StudyRecord) -> None:
 
 
 def _precision_table(record: StudyRecord, console: Console) -> Table:
-    """With fewer rows and no spreads where the terminal is too narrow for them."""
+    """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
     title = f"{record.name}: by requested precision"
     table = dataframe_table(precision_comparison(record), title)
-    if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
-        table = dataframe_table(precision_comparison(record, brief=True), title)
+    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+        return table
+    brief = readable_summary(record, brief=True)
+    medians = [column for column in brief if column.endswith(", median")]
+    brief = brief.drop(columns=["trials", "wasted", *medians])
+    brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
+    table = dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
+    for column in table.columns:
+        column.no_wrap = column.header != "outcomes"
     return table
 
 
@@ -354,6 +362,8 @@ def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     """A table of text cells; columns whose cells are all empty are left out."""
     shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
     table = _table(*shown, title=title)
+    for column in table.columns:
+        column.overflow = "fold"  # a number that is cut is another number
     for row in frame[shown].itertuples(index=False):
         table.add_row(*(escape(str(cell)) for cell in row))
     return table

@@ -51,9 +51,9 @@ def readable_summary(record: StudyRecord, brief: bool = False) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def precision_comparison(record: StudyRecord, brief: bool = False) -> pd.DataFrame:
+def precision_comparison(record: StudyRecord) -> pd.DataFrame:
     """`readable_summary` on its side, to compare: a row per quantity, a column per precision."""
-    table = readable_summary(record, brief)
+    table = readable_summary(record)
     if table.empty:
         return table
     names = list(table.columns[: 2 if "device" in table else 1])

@@ -73,7 +73,7 @@ def recommendation(checks: Sequence[PrecisionCheck]) -> str:
     sentences = []
     if faster:
         fastest = max(faster, key=lambda check: check.speed_ratio or 0)
-        names = ", ".join(["fp32", *(check.name for check in faster)])
+        names = ", ".join(check.name for check in usable if check.name == "fp32" or check in faster)
         sentences.append(
             f"Search fp_precision over [{names}]: {fastest.name} is the fastest, "
             f"{fastest.speed_ratio:.1f} times as fast as fp32 on the check's batch."
