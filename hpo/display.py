@@ -355,6 +355,7 @@ def _table(*columns: str, title: str | None = None) -> Table:
         title=None if title is None else escape(title),
         title_justify="left",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
 
 
