@@ -57,7 +57,11 @@ NATIVE = {
 }
 
 
-@pytest.mark.parametrize("device", [OLD_CPU, AMX, P100, T4, A100, ADA, H200], ids=str)
+@pytest.mark.parametrize(
+    "device",
+    [OLD_CPU, AMX, P100, T4, A100, ADA, H200],
+    ids=["old CPU", "AMX", "P100", "T4", "A100", "Ada", "H200"],
+)
 @pytest.mark.parametrize("name", PRECISION_NAMES)
 def test_native_is_what_the_table_of_the_design_says(name: str, device: DeviceInfo) -> None:
     found = support(name, device)
