@@ -1,0 +1,157 @@
+"""`python -m hpo run` is killed or told to stop in a trial; run again, the study has lost nothing."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_line import finish, hpo_command, ok, start_hpo, wait_until
+from tiny import write_study
+
+from hpo.process import process_start
+from hpo.storage import open_storage
+from hpo.study_record import StudyRecord, TrialRecord
+
+NUM_STEPS = 60
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a study whose trials last long enough to be met in the middle."""
+    write(tmp_path, every_seconds=0.1)
+    return tmp_path
+
+
+def write(folder: Path, every_seconds: float) -> None:
+    training = {"max_steps": NUM_STEPS, "batch_size": 8, "max_length": 64, "fp_precision": "fp32"}
+    write_study(
+        folder,
+        training=training,
+        evaluation={"per_trial": 4},
+        checkpoint={"top_k": 9, "every_seconds": every_seconds},
+    )
+
+
+def resume(folder: Path) -> str:
+    """Run the study to its end; what may change does: without the many checkpoints it is faster."""
+    write(folder, every_seconds=30)
+    return ok(hpo_command(folder, "run", "tiny.yaml")).out
+
+
+def stored(folder: Path) -> StudyRecord:
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
+        return storage.read_study("tiny")
+
+
+def checkpoints(folder: Path, trial: int) -> list[str]:
+    """Names of the checkpoints that a trial can go on from."""
+    return sorted(path.name for path in folder.glob(f"runs/tiny/checkpoints-*/trial-{trial:05d}/step-*"))
+
+
+def check_whole(record: StudyRecord, n_trials: int = 2) -> None:
+    """As if nothing had happened: each trial once, complete, with all its steps and evaluations."""
+    assert record.slots == {"open": 0, "running": 0, "done": n_trials}
+    assert [trial.number for trial in record.trials] == list(range(n_trials))
+    for trial in record.trials:
+        assert (trial.state, trial.outcome) == ("COMPLETE", "complete")
+        assert trial.telemetry["num_steps"] == NUM_STEPS
+        assert [row.step for row in trial.evaluations] == [15, 30, 45, 60]
+
+
+def check_went_on(before: TrialRecord, after: TrialRecord) -> None:
+    assert before.state == "RUNNING"
+    assert (after.number, after.params, after.started) == (before.number, before.params, before.started)
+    assert 0 < after.telemetry["resumed_from_step"] < NUM_STEPS
+    known = len(before.evaluations)
+    assert [row.metrics for row in after.evaluations[:known]] == [row.metrics for row in before.evaluations]
+
+
+@pytest.mark.parametrize("last_checkpoint", ["whole", "torn"])
+def test_killed_in_the_middle_of_a_trial(folder: Path, last_checkpoint: str) -> None:
+    process = start_hpo(folder, "run", "tiny.yaml")
+    wait_until(lambda: len(checkpoints(folder, trial=1)) == 2, process)
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    before = stored(folder)
+    assert before.slots == {"open": 0, "running": 1, "done": 1}, "killed too late to test anything"
+    status = ok(hpo_command(folder, "status", "tiny.yaml")).out
+    assert "Trials whose worker is gone: 1. The next worker goes on with them." in status
+    *_, intact, newest = checkpoints(folder, trial=1)
+    if last_checkpoint == "torn":
+        (weights,) = folder.glob(f"runs/tiny/checkpoints-*/trial-00001/{newest}/model.safetensors")
+        weights.write_bytes(weights.read_bytes()[:-1])
+        newest = intact
+
+    assert "Study tiny (resumed): 1 of 2 trials done" in resume(folder)
+    after = stored(folder)
+    check_whole(after)
+    assert after.trials[0] == before.trials[0], "a finished trial is not touched again"
+    assert "resumed_from_step" not in after.trials[0].telemetry
+    check_went_on(before.trials[1], after.trials[1])
+    assert after.trials[1].telemetry["resumed_from_step"] == int(newest.removeprefix("step-"))
+    assert after.trials[0].params != after.trials[1].params
+
+
+def test_told_to_stop(folder: Path) -> None:
+    process = start_hpo(folder, "run", "tiny.yaml")
+    wait_until(lambda: bool(checkpoints(folder, trial=1)), process)
+    process.terminate()
+    stopped = finish(process)
+    assert stopped.exit_code == 130, stopped
+    assert "Stopped and checkpointed: 1 of 2 trials done. To go on: hpo run tiny.yaml\n" in stopped.out
+    assert stopped.err == ""
+    before = stored(folder)
+    assert before.slots == {"open": 1, "running": 0, "done": 1}
+    assert before.trials[1].outcome == "preempted"
+    assert not any(worker.alive for worker in before.workers)
+    last_step = int(checkpoints(folder, trial=1)[-1].removeprefix("step-"))
+
+    resume(folder)
+    after = stored(folder)
+    check_whole(after)
+    assert after.trials[0] == before.trials[0]
+    check_went_on(before.trials[1], after.trials[1])
+    assert after.trials[1].telemetry["resumed_from_step"] == last_step, "no step is trained twice"
+
+
+def test_killed_with_two_workers(folder: Path) -> None:
+    """The workers see that the one that started them is gone, write their checkpoints and leave."""
+    process = start_hpo(folder, "run", "tiny.yaml", "--workers", "2")
+    wait_until(lambda: bool(checkpoints(folder, trial=0) and checkpoints(folder, trial=1)), process)
+    pids = [worker.pid for worker in stored(folder).workers]
+    started = [process_start(pid) for pid in pids]
+    process.kill()
+    assert finish(process).exit_code == -signal.SIGKILL
+    deadline = time.monotonic() + 60
+    while any(begun and process_start(pid) == begun for pid, begun in zip(pids, started, strict=True)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    before = stored(folder)
+    assert before.slots["running"] == 0, "they gave their trials back"
+    assert "preempted" in [trial.outcome for trial in before.trials]
+
+    resume(folder)
+    after = stored(folder)
+    check_whole(after)
+    for old, new in zip(before.trials, after.trials, strict=False):
+        if old.state == "COMPLETE":
+            assert new == old
+        else:
+            check_went_on(old, new)
+
+
+def test_eight_start_at_once_on_an_empty_database(tmp_path: Path, storage_url: str) -> None:
+    write_study(tmp_path, n_trials=5)
+    commands = [["init", "tiny.yaml", "--json"]] * 5
+    commands += [["worker", "tiny.yaml", "--json", "--worker-number", str(number)] for number in range(3)]
+    processes = [start_hpo(tmp_path, *command, HPO_STORAGE=storage_url) for command in commands]
+    finished = [ok(finish(process)) for process in processes]
+    assert {each.err for each in finished} == {""}
+    assert sum(each.json["outcomes"].get("complete", 0) for each in finished[5:]) == 5
+    with open_storage(storage_url) as storage:
+        record = storage.read_study("tiny")
+    assert record.slots == {"open": 0, "running": 0, "done": 5}
+    assert [trial.outcome for trial in record.trials] == ["complete"] * 5
+    assert len({str(trial.params) for trial in record.trials}) == 5
