@@ -29,7 +29,6 @@ from hpo.model import MultitaskModel, parameter_depths
 
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
 SCHEDULES = ("linear", "cosine", "constant")
-SGD_MOMENTUM = 0.9
 CHUNK_ELEMENTS = 2**24
 """Weights that `Float32State` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
 
@@ -86,10 +85,13 @@ def build_optimizer(
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
     adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
-    adafactor   factored second moments; the rate is relative to the size of each weight matrix and
-            `betas` are not used (Shazeer and Stern 2018, arXiv 1804.04235; torch.optim.Adafactor)
-    lion    the sign of a momentum (Chen et al. 2023, arXiv 2302.06675)
-    sgd     momentum 0.9; `betas` are not used
+    adafactor   factored second moments; the rate is relative to the size of each weight matrix, weight
+            decay is decoupled with the rate before that, and `betas` are not used: the second moment's
+            decay rises as 1 - step^-0.8 (Shazeer and Stern 2018, arXiv 1804.04235; torch.optim.Adafactor)
+    lion    the sign of a momentum, decoupled weight decay (Chen et al. 2023, arXiv 2302.06675); with the
+            `betas` as they are, though the paper's are (0.9, 0.99)
+    sgd     the first of `betas` is the momentum, 0 for none, and the second is not used; weight decay as
+            an L2 term in the gradient
 
     adamw, adam and sgd use torch's fused kernels on CPU and CUDA.
     """
@@ -103,7 +105,7 @@ def build_optimizer(
     if name in ("adamw", "adam", "lion"):
         options["betas"] = betas
     if name == "sgd":
-        options["momentum"] = SGD_MOMENTUM
+        options["momentum"] = betas[0]
     optimizer_class = {
         "adamw": torch.optim.AdamW,
         "adam": torch.optim.Adam,

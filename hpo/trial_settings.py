@@ -114,10 +114,16 @@ class TrialSettings(Section):
         "everywhere.",
     )
     weight_decay: float = Field(
-        0.01, ge=0, le=1, description="Decoupled weight decay; biases and norms are left out."
+        0.01,
+        ge=0,
+        le=1,
+        description="Weight decay; biases and norms are left out. Decoupled from the gradient in `adamw`, "
+        "`lion` and `adafactor`, an L2 term in the gradient in `adam` and `sgd`.",
     )
     betas: Betas = Field(
-        (0.9, 0.999), description="Decay of the optimiser's moments; `sgd` takes the first as momentum."
+        (0.9, 0.999),
+        description="Decay of the moments of `adamw`, `adam` and `lion`, with the same default (lion's paper "
+        "has 0.9 and 0.99). `sgd` takes the first as momentum; `adafactor` takes neither.",
     )
     schedule: Literal["linear", "cosine", "constant"] = Field(
         "linear", description="Learning rate after warm-up, down to 0 at the end of the trial's budget."

@@ -136,7 +136,7 @@ def lion(weight: Tensor, gradients: list[Tensor], lr: float, decay: float) -> Te
 def sgd(weight: Tensor, gradients: list[Tensor], lr: float, decay: float) -> Tensor:
     momentum = torch.zeros_like(weight)
     for gradient in gradients:
-        momentum = 0.9 * momentum + gradient + decay * weight
+        momentum = 0.8 * momentum + gradient + decay * weight
         weight = weight - lr * momentum
     return weight
 
@@ -199,6 +199,16 @@ def test_betas_reach_the_optimizers_that_have_them() -> None:
         assert optimizer.param_groups[0].get("betas") == (
             (0.7, 0.9) if name in ("adamw", "adam", "lion") else None
         )
+        assert optimizer.param_groups[0].get("momentum") == (0.7 if name == "sgd" else None)
+
+
+def test_sgd_without_momentum_follows_the_gradient_alone() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = build_optimizer("sgd", [group(weight, lr=0.5)], betas=(0.0, 0.999))
+    for gradient in (1.0, -1.0):
+        weight.grad = torch.full((2,), gradient)
+        optimizer.step()
+    assert weight.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
