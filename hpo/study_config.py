@@ -46,7 +46,7 @@ __all__ = [
     "load_study",
 ]
 
-SMALLER_IS_BETTER = ("peak_memory_bytes", "mae")
+SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
 TRIAL_MEASURES = (
     "score",
     "train_examples_per_second",

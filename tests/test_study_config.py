@@ -131,6 +131,14 @@ def test_several_objectives(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("metric", ["severity/mae", "severity/rmse", "peak_memory_bytes"])
+def test_what_is_better_when_smaller_cannot_be_maximised(tmp_path: Path, metric: str) -> None:
+    text = "name: s\ndata: {source: synthetic}\nobjective: {metric: %s, direction: %s}\n"
+    with pytest.raises(StudyFileError, match=f"must be `minimize` for `{metric}`: smaller is better"):
+        load(tmp_path, text % (metric, "maximize"))
+    assert load(tmp_path, text % (metric, "minimize")).objective[0].metric == metric
+
+
 def test_loss_weights_are_written_with_a_dot_or_as_a_mapping(tmp_path: Path) -> None:
     for training in (
         "{loss_weight.criteria: 2, loss_weight.severity: 0.5}",
