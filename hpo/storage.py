@@ -248,12 +248,19 @@ class Storage:
         return self.persist(action)
 
     def discard_untried_study(self, name: str) -> None:
-        """Remove the study `name` if it has no trial: its definition proved to be wrong."""
+        """Remove the study `name`, whose definition proved to be wrong, if no trial of it got anywhere.
+
+        It stays if a trial has ended or has an evaluation, and while a worker has one.
+        """
 
         def action() -> None:
             with exclusive(self.engine):
-                study = self.load_study(name)
-                if not study.get_trials(deepcopy=False):
+                trials = self.load_study(name).get_trials(deepcopy=False)
+                evaluated = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
+                running = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.state == "running")
+                with self.engine.connect() as connection:
+                    used = connection.execute(evaluated).first() or connection.execute(running).first()
+                if not used and not any(trial.state.is_finished() for trial in trials):
                     optuna.delete_study(study_name=name, storage=self.optuna)
                     with self.engine.begin() as connection:
                         _delete_rows(connection, name)

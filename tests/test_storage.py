@@ -206,7 +206,22 @@ def test_only_an_untried_study_is_discarded(storage: Storage) -> None:
 
     run_trials(storage, study(2, training={"epochs": 7}), result("preempted"))
     storage.discard_untried_study("tiny")
-    assert len(storage.read_study("tiny").trials) == 1
+    assert not storage.has_study("tiny"), "a trial that was refused at its start stays RUNNING"
+
+    run_trials(storage, study(2), result("complete"), result("preempted"))
+    storage.discard_untried_study("tiny")
+    assert len(storage.read_study("tiny").trials) == 2
+
+
+def test_study_with_a_trial_under_way_is_not_discarded(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    with Worker(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())
+        storage.discard_untried_study("tiny")
+        assert storage.has_study("tiny"), "a worker has the trial"
+        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {}))
+    storage.discard_untried_study("tiny")
+    assert storage.has_study("tiny"), "the trial has an evaluation"
 
 
 def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
