@@ -10,8 +10,9 @@ of seconds works like one of steps, and a resumed trial needs no scheduler state
 bf16 weights and the optimiser. A bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 %
 of the difference a step, which bf16 rounds away: the moment would stay where it is. So the state is kept
 in fp32 and only the weights are rounded (`Float32State`). What remains is the rounding of the weights: an
-update of less than half a unit in the last place, about 1/512 of the weight, is lost. That is what
-`bf16-true` means, and what a study finds out about.
+update of less than half a unit in the last place, about 1/512 of the weight, is lost. Gradients have the
+dtype of their weights: they are accumulated over micro-batches and clipped in bf16, before they get here.
+That is what `bf16-true` means, and what a study finds out about.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class TrialSettings(Section):
     fp_precision: PrecisionName | None = Field(
         None,
         description="Numeric precision: `fp32` (or `none`, `32-true`), `tf32`, `bf16` (or `bf16-mixed`), "
-        "`fp16` (or `16-mixed`), `bf16-true`, `fp8`. Left out, `amp.preset` decides.",
+        "`fp16` (or `16-mixed`), `bf16-true` (bf16 weights, whose gradients are also accumulated and clipped "
+        "in bf16), `fp8`. Left out, `amp.preset` decides.",
     )
     encoder: Encoder | None = Field(
         None, description="Encoder, as in `model.encoder`, which it takes when left out."
