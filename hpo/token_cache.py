@@ -21,6 +21,7 @@ import numpy as np
 from filelock import FileLock
 
 from hpo.data import DataSet
+from hpo.encoder import tokenizer_fingerprint
 from hpo.errors import RunError
 from hpo.examples import Example
 from hpo.tokenization import tokenize_split
@@ -87,14 +88,13 @@ def _key(
     stride: int,
     pair_segments: tuple[str, str] | None,
 ) -> str:
-    # The probe also clears the truncation and padding that an earlier call left in the tokenizer.
     probe = tokenizer("a", "b", truncation=False, padding=False)
     parts = (
         FORMAT_VERSION,
         dataset.fingerprint,
         dataset.tasks,
         split,
-        hashlib.blake2b(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        tokenizer_fingerprint(tokenizer),
         probe["input_ids"],
         tokenizer.model_input_names,
         max_length,
