@@ -30,32 +30,15 @@ __all__ = [
     "Distribution",
     "FloatDistribution",
     "IntDistribution",
-    "decode_params",
     "grid",
     "is_searched",
     "space_diff",
     "space_hash",
     "space_to_json",
     "suggest",
-    "to_optuna",
 ]
 
 SearchSpace = Mapping[str, Distribution]
-
-
-def to_optuna(distribution: Distribution) -> optuna.distributions.BaseDistribution:
-    """Optuna's form of a distribution, without its conditions."""
-    import optuna
-
-    if isinstance(distribution, CategoricalDistribution):
-        choices = [_encode(choice) for choice in distribution.choices]
-        return optuna.distributions.CategoricalDistribution(choices)
-    if isinstance(distribution, IntDistribution):
-        step, log = distribution.step, distribution.log
-        return optuna.distributions.IntDistribution(distribution.low, distribution.high, step=step, log=log)
-    return optuna.distributions.FloatDistribution(
-        distribution.low, distribution.high, step=distribution.step, log=distribution.log
-    )
 
 
 def suggest(space: SearchSpace, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
@@ -71,11 +54,6 @@ def suggest(space: SearchSpace, trial: optuna.trial.BaseTrial) -> dict[str, Any]
 def is_searched(space: SearchSpace, names: Iterable[str]) -> bool:
     """Whether the study searches any of the settings `names`."""
     return any(name in space for name in names)
-
-
-def decode_params(space: SearchSpace, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stored trial's `params`, as `suggest` gave them."""
-    return {name: _decode(space[name], value) if name in space else value for name, value in params.items()}
 
 
 def grid(space: SearchSpace) -> dict[str, list[Any]]:

@@ -190,11 +190,6 @@ class StudyConfig(Section):
     )
     path: Path = Field(Path("study.yaml"), exclude=True, description="The study file; not a key of it.")
 
-    @property
-    def fixed(self) -> TrialSettings:
-        """The settings of `training:`; those that it does not give have their defaults."""
-        return self.training
-
     def definition(self) -> dict[str, Any]:
         """The study as JSON, as the database keeps it; `StudyConfig.model_validate` reads it again."""
         given_only = ("model", "training", "amp")

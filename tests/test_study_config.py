@@ -47,7 +47,7 @@ def test_the_study_of_the_design_loads(tmp_path: Path) -> None:
     assert [objective.metric for objective in study.objective] == ["score"]
     assert study.n_trials == 12
     assert study.training.model_fields_set == {"epochs", "seed"}
-    assert study.fixed.epochs == 2.0
+    assert study.training.epochs == 2.0
     assert study.search_space["learning_rate"].low == 1e-5  # type: ignore[union-attr]
     assert study.search_space["init_scale"].when == {"fp_precision": ("fp16",)}
     assert study.path == tmp_path / "study.yaml"
