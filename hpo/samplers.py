@@ -42,7 +42,7 @@ MIN_INFEASIBLE_TRIALS = 3
 _SEEDS_BETWEEN_RESUMES = 9973
 """More than there are workers, so that no two of them ever have the same seed."""
 
-MAX_INFEASIBLE_SHARE = 0.05
+RETRIED_SHARE = 0.05
 """Avoided choices are still tried in this share of the trials: what failed may have had another cause."""
 
 Choice = tuple[str, Any]
@@ -178,7 +178,7 @@ class AvoidInfeasible(_Wrapper):
         while blame := _blame(unexplained, feasible):
             self._avoided.add(blame)
             unexplained = [t for t in unexplained if blame not in _choices(t)]
-        if len(infeasible) - len(unexplained) < MAX_INFEASIBLE_SHARE * len(finished):
+        if len(infeasible) - len(unexplained) < RETRIED_SHARE * len(finished):
             self._avoided = set()
         super().before_trial(study, trial)
 
