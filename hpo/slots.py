@@ -6,7 +6,9 @@ it exists, so wherever a worker was killed, what to do follows from the slot's t
 
     no trial              -> make one
     one that is RUNNING   -> it goes on, with its number, its parameters and its checkpoint
-    the last one FAILed   -> make one with the same parameters, until the retries are used up
+    the last one FAILed   -> make one with the same parameters, until the retries are used up; but only
+                             after an unexpected exception, because a failure that was decided (no
+                             traceback) would be decided again
     anything else         -> the slot is done
 
 A worker that dies leaves its slot claimed. On the same machine the others see at once that its process is
@@ -248,7 +250,8 @@ class Worker:
 
     def _retries_left(self, of_slot: list[optuna.trial.FrozenTrial]) -> bool:
         failures = [trial for trial in of_slot if trial.user_attrs.get("outcome") == "failed"]
-        return len(failures) <= self._max_retries
+        expected = any("traceback" not in trial.user_attrs for trial in failures)
+        return not expected and len(failures) <= self._max_retries
 
     def _update_slot(self, lease: Lease, **values: Any) -> None:
         owned = (slots.c.study == self._name, slots.c.slot == lease.slot, slots.c.owner == self.id)
@@ -266,8 +269,8 @@ class Worker:
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
         """Store how a trial ended and close its slot.
 
-        `preempted` opens the slot again with the trial still RUNNING; `failed` opens it for a retry while
-        retries are left.
+        `preempted` opens the slot again with the trial still RUNNING; `failed` with a traceback opens it for
+        a retry while retries are left.
 
         Raises:
             LeaseLostError: another worker has the slot; nothing is stored.

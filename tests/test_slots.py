@@ -189,7 +189,7 @@ def test_retried_trial_starts_with_nothing_of_the_failed_one(storage: Storage, o
         lease = worker.claim()
         trial = worker.open_trial(lease)
         storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {}))
-        worker.record_outcome(lease, trial, result("failed"))
+        worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
         lease = worker.claim()
         again = worker.open_trial(lease)
         frozen = opened.trials[again.number]
@@ -200,8 +200,9 @@ def test_retried_trial_starts_with_nothing_of_the_failed_one(storage: Storage, o
 
 
 def test_other_outcomes_are_not_retried(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(6))
-    outcomes = ("pruned", "nonfinite", "incompatible", "unsupported", "oom", "complete")
+    opened = storage.create_or_resume_study(study(7))
+    # `failed` without a traceback: `amp.on_unsupported: fail`.
+    outcomes = ("pruned", "nonfinite", "incompatible", "unsupported", "oom", "failed", "complete")
     with worker_on(storage, opened) as worker:
         for outcome in outcomes:
             lease = worker.claim()
@@ -219,7 +220,8 @@ def test_trial_made_twice_is_used_once(storage: Storage, opened: optuna.Study) -
         opened.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, system_attrs=attrs))
         assert worker.open_trial(lease).number == 0
         assert [trial.state for trial in opened.trials] == [TrialState.RUNNING, TrialState.FAIL]
-        worker.record_outcome(lease, worker.open_trial(lease), result("failed"))
+        failed = result("failed", traceback="Traceback")
+        worker.record_outcome(lease, worker.open_trial(lease), failed)
         assert worker.open_trial(worker.claim()).user_attrs["retry_of"] == 0, "the extra one is no failure"
 
 
