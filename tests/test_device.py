@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,12 @@ def test_utilization_of_a_busy_and_an_idle_process() -> None:
     utilization = Utilization(device, num_threads=1)
     sum(i * i for i in range(300_000))
     busy = utilization.read()
+    utilization = Utilization(device, num_threads=1)
+    threading.Event().wait(timeout=0.2)
+    idle = utilization.read()
     assert busy is not None
-    assert 0 < busy <= 1
+    assert idle is not None
+    assert 0 <= idle < busy <= 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -256,8 +255,7 @@ def test_seeds_of_steps_differ() -> None:
     assert len(seeds) == 300
 
 
-def test_the_parts_that_are_too_small_for_a_warm_up_still_have_a_rate(tmp_path: Path) -> None:
-    del tmp_path
+def test_the_parts_that_are_too_small_for_a_warm_up_still_have_a_rate() -> None:
     meter = ThroughputMeter(CPU)
     meter.start()
     meter.step(4, 40, 48)
