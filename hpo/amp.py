@@ -65,11 +65,12 @@ def tf32_is_on() -> bool:
 def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
     """Give the model the weights of the precision: bf16 ones, or float8 linear layers.
 
-    torchao's float8 layers need both dimensions to be multiples of 16; others stay as they are, which
-    the observed dtypes then show.
+    torchao's float8 layers need both dimensions to be multiples of 16; others stay as they are, and
+    `float8_linears` among the observed facts says how many were converted. The number of tokens, which
+    gradient products need in multiples of 16 too, is padded by torchao. No GPU has run this yet.
     """
     if precision.float8:
-        from torchao.float8 import convert_to_float8_training
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         def fits(module: nn.Module, _name: str) -> bool:
             return (
@@ -78,7 +79,9 @@ def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
                 and module.out_features % 16 == 0
             )
 
-        converted: nn.Module = convert_to_float8_training(model, module_filter_fn=fits)
+        converted: nn.Module = convert_to_float8_training(
+            model, module_filter_fn=fits, config=Float8LinearConfig(pad_inner_dim=True)
+        )
         return converted
     return model.to(getattr(torch, precision.weights))
 
@@ -154,7 +157,8 @@ class AmpStatistics:
     scale_min: float | None = None
     scale_mean: float | None = None
     scale_max: float | None = None
-    skipped_steps: int = 0
+    skipped_steps: int | None = 0
+    """None where they were not counted (`track_stats: false`)."""
     fp32_fallbacks: int = 0
 
 
@@ -191,6 +195,8 @@ class MixedPrecision:
     def loss(self, model: nn.Module, compute: Callable[[Callable[..., Any]], Tensor]) -> Tensor:
         """`compute(model)` under autocast; once more in fp32 if it is not finite and the config says so.
 
+        Only the forward pass is repeated under fp32's flags; the backward pass has the trial's.
+
         Raises Nonfinite when the repeats of this epoch are used up.
         """
         with self.autocast():
@@ -208,7 +214,8 @@ class MixedPrecision:
             return compute(_in_float32(model))
 
     def _is_reduced(self) -> bool:
-        return self.precision.linear_dtype != "float32"
+        """Whether there is an fp32 to fall back to; float8 layers stay float8 without autocast too."""
+        return self.precision.linear_dtype != "float32" and not self.precision.float8
 
     def scale_value(self) -> Tensor:
         """The loss scale as a tensor on the device; 1 where there is no loss scaling."""
@@ -257,7 +264,14 @@ class MixedPrecision:
         Raises pydantic's ValidationError for an unknown key or a value out of range. What decides the
         precision itself cannot change inside a trial: ValueError.
         """
-        fixed = {"preset", "on_unsupported", "allow_emulated", "memory_fraction"} & set(changes)
+        fixed = set(changes) & {
+            "preset",
+            "on_unsupported",
+            "allow_emulated",
+            "memory_fraction",
+            "tf32",
+            "cudnn_benchmark",
+        }
         if fixed:
             raise ValueError(f"{', '.join(sorted(fixed))} cannot change inside a trial.")
         self.config = AmpConfig.model_validate(self.config.model_dump() | changes)
@@ -273,7 +287,8 @@ class MixedPrecision:
     def statistics(self) -> AmpStatistics:
         """What was counted since the last reset. Waits for the device."""
         if not self._num_steps:
-            return AmpStatistics(fp32_fallbacks=self._fp32_fallbacks)
+            untracked = self.precision.loss_scaling and self.config.track_stats is False
+            return AmpStatistics(skipped_steps=None if untracked else 0, fp32_fallbacks=self._fp32_fallbacks)
         return AmpStatistics(
             num_steps=self._num_steps,
             scale_min=float(self._scale_min),

@@ -13,6 +13,7 @@ was damaged afterwards does not match its manifest and is passed over for the on
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -83,7 +84,8 @@ class CheckpointStore:
         self, kind: str, step: int, *, keep: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]
     ) -> Path:
         path = _write(self.folder / f"{kind}-{step:08d}", weights, state)
-        for old in self._named(kind)[:-keep]:
+        others = [old for old in self._named(kind) if old != path]
+        for old in others[: len(others) + 1 - keep]:
             shutil.rmtree(old, ignore_errors=True)
         return path
 
@@ -124,9 +126,10 @@ def _write(path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) 
     # safetensors and torch.save report a full disk as errors of their own, not as OSError.
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         raise CheckpointError(
-            f"checkpoint {path} could not be written: {error}. Free some space or set another run folder; "
-            "the trial goes on from the checkpoint before when the study is started again."
+            f"checkpoint {path} could not be written: {error}.{' Free some space.' if full else ''} "
+            "The trial goes on from the checkpoint before when the study is started again."
         ) from error
     return path
 

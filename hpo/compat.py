@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hpo.amp import MixedPrecision, backend_flags, observe, prepare_model
-from hpo.device import DeviceInfo, PeakMemory, is_out_of_memory, synchronize
+from hpo.device import DeviceInfo, PeakMemory, is_out_of_memory, release_free_memory, synchronize
 from hpo.model import compiled_modules
 from hpo.precision import PRECISIONS, AmpConfig, Precision
 from hpo.study_config import CompatConfig
@@ -92,8 +91,6 @@ class _Pass:
     logits: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    seconds: float = 0.0
-    peak_bytes: int = 0
 
 
 def measure(
@@ -136,7 +133,18 @@ def _measure(
     fp32 = PRECISIONS["fp32"]
     with backend_flags(fp32, config):
         mixed32 = MixedPrecision(fp32, config, device)
-        reference = _run(model, batch, objective, mixed32)
+        try:
+            with _entered_module(model) as entered:
+                reference = _run(model, batch, objective, mixed32)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return Measurement(
+                precision.name,
+                error=f"{_describe(error, entered)} (in fp32 already)",
+                finite=False,
+                reference_finite=False,
+            )
         broken = _not_finite(reference)
         if broken:
             return Measurement(
@@ -155,17 +163,14 @@ def _measure(
                     prepared = prepare_model(copy.deepcopy(model), precision)
                 with observe(prepared) as seen:
                     result = _run_with_backoff(prepared, batch, objective, mixed_precision)
-                if transform is not None:
+                if transform is not None:  # what is judged is what a trial runs
                     transform(prepared)
-                    _run(prepared, batch, objective, mixed_precision)
+                    result = _run_with_backoff(prepared, batch, objective, mixed_precision)
             except Exception as error:
                 # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
                 if is_out_of_memory(error):
                     raise
-                where = f" in {entered[0]}" if entered else ""
-                return Measurement(
-                    precision.name, error=f"{type(error).__name__}{where}: {error}", finite=False
-                )
+                return Measurement(precision.name, error=_describe(error, entered), finite=False)
         broken = _not_finite(result)
         measurement = Measurement(
             precision.name,
@@ -180,10 +185,11 @@ def _measure(
         if broken:
             culprit = _find_culprit(prepared, batch, objective, mixed_precision, result)
             return replace(measurement, first_nonfinite_module=culprit)
-        timed = _timed(prepared, batch, objective, mixed_precision, repeats)
+        seconds, peak_bytes = _timed(prepared, batch, objective, mixed_precision, repeats)
+        prepared.zero_grad(set_to_none=True)
     with backend_flags(fp32, config):
-        timed32 = _timed(model, batch, objective, MixedPrecision(fp32, config, device), repeats)
-    big_enough = min(timed.peak_bytes, timed32.peak_bytes) > _MEANINGFUL_BYTES
+        seconds32, peak_bytes32 = _timed(model, batch, objective, mixed32, repeats)
+    big_enough = min(peak_bytes, peak_bytes32) > _MEANINGFUL_BYTES
     assert reference.loss is not None
     assert result.loss is not None
     return replace(
@@ -193,9 +199,9 @@ def _measure(
         },
         loss_relative_error=_relative_error(result.loss, reference.loss),
         gradient_cosine=_cosine(result.gradients, reference.gradients),
-        speed_ratio=timed32.seconds / timed.seconds,
-        memory_ratio=timed.peak_bytes / timed32.peak_bytes if big_enough else None,
-        seconds=timed.seconds,
+        speed_ratio=seconds32 / seconds,
+        memory_ratio=peak_bytes / peak_bytes32 if big_enough else None,
+        seconds=seconds,
     )
 
 
@@ -240,31 +246,44 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
 
 
 def _run(model: nn.Module, batch: Batch, objective: Objective, mixed_precision: MixedPrecision) -> _Pass:
-    """Forward and backward once; logits and unscaled gradients in fp32."""
+    """Forward and backward once; logits and unscaled gradients in fp32, on the CPU."""
     result = _Pass()
-    items = objective.count(batch)
-    objective.start_step()
 
-    def compute(forward: Callable[..., Any]) -> Tensor:
-        def keeping_logits(*args: Any) -> dict[str, Tensor]:
-            logits: dict[str, Tensor] = forward(*args)
-            result.logits = {name: value.detach().float() for name, value in logits.items()}
-            return logits
+    def keep_logits(logits: dict[str, Tensor]) -> None:
+        result.logits = {name: value.detach().float().cpu() for name, value in logits.items()}
 
-        return objective(keeping_logits, batch, items, items)
-
-    model.zero_grad(set_to_none=True)
-    with mixed_precision.autocast():
-        loss = compute(model)
-    result.loss = loss.detach()
-    mixed_precision.scaler.scale(loss).backward()
-    scale = mixed_precision.scale_value()
+    loss = _forward_backward(model, batch, objective, mixed_precision, keep_logits)
+    result.loss = loss.detach().cpu()
+    scale = mixed_precision.scale_value().cpu()
     result.gradients = {
-        name: parameter.grad.detach().float() / scale
+        name: parameter.grad.detach().float().cpu() / scale
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     return result
+
+
+def _forward_backward(
+    model: nn.Module,
+    batch: Batch,
+    objective: Objective,
+    mixed_precision: MixedPrecision,
+    on_logits: Callable[[dict[str, Tensor]], None] = lambda _: None,
+) -> Tensor:
+    """The pass of a training step; the gradients are left in the model."""
+    items = objective.count(batch)
+    objective.start_step()
+
+    def forward(*args: Any) -> dict[str, Tensor]:
+        logits: dict[str, Tensor] = model(*args)
+        on_logits(logits)
+        return logits
+
+    model.zero_grad(set_to_none=True)
+    with mixed_precision.autocast():
+        loss = objective(forward, batch, items, items)
+    mixed_precision.scaler.scale(loss).backward()
+    return loss
 
 
 def _run_with_backoff(
@@ -283,33 +302,27 @@ def _run_with_backoff(
 
 def _timed(
     model: nn.Module, batch: Batch, objective: Objective, mixed_precision: MixedPrecision, repeats: int
-) -> _Pass:
-    """The fastest of `repeats` passes, and the memory that a pass takes on top of what is held."""
+) -> tuple[float, int]:
+    """Seconds of the fastest of `repeats` passes, and the bytes that it takes on top of what is held."""
     device = mixed_precision.device
     memory = PeakMemory(device)
-    best = _Pass(seconds=float("inf"))
+    passes = []
     for _ in range(repeats):
-        _return_free_memory(device)
+        model.zero_grad(set_to_none=True)
+        release_free_memory(device)
         memory.reset()
         held = memory.read()
         synchronize(device)
         started = time.perf_counter()
-        result = _run(model, batch, objective, mixed_precision)
+        _forward_backward(model, batch, objective, mixed_precision)
         synchronize(device)
-        result.seconds = time.perf_counter() - started
-        result.peak_bytes = memory.read() - held
-        if result.seconds < best.seconds:
-            best = result
-    return best
+        passes.append((time.perf_counter() - started, memory.read() - held))
+    return min(passes)
 
 
-def _return_free_memory(device: DeviceInfo) -> None:
-    """Give freed memory back, so that the next peak shows what a pass itself takes."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        return
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+def _describe(error: Exception, entered: list[str]) -> str:
+    where = f" in {entered[0]}" if entered else ""
+    return f"{type(error).__name__}{where}: {error}"
 
 
 def _not_finite(result: _Pass) -> str | None:

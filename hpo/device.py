@@ -8,14 +8,16 @@ support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import platform
 import resource
 import socket
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from hpo.errors import InputError
 
@@ -48,6 +50,8 @@ class DeviceInfo:
     """CPU only, of: avx2, avx512, avx512_bf16, avx512_fp16, amx_bf16, amx_fp16, arm_bf16, arm_fp16."""
     total_memory_bytes: int = 0
     num_cores: int = 1
+    has_torchao: bool = True
+    """Whether the package that fp8 needs is installed."""
     torch_version: str = ""
     cuda_version: str | None = None
     host: str = ""
@@ -90,6 +94,7 @@ def probe_device(kind: str = "auto") -> DeviceInfo:
             cuda_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             total_memory_bytes=properties.total_memory,
             num_cores=available_cores(),
+            has_torchao=find_spec("torchao") is not None,
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
             host=socket.gethostname(),
@@ -180,8 +185,9 @@ class Utilization:
             return
         import torch
 
-        # Without NVML the device does not tell; `read` then returns None.
-        with contextlib.suppress(ModuleNotFoundError, RuntimeError):
+        # Without NVML, or on a part of a GPU, the device does not tell (NVML has errors of its own class),
+        # and a trial must not end for that: `read` then returns None.
+        with contextlib.suppress(Exception):
             self._samples.append(torch.cuda.utilization(self._device.index) / 100)
 
     def read(self) -> float | None:
@@ -201,7 +207,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # The CPU allocator raises a plain RuntimeError: c10/core/impl/alloc_cpu.cpp.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    messages = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
 
 def synchronize(device: DeviceInfo) -> None:
@@ -212,10 +219,13 @@ def synchronize(device: DeviceInfo) -> None:
         torch.cuda.synchronize(device.index)
 
 
-def seconds_of(device: DeviceInfo, function: Any) -> float:
-    """Wall seconds of one call, the device's queued work included."""
-    synchronize(device)
-    started = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - started
+def release_free_memory(device: DeviceInfo) -> None:
+    """Give freed memory back, so that the next peak shows what is used and not what was kept."""
+    gc.collect()
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        return
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

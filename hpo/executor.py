@@ -30,7 +30,14 @@ from hpo.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.checkpoint import CheckpointStore
 from hpo.compat import Compatibility, Measurement, judge, measure
 from hpo.data import DataSet, load_data
-from hpo.device import DeviceInfo, PeakMemory, Utilization, is_out_of_memory, synchronize
+from hpo.device import (
+    DeviceInfo,
+    PeakMemory,
+    Utilization,
+    is_out_of_memory,
+    release_free_memory,
+    synchronize,
+)
 from hpo.errors import (
     Incompatible,
     InputError,
@@ -39,6 +46,7 @@ from hpo.errors import (
     Preempted,
     RunError,
     TrialEnd,
+    did_you_mean,
 )
 from hpo.model import (
     MultitaskModel,
@@ -48,7 +56,7 @@ from hpo.model import (
     load_tokenizer,
     training_flops,
 )
-from hpo.objectives import check_metric, decision_metrics, objective_value
+from hpo.objectives import MEASURED_METRICS, check_metric, decision_metrics, objective_value
 from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.search_space import is_searched
@@ -60,6 +68,23 @@ from hpo.tokens import TokenizedSplit, collate
 from hpo.train import Budget, Evaluation, Objective, Plan, Progress, train
 from hpo.trial_config import TrialConfig, build_trial_config
 from hpo.trial_log import ScoredEvaluation, TrialLog
+
+UTILIZATION_EVERY = 20
+"""Steps between two questions to the device how busy it is."""
+
+_MODEL_SETTINGS = (
+    "encoder",
+    "attention",
+    "freeze_layers",
+    "max_length",
+    "dropout",
+    "attention_dropout",
+    "gradient_checkpointing",
+    "layerwise_lr_decay",
+    "compile",
+    "compile_scope",
+)
+"""Settings that can make a model that cannot be built."""
 
 
 def _compile_in_place(config: TrialConfig, model: MultitaskModel) -> None:
@@ -97,14 +122,27 @@ class Executor:
         self.dataset: DataSet = load_data(study.data)
         self.tasks = self.dataset.tasks
         self._cache = compatibility_cache
-        self._shared_device = shared_device
+        self.shared_device = shared_device
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
+        self._check_loss_settings()
         if device.type == "cuda" and self.amp.memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction, device.index)
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
+
+    def _check_loss_settings(self) -> None:
+        """Refuse, before the first trial, a loss that fits no task and the weight of no task."""
+        space = self.study.search_space
+        searched = getattr(space.get("loss"), "choices", ())
+        for loss in (self.study.training.loss, *searched):
+            check_loss(self.tasks, loss)
+        names = [task.name for task in self.tasks]
+        weighted = {name.removeprefix("loss_weight.") for name in space if name.startswith("loss_weight.")}
+        for name in sorted(weighted | set(self.study.training.loss_weight)):
+            if name not in names:
+                raise InputError(f"loss_weight.{name}: there is no such task.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Where a trial of this study keeps its checkpoints; the token tells it from others of its name."""
@@ -126,7 +164,7 @@ class Executor:
 
         Raises InputError and RunError for what concerns more than this trial.
         """
-        log = TrialLog(self.device, self._shared_device)
+        log = TrialLog(self.device, self.shared_device)
         values = None
         trace = None
         try:
@@ -189,8 +227,17 @@ class Executor:
         objective = self._objective(config, model, train_split)
         compatibility = self._compatibility(config, resolution, model, objective, train_split, pad_id)
         log.compatibility = compatibility
+        log.data = {
+            "num_examples": len(train_split.examples),
+            "num_cut_examples": train_split.num_cut_examples,
+            "num_lost_spans": dict(train_split.num_lost_spans or {}),
+        }
         if compatibility.verdict == "incompatible":
             raise Incompatible(" ".join(compatibility.reasons))
+        # The check's passes are not this trial's memory.
+        release_free_memory(self.device)
+        if log.memory is not None:
+            log.memory.reset()
 
         prepare_model(model, precision)
         optimizer = build_optimizer(
@@ -209,6 +256,7 @@ class Executor:
         log.meter = meter = ThroughputMeter(self.device)
         log.flops = partial(training_flops, model)
         store = CheckpointStore(folder)
+        identity = f"{identity}/{resolution.effective}/{self.device.type}"
         self._resume(store, identity, model, optimizer, mixed_precision, progress, log)
         observation = self._observe(model, train_split, mixed_precision, pad_id)
         disagreement = observation.disagreement(precision)
@@ -229,6 +277,7 @@ class Executor:
                 "mixed_precision": mixed_precision.state_dict(),
                 "best": None if log.best is None else log.best.state_dict(),
                 "evaluation_rates": log.evaluation_rates,
+                "meter": meter.state_dict(),
             }
             store.save(progress.step, model.state_dict(), state)
             last_saved = time.monotonic()
@@ -263,11 +312,13 @@ class Executor:
             scored = ScoredEvaluation(evaluation, self._values(evaluation, log))
             if self._is_better(scored, log.best):
                 log.best = scored
-                store.save_best(evaluation.step, model.state_dict(), self._export_state(config, scored))
+                best = {"config": config.model_dump_json(), "precision": precision.name}
+                store.save_best(evaluation.step, model.state_dict(), best | {"best": scored.state_dict()})
+                save()  # so that the trial never goes on from before its best
             on_evaluation(scored)
         store.finish()
         assert log.best is not None
-        return log.best.values
+        return self._final_values(log.best.values, log)
 
     # Parts of a trial, each made from the settings that it takes.
 
@@ -422,13 +473,17 @@ class Executor:
             "encoder": config.encoder,
             "revision": self.study.model.revision,
             "tasks": [repr(task) for task in self.tasks],
+            "weights": _fingerprint(config.encoder),
+            "frozen": config.freeze_layers,
+            "cuts": [self.study.data.long_text, self.study.data.stride, self.study.data.pair_segments],
             "heads": [config.pooling, config.head_type, config.head_hidden_size, config.loss_weighting],
             "loss": [config.loss, config.label_smoothing, config.focal_gamma, config.class_weighting],
+            "loss_weight": config.loss_weight,
             "max_length": config.max_length,
             "attention": config.attention,
             "gradient_checkpointing": config.gradient_checkpointing,
             "precision": resolution.effective,
-            "init_scale": config.amp.init_scale if resolution.precision.loss_scaling else None,
+            "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
             "compile": [config.compile, config.compile_scope, config.compile_dynamic],
             "device": [self.device.name, self.device.compute_capability, sorted(self.device.cpu_features)],
             "versions": [torch.__version__, transformers.__version__, self.device.cuda_version],
@@ -454,15 +509,25 @@ class Executor:
         mixed_precision: MixedPrecision,
         pad_id: int,
     ) -> float:
-        """Compile the model in place; seconds of its first pass, apart from training."""
-        _compile_in_place(config, model)
-        batch = collate(split, np.arange(min(2, split.num_windows)), self.tasks, pad_id)
-        items = objective.count(batch)
+        """Compile the model in place and run its shapes once; the seconds, which are no training.
+
+        A shape that comes up later all the same compiles in its step.
+        """
         started = time.perf_counter()
-        with mixed_precision.autocast():
-            loss = objective(model, batch.to(self.device.torch_device), items, items)
-        mixed_precision.scaler.scale(loss).backward()
-        model.zero_grad(set_to_none=True)
+        torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
+        _compile_in_place(config, model)
+        order = np.argsort(split.lengths_W)
+        # Two lengths, so that what is dynamic is found out; with and without gradients.
+        for windows in (order[-config.batch_size :], order[: config.batch_size]):
+            batch = collate(split, windows, self.tasks, pad_id)
+            items, batch = objective.count(batch), batch.to(self.device.torch_device)
+            objective.start_step()
+            with mixed_precision.autocast():
+                loss = objective(model.train(), batch, items, items)
+            mixed_precision.scaler.scale(loss).backward()
+            model.zero_grad(set_to_none=True)
+            with torch.inference_mode(), mixed_precision.autocast():
+                model.eval()(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
         synchronize(self.device)
         return time.perf_counter() - started
 
@@ -486,45 +551,47 @@ class Executor:
         for key, value in checkpoint.state["progress"].items():
             setattr(progress, key, value)
         log.evaluation_rates = list(checkpoint.state["evaluation_rates"])
+        if log.meter is not None:
+            log.meter.load_state_dict(checkpoint.state["meter"])
         if checkpoint.state["best"] is not None:
             log.best = ScoredEvaluation.from_state_dict(checkpoint.state["best"])
         log.resumed_from_step = progress.step
 
     def _values(self, evaluation: Evaluation, log: TrialLog) -> tuple[float, ...]:
-        extra = {
+        measured = {
             "train_examples_per_second": evaluation.rates.get("train_examples_per_second"),
             "train_tokens_per_second": evaluation.rates.get("train_tokens_per_second"),
             "peak_memory_bytes": log.memory.read() if log.memory else None,
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
         return tuple(
-            objective_value(objective.metric, evaluation.metrics, self.tasks, extra)
+            objective_value(objective.metric, evaluation.metrics, self.tasks, measured)
             for objective in self.study.objective
         )
 
+    def _final_values(self, best: tuple[float, ...], log: TrialLog) -> tuple[float, ...]:
+        """Metrics of the best evaluation; what was measured, of the whole trial."""
+        telemetry = log.result("complete", "", None, None).telemetry
+        measured = telemetry["throughput"] | {"peak_memory_bytes": telemetry["peak_memory_bytes"]}
+        return tuple(
+            measured[objective.metric] if objective.metric in MEASURED_METRICS else value
+            for objective, value in zip(self.study.objective, best, strict=True)
+        )
+
     def _is_better(self, new: ScoredEvaluation, old: ScoredEvaluation | None) -> bool:
-        """By the first objective; of equals the later one, which has seen more data."""
-        if old is None:
+        """By the first objective; of equals the later one, which has seen more data.
+
+        A measured objective (memory, throughput) says nothing of a model: the last evaluation is the best.
+        """
+        if old is None or self.study.objective[0].metric in MEASURED_METRICS:
             return True
         sign = 1 if self.study.objective[0].direction == "maximize" else -1
         return sign * new.values[0] >= sign * old.values[0]
 
-    def _export_state(self, config: TrialConfig, scored: ScoredEvaluation) -> dict[str, Any]:
-        return {"config": config.model_dump_json(), "best": scored.state_dict()}
 
-
-UTILIZATION_EVERY = 20
-"""Steps between two questions to the device how busy it is."""
-
-_MODEL_SETTINGS = (
-    "encoder",
-    "attention",
-    "freeze_layers",
-    "max_length",
-    "dropout",
-    "attention_dropout",
-    "gradient_checkpointing",
-    "compile",
-    "compile_scope",
-)
-"""Settings that can make a model that cannot be built."""
+def _fingerprint(encoder: str | Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
+    """Names, sizes and times of a local encoder's files: its weights may change under the same name."""
+    if not isinstance(encoder, str) or not Path(encoder).is_dir():
+        return None
+    files = (path for path in Path(encoder).iterdir() if path.is_file())
+    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)

@@ -78,7 +78,7 @@ def canonical_precision(name: str) -> str:
 class AmpConfig(BaseModel):
     """Mixed precision and loss scaling. A key left out takes the value of the preset."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     preset: Literal["auto", "basic", "advanced", "ultra"] = Field(
         "auto",
@@ -192,6 +192,8 @@ def support(name: str, device: DeviceInfo) -> Support:
 
 def _cuda_support(precision: Precision, device: DeviceInfo) -> Support:
     capability = device.compute_capability or (0, 0)
+    if precision.float8 and not device.has_torchao:
+        return Support("unsupported", "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
     needed: tuple[int, int]
     if precision.float8:
         needed, without = (8, 9), "unsupported"

@@ -104,6 +104,22 @@ class ThroughputMeter:
             "padding_share": 1 - sum(self._tokens) / slots,
         }
 
+    def state_dict(self) -> dict[str, list[Any]]:
+        """For checkpoints: plain numbers."""
+        self._settle()
+        return {
+            "seconds": list(self._seconds),
+            "examples": list(self._examples),
+            "tokens": list(self._tokens),
+            "slots": list(self._slots),
+        }
+
+    def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
+        self._seconds = list(state["seconds"])
+        self._examples = list(state["examples"])
+        self._tokens = list(state["tokens"])
+        self._slots = list(state["slots"])
+
     @property
     def measured_tokens(self) -> int:
         """Real tokens that passed through the model in training so far."""

@@ -10,8 +10,8 @@ What the loop promises:
   therefore draws what it would have drawn.
 - The learning rate follows the share of the budget that is used up, so a budget of seconds works as one
   of steps does.
-- Nothing waits for the device between steps, except every `CHECK_EVERY` of them (and the fp32 fallback,
-  which must know whether a loss is finite).
+- With the fused optimisers no step waits for the device, except every `CHECK_EVERY` of them (and the fp32
+  fallback, which must know whether a loss is finite).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,9 @@ from hpo.tokens import Batch, TokenizedSplit, collate, evaluation_batches, train
 CHECK_EVERY = {"cpu": 1, "cuda": 20}
 """Steps between two looks at whether losses and gradients are finite; on a GPU a look waits for it."""
 
+FIRST_STEP_SHARE = 0.005
+"""Share of a budget of seconds that half of the first step is taken for."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -56,9 +58,14 @@ class Budget:
         return progress.step / self.num_steps(steps_per_epoch)
 
     def learning_rate_position(self, progress: Progress, steps_per_epoch: int) -> float:
-        """Where on the schedule the next step lies: its middle, so neither end has a rate of zero."""
+        """Where on the schedule the next step lies: its middle, so neither end has a rate of zero.
+
+        Under `max_seconds` the step is taken to last as long as the one before, the first one
+        `FIRST_STEP_SHARE` of the budget.
+        """
         if self.max_seconds is not None:
-            return min(1.0, progress.train_seconds / self.max_seconds)
+            half = progress.step_seconds / 2 or FIRST_STEP_SHARE * self.max_seconds
+            return min(1.0, (progress.train_seconds + half) / self.max_seconds)
         return (progress.step + 0.5) / self.num_steps(steps_per_epoch)
 
     def num_steps(self, steps_per_epoch: int) -> int:
@@ -98,6 +105,8 @@ class Progress:
     num_examples: int = 0
     num_tokens: int = 0
     train_seconds: float = 0.0
+    step_seconds: float = 0.0
+    """Of the last step."""
     evaluation_seconds: float = 0.0
     num_evaluations: int = 0
     micro_batch_size: int = 0
@@ -168,6 +177,18 @@ class Objective:
     def count(self, batch: Batch) -> dict[str, int]:
         """Labelled items of a batch by task; on the CPU, before it moves to the device."""
         return {task.name: count_items(task, batch.targets[task.name]) for task in self.tasks}
+
+    def of(
+        self, batch: Batch, items: Mapping[str, int], global_items: Mapping[str, int]
+    ) -> Callable[[Callable[..., Any]], Tensor]:
+        """A micro-batch's loss as a function of the model; of several calls the last counts."""
+        before = dict(self.task_losses)
+
+        def compute(forward: Callable[..., Any]) -> Tensor:
+            self.task_losses = dict(before)
+            return self(forward, batch, items, global_items)
+
+        return compute
 
     def __call__(
         self,
@@ -256,7 +277,8 @@ def train(
             meter.step(len(windows), batch.num_tokens, batch.input_ids_BL.numel())
             if progress.step % CHECK_EVERY[device.type] == 0:
                 _check(mixed_precision, objective)
-            progress.train_seconds += time.perf_counter() - marked
+            progress.step_seconds = time.perf_counter() - marked
+            progress.train_seconds += progress.step_seconds
             marked = time.perf_counter()
             used = plan.budget.used(progress, steps_per_epoch)
             if progress.batch == len(batches):
@@ -265,10 +287,18 @@ def train(
                 _check(mixed_precision, objective)
                 synchronize(device)
                 progress.train_seconds += time.perf_counter() - marked
-                progress.num_evaluations += 1
+                # A slow step may pass two marks: the index stays that of the share of the budget.
+                reached = int(min(used, 1.0) * plan.num_evaluations)
+                progress.num_evaluations = max(progress.num_evaluations + 1, reached)
                 started = time.perf_counter()
                 metrics, decisions = evaluate(
-                    model, validation_split, objective.tasks, mixed_precision, plan.evaluation_tokens, pad_id
+                    model,
+                    validation_split,
+                    objective.tasks,
+                    mixed_precision,
+                    plan.evaluation_tokens,
+                    pad_id,
+                    decision_metrics=plan.decision_metrics,
                 )
                 seconds = time.perf_counter() - started
                 progress.evaluation_seconds += seconds
@@ -306,23 +336,9 @@ def accumulate_gradients(
     Where the device's memory does not suffice, the micro-batch is halved and the batch done again.
     Raises OutOfMemory when one example does not fit.
     """
-    global_items = objective.count(batch)
-    batch_size = len(batch.windows_B)
     while True:
-        torch.manual_seed(step_seed(seed, progress.step))
-        model.zero_grad(set_to_none=True)
-        objective.start_step()
-        total = torch.zeros((), device=mixed_precision.device.torch_device)
         try:
-            for part in batch.split(progress.micro_batch_size):
-                items, micro = objective.count(part), part.to(mixed_precision.device.torch_device)
-                loss = mixed_precision.loss(
-                    model, partial(objective, batch=micro, items=items, global_items=global_items)
-                )
-                mixed_precision.scaler.scale(loss).backward()
-                total += loss.detach()
-            objective.finish_step(progress.step)
-            return total
+            return _accumulate(model, objective, batch, mixed_precision, seed, progress)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -330,10 +346,34 @@ def accumulate_gradients(
                 raise OutOfMemory(
                     f"one example of {batch.input_ids_BL.shape[1]} tokens does not fit into memory."
                 ) from error
-        progress.micro_batch_size = -(-min(progress.micro_batch_size, batch_size) // 2)
+        # Here, after the error and the activations that it holds are gone.
+        progress.micro_batch_size = -(-min(progress.micro_batch_size, len(batch.windows_B)) // 2)
         progress.oom_halvings += 1
         if mixed_precision.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _accumulate(
+    model: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    mixed_precision: MixedPrecision,
+    seed: int,
+    progress: Progress,
+) -> Tensor:
+    device = mixed_precision.device.torch_device
+    global_items = objective.count(batch)
+    torch.manual_seed(step_seed(seed, progress.step))
+    model.zero_grad(set_to_none=True)
+    objective.start_step()
+    total = torch.zeros((), device=device)
+    for part in batch.split(progress.micro_batch_size):
+        compute = objective.of(part.to(device), objective.count(part), global_items)
+        loss = mixed_precision.loss(model, compute)
+        mixed_precision.scaler.scale(loss).backward()
+        total += loss.detach()
+    objective.finish_step(progress.step)
+    return total
 
 
 def apply_gradients(

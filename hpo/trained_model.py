@@ -10,7 +10,7 @@ from hpo.decoding import Decision
 from hpo.errors import DataError, RunError, did_you_mean
 from hpo.executor import Executor
 from hpo.model import MultitaskModel, export_model
-from hpo.precision import Precision, resolve
+from hpo.precision import PRECISIONS, Precision, resolve
 from hpo.train import evaluate
 from hpo.trial_config import TrialConfig
 from hpo.trial_log import ScoredEvaluation
@@ -19,13 +19,14 @@ from hpo.trial_log import ScoredEvaluation
 def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
     """{task: {metric: value}} of a trial's best checkpoint, with the decisions chosen on validation.
 
-    Raises RunError when the checkpoint is gone or damaged, DataError when there is no such split,
-    Unsupported when this device cannot run the trial's precision.
+    It is scored under the precision that the trial ran. Raises RunError when the checkpoint is gone or
+    damaged, DataError when there is no such split, Unsupported when this device cannot run the precision.
     """
     splits = executor.dataset.splits
     if split not in splits:
         raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
     model, config, precision, decisions = _best_model(executor, folder)
+    resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
     with backend_flags(precision, config.amp):
         metrics, _ = evaluate(
             model,
@@ -65,7 +66,7 @@ def _best_model(
             "trial ran, and checkpoint.top_k says how many trials keep theirs."
         )
     config = TrialConfig.model_validate_json(best.state["config"])
-    precision = resolve(config.fp_precision, executor.device, config.amp).precision
+    precision = PRECISIONS[best.state["precision"]]
     model = executor.build_model(config)
     prepare_model(model, precision)
     model.load_state_dict(best.weights)

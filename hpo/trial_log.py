@@ -53,6 +53,8 @@ class TrialLog:
     """From the start to the first training step, in this process."""
     compile_seconds: float | None = None
     precision: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    """How many training texts were cut and true spans lost by `max_length`."""
     compatibility: Compatibility | None = None
     progress: Progress | None = None
     resumed_from_step: int | None = None
@@ -103,6 +105,7 @@ class TrialLog:
         telemetry: dict[str, Any] = {
             "device": self._device(),
             "precision": self.precision,
+            "data": self.data,
             "total_seconds": time.perf_counter() - self.started,
         }
         optional = {

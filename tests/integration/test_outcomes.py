@@ -217,7 +217,7 @@ def test_failed_keeps_the_traceback(
     assert "in broken" in result.traceback
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16-true"])
 def test_preempted_goes_on_as_if_nothing_had_happened(executor: Executor, tmp_path: Path, name: str) -> None:
     params = {"fp_precision": name, "dropout": 0.1, "max_steps": 10}
     whole = executor.run(params, tmp_path / "whole", "w")
@@ -272,6 +272,48 @@ def test_a_model_that_cannot_be_built_is_the_study_s_fault_unless_it_is_searched
         search_space={"freeze_layers": {"type": "categorical", "choices": [0, 9]}},
     )
     assert run(searched, tmp_path, {"freeze_layers": 9}).outcome == "incompatible"
+
+
+def test_a_weight_of_no_task_and_a_loss_for_no_task_are_refused_before_the_first_trial(
+    tmp_path: Path,
+) -> None:
+    weight = {"loss_weight.criterai": {"type": "float", "low": 0.1, "high": 1.0}}
+    with pytest.raises(InputError, match=r"loss_weight\.criterai: .* Did you mean `criteria`"):
+        tiny_executor(tmp_path, search_space=weight)
+    columns = {"source": "synthetic", "synthetic": {"num_train": 8}}
+    with pytest.raises(InputError, match="no such task"):
+        training = {"max_steps": 1, "loss_weight": {"nothing": 2.0}}
+        tiny_executor(tmp_path, data=columns, training=training)
+
+
+def test_thresholds_follow_the_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpo import train
+
+    seen = []
+    real = train.choose_decisions
+
+    def spy(*args: Any) -> Any:
+        seen.append(args[3])
+        return real(*args)
+
+    monkeypatch.setattr("hpo.train.choose_decisions", spy)
+    run(
+        tiny_executor(tmp_path, objective={"metric": "criteria/f1_micro"}), tmp_path, {"fp_precision": "fp32"}
+    )
+    assert seen == [{"criteria": "f1_micro"}]
+
+
+def test_a_measured_objective_is_that_of_the_whole_trial(tmp_path: Path) -> None:
+    objectives = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
+    result = run(tiny_executor(tmp_path, objective=objectives), tmp_path, {"fp_precision": "fp32"})
+    assert result.values is not None
+    assert abs(result.values[1] - result.telemetry["peak_memory_bytes"]) < 2**26
+
+
+def test_texts_that_were_cut_are_counted(executor: Executor, tmp_path: Path) -> None:
+    result = run(executor, tmp_path, {"fp_precision": "fp32", "max_length": 16})
+    assert result.telemetry["data"]["num_cut_examples"] > 0
+    assert result.telemetry["data"]["num_lost_spans"]["evidence"] > 0
 
 
 def test_an_objective_that_no_task_has(tmp_path: Path) -> None:
