@@ -15,6 +15,9 @@ A worker that dies leaves its slot claimed. On the same machine the others see a
 gone; elsewhere its lease runs out. Leases are ours because Optuna's heartbeat runs only inside
 `study.optimize`, ends for good when the database restarts, and fails a trial instead of continuing it.
 
+A trial that kills its own process (out of memory, a segmentation fault) would be taken over forever. So it
+keeps the names of the workers that died in it since it last got past all its evaluations.
+
 Outcome -> Optuna state: a failure that would happen again is PRUNED with an infeasible constraint, never
 FAIL, because samplers do not see FAIL and would return to the same broken precision.
 """
@@ -37,7 +40,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.database import explain
 from hpo.errors import LeaseLostError
 from hpo.process import process_start, this_machine
-from hpo.schema import slots, workers
+from hpo.schema import evaluations, slots, workers
 from hpo.storage import Storage, plain
 from hpo.study_record import is_alive
 
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 SLOT_ATTR = "hpo:slot"
+DEATHS_ATTR = "hpo:deaths"
 INFEASIBLE = ("nonfinite", "incompatible", "unsupported", "oom")
 CONSTRAINT = "feasible"
 
@@ -62,11 +66,19 @@ def trial_attributes(result: TrialResult) -> dict[str, Any]:
     return attributes | ({"traceback": result.traceback} if result.traceback else {})
 
 
+def _failures(of_slot: list[optuna.trial.FrozenTrial]) -> list[optuna.trial.FrozenTrial]:
+    return [trial for trial in of_slot if trial.user_attrs.get("outcome") == "failed"]
+
+
 class Lease:
     """The right of one worker to run one slot's trial."""
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int, dead_owner: str | None = None) -> None:
         self.slot = slot
+        self.dead_owner = dead_owner
+        """The worker that died with the slot, if it was taken over."""
+        self.num_deaths = 0
+        """How many workers died in the slot's trial since it was last seen to get on; see `open_trial`."""
         self._lost = threading.Event()
 
     @property
@@ -158,11 +170,10 @@ class Worker:
         Returns:
             None when every slot is done or with a live worker.
         """
-        slot = self._storage.persist(self._claim)
-        self._lease = None if slot is None else Lease(slot)
+        self._lease = self._storage.persist(self._claim)
         return self._lease
 
-    def _claim(self) -> int | None:
+    def _claim(self) -> Lease | None:
         of_study = slots.c.study == self._name
         # A claim that was committed though the connection broke before the answer came.
         mine = sa.select(slots.c.slot).where(of_study, slots.c.state == "running", slots.c.owner == self.id)
@@ -177,7 +188,7 @@ class Worker:
             with self._storage.engine.begin() as connection:
                 claimed = connection.execute(mine).scalars().first()
                 if claimed is not None:
-                    return int(claimed)
+                    return Lease(int(claimed))
                 found, state = self._abandoned(connection), "running"
                 if found is None:
                     found, state = connection.execute(free).one_or_none(), "open"
@@ -194,7 +205,7 @@ class Worker:
                 )
                 if taken.rowcount:
                     self._renew(connection)
-                    return int(found.slot)
+                    return Lease(int(found.slot), found.owner if state == "running" else None)
 
     def _abandoned(self, connection: sa.Connection) -> Any:
         rows = connection.execute(
@@ -225,11 +236,12 @@ class Worker:
                 study.tell(extra.number, state=TrialState.FAIL)
             if running and not running[0].constraints:
                 self._update_slot(lease, trial_number=running[0].number)
+                lease.num_deaths = self._count_deaths(lease, running[0])
                 return optuna.trial.Trial(study, running[0]._trial_id)
             if running:  # its worker was killed between setting the constraint and the state
                 study.tell(running[0].number, state=TrialState.PRUNED)
                 continue
-            failures = [trial for trial in of_slot if trial.user_attrs.get("outcome") == "failed"]
+            failures = _failures(of_slot)
             finished = any(trial.state != TrialState.FAIL for trial in of_slot)
             if finished or not self._retries_left(of_slot):
                 self._update_slot(lease, state="done")
@@ -249,9 +261,23 @@ class Worker:
         return [trial for trial in trials if trial.system_attrs.get(SLOT_ATTR) == slot]
 
     def _retries_left(self, of_slot: list[optuna.trial.FrozenTrial]) -> bool:
-        failures = [trial for trial in of_slot if trial.user_attrs.get("outcome") == "failed"]
+        failures = _failures(of_slot)
         expected = any("traceback" not in trial.user_attrs for trial in failures)
         return not expected and len(failures) <= self._max_retries
+
+    def _count_deaths(self, lease: Lease, trial: optuna.trial.FrozenTrial) -> int:
+        """Add the lease's dead owner to those that the trial remembers; return how many they are."""
+        deaths = trial.system_attrs.get(DEATHS_ATTR, {"step": 0, "workers": []})
+        if lease.dead_owner is not None and lease.dead_owner not in deaths["workers"]:
+            last_step = sa.select(sa.func.max(evaluations.c.step)).where(
+                evaluations.c.study == self._name, evaluations.c.trial_number == trial.number
+            )
+            with self._storage.engine.connect() as connection:
+                step = connection.execute(last_step).scalar() or 0
+            before = deaths["workers"] if step <= deaths["step"] else []
+            deaths = {"step": max(step, deaths["step"]), "workers": [*before, lease.dead_owner]}
+            self._storage.optuna.set_trial_system_attr(trial._trial_id, DEATHS_ATTR, deaths)
+        return len(deaths["workers"])
 
     def _update_slot(self, lease: Lease, **values: Any) -> None:
         owned = (slots.c.study == self._name, slots.c.slot == lease.slot, slots.c.owner == self.id)

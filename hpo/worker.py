@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 """Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
 
+MORE_DEATHS = 2
+"""How many more workers may die in a trial than it may have retries; most deaths are not the trial's fault."""
+
 NUM_WORKERS = "HPO_NUM_WORKERS"
 """Environment variable: how many workers were started together on this machine."""
 
@@ -179,7 +182,10 @@ def run_worker(
             with suppress(LeaseLostError):
                 trial = worker.open_trial(lease)
                 if trial is not None:
-                    result = _run_trial(trial, lease, execute)
+                    if lease.num_deaths > config.max_retries + MORE_DEATHS:
+                        result = _died(lease.num_deaths)
+                    else:
+                        result = _run_trial(trial, lease, execute)
                     worker.record_outcome(lease, trial, result)
                     outcomes[result.outcome] += 1
                     after_trial()
@@ -200,6 +206,12 @@ def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> Tri
 
         reason = f"{type(error).__name__}: {error}"
         return TrialResult("failed", reason, traceback=traceback.format_exc())
+
+
+def _died(num_deaths: int) -> TrialResult:
+    from hpo.telemetry import TrialResult
+
+    return TrialResult("failed", f"its worker died {num_deaths} times in it")
 
 
 def trial_runner(

@@ -12,13 +12,15 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy as sa
 import worker_process
 from worker_process import check_done, notes, result, study
 
 from hpo import worker as worker_module
 from hpo.errors import DataError, InputError, RunError
+from hpo.schema import workers
 from hpo.search_space import suggest
-from hpo.slots import Lease
+from hpo.slots import Lease, Worker
 from hpo.storage import EvaluationRow, Storage, open_storage
 from hpo.worker import (
     TrialEvent,
@@ -195,6 +197,43 @@ def test_lost_lease_stores_nothing_and_goes_on_with_the_next(storage: Storage) -
     lost: list[int] = []
     assert run_worker(study(2), storage, execute).outcomes == {"complete": 2}
     assert lost == [0]
+
+
+@pytest.mark.parametrize(("gets_on", "runs"), [(False, 4), (True, 6)])
+def test_trial_that_kills_its_workers_fails_in_the_end(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, gets_on: bool, runs: int
+) -> None:
+    """With one retry four deaths end it; an evaluation that is farther than all before starts a new count."""
+    ran: list[int] = []
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        suggest(study().search_space, trial)
+        ran.append(trial.number)
+        if trial.number == 0:
+            step = len(ran) if gets_on and len(ran) <= 3 else 1
+            storage.report_evaluation(trial, step, 0.5, EvaluationRow(step, 1.0, 1.0, {}))
+            raise KeyboardInterrupt  # ends the worker
+        return result("complete")
+
+    config = study(2, max_retries=1)
+    leave = worker_module.Worker.__exit__
+
+    def die(worker: Worker, *_: object) -> None:
+        """Leave as a killed process does: the slot stays claimed, and the row names no live process."""
+        worker._leaving.set()
+        worker._thread.join()
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(process_start="1"))
+
+    for _ in range(runs):
+        monkeypatch.setattr(Worker, "__exit__", die)
+        with pytest.raises(KeyboardInterrupt):
+            run_worker(config, storage, execute)
+    monkeypatch.setattr(Worker, "__exit__", leave)
+    assert run_worker(config, storage, execute).outcomes == {"failed": 1, "complete": 1}
+    assert ran == [0] * runs + [1]
+    first, _ = storage.read_study("tiny").trials
+    assert (first.state, first.outcome, first.reason) == ("FAIL", "failed", "its worker died 4 times in it")
 
 
 # Signals
