@@ -6,7 +6,7 @@ Everything here follows from what the trials stored about themselves.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,21 @@ def notices(record: StudyRecord) -> list[Notice]:
             "trials).",
             "Raise `batch_size` (or `micro_batch_size`), or run more workers per device.",
         )
+    if losing := [
+        (_num_lost(data), data["num_cut_examples"], trial.number, data)
+        for trial in record.trials
+        if (data := trial.telemetry.get("data")) and (data["num_cut_examples"] or _num_lost(data))
+    ]:
+        # Trials may differ in max_length: the one that lost most speaks for all.
+        num_lost, num_cut, number, data = max(losing, key=lambda one: one[:3])
+        by_task = ", ".join(f"{task} {num:,}" for task, num in sorted(data["num_lost_spans"].items()) if num)
+        spans = f"{num_lost:,} true spans lost ({by_task})" if num_lost else "no true span lost"
+        add(
+            f"{len(losing)} trial{'s' if len(losing) > 1 else ''} lost training text at `max_length`; most "
+            f"in trial {number}: {num_cut:,} of {data['num_examples']:,} texts cut, {spans}.",
+            "Nothing is learned from it. Raise `max_length`, or set `data.long_text: window`; a span that no "
+            "window holds whole needs a larger `data.stride`.",
+        )
     complete = complete_trials(record)
     if not complete:
         add("No trial is complete.", "Nothing can be concluded from this study yet.")
@@ -111,6 +126,10 @@ def _trials(trials: pd.DataFrame) -> str:
     numbers = [str(number) for number in trials["number"]]
     shown = ", ".join(numbers[:8]) + (" ..." if len(numbers) > 8 else "")
     return f"{len(numbers)} trial{'s' if len(numbers) > 1 else ''} (number {shown})"
+
+
+def _num_lost(data: Mapping[str, Any]) -> int:
+    return int(sum(data["num_lost_spans"].values()))
 
 
 def _names(values: Iterable[Any]) -> str:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from study_records import fake_record, fake_trial, record_of
 
-from hpo.notices import notices
+from hpo.notices import Notice, notices
 from hpo.tables import complete_trials
 
 
@@ -23,6 +24,41 @@ from hpo.tables import complete_trials
 )
 def test_notices_name_what_limits_the_conclusions(text: str) -> None:
     assert any(notice.text.startswith(text) or text in notice.text for notice in notices(fake_record()))
+
+
+def cut_notices(*data: dict[str, Any]) -> list[Notice]:
+    trials = [fake_trial(number, "fp32") for number in range(len(data))]
+    for trial, its_data in zip(trials, data, strict=True):
+        trial.telemetry["data"] = its_data
+    return [notice for notice in notices(record_of(trials)) if "max_length" in notice.text]
+
+
+def test_cut_texts_and_lost_spans_are_said() -> None:
+    whole = {"num_cut_examples": 0, "num_lost_spans": {"evidence": 0, "pii": 0}, "num_examples": 2400}
+    some = {"num_cut_examples": 300, "num_lost_spans": {"evidence": 7, "pii": 0}, "num_examples": 2400}
+    most = {"num_cut_examples": 1200, "num_lost_spans": {"pii": 1500, "evidence": 40}, "num_examples": 2400}
+    (notice,) = cut_notices(whole, some, most)
+    assert notice.text == (
+        "2 trials lost training text at `max_length`; most in trial 2: 1,200 of 2,400 texts cut, 1,540 true "
+        "spans lost (evidence 40, pii 1,500)."
+    )
+    assert "Raise `max_length`" in notice.advice
+    assert "`data.long_text: window`" in notice.advice
+    (notice,) = cut_notices(some)
+    assert "1 trial lost" in notice.text
+    assert "7 true spans lost (evidence 7)" in notice.text
+
+
+def test_cut_texts_without_spans_are_said_and_whole_texts_are_not() -> None:
+    (notice,) = cut_notices({"num_cut_examples": 3, "num_lost_spans": {}, "num_examples": 10})
+    assert "3 of 10 texts cut, no true span lost" in notice.text
+    assert cut_notices({"num_cut_examples": 0, "num_lost_spans": {}, "num_examples": 10}, {}) == []
+
+
+def test_spans_that_no_window_holds_are_said() -> None:
+    (notice,) = cut_notices({"num_cut_examples": 0, "num_lost_spans": {"evidence": 2}, "num_examples": 10})
+    assert "0 of 10 texts cut, 2 true spans lost (evidence 2)" in notice.text
+    assert "`data.stride`" in notice.advice
 
 
 def test_low_utilisation_says_what_to_raise() -> None:
