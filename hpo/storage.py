@@ -326,6 +326,9 @@ class Storage:
     ) -> bool:
         """Store one evaluation and return whether the pruner would stop the trial.
 
+        Those of later steps go: a worker that died made them, after the checkpoint from which the trial
+        went on.
+
         Args:
             index: counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of
                 different batch sizes at the same share of their budget.
@@ -348,7 +351,10 @@ class Storage:
                     warnings.filterwarnings("ignore", message=".*already reported")
                     trial.report(value, index)
             statement = self.insert(evaluations).values(**key, **values)
+            same_trial = (evaluations.c[column] == key[column] for column in ("study", "trial_number"))
+            abandoned = sa.delete(evaluations).where(*same_trial, evaluations.c.step > row.step)
             with self.engine.begin() as connection:
+                connection.execute(abandoned)
                 connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
             return single and trial.should_prune()
 

@@ -324,13 +324,29 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
         first = EvaluationRow(40, 0.5, 3.0, metrics, 10.0, 1300.0)
         assert storage.report_evaluation(trial, 1, 0.5, first) is False
         storage.report_evaluation(trial, 2, float("nan"), EvaluationRow(80, 1.0, 6.0, metrics))
-        # A trial that went on from a checkpoint comes by here again.
-        storage.report_evaluation(trial, 1, 0.7, EvaluationRow(40, 0.5, 4.0, metrics))
     record = storage.read_study("tiny").trials[0]
     assert [row.step for row in record.evaluations] == [40, 80]
-    assert record.evaluations[0].seconds == 4.0
+    assert record.evaluations[0].seconds == 3.0
     assert record.evaluations[0].metrics == {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}
     assert opened.trials[0].intermediate_values == {1: 0.5}
+
+
+def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    with Worker(storage, opened, max_retries=0) as worker:
+        trials = [worker.open_trial(worker.claim())]
+        with Worker(storage, opened, max_retries=0) as other:
+            trials.append(other.open_trial(other.claim()))
+        for trial in trials:
+            for index in (1, 2, 3):
+                row = EvaluationRow(40 * index, 1.0, 3.0, {})
+                storage.report_evaluation(trial, index, 0.5, row)
+        storage.report_evaluation(trials[0], 2, 0.7, EvaluationRow(80, 1.0, 4.0, {}))
+    again, untouched = storage.read_study("tiny").trials
+    assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 3.0), (80, 4.0)]
+    assert [row.step for row in untouched.evaluations] == [40, 80, 120]
+    # Optuna cannot forget a value; the trial overtakes those.
+    assert opened.trials[0].intermediate_values == {1: 0.5, 2: 0.5, 3: 0.5}
 
 
 def test_pruner_is_asked(storage: Storage) -> None:
