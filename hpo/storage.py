@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 import uuid
 import warnings
@@ -28,7 +29,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo import schema, study_record
 from hpo.database import exclusive, explain, is_outage, open_database, redact, storage_url
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
-from hpo.schema import compat, evaluations, slots, studies
+from hpo.process import this_machine
+from hpo.schema import compat, evaluations, slots, studies, workers
 from hpo.search_space import space_diff, space_hash
 from hpo.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
 
@@ -316,6 +318,17 @@ class Storage:
             with self.engine.connect() as connection:
                 found = {row[0]: int(row[1]) for row in connection.execute(query.group_by(slots.c.state))}
             return {state: found.get(state, 0) for state in ("open", "running", "done")}
+
+        return self.persist(action)
+
+    def has_other_workers_here(self) -> bool:
+        """Whether another process on this machine works on any study of this database."""
+        here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
+
+        def action() -> bool:
+            with self.engine.connect() as connection:
+                rows = connection.execute(sa.select(workers, self.now.label("now")).where(*here)).all()
+            return any(study_record.is_alive(row, self.lease_seconds) for row in rows)
 
         return self.persist(action)
 

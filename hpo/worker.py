@@ -23,7 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,7 +50,7 @@ Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 """Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
 
 MORE_DEATHS = 2
-"""How many more workers may die in a trial than it may have retries; most deaths are not the trial's fault."""
+"""How many more workers may die in a trial than it may have retries: few are the trial's fault."""
 
 NUM_WORKERS = "HPO_NUM_WORKERS"
 """Environment variable: how many workers were started together on this machine."""
@@ -124,9 +124,13 @@ def run_study(
             return run_workers(
                 config, storage, runs_dir, workers, study_name=study_name, on_event=on_event, stop=stop
             )
+        import torch
+
         from hpo.device import probe_device
         from hpo.executor import Executor
 
+        if config.device != "cpu" and (num_devices := torch.cuda.device_count()) > 1:
+            torch.cuda.set_device(worker_number % num_devices)
         shared = int(os.environ.get(NUM_WORKERS, "1")) > 1
         executor = Executor(config, probe_device(config.device), runs_dir, storage, shared_device=shared)
         study = storage.load_study(config.name)
@@ -221,6 +225,7 @@ def trial_runner(
     on_event = on_event or (lambda _: None)
     metric_names = [objective.metric for objective in executor.study.objective]
     token = storage.study_token(executor.study.name)
+    started_together = executor.shared_device
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
@@ -248,7 +253,12 @@ def trial_runner(
             return stop.is_set()
 
         folder = executor.trial_folder(token, trial.number)
-        return executor.run(params, folder, f"{token}/{trial.number}", on_evaluation, should_stop)
+        executor.shared_device = started_together or storage.has_other_workers_here()
+        result = executor.run(params, folder, f"{token}/{trial.number}", on_evaluation, should_stop)
+        if not executor.shared_device and storage.has_other_workers_here():  # it came during the trial
+            device = {**result.telemetry["device"], "shared": True}
+            result = replace(result, telemetry={**result.telemetry, "device": device})
+        return result
 
     return execute
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -18,10 +19,12 @@ from worker_process import check_done, notes, result, study
 
 from hpo import worker as worker_module
 from hpo.errors import DataError, InputError, RunError
+from hpo.process import process_start, this_machine
 from hpo.schema import workers
 from hpo.search_space import suggest
 from hpo.slots import Lease, Worker
 from hpo.storage import EvaluationRow, Storage, open_storage
+from hpo.telemetry import TrialResult
 from hpo.worker import (
     TrialEvent,
     keep_best_checkpoints,
@@ -29,6 +32,7 @@ from hpo.worker import (
     run_worker,
     run_workers,
     stop_on_signals,
+    trial_runner,
 )
 
 
@@ -197,6 +201,54 @@ def test_lost_lease_stores_nothing_and_goes_on_with_the_next(storage: Storage) -
     lost: list[int] = []
     assert run_worker(study(2), storage, execute).outcomes == {"complete": 2}
     assert lost == [0]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "shared"),
+    [
+        ("alone", "alone", False),
+        ("live", "live", True),
+        ("alone", "live", True),
+        ("live", "dead", True),
+        ("dead", "dead", False),
+        ("elsewhere", "elsewhere", False),
+    ],
+)
+def test_trial_knows_of_other_workers_on_its_machine(
+    storage: Storage, start: str, end: str, shared: bool
+) -> None:
+    def others(kind: str) -> None:
+        row = {
+            "id": "other",
+            "study": "another",
+            "host": "here",
+            "machine": "elsewhere" if kind == "elsewhere" else this_machine(),
+            "pid": peer.pid,
+            "process_start": "1" if kind == "dead" else process_start(peer.pid),
+            "started": storage.now,
+            "last_seen": storage.now,
+            "state": "live",
+        }
+        with storage.engine.begin() as connection:
+            connection.execute(sa.delete(workers).where(workers.c.id == "other"))
+            if kind != "alone":
+                connection.execute(sa.insert(workers).values(row))
+
+    def run(*_: Any) -> TrialResult:
+        told = executor.shared_device
+        others(end)
+        return TrialResult("complete", values=(0.5,), telemetry={"device": {"name": "x", "shared": told}})
+
+    config = study(1)
+    executor: Any = SimpleNamespace(
+        study=config, shared_device=False, trial_folder=lambda *_: Path(), run=run
+    )
+    storage.create_or_resume_study(config)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
+        others(start)
+        run_worker(config, storage, trial_runner(executor, storage, threading.Event()))
+        peer.kill()
+    assert storage.read_study("tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
 
 
 @pytest.mark.parametrize(("gets_on", "runs"), [(False, 4), (True, 6)])
