@@ -280,10 +280,9 @@ def test_a_weight_of_no_task_and_a_loss_for_no_task_are_refused_before_the_first
     weight = {"loss_weight.criterai": {"type": "float", "low": 0.1, "high": 1.0}}
     with pytest.raises(InputError, match=r"loss_weight\.criterai: .* Did you mean `criteria`"):
         tiny_executor(tmp_path, search_space=weight)
-    columns = {"source": "synthetic", "synthetic": {"num_train": 8}}
+    training = {"max_steps": 1, "loss_weight": {"nothing": 2.0}}
     with pytest.raises(InputError, match="no such task"):
-        training = {"max_steps": 1, "loss_weight": {"nothing": 2.0}}
-        tiny_executor(tmp_path, data=columns, training=training)
+        tiny_executor(tmp_path, training=training)
 
 
 def test_thresholds_follow_the_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,38 @@
+"""The smoke study from its file to its report, on each kind of database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpo.report import write_report
+from hpo.storage import open_storage
+from hpo.study_config import load_study
+from hpo.tables import best_trials, summary_by_precision
+from hpo.worker import run_study
+
+STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
+
+
+def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
+    study = load_study(STUDY)
+    with open_storage(storage_url) as storage:
+        summary = run_study(study, storage, tmp_path)
+        record = storage.read_study("smoke")
+        assert run_study(study, storage, tmp_path).outcomes == {}  # finished: nothing is run again
+    assert summary.ended == "finished"
+    assert sum(summary.outcomes.values()) == len(record.trials) == study.n_trials == 6
+    assert set(summary.outcomes) <= {"complete", "pruned"}
+    for trial in record.trials:
+        precision = trial.telemetry["precision"]
+        assert precision["requested"] == precision["effective"] == trial.params["fp_precision"]
+        assert precision["agrees"]
+        assert trial.attributes["fp_precision_effective"] == trial.params["fp_precision"]
+        assert trial.attributes["train_tokens_per_second"] > 0
+        assert trial.evaluations
+        assert {"score", "criteria", "evidence", "severity", "burden"} <= set(trial.evaluations[0].metrics)
+    (best,) = best_trials(record)
+    assert best.values == (max(trial.values[0] for trial in record.trials if trial.values),)
+    assert summary_by_precision(record)["trials"].sum() == 6
+    page = write_report(record, tmp_path / "report").read_text()
+    assert "score while training" in page
+    assert "No evaluation with" not in page
