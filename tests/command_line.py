@@ -37,7 +37,8 @@ class Finished:
 def hpo_command(folder: Path, *arguments: str, width: int = 100) -> Finished:
     """Run `hpo` in `folder`. An exception that would end in a traceback is raised."""
     out, err = io.StringIO(), io.StringIO()
-    environment = {"COLUMNS": str(width), "HPO_STORAGE": ""}
+    # The path is for the processes of `--workers`.
+    environment = {"COLUMNS": str(width), "HPO_STORAGE": "", "PYTHONPATH": str(ROOT)}
     with (
         chdir(folder),
         mock.patch.dict(os.environ, environment),

@@ -1,0 +1,193 @@
+"""Whole studies through the command line: how many trials, what is kept, what is refused, how it ends."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ROOT, hpo_command, ok
+from tiny import write_study
+
+from hpo.storage import open_storage
+from hpo.study_record import StudyRecord
+
+SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
+TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
+
+
+def stored(folder: Path) -> StudyRecord:
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
+        return storage.read_study("tiny")
+
+
+def kept(folder: Path) -> list[int]:
+    """Numbers of the trials that have checkpoints."""
+    return sorted(
+        int(path.name.removeprefix("trial-")) for path in folder.glob("runs/*/checkpoints-*/trial-*")
+    )
+
+
+def test_smoke_study(tmp_path: Path) -> None:
+    """Each precision that runs on this machine, pruning, the summary, the report and a model at the end."""
+    shutil.copy(ROOT / "studies" / "smoke.yaml", tmp_path)
+    text = ok(hpo_command(tmp_path, "run", "smoke.yaml")).out
+    assert "smoke: by requested precision" in text
+    found = hpo_command(tmp_path, "status", "smoke.yaml", "--json").json
+    assert found["trials"] == {"open": 0, "running": 0, "done": 6}
+    assert set(found["outcomes"]) <= {"complete", "pruned"}
+    ok(hpo_command(tmp_path, "report", "smoke.yaml"))
+    best = ok(hpo_command(tmp_path, "best", "smoke.yaml", "--evaluate", "test", "--export", "model"))
+    assert re.search(r"criteria +f1_macro +0\.\d+", best.out)
+    assert (tmp_path / "model" / "heads.safetensors").is_file()
+
+
+def test_two_workers_run_exactly_n_trials(tmp_path: Path) -> None:
+    write_study(
+        tmp_path,
+        n_trials=5,
+        search_space=SPACE | {"batch_size": {"type": "categorical", "choices": [8, 16]}},
+        training={k: v for k, v in TRAINING.items() if k != "batch_size"},
+    )
+    text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers", "2")).out
+    record = stored(tmp_path)
+    assert record.slots == {"open": 0, "running": 0, "done": 5}
+    assert [trial.outcome for trial in record.trials] == ["complete"] * 5
+    assert len({trial.attributes["worker"] for trial in record.trials}) <= 2
+    assert len({str(trial.params) for trial in record.trials}) == 5
+    assert (
+        len(re.findall(r"^trial +\d  complete +0\.\d+  batch_size=\d+ learning_rate=", text, re.MULTILINE))
+        == 5
+    )
+    assert all(trial.telemetry["device"]["shared"] for trial in record.trials)
+    assert {path.name for path in tmp_path.glob("runs/tiny/*.log")} == {"worker-0.log", "worker-1.log"}
+    assert len(kept(tmp_path)) == 3
+
+    before = record.trials
+    assert "(finished): 5 of 5" in ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers", "2")).out
+    assert stored(tmp_path).trials == before
+
+
+def test_n_trials_is_the_total_over_all_runs(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    for n_trials, total in ((1, 1), (3, 3), (2, 3)):
+        ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", str(n_trials)))
+        assert len(stored(tmp_path).trials) == total
+    record = stored(tmp_path)
+    assert record.slots == {"open": 0, "running": 0, "done": 3}
+    assert len({str(trial.params) for trial in record.trials}) == 3
+
+
+def test_a_changed_search_space_is_refused_with_a_diff(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    before = stored(tmp_path)
+    write_study(
+        tmp_path,
+        n_trials=9,
+        search_space={
+            "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
+            "pooling": {"type": "categorical", "choices": ["cls", "mean"]},
+        },
+    )
+    for command in ("run", "worker", "init"):
+        refused = hpo_command(tmp_path, command, "tiny.yaml")
+        assert refused.exit_code == 2
+        assert "The stored study `tiny` has another search space than the study file" in refused.err
+        assert re.search(r"^  ~ learning_rate: low `0.0001` -> `1.0e-05`", refused.err, re.MULTILINE)
+        assert re.search(r"^  \+ pooling: ", refused.err, re.MULTILINE)
+        assert "trial " not in refused.out
+    after = stored(tmp_path)
+    assert (after.trials, after.slots, after.definition) == (before.trials, before.slots, before.definition)
+
+
+def test_a_changed_setting_is_refused_and_what_may_change_is_taken(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    write_study(tmp_path, training=TRAINING | {"max_steps": 5})
+    refused = hpo_command(tmp_path, "run", "tiny.yaml")
+    assert (refused.exit_code, "~ training.max_steps: 4 -> 5" in refused.err) == (2, True)
+    write_study(tmp_path, sampler={"name": "tpe"}, n_trials=3, checkpoint={"top_k": 1})
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert len(stored(tmp_path).trials) == 3
+    assert len(kept(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_best_trials_keep_their_checkpoints(tmp_path: Path, top_k: int) -> None:
+    space = SPACE | {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32"]}}
+    write_study(tmp_path, n_trials=6, checkpoint={"top_k": top_k}, search_space=space)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    complete = [trial for trial in stored(tmp_path).trials if trial.outcome == "complete"]
+    complete.sort(key=lambda trial: -trial.values[0] if trial.values else 0)
+    assert len(complete) > 2
+    assert kept(tmp_path) == sorted(trial.number for trial in complete[:top_k])
+    finished = hpo_command(tmp_path, "best", "tiny.yaml", "--evaluate", "test", "--json")
+    if top_k:
+        assert ok(finished).json["evaluation"]["trial"] == complete[0].number
+    else:
+        assert finished.exit_code == 1
+        assert "checkpoint.top_k says how many trials keep theirs" in finished.err
+
+
+def test_several_objectives(tmp_path: Path) -> None:
+    objective = [
+        {"metric": "score", "direction": "maximize"},
+        {"metric": "peak_memory_bytes", "direction": "minimize"},
+    ]
+    write_study(tmp_path, n_trials=3, objective=objective, checkpoint={"top_k": 1})
+    text = ok(hpo_command(tmp_path, "run", "tiny.yaml")).out
+    assert re.search(r"^trial +0  complete +0\.\d+, [\d.]+ [MG]iB  learning_rate=", text, re.MULTILINE)
+    found = ok(hpo_command(tmp_path, "best", "tiny.yaml", "--evaluate", "test", "--json")).json
+    front = found["trials"]
+    assert front[0]["values"]["score"] == max(trial["values"]["score"] for trial in front)
+    assert kept(tmp_path) == [front[0]["number"]] == [found["evaluation"]["trial"]]
+
+
+def test_checkpoints_of_a_deleted_study_do_not_pass_for_those_of_a_new_one(tmp_path: Path) -> None:
+    write_study(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 9})
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    for path in (tmp_path / "runs").glob("hpo.db*"):
+        path.unlink()
+    write_study(tmp_path, n_trials=1, training=TRAINING | {"max_steps": 3})
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    assert "resumed_from_step" not in stored(tmp_path).trials[0].telemetry
+    found = ok(hpo_command(tmp_path, "best", "tiny.yaml", "--evaluate", "validation", "--json")).json
+    assert found["evaluation"]["metrics"] == found["trials"][0]["metrics"]
+
+
+def test_a_study_with_a_mistake_can_be_run_when_it_is_mended(tmp_path: Path) -> None:
+    """Nothing is left of the refused run that would make the mended file another definition."""
+    write_study(tmp_path, objective={"metric": "criteria/f1_mikro"})
+    for _ in range(2):
+        refused = hpo_command(tmp_path, "run", "tiny.yaml")
+        assert refused.exit_code == 2
+        assert "Did you mean `criteria/f1_micro`?" in refused.err
+    assert hpo_command(tmp_path, "status", "tiny.yaml").exit_code == 2
+    write_study(tmp_path, objective={"metric": "criteria/f1_micro"})
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+
+
+def test_a_study_without_any_complete_trial_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_study(tmp_path, training=TRAINING | {"fp_precision": "tf32"})
+    finished = hpo_command(tmp_path, "run", "tiny.yaml")
+    assert finished.exit_code == 1
+    assert "has ended without a complete trial. The last one ended as unsupported: `tf32`" in finished.err
+
+    write_study(tmp_path, name="broken", max_retries=0)
+    monkeypatch.setattr("hpo.executor.build_optimizer", lambda *_, **__: 1 / 0)
+    finished = hpo_command(tmp_path, "run", "tiny.yaml")
+    assert finished.exit_code == 1
+    assert "The last one ended as failed: ZeroDivisionError: division by zero\nTraceback" in finished.err
+    assert hpo_command(tmp_path, "best", "tiny.yaml").exit_code == 1
+
+
+def test_timeout(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "9", "--timeout", "0.000001")).out
+    assert "Out of time: 0 of 9 trials done. To go on: hpo run tiny.yaml --n-trials 9\n" in text
+    assert stored(tmp_path).slots == {"open": 9, "running": 0, "done": 0}
