@@ -47,7 +47,8 @@ def study(n_trials: int = 8, **changes: Any) -> StudyConfig:
 def result(outcome: str, **changes: Any) -> Any:
     """A TrialResult, without the import of PyTorch."""
     values = (0.5,) if outcome == "complete" else None
-    fields = {"reason": "", "values": values, "headline": {}, "telemetry": {}, "traceback": None}
+    traceback = "Traceback" if outcome == "failed" else None
+    fields = {"reason": "", "values": values, "headline": {}, "telemetry": {}, "traceback": traceback}
     return SimpleNamespace(outcome=outcome, **{**fields, **changes})
 
 
