@@ -179,7 +179,7 @@ def test_best(ran: Path) -> None:
 def test_best_takes_the_study_from_the_database_where_its_file_is_gone(folder: Path) -> None:
     (folder / "tiny.yaml").unlink()
     found = ok(hpo_command(folder, "best", "tiny", "--json", "--evaluate", "test")).json
-    assert found["evaluation"]["metrics"].keys() == {"criteria", "evidence", "severity", "score"}
+    assert found["evaluation"]["metrics"].keys() == {"criteria", "evidence", "severity", "burden"}
 
 
 def test_best_refuses_a_file_that_has_changed_since(folder: Path) -> None:
