@@ -37,7 +37,7 @@ Span = tuple[str, int, int]
 
 
 class AnnotatedText(Protocol):
-    """What scoring needs of an example (`hpo.data.Example` is one)."""
+    """What scoring needs of an example (`hpo.examples.Example` is one)."""
 
     @property
     def text(self) -> str: ...

@@ -29,7 +29,7 @@ MAX_ANSWER_TOKENS = 30
 
 
 class TokenWindows(Protocol):
-    """What decoding needs of a tokenised split (`hpo.data.TokenizedSplit` is one)."""
+    """What decoding needs of a tokenised split (`hpo.tokens.TokenizedSplit` is one)."""
 
     @property
     def examples(self) -> Sequence[AnnotatedText]: ...
