@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ROOT, hpo_command, ok
+from command_line import hpo_command, ok
 from tiny import write_study
 
 from hpo.storage import open_storage
@@ -28,20 +27,6 @@ def kept(folder: Path) -> list[int]:
     return sorted(
         int(path.name.removeprefix("trial-")) for path in folder.glob("runs/*/checkpoints-*/trial-*")
     )
-
-
-def test_smoke_study(tmp_path: Path) -> None:
-    """Each precision that runs on this machine, pruning, the summary, the report and a model at the end."""
-    shutil.copy(ROOT / "studies" / "smoke.yaml", tmp_path)
-    text = ok(hpo_command(tmp_path, "run", "smoke.yaml")).out
-    assert "smoke: by requested precision" in text
-    found = hpo_command(tmp_path, "status", "smoke.yaml", "--json").json
-    assert found["trials"] == {"open": 0, "running": 0, "done": 6}
-    assert set(found["outcomes"]) <= {"complete", "pruned"}
-    ok(hpo_command(tmp_path, "report", "smoke.yaml"))
-    best = ok(hpo_command(tmp_path, "best", "smoke.yaml", "--evaluate", "test", "--export", "model"))
-    assert re.search(r"criteria +f1_macro +0\.\d+", best.out)
-    assert (tmp_path / "model" / "heads.safetensors").is_file()
 
 
 def test_two_workers_run_exactly_n_trials(tmp_path: Path) -> None:
