@@ -310,12 +310,14 @@ class Executor:
         ):
             log.evaluation_rates.append(evaluation.examples_per_second)
             scored = ScoredEvaluation(evaluation, self._values(evaluation, log))
-            if self._is_better(scored, log.best):
+            is_best = self._is_better(scored, log.best)
+            if is_best:
                 log.best = scored
                 best = {"config": config.model_dump_json(), "precision": precision.name}
                 store.save_best(evaluation.step, model.state_dict(), best | {"best": scored.state_dict()})
-                save()  # so that the trial never goes on from before its best
             on_evaluation(scored)
+            if is_best:
+                save()  # the trial never goes on from before its best, nor from after a report not made
         store.finish()
         assert log.best is not None
         return self._final_values(log.best.values, log)

@@ -47,8 +47,7 @@ def study(n_trials: int = 8, **changes: Any) -> StudyConfig:
 def result(outcome: str, **changes: Any) -> Any:
     """A TrialResult, without the import of PyTorch."""
     values = (0.5,) if outcome == "complete" else None
-    traceback = "Traceback" if outcome == "failed" else None
-    fields = {"reason": "", "values": values, "headline": {}, "telemetry": {}, "traceback": traceback}
+    fields = {"reason": "", "values": values, "headline": {}, "telemetry": {}, "traceback": None}
     return SimpleNamespace(outcome=outcome, **{**fields, **changes})
 
 
@@ -99,7 +98,9 @@ def work(
                 time.sleep(0.01)
             if kill == "training":
                 die()
-            return result(outcome_of(params), telemetry={"pid": os.getpid()})
+            outcome = outcome_of(params)
+            bug = "Traceback" if outcome == "failed" else None
+            return result(outcome, telemetry={"pid": os.getpid()}, traceback=bug)
 
         return run_worker(config, storage, execute, worker_number=number, stop=stop, poll_seconds=0.05)
 
