@@ -74,9 +74,6 @@ class CheckpointStore:
         for old in [*self._named("step")[:-1], *self.folder.glob(".*.tmp")]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     def _named(self, kind: str) -> list[Path]:
         return sorted(self.folder.glob(f"{kind}-????????"))
 

@@ -597,6 +597,6 @@ def _is_path(study: str) -> bool:
 
 
 def _print_json(value: Any) -> None:
-    from hpo.storage import plain
+    from hpo.json_safe import json_safe
 
-    typer.echo(json.dumps(plain(value), indent=2, default=str))
+    typer.echo(json.dumps(json_safe(value), indent=2, default=str))

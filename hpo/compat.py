@@ -106,8 +106,8 @@ def measure(
     """Run `model` (fp32 weights, on the device) on `batch` in fp32 and under `precision`.
 
     `transform` is what a trial does to the prepared model besides, such as compiling it in place; it gets a
-    copy. `repeats` more
-    passes are timed, the fastest counts. The model comes back as it was, without gradients.
+    copy. `repeats` more passes are timed, the fastest counts. The model comes back as it was, without
+    gradients.
     """
     was_training = model.training
     model.eval()

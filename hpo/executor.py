@@ -48,6 +48,7 @@ from hpo.errors import (
     TrialEnd,
     did_you_mean,
 )
+from hpo.json_safe import json_safe
 from hpo.model import (
     MultitaskModel,
     apply_compile,
@@ -56,15 +57,15 @@ from hpo.model import (
     load_tokenizer,
     training_flops,
 )
-from hpo.objectives import MEASURED_METRICS, check_metric, decision_metrics, objective_value
+from hpo.objectives import check_metric, decision_metrics, objective_value
 from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.search_space import is_searched
-from hpo.study_config import StudyConfig
+from hpo.study_config import MEASURED_METRICS, StudyConfig
 from hpo.tasks import LossOptions, check_loss, class_weights
-from hpo.telemetry import ThroughputMeter, TrialResult, json_safe
+from hpo.telemetry import ThroughputMeter, TrialResult
 from hpo.token_cache import load_tokenized
-from hpo.tokens import TokenizedSplit, collate
+from hpo.tokens import TokenizedSplit, Windowing, collate
 from hpo.train import Budget, Evaluation, Objective, Plan, Progress, train
 from hpo.trial_config import TrialConfig, build_trial_config
 from hpo.trial_log import ScoredEvaluation, TrialLog
@@ -236,8 +237,8 @@ class Executor:
             raise Incompatible(" ".join(compatibility.reasons))
         # The check's passes are not this trial's memory.
         release_free_memory(self.device)
-        if log.memory is not None:
-            log.memory.reset()
+        log.memory = PeakMemory(self.device)
+        log.memory.reset()
 
         prepare_model(model, precision)
         optimizer = build_optimizer(
@@ -344,10 +345,12 @@ class Executor:
                 self.dataset,
                 split,
                 self.tokenizer(config),
-                config.max_length,
-                self.study.data.long_text,
-                self.study.data.stride,
-                self.study.data.pair_segments,
+                Windowing(
+                    config.max_length,
+                    self.study.data.long_text,
+                    self.study.data.stride,
+                    self.study.data.pair_segments,
+                ),
                 self.runs_dir / "cache" / "tokens",
             )
         return self._tokens[key]

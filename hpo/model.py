@@ -105,7 +105,8 @@ class MultitaskModel(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith("encoder."):
                 nn.init.normal_(module.weight, std=init_std)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         heads: Any = self.heads
         with torch.no_grad():
             for task, head in zip(self.tasks, heads, strict=True):
@@ -172,7 +173,7 @@ class AttentionPooling(nn.Module):
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        self.score = nn.Linear(hidden_size, 1)
+        self.score = nn.Linear(hidden_size, 1, bias=False)  # a bias would drop out of the softmax
 
     def forward(self, hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         dtype = _reduction_dtype(hidden_BLD)

@@ -2,7 +2,7 @@
 
 score                        the mean of the tasks' primary metrics
 <task>/<metric>              one metric of one task
-train_examples_per_second    or another of `MEASURED_METRICS`: what the trial costs
+train_examples_per_second    or another of `study_config.MEASURED_METRICS`: what the trial costs
 """
 
 from __future__ import annotations
@@ -11,14 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from hpo.errors import InputError, did_you_mean
+from hpo.study_config import MEASURED_METRICS
 from hpo.tasks import Task
-
-MEASURED_METRICS = (
-    "train_examples_per_second",
-    "train_tokens_per_second",
-    "evaluation_examples_per_second",
-    "peak_memory_bytes",
-)
 
 
 def metric_names(tasks: Sequence[Task]) -> list[str]:

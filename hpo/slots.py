@@ -39,9 +39,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.database import explain
 from hpo.errors import LeaseLostError
+from hpo.json_safe import json_safe
 from hpo.process import process_start, this_machine
 from hpo.schema import evaluations, slots, workers
-from hpo.storage import Storage, plain
+from hpo.storage import Storage
 from hpo.study_record import is_alive
 
 if TYPE_CHECKING:
@@ -315,7 +316,7 @@ class Worker:
             if self._storage.optuna.get_trial(trial._trial_id).state.is_finished():
                 return  # the connection broke before the answer came
             for key, value in attributes.items():
-                trial.set_user_attr(key, plain(value))
+                trial.set_user_attr(key, json_safe(value))
             if result.outcome in INFEASIBLE and CONSTRAINT not in trial.constraints:
                 trial.set_constraint(CONSTRAINT, 1.0)
             # Last, so that a trial that has a state has everything else.

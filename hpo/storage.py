@@ -15,7 +15,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo import schema, study_record
 from hpo.database import exclusive, explain, is_outage, open_database, redact, storage_url
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
+from hpo.json_safe import json_safe
 from hpo.process import this_machine
 from hpo.schema import compat, evaluations, slots, studies, workers
 from hpo.search_space import space_diff, space_hash
@@ -44,7 +45,6 @@ __all__ = [
     "TrialRecord",
     "WorkerRecord",
     "open_storage",
-    "plain",
     "redact",
     "storage_url",
 ]
@@ -351,9 +351,9 @@ class Storage:
         values = {
             "epoch": row.epoch,
             "seconds": row.seconds,
-            "metrics": json.dumps(plain(row.metrics)),
-            "train_examples_per_second": plain(row.train_examples_per_second),
-            "train_tokens_per_second": plain(row.train_tokens_per_second),
+            "metrics": json.dumps(json_safe(row.metrics)),
+            "train_examples_per_second": json_safe(row.train_examples_per_second),
+            "train_tokens_per_second": json_safe(row.train_tokens_per_second),
         }
         key = {"study": trial.study.study_name, "trial_number": trial.number, "step": row.step}
         single = len(trial.study.directions) == 1
@@ -387,7 +387,7 @@ class Storage:
 
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result unless another worker was first; return the one that is stored."""
-        values = {"key": key, "result": json.dumps(plain(result)), "created": self.now}
+        values = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
 
         def action() -> None:
             with self.engine.begin() as connection:
@@ -433,18 +433,3 @@ def _differences(key: str, stored: Any, given: Any) -> list[str]:
         keys = sorted(stored.keys() | given.keys())
         return [line for k in keys for line in _differences(f"{key}.{k}", stored.get(k), given.get(k))]
     return [f"~ {key}: {json.dumps(stored)} -> {json.dumps(given)}"]
-
-
-def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: numpy and torch scalars unpacked, NaN and infinity as None."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, str) or value is None:
-        return value
-    if isinstance(value, Sequence | Set):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value

@@ -47,14 +47,13 @@ __all__ = [
 ]
 
 SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
-TRIAL_MEASURES = (
-    "score",
+MEASURED_METRICS = (
     "train_examples_per_second",
     "train_tokens_per_second",
     "evaluation_examples_per_second",
     "peak_memory_bytes",
 )
-"""What an objective may name besides `<task>/<metric>`."""
+"""What an objective may name of what a trial costs."""
 
 
 def _study_name(name: str) -> str:
@@ -83,8 +82,9 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ObjectiveConfig:
-        if "/" not in self.metric and self.metric not in TRIAL_MEASURES:
-            hint = did_you_mean(self.metric, TRIAL_MEASURES)
+        known = ("score", *MEASURED_METRICS)
+        if "/" not in self.metric and self.metric not in known:
+            hint = did_you_mean(self.metric, known)
             raise refused(
                 ("metric",), f"unknown metric {show(self.metric)}; one of a task is `task/name`.{hint}"
             )

@@ -39,16 +39,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpo.data_config import TASK_KINDS
 from hpo.errors import DataError, InputError, did_you_mean
-
-KINDS = (
-    "single_label",
-    "multi_label",
-    "token_classification",
-    "span_extraction",
-    "span_per_label",
-    "regression",
-)
 
 IGNORE_INDEX = -100
 
@@ -173,8 +165,8 @@ def _parse_task(name: Any, spec: Any, at: str) -> Task:
     if not isinstance(spec, Mapping):
         raise DataError(f"{at}: must be a mapping with the key `kind`, but got {_shown(spec)}.")
     kind = spec.get("kind")
-    if kind not in KINDS:
-        raise DataError(f"{at}: unknown kind {_shown(kind)}.{did_you_mean(str(kind), KINDS)}")
+    if kind not in TASK_KINDS:
+        raise DataError(f"{at}: unknown kind {_shown(kind)}.{did_you_mean(str(kind), TASK_KINDS)}")
     for key in spec:
         near = get_close_matches(str(key), _KNOWN_KEYS, n=1, cutoff=0.8)
         if key not in _KNOWN_KEYS and near:
@@ -292,7 +284,7 @@ def check_loss(tasks: Iterable[Task], loss: str) -> None:
     if loss not in LOSS_NAMES:
         raise InputError(f"loss: unknown loss {_shown(loss)}.{did_you_mean(str(loss), LOSS_NAMES)}")
     kinds = sorted({task.kind for task in tasks})
-    fits = [kind for kind in KINDS if loss in LOSSES[kind]]
+    fits = [kind for kind in TASK_KINDS if loss in LOSSES[kind]]
     if loss != "auto" and not set(kinds) & set(fits):
         raise InputError(
             f"loss: `{loss}` fits the kinds {', '.join(fits)}, "

@@ -8,7 +8,6 @@ tokens; padding is told apart as `padding_share`.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -155,16 +154,3 @@ def peak_flops(device: DeviceInfo, kind: str) -> float | None:
         if name in device.name:
             return rates.get(kind)
     return None
-
-
-def json_safe(value: Any) -> Any:
-    """A copy that JSON and Optuna take: numpy and torch scalars as Python's, NaN and inf as None."""
-    if isinstance(value, Mapping):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    if isinstance(value, (np.generic, torch.Tensor)):
-        return json_safe(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from hpo.encoder import tokenizer_fingerprint
 from hpo.errors import RunError
 from hpo.examples import Example
 from hpo.tokenization import tokenize_split
-from hpo.tokens import AnyArray, TokenizedSplit, WindowSpans
+from hpo.tokens import AnyArray, TokenizedSplit, Windowing, WindowSpans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,10 +49,7 @@ def load_tokenized(
     dataset: DataSet,
     split: str,
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    long_text: str,
-    stride: int,
-    pair_segments: tuple[str, str] | None,
+    windowing: Windowing,
     cache_dir: Path,
 ) -> TokenizedSplit:
     """Return a split of the data set in tokens, from the cache where it is there.
@@ -60,7 +58,7 @@ def load_tokenized(
     raises, and RunError when the cache cannot be written.
     """
     examples = dataset.splits[split]
-    folder = cache_dir / _key(dataset, split, tokenizer, max_length, long_text, stride, pair_segments)
+    folder = cache_dir / _key(dataset, split, tokenizer, windowing)
     if (cached := _read(folder, examples)) is not None:
         return cached
     try:
@@ -68,9 +66,7 @@ def load_tokenized(
         with FileLock(f"{folder}.lock"):
             if (cached := _read(folder, examples)) is not None:
                 return cached
-            made = tokenize_split(
-                examples, dataset.tasks, tokenizer, max_length, long_text, stride, pair_segments
-            )
+            made = tokenize_split(examples, dataset.tasks, tokenizer, windowing)
             _write(folder, made)
     except OSError as error:
         raise RunError(
@@ -79,15 +75,7 @@ def load_tokenized(
     return _read(folder, examples) or made
 
 
-def _key(
-    dataset: DataSet,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    long_text: str,
-    stride: int,
-    pair_segments: tuple[str, str] | None,
-) -> str:
+def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windowing: Windowing) -> str:
     probe = tokenizer("a", "b", truncation=False, padding=False)
     parts = (
         FORMAT_VERSION,
@@ -97,9 +85,7 @@ def _key(
         tokenizer_fingerprint(tokenizer),
         probe["input_ids"],
         tokenizer.model_input_names,
-        max_length,
-        (long_text, stride) if long_text == "window" else long_text,
-        pair_segments,
+        windowing if windowing.long_text == "window" else replace(windowing, stride=0),
     )
     return f"{split}-{hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
 

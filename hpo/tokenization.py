@@ -34,6 +34,7 @@ from hpo.tokens import (
     BoolArray,
     IntArray,
     TokenizedSplit,
+    Windowing,
     WindowSpans,
     ragged_arange,
 )
@@ -59,17 +60,18 @@ class _Windows:
     is_cut_E: BoolArray
 
 
-def _cut(
-    num_first_E: IntArray, num_second_E: IntArray, room: int, long_text: str, stride: int, max_length: int
-) -> _Windows:
+def _cut(num_first_E: IntArray, num_second_E: IntArray, windowing: Windowing, num_special: int) -> _Windows:
+    room = windowing.max_length - num_special
+    is_windowed = windowing.long_text == "window"
+    stride = windowing.stride if is_windowed else 0
     first_E = np.minimum(num_first_E, room // 2)
     capacity_E = room - first_E
-    kept_E = num_second_E if long_text == "window" else np.minimum(num_second_E, capacity_E)
+    kept_E = num_second_E if is_windowed else np.minimum(num_second_E, capacity_E)
     smallest = capacity_E[kept_E > capacity_E].min(initial=room)
     if stride >= smallest and (kept_E > capacity_E).any():
         raise DataError(
             f"data.stride, the overlap of two windows, must be less than the {smallest} tokens of text that "
-            f"a window of max_length {max_length} holds, but got {stride}. "
+            f"a window of max_length {windowing.max_length} holds, but got {stride}. "
             "Lower the stride or raise max_length."
         )
     step_E = np.maximum(capacity_E - stride, 1)
@@ -94,10 +96,7 @@ def tokenize_split(
     examples: Sequence[Example],
     tasks: Sequence[Task],
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    long_text: str = "truncate",
-    stride: int = 0,
-    pair_segments: tuple[str, str] | None = None,
+    windowing: Windowing,
 ) -> TokenizedSplit:
     """Tokenise every example and place its truth on the tokens; see the head of this file.
 
@@ -109,12 +108,12 @@ def tokenize_split(
             f"the tokenizer must be a fast one, which knows the characters of its tokens, "
             f"but {type(tokenizer).__name__} is not. Use an encoder with a tokenizer.json."
         )
-    layout = probe_layout(tokenizer, pair_segments is not None)
-    room = max_length - layout.num_special
+    layout = probe_layout(tokenizer, windowing.pair_segments is not None)
+    room = windowing.max_length - layout.num_special
     if room < 2:
         raise DataError(
             f"max_length must leave room for text beside {layout.num_special} special tokens, "
-            f"but got {max_length}."
+            f"but got {windowing.max_length}."
         )
     if not layout.prefix and any(task.kind == "span_extraction" for task in tasks):
         raise ModelError(
@@ -122,17 +121,7 @@ def tokenize_split(
             f"but {type(tokenizer).__name__} puts none before a text."
         )
     parts = [
-        _tokenize_chunk(
-            examples[i : i + _CHUNK],
-            tasks,
-            tokenizer,
-            layout,
-            room,
-            max_length,
-            long_text,
-            stride if long_text == "window" else 0,
-            pair_segments,
-        )
+        _tokenize_chunk(examples[i : i + _CHUNK], tasks, tokenizer, layout, windowing)
         for i in range(0, max(len(examples), 1), _CHUNK)
     ]
     return _join(examples, parts)
@@ -143,14 +132,10 @@ def _tokenize_chunk(
     tasks: Sequence[Task],
     tokenizer: PreTrainedTokenizerBase,
     layout: Layout,
-    room: int,
-    max_length: int,
-    long_text: str,
-    stride: int,
-    pair_segments: tuple[str, str] | None,
+    windowing: Windowing,
 ) -> TokenizedSplit:
     num_examples = len(examples)
-    if pair_segments is None:
+    if windowing.pair_segments is None:
         empty = np.zeros(0, dtype=np.int32)
         first = TokenStream(empty, empty, empty, np.zeros(num_examples + 1, dtype=np.int64))
         second = encode(tokenizer, [e.text for e in examples], np.zeros(num_examples, dtype=np.int64))
@@ -161,9 +146,9 @@ def _tokenize_chunk(
                 [e.text[slice(*e.segments[name])] for e in examples],
                 np.array([e.segments[name][0] for e in examples], dtype=np.int64),
             )
-            for name in pair_segments
+            for name in windowing.pair_segments
         )
-    cut = _cut(first.count_E, second.count_E, room, long_text, stride, max_length)
+    cut = _cut(first.count_E, second.count_E, windowing, layout.num_special)
 
     # Where the pieces of every window begin among all tokens of the chunk.
     first_W = cut.first_E[cut.example_W]
@@ -240,7 +225,7 @@ def _tokenize_chunk(
                 targets[task.name][~annotated[task.name]] = IGNORE_INDEX
     return TokenizedSplit(
         examples=examples,
-        max_length=max_length,
+        max_length=windowing.max_length,
         input_ids_T=ids_T,
         type_ids_T=type_ids_T,
         char_start_T=char_start_T,

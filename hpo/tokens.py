@@ -32,6 +32,20 @@ LENGTH_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
+class Windowing:
+    """How texts are cut into windows; see `hpo.tokenization`."""
+
+    max_length: int
+    """Tokens of a window at most, special tokens included."""
+    long_text: str = "truncate"
+    """What becomes of a text that is longer: `truncate` or `window`."""
+    stride: int = 0
+    """Tokens that two windows of one text share, where `long_text` is `window`."""
+    pair_segments: tuple[str, str] | None = None
+    """Segments of an example that are encoded as a pair, in this order."""
+
+
+@dataclass(frozen=True)
 class WindowSpans:
     """The true spans of one task, as tokens of windows.
 

@@ -418,8 +418,7 @@ def evaluate(
     """Metrics of every task on a split, and the decisions that they were computed with.
 
     Without `decisions` (thresholds and the like) they are chosen on this split, to maximise
-    `decision_metrics`. Raises Nonfinite when
-    logits are NaN or infinite.
+    `decision_metrics`. Raises Nonfinite when logits are NaN or infinite.
     """
     logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id)
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]

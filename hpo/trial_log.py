@@ -19,8 +19,9 @@ from hpo.amp import MixedPrecision
 from hpo.compat import Compatibility
 from hpo.decoding import Decision
 from hpo.device import DeviceInfo, PeakMemory, Utilization
+from hpo.json_safe import json_safe
 from hpo.precision import Resolution
-from hpo.telemetry import ThroughputMeter, TrialResult, json_safe, peak_flops
+from hpo.telemetry import ThroughputMeter, TrialResult, peak_flops
 from hpo.train import Evaluation, Progress
 
 

@@ -87,9 +87,10 @@ def test_each_command_takes_json(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the tiny study was run to its end; not to be changed."""
+    """A folder in which the tiny study was run in fp32 to its end; not to be changed."""
     folder = tmp_path_factory.mktemp("ran")
-    ok(hpo_command(folder, "run", str(write_study(folder, checkpoint={"top_k": 1}))))
+    study = write_study(folder, checkpoint={"top_k": 1}, amp={"preset": "basic"})
+    ok(hpo_command(folder, "run", str(study)))
     return folder
 
 

@@ -22,7 +22,7 @@ from hpo.decoding import (
 )
 from hpo.metrics import score
 from hpo.spans import MAX_ANSWER_TOKENS
-from hpo.tasks import KINDS, Task
+from hpo.tasks import TASK_KINDS, Task
 
 NAMES = ("a", "b")
 SINGLE = Task("t", "single_label", NAMES)
@@ -460,4 +460,4 @@ def test_a_split_with_no_text_to_read_has_empty_predictions(task: Task) -> None:
 
 
 def test_every_kind_is_tested() -> None:
-    assert {task.kind for task in ALL} == set(KINDS)
+    assert {task.kind for task in ALL} == set(TASK_KINDS)

@@ -17,7 +17,7 @@ from hpo.database import parse_url, redact, storage_url
 from hpo.errors import StorageError, StudyChangedError
 from hpo.search_space import suggest
 from hpo.slots import Worker
-from hpo.storage import EvaluationRow, Storage, open_storage, plain
+from hpo.storage import EvaluationRow, Storage, open_storage
 
 
 @pytest.fixture
@@ -374,18 +374,6 @@ def test_several_objectives(storage: Storage) -> None:
     assert record.directions == ("maximize", "minimize")
     assert record.trials[0].values == (0.5, 100.0)
     assert len(record.trials[0].evaluations) == 1
-
-
-def test_plain() -> None:
-    given = {
-        "a": np.float32(0.5),
-        "b": [float("nan"), {1}],
-        "c": np.array([1.0, np.inf]),
-        3: True,
-        "d": None,
-    }
-    assert plain(given) == {"a": 0.5, "b": [None, [1]], "c": [1.0, None], "3": True, "d": None}
-    json.dumps(plain(given), allow_nan=False)
 
 
 # The compatibility cache

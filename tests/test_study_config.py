@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpo.data_config import TASK_KINDS
 from hpo.errors import StudyFileError
 from hpo.precision import AmpConfig
 from hpo.study_config import PrunerConfig, SamplerConfig, StudyConfig, load_study
-from hpo.tasks import KINDS, parse_tasks
+from hpo.tasks import parse_tasks
 from hpo.trial_settings import TrialSettings, setting_names, setting_value, takes_whole_numbers
 
 STUDIES = Path(__file__).parents[1] / "studies"
@@ -113,10 +112,6 @@ def test_tasks_in_the_study_file_have_the_form_of_a_tasks_json(tmp_path: Path) -
         study = load(tmp_path, json.dumps({"name": "s", "data": data}))
         assert study.data.tasks == {"tasks": {"topic": task}}
         assert parse_tasks(study.data.tasks, "study")[0].labels == ("a", "b")
-
-
-def test_task_kinds_are_those_that_exist() -> None:
-    assert TASK_KINDS == KINDS
 
 
 def test_several_objectives(tmp_path: Path) -> None:

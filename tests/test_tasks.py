@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpo.errors import DataError, InputError
 from hpo.tasks import (
-    KINDS,
     LOSSES,
+    TASK_KINDS,
     LossOptions,
     Task,
     check_loss,
@@ -288,7 +288,7 @@ def test_a_fresh_head_starts_from_rough_priors() -> None:
 
 
 def test_a_loss_that_does_not_fit_leaves_a_kind_at_its_own() -> None:
-    assert [loss_name(kind, "focal") for kind in KINDS] == [
+    assert [loss_name(kind, "focal") for kind in TASK_KINDS] == [
         "focal",
         "focal",
         "focal",
@@ -296,7 +296,7 @@ def test_a_loss_that_does_not_fit_leaves_a_kind_at_its_own() -> None:
         "focal",
         "mse",
     ]
-    assert [loss_name(kind, "auto") for kind in KINDS] == [LOSSES[kind][0] for kind in KINDS]
+    assert [loss_name(kind, "auto") for kind in TASK_KINDS] == [LOSSES[kind][0] for kind in TASK_KINDS]
     check_loss([TASKS["single_label"], TASKS["regression"]], "focal")
     check_loss([TASKS["regression"]], "auto")
     with pytest.raises(InputError, match=r"`focal` fits the kinds single_label, .* of the kinds regression"):

@@ -17,7 +17,7 @@ from hpo.data_config import DataConfig
 from hpo.errors import RunError
 from hpo.token_cache import load_tokenized
 from hpo.tokenization import tokenize_split
-from hpo.tokens import TokenizedSplit
+from hpo.tokens import TokenizedSplit, Windowing
 
 SYNTHETIC = {"source": "synthetic", "synthetic": {"num_train": 40, "num_validation": 20, "num_test": 1}}
 
@@ -41,8 +41,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def load(dataset: DataSet, cache: Path, split: str = "train", **changes: object) -> TokenizedSplit:
-    options = {"max_length": 64, "long_text": "truncate", "stride": 0, "pair_segments": None, **changes}
-    return load_tokenized(dataset, split, tiny_tokenizer("wordpiece"), cache_dir=cache, **options)  # type: ignore[arg-type]
+    windowing = replace(Windowing(64), **changes)  # type: ignore[arg-type]
+    return load_tokenized(dataset, split, tiny_tokenizer("wordpiece"), windowing, cache)
 
 
 def assert_same(one: TokenizedSplit, other: TokenizedSplit) -> None:
@@ -72,7 +72,9 @@ def assert_same(one: TokenizedSplit, other: TokenizedSplit) -> None:
 
 
 def test_a_split_is_tokenised_once_and_then_mapped(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
-    direct = tokenize_split(dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), 64)
+    direct = tokenize_split(
+        dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), Windowing(64)
+    )
     for _ in range(2):
         cached = load(dataset, tmp_path)
         assert_same(cached, direct)
@@ -103,7 +105,7 @@ def test_what_the_tokens_depend_on_makes_another_cache(
 
 def test_another_tokenizer_makes_another_cache(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
     for family in ("wordpiece", "byte_level", "byte_level_with_spaces"):
-        load_tokenized(dataset, "train", tiny_tokenizer(family), 64, "truncate", 0, None, tmp_path)
+        load_tokenized(dataset, "train", tiny_tokenizer(family), Windowing(64), tmp_path)
     assert len(made) == 3
 
 
@@ -149,7 +151,9 @@ def other_array(folder: Path) -> None:
 def test_a_damaged_cache_is_made_again(
     damage: Callable[[Path], None], dataset: DataSet, tmp_path: Path, made: list[int]
 ) -> None:
-    direct = tokenize_split(dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), 64)
+    direct = tokenize_split(
+        dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), Windowing(64)
+    )
     load(dataset, tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     damage(folder)
@@ -178,13 +182,14 @@ import hpo.token_cache
 from tiny_tokenizers import tiny_tokenizer
 from hpo.data import load_data
 from hpo.data_config import DataConfig
+from hpo.tokens import Windowing
 made, sums = [], []
 tokenize = hpo.token_cache.tokenize_split
 hpo.token_cache.tokenize_split = lambda *args: made.append(1) or tokenize(*args)
 dataset = load_data(DataConfig.model_validate(json.loads(sys.argv[3])))
 def load():
     split = hpo.token_cache.load_tokenized(
-        dataset, "train", tiny_tokenizer("wordpiece"), 64, "truncate", 0, None, Path(sys.argv[1])
+        dataset, "train", tiny_tokenizer("wordpiece"), Windowing(64), Path(sys.argv[1])
     )
     sums.append(int(split.input_ids_T.sum()))
 tiny_tokenizer("wordpiece")

@@ -18,7 +18,7 @@ from hpo.examples import Example
 from hpo.synthetic import TASKS_JSON, SyntheticRows
 from hpo.tasks import Task, parse_tasks
 from hpo.tokenization import tokenize_split
-from hpo.tokens import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit
+from hpo.tokens import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
 
 NAMES = Task("names", "token_classification", ("x", "y"), spans_may_overlap=True)
 ANSWER = Task("answer", "span_extraction", ("x",))
@@ -99,7 +99,7 @@ def touched(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int)
 def test_every_span_is_the_smallest_run_of_tokens_that_covers_it(family: str) -> None:
     tokenizer = tiny_tokenizer(family)
     examples = random_examples(60, seed=1)
-    split = tokenize_split(examples, [NAMES], tokenizer, max_length=4096)
+    split = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=4096))
     assert split.num_windows == len(examples)
     found = {}
     for window, label, first, last, cut in shown_spans(split, "names"):
@@ -131,7 +131,9 @@ def test_spans_of_whole_words_come_back_exactly(family: str) -> None:
     text = "  Ann works\nin Rome,\u00a0and  the lazy\tdog sleeps"
     words = ["Ann works", "Rome", "lazy\tdog", "in Rome", "sleeps"]
     spans = [(text.index(word), text.index(word) + len(word)) for word in words]
-    split = tokenize_split([example(text, spans={"x": spans})], [NAMES], tiny_tokenizer(family), 512)
+    split = tokenize_split(
+        [example(text, spans={"x": spans})], [NAMES], tiny_tokenizer(family), Windowing(512)
+    )
     back = [
         text[split.char_start_T[first] : split.char_end_T[last]]
         for _, _, first, last, _ in shown_spans(split, "names")
@@ -144,8 +146,8 @@ def test_spans_of_whole_words_come_back_exactly(family: str) -> None:
 def test_windows_own_every_token_once_and_in_order(family: str, stride: int) -> None:
     tokenizer = tiny_tokenizer(family)
     examples = random_examples(40, seed=2)
-    whole = tokenize_split(examples, [NAMES], tokenizer, max_length=4096)
-    split = tokenize_split(examples, [NAMES], tokenizer, max_length=24, stride=stride, **WINDOWED)
+    whole = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=4096))
+    split = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=24, stride=stride, **WINDOWED))
     assert split.num_windows > len(examples)
     assert split.lengths_W.max() <= 24
     example_T = np.repeat(split.window_example_W, split.lengths_W)
@@ -162,7 +164,7 @@ def test_windows_own_every_token_once_and_in_order(family: str, stride: int) -> 
 def test_a_token_is_owned_by_the_window_that_shows_most_around_it() -> None:
     text = " ".join("abcdefghijklmnopqrst")  # 20 tokens
     split = tokenize_split(
-        [example(text)], [NAMES], tiny_tokenizer("wordpiece"), max_length=12, stride=4, **WINDOWED
+        [example(text)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=12, stride=4, **WINDOWED)
     )
     windows = np.split(np.arange(split.num_tokens), split.window_start_W1[1:-1])
     shown = ["".join(text[split.char_start_T[t]] for t in w if split.char_start_T[t] >= 0) for w in windows]
@@ -175,7 +177,7 @@ def test_a_token_is_owned_by_the_window_that_shows_most_around_it() -> None:
 def test_windows_are_those_of_the_tokenizer_itself(family: str) -> None:
     tokenizer = tiny_tokenizer(family)
     examples = random_examples(20, seed=3)
-    split = tokenize_split(examples, [], tokenizer, max_length=20, stride=5, **WINDOWED)
+    split = tokenize_split(examples, [], tokenizer, Windowing(max_length=20, stride=5, **WINDOWED))
     theirs = tokenizer(
         [row.text for row in examples],
         truncation=True,
@@ -192,7 +194,7 @@ def test_windows_are_those_of_the_tokenizer_itself(family: str) -> None:
 def test_truncation_is_that_of_the_tokenizer_itself(family: str) -> None:
     tokenizer = tiny_tokenizer(family)
     examples = random_examples(20, seed=4)
-    split = tokenize_split(examples, [NAMES], tokenizer, max_length=20)
+    split = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=20))
     theirs = tokenizer([row.text for row in examples], truncation=True, max_length=20)["input_ids"]
     assert [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])] == theirs
     assert split.num_cut_examples == sum(
@@ -204,7 +206,7 @@ def test_a_span_over_the_cut_is_clipped_and_one_behind_it_is_lost() -> None:
     text = "a b c d e f g h"
     spans = {"x": [(2, 5), (6, 11)], "y": [(12, 15)]}
     rows = [example(text, spans=spans)]
-    split = tokenize_split(rows, [NAMES], tiny_tokenizer("wordpiece"), max_length=6)  # a b c d
+    split = tokenize_split(rows, [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=6))  # a b c d
     assert [(label, first, last, cut) for _, label, first, last, cut in shown_spans(split, "names")] == [
         (0, 2, 3, 0),
         (0, 4, 4, ENDS_AFTER),
@@ -215,7 +217,7 @@ def test_a_span_over_the_cut_is_clipped_and_one_behind_it_is_lost() -> None:
 
 def test_a_span_over_a_window_s_edge_is_clipped_in_both() -> None:
     rows = [example("a b c d e f g h", spans={"x": [(4, 11)]})]  # c d e f
-    split = tokenize_split(rows, [NAMES], tiny_tokenizer("wordpiece"), max_length=6, **WINDOWED)
+    split = tokenize_split(rows, [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=6, **WINDOWED))
     assert [
         (window, first - int(split.window_start_W1[window]), last - int(split.window_start_W1[window]), cut)
         for window, _, first, last, cut in shown_spans(split, "names")
@@ -229,7 +231,9 @@ def test_an_answer_is_in_the_windows_that_hold_it_whole() -> None:
         example("a b c d e f g h", 1),
         Example("not annotated", "a b", {}, {}),
     ]
-    split = tokenize_split(rows, [ANSWER], tiny_tokenizer("wordpiece"), max_length=6, stride=2, **WINDOWED)
+    split = tokenize_split(
+        rows, [ANSWER], tiny_tokenizer("wordpiece"), Windowing(max_length=6, stride=2, **WINDOWED)
+    )
     # Windows: abcd cdef efgh, twice, and ab.
     assert split.targets["answer"].tolist() == [[0, 0], [2, 3], [0, 0], *[[0, 0]] * 3, [-100, -100]]
     assert split.annotated["answer"].tolist() == [True] * 6 + [False]
@@ -258,7 +262,9 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
         ),
         pair_example("Who works?", "Ann works in Rome.", "Ann", 1),
     ]
-    split = tokenize_split(rows, [NAMES], tokenizer, max_length=30, stride=4, pair_segments=PAIR, **WINDOWED)
+    split = tokenize_split(
+        rows, [NAMES], tokenizer, Windowing(max_length=30, stride=4, pair_segments=PAIR, **WINDOWED)
+    )
     questions, contexts = ([row.text[slice(*row.segments[name])] for row in rows] for name in PAIR)
     theirs = tokenizer(
         questions,
@@ -299,19 +305,19 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
 def test_only_encoders_that_take_type_ids_get_them() -> None:
     rows = [pair_example("a", "b c")]
     wordpiece, byte_level = (
-        tokenize_split(rows, [], tiny_tokenizer(family), 30, pair_segments=PAIR).type_ids_T
+        tokenize_split(rows, [], tiny_tokenizer(family), Windowing(30, pair_segments=PAIR)).type_ids_T
         for family in ("wordpiece", "byte_level")
     )
     assert wordpiece is not None
     assert wordpiece.tolist() == [0, 0, 0, 1, 1, 1]
-    assert tokenize_split(rows, [], tiny_tokenizer("wordpiece"), 30).type_ids_T is None
+    assert tokenize_split(rows, [], tiny_tokenizer("wordpiece"), Windowing(30)).type_ids_T is None
     assert (byte_level is None) == ("token_type_ids" not in tiny_tokenizer("byte_level").model_input_names)
 
 
 def test_a_long_question_takes_at_most_half_of_the_room() -> None:
     row = pair_example("q " * 40 + "q", "a b c d e f g h", "g")
     split = tokenize_split(
-        [row], [ANSWER], tiny_tokenizer("wordpiece"), 13, stride=2, pair_segments=PAIR, **WINDOWED
+        [row], [ANSWER], tiny_tokenizer("wordpiece"), Windowing(13, stride=2, pair_segments=PAIR, **WINDOWED)
     )
     assert split.lengths_W.tolist() == [13, 13]  # [CLS] 5 q [SEP] 5 of the context [SEP]
     assert split.num_cut_examples == 1
@@ -337,7 +343,7 @@ def test_all_targets_of_a_window_are_those_of_its_example() -> None:
         Example("b", "a b", {"topics": []}, {}, annotated=frozenset(["topics"])),
         Example("c", "a b", {}, {}),
     ]
-    split = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), max_length=5, **WINDOWED)
+    split = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(max_length=5, **WINDOWED))
     assert split.window_example_W.tolist() == [0, 0, 1, 2]
     assert split.targets["tone"].tolist() == [1, 1, -100, -100]
     assert split.targets["topics"].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0], [-1, -1, -1]]
@@ -349,9 +355,9 @@ def test_all_targets_of_a_window_are_those_of_its_example() -> None:
 def test_chunks_of_a_large_split_join(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = parse_tasks(TASKS_JSON, "synthetic")
     rows = SyntheticRows("train", 25)
-    whole = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), 48, stride=8, **WINDOWED)
+    whole = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(48, stride=8, **WINDOWED))
     monkeypatch.setattr("hpo.tokenization._CHUNK", 7)
-    joined = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), 48, stride=8, **WINDOWED)
+    joined = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(48, stride=8, **WINDOWED))
     for name in (
         "input_ids_T",
         "char_start_T",
@@ -372,7 +378,9 @@ def test_chunks_of_a_large_split_join(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
-    split = tokenize_split([example("\u200b"), example("a", 1)], [NAMES], tiny_tokenizer("wordpiece"), 16)
+    split = tokenize_split(
+        [example("\u200b"), example("a", 1)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(16)
+    )
     assert split.lengths_W.tolist() == [2, 3]
     assert split.owned_T.tolist() == [False, False, False, True, False]
 
@@ -389,18 +397,20 @@ def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
 )
 def test_lengths_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        tokenize_split([example("a " * 20)], [NAMES], tiny_tokenizer("wordpiece"), **options)
+        tokenize_split([example("a " * 20)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(**options))
 
 
 def test_a_stride_is_no_matter_where_no_text_is_long() -> None:
-    split = tokenize_split([example("a b c")], [], tiny_tokenizer("wordpiece"), 10, stride=64, **WINDOWED)
+    split = tokenize_split(
+        [example("a b c")], [], tiny_tokenizer("wordpiece"), Windowing(10, stride=64, **WINDOWED)
+    )
     assert split.num_windows == 1
     assert split.owned_T.tolist() == [False, True, True, True, False]
 
 
 def test_tokenizers_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ModelError, match="puts none before a text"):
-        tokenize_split([example("a")], [ANSWER], tiny_tokenizer("suffix_only"), 16)
+        tokenize_split([example("a")], [ANSWER], tiny_tokenizer("suffix_only"), Windowing(16))
 
     class Slow:
         is_fast = False
@@ -408,7 +418,7 @@ def test_tokenizers_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(
         ModelError, match="must be a fast one, which knows the characters of its tokens, but Slow"
     ):
-        tokenize_split([example("a")], [NAMES], Slow(), 16)  # type: ignore[arg-type]
+        tokenize_split([example("a")], [NAMES], Slow(), Windowing(16))  # type: ignore[arg-type]
 
 
 # Real sets
@@ -440,7 +450,10 @@ def test_spans_of_real_sets_come_back_exactly(
     dataset = load_data(DataConfig.model_validate(config))
     rows: Sequence[Example] = dataset.splits[split_name]
     split = tokenize_split(
-        rows, dataset.tasks, tiny_tokenizer("wordpiece"), 256, stride=64, pair_segments=pair, **WINDOWED
+        rows,
+        dataset.tasks,
+        tiny_tokenizer("wordpiece"),
+        Windowing(256, stride=64, pair_segments=pair, **WINDOWED),
     )
     (task,) = (task for task in dataset.tasks if task.name in split.spans)
     assert split.num_lost_spans[task.name] == 0

@@ -12,6 +12,7 @@ from hpo.tasks import Task, parse_tasks
 from hpo.tokenization import tokenize_split
 from hpo.tokens import (
     TokenizedSplit,
+    Windowing,
     collate,
     evaluation_batches,
     padded_length,
@@ -48,7 +49,7 @@ ROWS = [
 
 
 def tokenized(max_length: int = 64, stride: int = 0, long_text: str = "truncate") -> TokenizedSplit:
-    return tokenize_split(ROWS, TASKS, tiny_tokenizer("wordpiece"), max_length, long_text, stride)
+    return tokenize_split(ROWS, TASKS, tiny_tokenizer("wordpiece"), Windowing(max_length, long_text, stride))
 
 
 def test_ragged_arange() -> None:
@@ -201,7 +202,7 @@ def test_targets_decode_to_the_truth(options: tuple[int, str, int]) -> None:
     tasks = parse_tasks(TASKS_JSON, "synthetic")
     rows = list(SyntheticRows("validation", 60))
     max_length, long_text, stride = options
-    split = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), max_length, long_text, stride)
+    split = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(max_length, long_text, stride))
     logits = {
         task.name: np.zeros(
             (split.num_windows if task.level == "sequence" else split.num_tokens, task.num_outputs),

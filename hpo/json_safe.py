@@ -1,0 +1,22 @@
+"""Values as JSON can hold them, which databases, Optuna and the command line take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+
+def json_safe(value: Any) -> Any:
+    """A copy of `value` in plain containers: numpy and torch values unpacked, NaN and infinity as None."""
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, str) or value is None:
+        return value
+    if isinstance(value, Sequence | Set):
+        return [json_safe(item) for item in value]
+    if hasattr(value, "tolist"):
+        return json_safe(value.tolist())
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value
