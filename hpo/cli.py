@@ -357,6 +357,8 @@ def best(
         config = _config_of(study, record)
         _make_runs_folder(config.name)
         executor = Executor(config, probe_device(config.device), RUNS)
+        with _storage(storage, create=False) as database:
+            database.bind_data(config.name, executor.dataset.fingerprint)
         folder = executor.trial_folder(token, trials[0].number)
         if evaluate:
             metrics = score_checkpoint(executor, folder, evaluate)
@@ -516,6 +518,12 @@ def _exit(record: StudyRecord, summary: RunSummary) -> None:
 
 
 def _with_options(config: StudyConfig, n_trials: int | None, timeout: float | None) -> StudyConfig:
+    from hpo.study_config import grid_size
+
+    if n_trials and config.sampler.name == "grid" and n_trials > (size := grid_size(config.search_space)):
+        raise InputError(
+            f"--n-trials must be at most {size}, the combinations of the grid, but got {n_trials}."
+        )
     changes = {"n_trials": n_trials, "timeout": timeout}
     return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
 

@@ -31,6 +31,14 @@ def _path(value: Any, info: ValidationInfo) -> Any:
     return Path(folder, Path(value).expanduser()).absolute()
 
 
+def _hub_name(value: Any, info: ValidationInfo) -> Any:
+    """An id of the hub, or a folder, which as every path of a study file is relative to that file."""
+    folder = (info.context or {}).get("folder")
+    if folder is not None and isinstance(value, str) and value and Path(folder, value).is_dir():
+        return str(Path(folder, value).absolute())
+    return value
+
+
 StudyPath = Annotated[Path, BeforeValidator(_path)]
 
 
@@ -59,7 +67,9 @@ class ColumnsConfig(Section):
 class HubConfig(Section):
     """A data set of the Hugging Face hub."""
 
-    name: str = Field(description="Id of the data set, or a local folder that `datasets` loads.")
+    name: Annotated[str, BeforeValidator(_hub_name)] = Field(
+        description="Id of the data set, or a local folder that `datasets` loads."
+    )
     config: str | None = Field(None, description="Configuration of the data set.")
     revision: str | None = Field(None, description="Commit, tag or branch.")
     splits: dict[Literal["train", "validation", "test"], str] = Field(

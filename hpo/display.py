@@ -301,6 +301,8 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
         for outcome, count in status["outcomes"].items():
             counts.add_row(Text(outcome, style=OUTCOME_STYLES.get(outcome, "")), str(count))
         console.print(counts)
+        states = (f"{count} {state}" for state, count in status["states"].items())
+        console.print(f"In Optuna: {', '.join(states)}.", style="dim")
     if status["workers"]:
         workers = _table("live worker", "trial", "last seen")
         for worker in status["workers"]:

@@ -52,7 +52,7 @@ __all__ = [
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-_TOKEN_ATTR = "hpo:token"
+_TOKEN_ATTR, _DATA_ATTR = "hpo:token", "hpo:data"
 
 CHANGEABLE = ("n_trials", "timeout", "max_retries", "sampler", "pruner", "device", "checkpoint")
 """Keys of the study file that may change before a study is resumed: its results still compare."""
@@ -295,6 +295,29 @@ class Storage:
                 return str(connection.execute(query).scalar_one())
 
         return self.persist(action)
+
+    def bind_data(self, name: str, fingerprint: str) -> None:
+        """Note which data the study `name` is made with; from then on it takes no other.
+
+        The data's path is part of the definition, but a file may be edited in its place.
+
+        Raises:
+            StudyChangedError: the study was made with data of another fingerprint.
+        """
+
+        def action() -> str:
+            with exclusive(self.engine):
+                study_id = self.optuna.get_study_id_from_name(name)
+                bound = self.optuna.get_study_system_attrs(study_id).get(_DATA_ATTR)
+                if bound is None:
+                    self.optuna.set_study_system_attr(study_id, _DATA_ATTR, fingerprint)
+                return bound or fingerprint
+
+        if self.persist(action) != fingerprint:
+            raise StudyChangedError(
+                f"The data of the study `{name}` have changed since it was made, though they lie where they "
+                "lay, so its results would not compare. Restore them, or give the study another `name`."
+            )
 
     def read_study(self, name: str) -> StudyRecord:
         """Read everything stored about the study `name`.

@@ -6,6 +6,7 @@ device is refused here, all of it at once.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -291,18 +292,20 @@ def _sampler_problems(space: Mapping[str, Distribution], info: ValidationInfo) -
             )
     if sampler != "grid":
         return
-    num_combinations = 1
+    is_finite = True
     for name, distribution in space.items():
         if distribution.when:
             yield Problem((name, "when"), "a grid combines all values: `when` would run some of them twice.")
         if isinstance(distribution, FloatDistribution) and distribution.step is None:
+            is_finite = False
             yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
-        else:
-            num_combinations *= len(distribution.grid())
-    if info.data.get("n_trials", 0) > num_combinations:
-        yield Problem(
-            (), f"the grid has {num_combinations} combinations, fewer than `n_trials`. Lower `n_trials`."
-        )
+    if is_finite and info.data.get("n_trials", 0) > (size := grid_size(space)):
+        yield Problem((), f"the grid has {size} combinations, fewer than `n_trials`. Lower `n_trials`.")
+
+
+def grid_size(space: Mapping[str, Distribution]) -> int:
+    """How many combinations of values a grid over the space has."""
+    return math.prod(len(distribution.grid()) for distribution in space.values())
 
 
 def _stride_problems(space: Mapping[str, Distribution], info: ValidationInfo) -> Iterator[Problem]:

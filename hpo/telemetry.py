@@ -46,7 +46,8 @@ class ThroughputMeter:
         self._previous: Any = None
         self._pending: list[tuple[Any, Any]] = []
         self._seconds: list[float] = []
-        self._examples: list[int] = []
+        self._examples: list[float] = []
+        self._windows: list[int] = []
         self._tokens: list[int] = []
         self._slots: list[int] = []
 
@@ -61,12 +62,16 @@ class ThroughputMeter:
         """Begin an uninterrupted stretch of steps."""
         self._previous = self._mark()
 
-    def step(self, num_examples: int, num_tokens: int, num_slots: int) -> None:
-        """Count one optimiser step over `num_tokens` real tokens in `num_slots` padded places."""
+    def step(self, num_examples: float, num_windows: int, num_tokens: int, num_slots: int) -> None:
+        """Count one optimiser step over `num_tokens` real tokens in `num_slots` padded places.
+
+        A window counts as the part that it is of its example.
+        """
         mark = self._mark()
         self._pending.append((self._previous, mark))
         self._previous = mark
         self._examples.append(num_examples)
+        self._windows.append(num_windows)
         self._tokens.append(num_tokens)
         self._slots.append(num_slots)
 
@@ -109,6 +114,7 @@ class ThroughputMeter:
         return {
             "seconds": list(self._seconds),
             "examples": list(self._examples),
+            "windows": list(self._windows),
             "tokens": list(self._tokens),
             "slots": list(self._slots),
         }
@@ -116,6 +122,7 @@ class ThroughputMeter:
     def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
         self._seconds = list(state["seconds"])
         self._examples = list(state["examples"])
+        self._windows = list(state["windows"])
         self._tokens = list(state["tokens"])
         self._slots = list(state["slots"])
 
@@ -125,9 +132,9 @@ class ThroughputMeter:
         return sum(self._tokens)
 
     @property
-    def measured_examples(self) -> int:
-        """Examples (windows) that passed through the model in training so far."""
-        return sum(self._examples)
+    def measured_windows(self) -> int:
+        """Windows that passed through the model in training so far."""
+        return sum(self._windows)
 
     @property
     def measured_seconds(self) -> float:

@@ -102,6 +102,12 @@ class TokenizedSplit:
         """Tokens of each window, special tokens included."""
         return np.diff(self.window_start_W1)
 
+    @property
+    def example_share_W(self) -> NDArray[np.float64]:
+        """What part of its example each window is, so that those of an example sum to 1."""
+        windows_E = np.bincount(self.window_example_W, minlength=len(self.examples))
+        return 1 / windows_E[self.window_example_W]
+
 
 @dataclass
 class Batch:

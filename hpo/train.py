@@ -102,7 +102,8 @@ class Progress:
     epoch: int = 0
     batch: int = 0
     """Batches of this epoch that are done."""
-    num_examples: int = 0
+    num_examples: float = 0.0
+    """A window counts as the part that it is of its example."""
     num_tokens: int = 0
     train_seconds: float = 0.0
     step_seconds: float = 0.0
@@ -252,7 +253,7 @@ def train(
     example does not fit.
     """
     device = mixed_precision.device
-    lengths_W = train_split.lengths_W
+    lengths_W, share_W = train_split.lengths_W, train_split.example_share_W
     steps_per_epoch = len(training_batches(lengths_W, plan.batch_size, plan.seed, epoch=0))
     progress.micro_batch_size = progress.micro_batch_size or min(plan.micro_batch_size, plan.batch_size)
     losses: list[Tensor] = []
@@ -272,9 +273,10 @@ def train(
             losses.append(loss)
             progress.step += 1
             progress.batch += 1
-            progress.num_examples += len(windows)
+            num_examples = float(share_W[windows].sum())
+            progress.num_examples += num_examples
             progress.num_tokens += batch.num_tokens
-            meter.step(len(windows), batch.num_tokens, batch.input_ids_BL.numel())
+            meter.step(num_examples, len(windows), batch.num_tokens, batch.input_ids_BL.numel())
             if progress.step % CHECK_EVERY[device.type] == 0:
                 _check(mixed_precision, objective)
             progress.step_seconds = time.perf_counter() - marked

@@ -160,7 +160,7 @@ class TrialLog:
             "micro_batch_size": progress.micro_batch_size,
             "oom_halvings": progress.oom_halvings,
             "num_steps": progress.step,
-            "num_examples": progress.num_examples,
+            "num_examples": round(progress.num_examples),
             "num_tokens": progress.num_tokens,
             "train_seconds": progress.train_seconds,
             "evaluation_seconds": progress.evaluation_seconds,
@@ -176,5 +176,5 @@ class TrialLog:
         seconds = meter.measured_seconds
         if peak is None or self.flops is None or not seconds:
             return None
-        flops = self.flops(meter.measured_tokens, meter.measured_examples)
+        flops = self.flops(meter.measured_tokens, meter.measured_windows)
         return None if flops is None else flops / seconds / peak

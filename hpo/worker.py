@@ -111,7 +111,7 @@ def run_study(
         stop: from `stop_on_signals`, which is used where none is given.
 
     Raises:
-        StudyChangedError: the stored study has another search space or definition.
+        StudyChangedError: the stored study has another search space or definition, or had other data.
         InputError: the data, the model or the objective cannot be used.
         RunError: the workers ended before the study did.
     """
@@ -133,6 +133,7 @@ def run_study(
             torch.cuda.set_device(worker_number % num_devices)
         shared = int(os.environ.get(NUM_WORKERS, "1")) > 1
         executor = Executor(config, probe_device(config.device), runs_dir, storage, shared_device=shared)
+        storage.bind_data(config.name, executor.dataset.fingerprint)
         study = storage.load_study(config.name)
         folder = partial(executor.trial_folder, storage.study_token(config.name))
         return run_worker(

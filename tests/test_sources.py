@@ -196,6 +196,17 @@ def test_classes_stored_as_numbers_get_their_names(tmp_path: Path, monkeypatch: 
     ]
 
 
+@pytest.mark.parametrize(("name", "is_folder"), [("set", True), ("owner/set", False)])
+def test_a_local_folder_in_place_of_a_hub_id_is_relative_to_the_study_file(
+    tmp_path: Path, name: str, is_folder: bool
+) -> None:
+    (tmp_path / "set").mkdir()
+    config = {"source": "hub", "hub": {"name": name}, "tasks": {"tone": {"kind": "single_label"}}}
+    hub = DataConfig.model_validate(config, context={"folder": tmp_path}).hub
+    assert hub is not None
+    assert hub.name == (str(tmp_path / name) if is_folder else name)
+
+
 def test_whole_numbers_may_be_classes_of_a_table(tmp_path: Path) -> None:
     rows = [{"text": "one", "stars": 1}, {"text": "two", "stars": 5}]
     for split in ("train", "validation"):

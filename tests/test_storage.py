@@ -133,6 +133,15 @@ def test_other_changes_that_make_results_incomparable_are_refused(
     assert line in str(refused.value)
 
 
+def test_data_that_have_changed_in_their_place_are_refused(storage: Storage) -> None:
+    storage.create_or_resume_study(study(3))
+    for _ in range(2):
+        storage.bind_data("tiny", "as they were")
+    with pytest.raises(StudyChangedError, match="data of the study `tiny` have changed since it was made"):
+        storage.bind_data("tiny", "edited")
+    storage.bind_data("tiny", "as they were")
+
+
 def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
     storage.create_or_resume_study(study(3))
     changes: dict[str, Any] = {

@@ -196,6 +196,14 @@ def test_a_window_over_the_budget_is_a_batch_alone() -> None:
     assert [batch.tolist() for batch in batches] == [[0], [2], [1]]
 
 
+def test_the_windows_of_a_text_share_it() -> None:
+    rows = [Example("long", "a b c d e f g h", {}, {}), Example("short", "a", {}, {})]
+    whole = tokenize_split(rows, (), tiny_tokenizer("wordpiece"), Windowing(64))
+    assert whole.example_share_W.tolist() == [1, 1]
+    cut = tokenize_split(rows, (), tiny_tokenizer("wordpiece"), Windowing(6, "window"))
+    assert cut.example_share_W.tolist() == [0.5, 0.5, 1]
+
+
 @pytest.mark.parametrize("options", [(256, "truncate", 0), (24, "window", 6)])
 def test_targets_decode_to_the_truth(options: tuple[int, str, int]) -> None:
     """Logits that say what the targets say give every label and span of the examples back."""

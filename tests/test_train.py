@@ -258,7 +258,7 @@ def test_seeds_of_steps_differ() -> None:
 def test_the_parts_that_are_too_small_for_a_warm_up_still_have_a_rate() -> None:
     meter = ThroughputMeter(CPU)
     meter.start()
-    meter.step(4, 40, 48)
+    meter.step(4, 4, 40, 48)
     summary = meter.summary()
     assert summary["train_examples_per_second"]
     assert summary["padding_share"] == pytest.approx(1 - 40 / 48)

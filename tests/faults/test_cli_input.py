@@ -220,6 +220,21 @@ def test_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> No
     check_refused(tmp_path, hpo_command(tmp_path, "run", "tiny.yaml"), message)
 
 
+def test_data_that_were_edited_since_the_study_was_made(tmp_path: Path) -> None:
+    rows = [{"id": str(i), "text": f"Ann works {i}.", "labels": {"tone": "calm"}} for i in range(8)]
+    data(*rows)(tmp_path)
+    study_file, train = tmp_path / "tiny.yaml", tmp_path / "train.jsonl"
+    ok(hpo_command(tmp_path, "run", study_file, "--n-trials", "1"))
+    content = train.read_text()
+    train.write_text(content.replace("calm", "angry", 1))
+    for command in (("run", "--n-trials", "2"), ("best", "--evaluate", "validation")):
+        refused = hpo_command(tmp_path, command[0], study_file, *command[1:])
+        assert refused.exit_code == 2
+        assert "The data of the study `tiny` have changed since it was made" in refused.err
+    train.write_text(content)
+    ok(hpo_command(tmp_path, "run", study_file, "--n-trials", "2"))
+
+
 def test_bad_data_is_reported_by_several_workers_as_by_one(tmp_path: Path) -> None:
     prepare, message = DATA["unknown class"]
     prepare(tmp_path)

@@ -58,6 +58,15 @@ def test_complete(executor: Executor, tmp_path: Path, name: str) -> None:
     assert result.headline["peak_memory_bytes"] > 2**27
 
 
+def test_examples_are_counted_once_however_they_are_cut(tmp_path: Path) -> None:
+    synthetic = {"num_train": 48, "num_validation": 24, "num_test": 1}
+    data = {"source": "synthetic", "synthetic": synthetic, "long_text": "window", "stride": 4}
+    training = {"epochs": 1, "batch_size": 8, "max_length": 32}
+    result = run(tiny_executor(tmp_path, data=data, training=training), tmp_path, {"fp_precision": "fp32"})
+    assert result.telemetry["num_steps"] > 2 * 48 / 8, "one of windows"
+    assert result.telemetry["num_examples"] == 48
+
+
 def test_the_same_seed_gives_the_same_trial(executor: Executor, tmp_path: Path) -> None:
     params = {"fp_precision": "fp32", "dropout": 0.1}
     first, second = (executor.run(params, tmp_path / name, name) for name in ("a", "b"))
