@@ -44,6 +44,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
+from hpo.attention import attend_with_fast_dropout
 from hpo.errors import ModelError, did_you_mean
 from hpo.hub import SINGLE_WEIGHTS, download, has_weights, one_line
 
@@ -190,6 +191,8 @@ def load_encoder(
             f"would be random: {', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. "
             f"Do config.json and the weights belong together?"
         )
+    if attention == "sdpa":
+        attend_with_fast_dropout(model)
     accepted = inspect.signature(model.forward).parameters
     if not {"input_ids", "attention_mask"} <= accepted.keys():
         raise ModelError(

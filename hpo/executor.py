@@ -35,6 +35,7 @@ from hpo.device import (
     PeakMemory,
     Utilization,
     is_out_of_memory,
+    keep_freed_memory,
     release_free_memory,
     synchronize,
 )
@@ -69,6 +70,7 @@ from hpo.tokens import TokenizedSplit, Windowing, collate
 from hpo.train import Budget, Evaluation, Objective, Plan, Progress, train
 from hpo.trial_config import TrialConfig, build_trial_config
 from hpo.trial_log import ScoredEvaluation, TrialLog
+from hpo.vocabulary import compact_vocabulary
 
 UTILIZATION_EVERY = 20
 """Steps between two questions to the device how busy it is."""
@@ -128,6 +130,8 @@ class Executor:
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
         self._check_loss_settings()
+        if device.type == "cpu":
+            keep_freed_memory()
         if device.type == "cuda" and self.amp.memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction, device.index)
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
@@ -241,6 +245,8 @@ class Executor:
         log.memory.reset()
 
         prepare_model(model, precision)
+        used_ids = np.concatenate([train_split.used_ids, validation_split.used_ids, np.array([pad_id])])
+        compact_vocabulary(model, config.optimizer, used_ids)
         optimizer = build_optimizer(
             config.optimizer,
             parameter_groups(

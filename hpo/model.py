@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from hpo.attention import NAME as DROPOUT_ATTENTION
+from hpo.dropout import use_bit_dropout
 from hpo.encoder import (
     ATTENTION_IMPLEMENTATIONS,
     encoder_layers,
@@ -248,6 +250,7 @@ def build_model(
         loss_weighting=loss_weighting,
     )
     freeze(model, freeze_layers)
+    use_bit_dropout(model)
     return model.train()
 
 
@@ -463,6 +466,8 @@ def _head_state(model: MultitaskModel) -> dict[str, Tensor]:
 
 def _attention_name(encoder: Any) -> str:
     implementation = encoder.config._attn_implementation
+    if implementation == DROPOUT_ATTENTION:
+        return "sdpa"
     names = [name for name, value in ATTENTION_IMPLEMENTATIONS.items() if value == implementation]
     return names[0] if names else "flash"
 

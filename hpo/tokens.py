@@ -27,8 +27,9 @@ BoolArray = NDArray[np.bool_]
 AnyArray = NDArray[Any]
 
 BEGINS_BEFORE, ENDS_AFTER = 1, 2
-LENGTH_MULTIPLE = 8
-"""Batches are padded to a multiple of this: matrix units work on such tiles, and fewer shapes occur."""
+LENGTH_MULTIPLE, SHORT = 8, 32
+"""Batches are padded to a multiple of 8, so that fewer shapes occur; not below 32 tokens, where that costs
+more than it is worth."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ class TokenizedSplit:
         return np.diff(self.window_start_W1)
 
     @property
+    def used_ids(self) -> IntArray:
+        """The token ids that occur, ascending."""
+        return np.flatnonzero(np.bincount(self.input_ids_T))
+
+    @property
     def example_share_W(self) -> NDArray[np.float64]:
         """What part of its example each window is, so that those of an example sum to 1."""
         windows_E = np.bincount(self.window_example_W, minlength=len(self.examples))
@@ -166,6 +172,8 @@ def ragged_arange(start_N: IntArray, count_N: IntArray) -> NDArray[np.int64]:
 
 def padded_length(longest: int, max_length: int) -> int:
     """Round up to a multiple of 8, but never over `max_length`: an encoder has that many positions."""
+    if longest <= SHORT:
+        return longest
     return max(longest, min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, max_length))
 
 

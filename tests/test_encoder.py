@@ -19,6 +19,7 @@ from tiny_encoders import BERT, FAMILIES, make_batch
 from torch import nn
 
 from hpo import encoder as encoder_module
+from hpo.attention import NAME as DROPOUT_ATTENTION
 from hpo.encoder import (
     MINILM_HUB_ID,
     encoder_layers,
@@ -167,10 +168,10 @@ def test_dropout_makes_training_random_and_zero_makes_it_exact() -> None:
 
 def test_attention_implementations_agree_and_are_what_was_asked_for() -> None:
     outputs = {}
-    for attention in ("sdpa", "eager"):
+    for attention, implementation in (("sdpa", DROPOUT_ATTENTION), ("eager", "eager")):
         torch.manual_seed(0)
         module: Any = load_encoder(BERT, attention=attention)
-        assert module.config._attn_implementation == attention
+        assert module.config._attn_implementation == implementation
         input_ids, mask = make_batch()
         outputs[attention] = module(input_ids, mask).last_hidden_state[mask.bool()]
     torch.testing.assert_close(outputs["sdpa"], outputs["eager"], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,88 @@
+"""Training with the rows of the embedding table that the data use.
+
+A vocabulary has tens of thousands of tokens, a data set a few thousand. The others have no gradient, but
+cost as much: MiniLM's table is half of its weights, so half of the gradient that is zeroed, clipped and
+given to the optimiser in every step is zeros. `compact_vocabulary` trains a table of the used rows alone.
+
+What comes out is what the whole table would have become. A row without gradient only decays, and it does so
+by a factor that is the same for all such rows, whatever the schedule, clipping and skipped steps: Adam's
+moments are zero there, and decoupled decay, momentum and L2 terms of SGD are linear in the weight. One more
+row of ones is therefore trained along that no token has; what has become of it is that factor. The state of
+the module is the whole table, so checkpoints and exports know nothing of all this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+
+class CompactEmbedding(nn.Embedding):
+    """The rows `used_ids` of an embedding table, looked up by their ids in the whole table."""
+
+    def __init__(self, table: nn.Embedding, used_ids: Tensor) -> None:
+        whole = table.weight.detach()
+        rows = torch.cat([whole[used_ids], whole.new_ones(1, table.embedding_dim)])
+        row_of_id = torch.full((table.num_embeddings,), -1, device=whole.device)
+        row_of_id[used_ids] = torch.arange(len(used_ids), device=whole.device)
+        padding = None if table.padding_idx is None else int(row_of_id[table.padding_idx])
+        super().__init__(len(rows), table.embedding_dim, padding_idx=padding, _weight=rows)
+        self.used_ids = used_ids
+        self._whole = whole
+        self.register_buffer("row_of_id", row_of_id, persistent=False)
+        self.row_of_id: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as nn.Embedding names it
+        """Ids of any shape to rows. An id that is not among the used ones raises IndexError."""
+        return F.embedding(self.row_of_id[input], self.weight, self.padding_idx)
+
+    def whole(self) -> Tensor:
+        """The whole table as it would be had all of it been trained."""
+        weight = self.weight.detach()
+        table = self._whole.to(weight) * weight[-1]
+        table[self.used_ids] = weight[:-1]
+        return table
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
+        destination[f"{prefix}weight"] = self.whole()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Take the used rows of a whole table; the others tell the factor that they have decayed by."""
+        table = state_dict[f"{prefix}weight"].to(self.weight)
+        is_unused = self.row_of_id < 0
+        before, now = self._whole[is_unused].double(), table[is_unused].double()
+        norm = before.square().sum()
+        factor = (before * now).sum() / norm if norm else norm + 1
+        last = torch.full_like(table[:1], float(factor))
+        state = {f"{prefix}weight": torch.cat([table[self.used_ids], last])}
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def compact_vocabulary(model: nn.Module, optimizer: str, used_ids: NDArray[Any]) -> None:
+    """Train only the embedding rows `used_ids` of `model.encoder`, where the result is the same.
+
+    Left alone are tables that are frozen, that have settings of their own, that are not a plain
+    `nn.Embedding`, and all under an optimiser whose step is not linear in a weight without gradient (adam
+    with its L2 term) or that looks at the whole matrix (adafactor).
+    """
+    encoder: Any = model.encoder
+    table = encoder.get_input_embeddings()
+    if (
+        optimizer not in ("adamw", "lion", "sgd")
+        or type(table) is not nn.Embedding
+        or not table.weight.requires_grad
+        or table.max_norm is not None
+        or table.scale_grad_by_freq
+        or table.sparse
+        or sum(weight is table.weight for _, weight in model.named_parameters(remove_duplicate=False)) != 1
+    ):
+        return
+    padding = [] if table.padding_idx is None else [table.padding_idx]
+    used_ids = np.union1d(used_ids, padding).astype(np.int64)
+    ids = torch.from_numpy(used_ids).to(table.weight.device)
+    encoder.set_input_embeddings(CompactEmbedding(table, ids))

