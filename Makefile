@@ -9,12 +9,12 @@ CONSTRAINTS := docker/constraints.txt
 
 export HPO_STORAGE := $(if $(STORAGE),$(STORAGE),$(HPO_STORAGE))
 
-.PHONY: help install hpo test test-all dashboard report lint reference clean
+.PHONY: help install hpo test test-all bench dashboard report lint reference clean
 
 help:
 	@echo "make hpo STUDY=multitask [N_TRIALS=12] [WORKERS=1] [STORAGE=sqlite:///runs/hpo.db]"
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
-	@echo "make test | make test-all | make lint"
+	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5]"
 
 install: $(VENV)/.installed
 
@@ -44,6 +44,14 @@ test: install
 
 test-all: install
 	$(PYTEST)
+
+# The peers are installed by this alone: they are much of the size of everything else.
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,bench]'
+	touch $@
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python tests/benchmarks/run.py $(BENCH) $(if $(PAIRS),--pairs $(PAIRS))
 
 lint: install
 	$(BIN)/ruff check hpo tests
