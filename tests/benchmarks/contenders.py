@@ -52,6 +52,7 @@ class PeerModel(nn.Module):
         self.heads = nn.ModuleList(
             nn.Linear(self.encoder.config.hidden_size, len(task["classes"])) for task in tasks.values()
         )
+        self.train()  # from_pretrained leaves its dropout off, and Lightning leaves it as it is
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Sequence[Tensor] | None = None, **_: Any
@@ -288,7 +289,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     warnings.simplefilter("ignore")
     result = CONTENDERS[name](Path(folder), WORKLOADS[workload], precision)
-    print(json.dumps(result))  # noqa: T201
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
