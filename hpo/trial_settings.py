@@ -89,8 +89,8 @@ class TrialSettings(Section):
     )
     attention: Literal["sdpa", "eager", "flash"] = Field(
         "sdpa",
-        description="Attention implementation: `sdpa` is PyTorch's fused one and, with attention dropout on a "
-        "CPU, where that has no kernel, one of ours; `flash` needs flash-attention and a GPU.",
+        description="Attention implementation: `sdpa` is PyTorch's fused one and, with attention dropout on "
+        "a CPU, where that has no kernel, one of ours; `flash` needs flash-attention and a GPU.",
     )
     compile: Literal["none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
         Field("none", description="`torch.compile` mode. `none` runs eagerly.")

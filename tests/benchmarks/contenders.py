@@ -194,6 +194,76 @@ def run_trainer(
     return {"train": clock.rate(workload.batch_size), "evaluate": len(validation) / seconds}
 
 
+STUDY_LEARNING_RATES = (2e-5, 4e-5, 6e-5, 8e-5, 1e-4, 2e-4)
+
+
+def run_hpo_study(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Ours: `hpo run` on a grid of learning rates, from an empty folder."""
+    from typer.testing import CliRunner
+
+    from hpo.cli import app
+
+    content = study_content(workload, folder, precision)
+    del content["training"]["learning_rate"]
+    content["search_space"] = {
+        "learning_rate": {"type": "categorical", "choices": list(STUDY_LEARNING_RATES)}
+    }
+    content["n_trials"] = len(STUDY_LEARNING_RATES)
+    content["compat"] = {"enabled": True}
+    with tempfile.TemporaryDirectory() as work:
+        os.chdir(work)
+        Path("study.yaml").write_text(yaml.safe_dump(content))
+        result = CliRunner().invoke(app, ["run", "study.yaml", "--json"])
+        status = json.loads(result.stdout)
+    if status["outcomes"] != {"complete": len(STUDY_LEARNING_RATES)}:
+        raise RuntimeError(f"the study ended as {status['outcomes']}")
+    return {}
+
+
+def run_trainer_study(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Hugging Face's hyperparameter_search with Optuna on the same learning rates."""
+    import optuna
+    from transformers import Trainer, TrainingArguments
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    tasks = read_tasks(folder)
+    with tempfile.TemporaryDirectory() as output:
+        trainer = Trainer(
+            model_init=lambda: PeerModel(tasks),
+            args=TrainingArguments(
+                output_dir=output,
+                num_train_epochs=1,
+                per_device_train_batch_size=workload.batch_size,
+                weight_decay=WEIGHT_DECAY,
+                bf16=precision == "bf16",
+                use_cpu=True,
+                dataloader_pin_memory=False,
+                eval_strategy="epoch",
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                remove_unused_columns=False,
+                seed=SEED,
+            ),
+            data_collator=pad,
+            train_dataset=read_split(folder, "train", workload.max_length),
+            eval_dataset=read_split(folder, "validation", workload.max_length),
+        )
+        best = trainer.hyperparameter_search(
+            backend="optuna",
+            n_trials=len(STUDY_LEARNING_RATES),
+            hp_space=lambda trial: {
+                "learning_rate": trial.suggest_categorical("learning_rate", list(STUDY_LEARNING_RATES))
+            },
+            compute_objective=lambda metrics: metrics["eval_loss"],
+            direction="minimize",
+            sampler=optuna.samplers.GridSampler({"learning_rate": list(STUDY_LEARNING_RATES)}),
+        )
+    if best is None:
+        raise RuntimeError("the search found nothing")
+    return {}
+
+
 def run_trainer_grouped(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
     """Hugging Face Trainer with batches of similar length."""
     return run_trainer(folder, workload, precision, sampling="group_by_length")
@@ -277,7 +347,9 @@ def _chunks(rows: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 CONTENDERS: dict[str, Callable[[Path, Workload, str], dict[str, Any]]] = {
     "hpo": run_hpo,
+    "hpo-study": run_hpo_study,
     "trainer": run_trainer,
+    "trainer-study": run_trainer_study,
     "trainer-grouped": run_trainer_grouped,
     "lightning": run_lightning,
     "plain": run_plain,

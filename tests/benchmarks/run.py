@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ class Figure:
     precision: str
     peer: str
     measure: str
+    """`train` and `evaluate` are examples/s; `process` is 1 / seconds of the whole process."""
     at_least: float
+    ours: str = "hpo"
 
 
 FIGURES = (
@@ -48,16 +51,19 @@ FIGURES = (
     Figure("4", "training, long, bf16, Lightning", "long", "bf16", "lightning", "train", 2.5),
     Figure("5", "evaluation, long, bf16, Trainer.evaluate", "long", "bf16", "trainer", "evaluate", 2.0),
     Figure("6", "training, short, bf16, Trainer", "short", "bf16", "trainer", "train", 2.0),
+    Figure("7", "6 trials, hyperparameter_search", "short", "bf16", "trainer-study", "process", 2.5, "hpo-study"),
 )  # fmt: skip
 
 
 def run_contender(name: str, folder: Path, workload: str, precision: str) -> dict[str, float]:
     """What one contender measured. Raises RuntimeError with the end of its output where it failed."""
     command = [sys.executable, str(CONTENDERS), name, str(folder), workload, precision]
+    started = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - started
     if done.returncode:
         raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return {"process": 1 / seconds, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def rounds(
@@ -66,8 +72,8 @@ def rounds(
     """{contender: measured} of each round but the first."""
     for number in range(num_rounds + 1):
         results = {name: run_contender(name, folder, workload, precision) for name in names}
-        shown = "  ".join(f"{name} {result['train']:.1f}" for name, result in results.items())
-        print(f"{workload} {precision} round {number}: {shown} training examples/s", file=sys.stderr)
+        shown = "  ".join(f"{name} {1 / result['process']:.0f} s" for name, result in results.items())
+        print(f"{workload} {precision} round {number}: {shown}", file=sys.stderr)
         if number:
             yield results
 
@@ -96,18 +102,23 @@ def main() -> None:
         for (workload, precision), figures in groups.items():
             folder = Path(work) / workload
             print(f"\n{workload} texts of {write_workload(WORKLOADS[workload], folder)}, {precision}")
-            names = list(dict.fromkeys(["hpo", *(figure.peer for figure in figures)]))
+            names = list(dict.fromkeys(name for figure in figures for name in (figure.ours, figure.peer)))
             results = list(rounds(workload, precision, names, folder, arguments.pairs))
             for figure in figures:
-                measure, peer = figure.measure, figure.peer
-                ratios = [result["hpo"][measure] / result[peer][measure] for result in results]
+                ratios = [
+                    result[figure.ours][figure.measure] / result[figure.peer][figure.measure]
+                    for result in results
+                ]
                 verdict = "reached" if statistics.median(ratios) >= figure.at_least else "NOT reached"
                 wanted = f"wanted {figure.at_least}x: {verdict}"
                 print(f"  {figure.number:3} {figure.what}: {spread(ratios)}x; {wanted}")
-            for measure in ("train", "evaluate"):
-                for name in names:
-                    rates = spread([result[name][measure] for result in results])
-                    print(f"      {measure:8} {name:16} {rates} examples/s")
+            for name in names:
+                for measure in results[0][name]:
+                    values = [result[name][measure] for result in results]
+                    if measure == "process":
+                        print(f"      {name:16} process  {spread([1 / value for value in values])} s")
+                    else:
+                        print(f"      {name:16} {measure:8} {spread(values)} examples/s")
 
 
 if __name__ == "__main__":
