@@ -51,7 +51,7 @@ FIGURES = (
     Figure("4", "training, long, bf16, Lightning", "long", "bf16", "lightning", "train", 2.5),
     Figure("5", "evaluation, long, bf16, Trainer.evaluate", "long", "bf16", "trainer", "evaluate", 2.0),
     Figure("6", "training, short, bf16, Trainer", "short", "bf16", "trainer", "train", 2.0),
-    Figure("7", "6 trials, hyperparameter_search", "short", "bf16", "trainer-study", "process", 2.5, "hpo-study"),
+    Figure("7", "hyperparameter_search", "short", "bf16", "trainer-study", "process", 2.5, "hpo-study"),
 )  # fmt: skip
 
 
