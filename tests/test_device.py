@@ -16,7 +16,9 @@ from hpo.device import (
     Utilization,
     available_cores,
     is_out_of_memory,
+    keep_freed_memory,
     probe_device,
+    release_free_memory,
 )
 from hpo.errors import InputError
 
@@ -60,13 +62,19 @@ def test_a_gpu_is_named_with_its_index() -> None:
     sys.platform != "linux" or not os.access("/proc/self/clear_refs", os.W_OK),
     reason="Linux resets the peak only where /proc/self/clear_refs is writable",
 )
-def test_peak_memory_sees_what_was_held_and_can_be_reset() -> None:
-    memory = PeakMemory(probe_device("cpu"))
+@pytest.mark.parametrize("freed_is_kept", [False, True])
+def test_peak_memory_sees_what_was_held_and_can_be_reset(freed_is_kept: bool) -> None:
+    if freed_is_kept:
+        keep_freed_memory()
+    device = probe_device("cpu")
+    memory = PeakMemory(device)
+    release_free_memory(device)
     memory.reset()
     before = memory.read()
     held = bytearray(os.urandom(1)) * 200_000_000
     del held
     assert memory.read() - before > 150_000_000
+    release_free_memory(device)
     memory.reset()
     assert memory.read() - before < 100_000_000
 
