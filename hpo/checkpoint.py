@@ -48,18 +48,21 @@ class CheckpointStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._best: Path | None = None
 
     def save(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write the checkpoint to go on from, then drop all but the newest two.
 
-        Raises CheckpointError when it cannot be written, a full disk included; nothing half-written
+        Weights that were just written as the best of this step are linked to, not written again. Raises CheckpointError when it cannot be written, a full disk included; nothing half-written
         stays and the checkpoints before are untouched.
         """
-        return self._save("step", step, keep=2, weights=weights, state=state)
+        is_best = self._best is not None and self._best.name == _name("best", step)
+        return self._save("step", step, 2, weights, state, same_weights=self._best if is_best else None)
 
     def save_best(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write the weights of the best evaluation so far, then drop those of the best before."""
-        return self._save("best", step, keep=1, weights=weights, state=state)
+        self._best = self._save("best", step, 1, weights, state)
+        return self._best
 
     def latest(self) -> Checkpoint | None:
         """The newest intact checkpoint to go on from, or None."""
@@ -78,9 +81,15 @@ class CheckpointStore:
         return sorted(self.folder.glob(f"{kind}-????????"))
 
     def _save(
-        self, kind: str, step: int, *, keep: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]
+        self,
+        kind: str,
+        step: int,
+        keep: int,
+        weights: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        same_weights: Path | None = None,
     ) -> Path:
-        path = _write(self.folder / f"{kind}-{step:08d}", weights, state)
+        path = _write(self.folder / _name(kind, step), weights, state, same_weights)
         others = [old for old in self._named(kind) if old != path]
         for old in others[: len(others) + 1 - keep]:
             shutil.rmtree(old, ignore_errors=True)
@@ -107,11 +116,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, weights, state)
 
 
-def _write(path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+def _name(kind: str, step: int) -> str:
+    return f"{kind}-{step:08d}"
+
+
+def _write(
+    path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], same_weights: Path | None
+) -> Path:
+    """Write a checkpoint; its weights are those of `same_weights`, a checkpoint, where that is given."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / _WEIGHTS)
+        if same_weights is None or not _link(same_weights / _WEIGHTS, temporary / _WEIGHTS):
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / _WEIGHTS)
         torch.save(dict(state), temporary / _STATE)
         digests = {name: _sha256(temporary / name) for name in (_WEIGHTS, _STATE)}
         (temporary / _MANIFEST).write_text(json.dumps({"sha256": digests}))
@@ -129,6 +146,15 @@ def _write(path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) 
             "The trial goes on from the checkpoint before when the study is started again."
         ) from error
     return path
+
+
+def _link(existing: Path, new: Path) -> bool:
+    """Make a hard link; False where the file system has none."""
+    try:
+        new.hardlink_to(existing)
+    except OSError:
+        return False
+    return True
 
 
 def _flush(path: Path) -> None:

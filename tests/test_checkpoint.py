@@ -47,6 +47,28 @@ def test_the_newest_two_stay_and_one_at_the_end(store: CheckpointStore) -> None:
     assert sorted(path.name for path in store.folder.iterdir()) == ["best-00000003", "step-00000003"]
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_weights_that_are_the_best_are_written_once(
+    store: CheckpointStore, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:
+
+        def refuse(*_: object) -> None:
+            raise OSError("Operation not permitted")
+
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    best = store.save_best(1, WEIGHTS, {"kind": "best"})
+    same = store.save(1, WEIGHTS, {"kind": "step"})
+    later = {name: value + 1 for name, value in WEIGHTS.items()}
+    other = store.save(2, later, {"kind": "step"})
+    inodes = [(path / "model.safetensors").stat().st_ino for path in (best, same, other)]
+    assert len(set(inodes)) == (2 if has_links else 3)
+    store.save_best(2, later, {})  # drops the best of before
+    assert [read_checkpoint(path).state for path in (same, other)] == [{"kind": "step"}] * 2
+    for path, weights in ((same, WEIGHTS), (other, later)):
+        assert all(torch.equal(value, weights[name]) for name, value in read_checkpoint(path).weights.items())
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "manifest.json"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
