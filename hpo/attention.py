@@ -9,21 +9,24 @@ kept and D = P * M / (1 - p):
     O = D V        dV = D' dO        dP = (dO V') * M / (1 - p)        dS = P * (dP - sum(dP * P))
     dQ = scale dS K                  dK = scale dS' Q
 
-Under autocast Q, K and V have its dtype, as in PyTorch, and the scores are rounded to it, as in
-transformers' eager attention; softmax is computed in fp32 inside the kernel.
+Under autocast Q, K and V have its dtype, as in PyTorch. Scores and softmax are fp32; P, which meets V, is
+rounded to the dtype of V.
 
 Among transformers' attention functions this is `hpo_sdpa`, and it is what `attention: sdpa` runs. Where it
 is not for a case (a GPU, no dropout, a mask that is not padding at the end of texts, compiled code),
-it is PyTorch's own.
+it is PyTorch's own. `rehearsal` runs it without dropout, so that a check of the precision checks what trains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
@@ -36,7 +39,22 @@ OTHER_ATTENTION = ("is_causal", "position_bias", "softcap", "s_aux")
 """Options of transformers' attention functions that change what is computed."""
 
 PIECE_ELEMENTS = 2**20
-"""Scores computed at a time, at most, where a piece has more than one text: 2 MiB in bf16."""
+"""Scores computed at a time, at most, where a piece has more than one text: 4 MiB."""
+
+DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout")
+"""The names that configurations give to the dropout of attention weights."""
+
+_is_rehearsal = ContextVar("is_rehearsal", default=False)
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside, models in evaluation mode use the attention that they use in training, dropping nothing."""
+    token = _is_rehearsal.set(True)
+    try:
+        yield
+    finally:
+        _is_rehearsal.reset(token)
 
 
 def attend_with_fast_dropout(encoder: Any) -> None:
@@ -48,7 +66,12 @@ def attend_with_fast_dropout(encoder: Any) -> None:
 
 
 def attention_mask(
-    *, q_length: int, mask_function: Any, attention_mask: Tensor | None = None, **options: Any
+    *,
+    q_length: int,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,
 ) -> Tensor | None:
     """The mask that transformers hands on to `attention_forward`, [B, 1, L, L], True at what is seen.
 
@@ -58,15 +81,19 @@ def attention_mask(
         mask_function is bidirectional_mask_function
         and attention_mask is not None
         and attention_mask.ndim == 2
+        and attention_mask.device.type == "cpu"
         and not torch.compiler.is_compiling()
     ):
         seen_BL = attention_mask.bool()
-        # Whether there is any padding is not asked of a GPU, which would have to be waited for.
-        if seen_BL.device.type == "cpu" and seen_BL.all():
+        if allow_is_bidirectional_skip and seen_BL.all():
             return None
         return seen_BL[:, None, None, :].expand(-1, 1, q_length, -1)
     mask: Tensor | None = sdpa_mask(
-        q_length=q_length, mask_function=mask_function, attention_mask=attention_mask, **options
+        q_length=q_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        **options,
     )
     return mask
 
@@ -86,7 +113,9 @@ def attention_forward(
     is_plain = not getattr(module, "is_causal", True) and not any(
         options.get(name) is not None for name in OTHER_ATTENTION
     )
-    if is_plain and 0 < dropout < 1 and query.shape == key.shape and is_fast_here(query, key, value):
+    is_rehearsed = _is_rehearsal.get() and not module.training and _drops_in_training(module)
+    same_shape = query.shape == key.shape == value.shape
+    if is_plain and (0 < dropout < 1 or is_rehearsed) and same_shape and is_fast_here(query, key, value):
         lengths = _text_lengths(query, attention_mask)
     if lengths is None:
         output, _ = sdpa_attention_forward(
@@ -104,12 +133,17 @@ def attention_forward(
     return attended, None
 
 
+def _drops_in_training(module: torch.nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    return any(getattr(config, key, None) for key in DROPOUT_KEYS)
+
+
 def _text_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
     """The tokens of each text where the mask is padding at its end, and nothing else; otherwise None."""
     num_texts, _, length, _ = query.shape
     if mask is None:
         return [length] * num_texts
-    if mask.dtype != torch.bool or mask.shape[1] != 1 or mask.stride(2) != 0:
+    if mask.dtype != torch.bool or mask.shape[:2] != (num_texts, 1) or mask.stride(2) != 0:
         return None
     mask_BL = mask[:, 0, 0, :]
     lengths_B = mask_BL.sum(dim=1)
@@ -136,6 +170,10 @@ def _heads(texts: slice, length: int, *tensors: Tensor) -> Iterator[Tensor]:
     return (tensor[texts, :, :length].flatten(0, 1) for tensor in tensors)
 
 
+def _kept(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else masked(values, mask)
+
+
 class _DropoutAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -148,16 +186,16 @@ class _DropoutAttention(torch.autograd.Function):
         saved = []
         for texts, longest in pieces:
             q, k, v = _heads(texts, longest, query, key, value)
-            nothing = q.new_empty(())
-            scores = torch.baddbmm(nothing, q, k.transpose(1, 2), beta=0, alpha=scale)
+            q, k = q.float(), k.float()
+            scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
             own = lengths[texts]
             if min(own) < longest:
                 padding = torch.arange(longest) >= torch.tensor(own)[:, None]
                 by_text = scores.unflatten(0, (-1, num_heads))
                 by_text.masked_fill_(padding[:, None, None, :], torch.finfo(scores.dtype).min)
-            weights = scores.softmax(dim=-1)
-            mask = bits.keep_mask(weights.shape, p)
-            attended = torch.bmm(masked(weights, mask), v).mul_(1 / (1 - p))
+            weights = scores.softmax(dim=-1).to(v.dtype)
+            mask = bits.keep_mask(weights.shape, p) if p else None
+            attended = torch.bmm(_kept(weights, mask), v).mul_(1 / (1 - p))
             output_BLHE[texts, :longest] = attended.unflatten(0, (-1, num_heads)).transpose(1, 2)
             saved += [weights, mask]
         ctx.save_for_backward(query, key, value, *saved)
@@ -165,6 +203,7 @@ class _DropoutAttention(torch.autograd.Function):
         return output_BLHE
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *saved = ctx.saved_tensors
         (gradient_BLHE,) = gradients
@@ -176,10 +215,10 @@ class _DropoutAttention(torch.autograd.Function):
         for (texts, longest), weights, mask in zip(ctx.pieces, saved[::2], saved[1::2], strict=True):
             q, k, v, gradient = _heads(texts, longest, query, key, value, gradient_BLHE.transpose(1, 2))
             gradient = gradient * (1 / (1 - ctx.p))
-            of_weights = masked(torch.bmm(gradient, v.transpose(1, 2)), mask)
+            of_weights = _kept(torch.bmm(gradient, v.transpose(1, 2)), mask)
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
             for whole, piece in (
-                (of_value, torch.bmm(masked(weights, mask).transpose(1, 2), gradient)),
+                (of_value, torch.bmm(_kept(weights, mask).transpose(1, 2), gradient)),
                 (of_query, torch.bmm(of_scores, k).mul_(ctx.scale)),
                 (of_key, torch.bmm(of_scores.transpose(1, 2), q).mul_(ctx.scale)),
             ):

@@ -53,7 +53,9 @@ class CheckpointStore:
     def save(self, step: int, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write the checkpoint to go on from, then drop all but the newest two.
 
-        Weights that were just written as the best of this step are linked to, not written again. Raises CheckpointError when it cannot be written, a full disk included; nothing half-written
+        Weights that were just written as the best of this step are linked to, not written again.
+
+        Raises CheckpointError when it cannot be written, a full disk included; nothing half-written
         stays and the checkpoints before are untouched.
         """
         is_best = self._best is not None and self._best.name == _name("best", step)

@@ -358,7 +358,7 @@ def best(
         _make_runs_folder(config.name)
         executor = Executor(config, probe_device(config.device), RUNS)
         with _storage(storage, create=False) as database:
-            database.bind_data(config.name, executor.dataset.fingerprint)
+            database.check_data(config.name, executor.dataset.fingerprint)
         folder = executor.trial_folder(token, trials[0].number)
         if evaluate:
             metrics = score_checkpoint(executor, folder, evaluate)

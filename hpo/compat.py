@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from hpo.amp import MixedPrecision, backend_flags, observe, prepare_model
+from hpo.attention import rehearsal
 from hpo.device import DeviceInfo, PeakMemory, is_out_of_memory, release_free_memory, synchronize
 from hpo.model import compiled_modules
 from hpo.precision import PRECISIONS, AmpConfig, Precision
@@ -111,10 +112,10 @@ def measure(
     """
     was_training = model.training
     model.eval()
+    batch = batch.to(device.torch_device)
     try:
-        return _measure(
-            model, batch.to(device.torch_device), objective, precision, config, device, transform, repeats
-        )
+        with rehearsal():
+            return _measure(model, batch, objective, precision, config, device, transform, repeats)
     finally:
         model.zero_grad(set_to_none=True)
         model.train(was_training)

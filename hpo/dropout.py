@@ -7,7 +7,8 @@ dropped; a bitwise AND with the element's own bits then drops it. So p is met to
 
 The generator is seeded from torch's, so `torch.manual_seed` decides the masks, and gradient checkpointing,
 which puts torch's generator back, draws the same ones again. Masks do not depend on the number of threads.
-The masks themselves are others than `F.dropout`'s of the same seed. On a GPU, in compiled code and outside
+The masks themselves are others than `F.dropout`'s of the same seed, and what is dropped is 0 also where it
+was infinite or NaN, which a multiplication by 0 would make NaN. On a GPU, in compiled code and outside
 of training everything is PyTorch's own.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 """The integers of a dtype's width, as which its bits can be taken."""
@@ -63,6 +65,7 @@ class _MaskAndScale(torch.autograd.Function):
         return masked(values, mask).mul_(ctx.scale)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (mask,) = ctx.saved_tensors
         return masked(gradients[0], mask).mul_(ctx.scale), None

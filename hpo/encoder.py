@@ -44,6 +44,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
+from hpo.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
 from hpo.attention import attend_with_fast_dropout
 from hpo.errors import ModelError, did_you_mean
 from hpo.hub import SINGLE_WEIGHTS, download, has_weights, one_line
@@ -52,9 +53,8 @@ MINILM_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# The names that configurations give to the dropout of hidden states and of attention weights.
+# The names that configurations give to the dropout of hidden states.
 _DROPOUT_KEYS = ("hidden_dropout_prob", "hidden_dropout", "dropout", "embedding_dropout", "mlp_dropout")
-_ATTENTION_DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout")
 _SPECIAL_TOKENS = ("pad", "cls", "sep", "mask", "bos", "eos")
 
 # hpo draws its own progress and raises its own errors. torchao (which transformers imports where it is
@@ -167,7 +167,7 @@ def load_encoder(
         config = _folder_config(folder, shown, trust_remote_code)
     _check_is_encoder(config, shown)
     _set_dropout(config, "dropout", _DROPOUT_KEYS, dropout, shown)
-    _set_dropout(config, "attention_dropout", _ATTENTION_DROPOUT_KEYS, attention_dropout, shown)
+    _set_dropout(config, "attention_dropout", ATTENTION_DROPOUT_KEYS, attention_dropout, shown)
 
     options: dict[str, Any] = {
         "attn_implementation": ATTENTION_IMPLEMENTATIONS[attention],

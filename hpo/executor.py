@@ -16,7 +16,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,11 +66,14 @@ from hpo.study_config import MEASURED_METRICS, StudyConfig
 from hpo.tasks import LossOptions, check_loss, class_weights
 from hpo.telemetry import ThroughputMeter, TrialResult
 from hpo.token_cache import load_tokenized
-from hpo.tokens import TokenizedSplit, Windowing, collate
+from hpo.tokens import LENGTH_MULTIPLE, TokenizedSplit, Windowing, collate
 from hpo.train import Budget, Evaluation, Objective, Plan, Progress, train
 from hpo.trial_config import TrialConfig, build_trial_config
 from hpo.trial_log import ScoredEvaluation, TrialLog
 from hpo.vocabulary import compact_vocabulary
+
+CHECKPOINT_FORMAT = 2
+"""To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
 """Steps between two questions to the device how busy it is."""
@@ -245,7 +248,7 @@ class Executor:
         log.memory.reset()
 
         prepare_model(model, precision)
-        used_ids = np.concatenate([train_split.used_ids, validation_split.used_ids, np.array([pad_id])])
+        used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
         compact_vocabulary(model, config.optimizer, used_ids)
         optimizer = build_optimizer(
             config.optimizer,
@@ -263,7 +266,8 @@ class Executor:
         log.meter = meter = ThroughputMeter(self.device)
         log.flops = partial(training_flops, model)
         store = CheckpointStore(folder)
-        identity = f"{identity}/{resolution.effective}/{self.device.type}"
+        used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
+        identity = f"{identity}/{CHECKPOINT_FORMAT}/{resolution.effective}/{self.device.type}/{used}"
         self._resume(store, identity, model, optimizer, mixed_precision, progress, log)
         observation = self._observe(model, train_split, mixed_precision, pad_id)
         disagreement = observation.disagreement(precision)
@@ -359,7 +363,8 @@ class Executor:
                 ),
                 self.runs_dir / "cache" / "tokens",
             )
-        return self._tokens[key]
+        few_shapes = self.device.type == "cuda" or config.compile != "none"
+        return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
 
     def build_model(self, config: TrialConfig) -> MultitaskModel:
         """The trial's model in fp32 weights, on the device."""

@@ -297,23 +297,38 @@ class Storage:
         return self.persist(action)
 
     def bind_data(self, name: str, fingerprint: str) -> None:
-        """Note which data the study `name` is made with; from then on it takes no other.
+        """Note which data the study `name` is made with; after its first evaluation it takes no other.
 
         The data's path is part of the definition, but a file may be edited in its place.
 
         Raises:
             StudyChangedError: the study was made with data of another fingerprint.
+            StorageError: there is no such study.
         """
+        self.load_study(name)
 
-        def action() -> str:
+        def action() -> None:
             with exclusive(self.engine):
                 study_id = self.optuna.get_study_id_from_name(name)
+                query = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
+                with self.engine.connect() as connection:
+                    is_evaluated = connection.execute(query).first() is not None
                 bound = self.optuna.get_study_system_attrs(study_id).get(_DATA_ATTR)
-                if bound is None:
+                if bound is None or not is_evaluated:
                     self.optuna.set_study_system_attr(study_id, _DATA_ATTR, fingerprint)
-                return bound or fingerprint
 
-        if self.persist(action) != fingerprint:
+        self.persist(action)
+        self.check_data(name, fingerprint)
+
+    def check_data(self, name: str, fingerprint: str) -> None:
+        """Raise StudyChangedError where the study was made with data of another fingerprint."""
+
+        def action() -> str | None:
+            study_id = self.optuna.get_study_id_from_name(name)
+            bound: str | None = self.optuna.get_study_system_attrs(study_id).get(_DATA_ATTR)
+            return bound
+
+        if self.persist(action) not in (None, fingerprint):
             raise StudyChangedError(
                 f"The data of the study `{name}` have changed since it was made, though they lie where they "
                 "lay, so its results would not compare. Restore them, or give the study another `name`."

@@ -27,9 +27,8 @@ BoolArray = NDArray[np.bool_]
 AnyArray = NDArray[Any]
 
 BEGINS_BEFORE, ENDS_AFTER = 1, 2
-LENGTH_MULTIPLE, SHORT = 8, 32
-"""Batches are padded to a multiple of 8, so that fewer shapes occur; not below 32 tokens, where that costs
-more than it is worth."""
+LENGTH_MULTIPLE = 8
+"""To a multiple of this batches are padded where few shapes matter: on a GPU and in compiled code."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,8 @@ class TokenizedSplit:
     """Texts that were longer than a window and lost their end."""
     num_lost_spans: Mapping[str, int] = field(default_factory=dict)
     """For each span task, the spans that no window holds whole."""
+    length_multiple: int = LENGTH_MULTIPLE
+    """To a multiple of this its batches are padded."""
 
     @property
     def num_windows(self) -> int:
@@ -170,11 +171,9 @@ def ragged_arange(start_N: IntArray, count_N: IntArray) -> NDArray[np.int64]:
     return np.repeat(start_N - (ends_N - count_N), count_N) + np.arange(total)
 
 
-def padded_length(longest: int, max_length: int) -> int:
-    """Round up to a multiple of 8, but never over `max_length`: an encoder has that many positions."""
-    if longest <= SHORT:
-        return longest
-    return max(longest, min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, max_length))
+def padded_length(longest: int, max_length: int, multiple: int = LENGTH_MULTIPLE) -> int:
+    """Round up to a multiple, but never over `max_length`: an encoder has that many positions."""
+    return max(longest, min(-(-longest // multiple) * multiple, max_length))
 
 
 def collate(
@@ -187,7 +186,8 @@ def collate(
     windows_B = np.asarray(windows, dtype=np.int64)
     starts_B = split.window_start_W1[windows_B]
     lengths_B = split.window_start_W1[windows_B + 1] - starts_B
-    num_windows, length = len(windows_B), padded_length(int(lengths_B.max()), split.max_length)
+    num_windows = len(windows_B)
+    length = padded_length(int(lengths_B.max()), split.max_length, split.length_multiple)
     token = ragged_arange(starts_B, lengths_B)
     cell = ragged_arange(np.arange(num_windows) * length, lengths_B)
 

@@ -66,16 +66,20 @@ class CompactEmbedding(nn.Embedding):
 def compact_vocabulary(model: nn.Module, optimizer: str, used_ids: NDArray[Any]) -> None:
     """Train only the embedding rows `used_ids` of `model.encoder`, where the result is the same.
 
-    Left alone are tables that are frozen, that have settings of their own, that are not a plain
-    `nn.Embedding`, and all under an optimiser whose step is not linear in a weight without gradient (adam
-    with its L2 term) or that looks at the whole matrix (adafactor).
+    Left alone are tables that are frozen, that hold bf16 (where each weight rounds in its own way), that have
+    settings of their own or are not a plain `nn.Embedding`, and all under an optimiser whose step is not
+    linear in a weight without gradient (adam with its L2 term) or looks at the whole matrix (adafactor).
     """
     encoder: Any = model.encoder
-    table = encoder.get_input_embeddings()
+    try:
+        table = encoder.get_input_embeddings()
+    except NotImplementedError:  # CANINE hashes characters into several tables
+        return
     if (
         optimizer not in ("adamw", "lion", "sgd")
         or type(table) is not nn.Embedding
         or not table.weight.requires_grad
+        or table.weight.dtype != torch.float32
         or table.max_norm is not None
         or table.scale_grad_by_freq
         or table.sparse

@@ -134,9 +134,19 @@ def test_other_changes_that_make_results_incomparable_are_refused(
 
 
 def test_data_that_have_changed_in_their_place_are_refused(storage: Storage) -> None:
-    storage.create_or_resume_study(study(3))
-    for _ in range(2):
-        storage.bind_data("tiny", "as they were")
+    config = study(3)
+    opened = storage.create_or_resume_study(config)
+    storage.check_data("tiny", "any, as none are bound")
+    for fingerprint in ("wrong at first", "as they were"):
+        storage.bind_data("tiny", fingerprint)
+    with Worker(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())  # type: ignore[arg-type]
+        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {"score": 0.5}))  # type: ignore[arg-type]
+    for name in ("bind_data", "check_data"):
+        with pytest.raises(StudyChangedError, match="have changed since it was made"):
+            getattr(storage, name)("tiny", "edited")
+    with pytest.raises(StorageError, match="There is no study"):
+        storage.bind_data("tinny", "as they were")
     with pytest.raises(StudyChangedError, match="data of the study `tiny` have changed since it was made"):
         storage.bind_data("tiny", "edited")
     storage.bind_data("tiny", "as they were")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -58,12 +60,9 @@ def test_ragged_arange() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest", "max_length", "padded"),
-    [(1, 64, 1), (32, 64, 32), (33, 64, 40), (40, 64, 40), (50, 50, 50), (49, 50, 50)],
+    ("longest", "max_length", "padded"), [(1, 64, 8), (8, 64, 8), (9, 64, 16), (50, 50, 50), (49, 50, 50)]
 )
-def test_long_texts_are_padded_to_eights_within_the_maximum(
-    longest: int, max_length: int, padded: int
-) -> None:
+def test_lengths_are_padded_to_eights_within_the_maximum(longest: int, max_length: int, padded: int) -> None:
     assert padded_length(longest, max_length) == padded
 
 
@@ -72,12 +71,17 @@ def test_a_batch_is_padded_to_its_longest_window() -> None:
     split = tokenized()
     batch = collate(split, [2, 0], TASKS, pad_id=9)
     ids = [tokenizer(ROWS[row].text)["input_ids"] for row in (2, 0)]
-    assert batch.input_ids_BL.tolist() == [ids[0] + [9] * 4, ids[1]]
-    assert batch.attention_mask_BL.tolist() == [[1] * 3 + [0] * 4, [1] * 7]
+    assert batch.input_ids_BL.tolist() == [ids[0] + [9] * 5, ids[1] + [9]]
+    assert batch.attention_mask_BL.tolist() == [[1] * 3 + [0] * 5, [1] * 7 + [0]]
     assert batch.type_ids_BL is None
     assert batch.num_tokens == 10
     assert batch.windows_B.tolist() == [2, 0]
     assert batch.input_ids_BL.dtype == batch.attention_mask_BL.dtype == torch.int64
+
+
+def test_a_split_says_to_which_multiple_batches_are_padded() -> None:
+    batch = collate(replace(tokenized(), length_multiple=1), [2, 0], TASKS, pad_id=9)
+    assert batch.input_ids_BL.shape == (2, 7)
 
 
 def test_targets_are_laid_out_as_tasks_wants_them() -> None:
@@ -85,28 +89,28 @@ def test_targets_are_laid_out_as_tasks_wants_them() -> None:
     i = -100
     # [CLS] a b c d e [SEP], [CLS] a b c [SEP], [CLS] a [SEP]
     assert targets["joint"].tolist() == [
-        [i, 0, 1, 2, 2, 0, i],
-        [i, 1, 1, 3, i, i, i],
-        [i] * 7,
+        [i, 0, 1, 2, 2, 0, i, i],
+        [i, 1, 1, 3, i, i, i, i],
+        [i] * 8,
     ]
     assert targets["overlap"][:, :, 0].tolist() == [
-        [i, 0, 1, 2, 2, 0, i],
-        [i, 1, 1, 0, i, i, i],
-        [i] * 7,
+        [i, 0, 1, 2, 2, 0, i, i],
+        [i, 1, 1, 0, i, i, i, i],
+        [i] * 8,
     ]
     assert targets["overlap"][:, :, 1].tolist() == [
-        [i, 0, 0, 0, 0, 0, i],
-        [i, 0, 0, 1, i, i, i],
-        [i] * 7,
+        [i, 0, 0, 0, 0, 0, i, i],
+        [i, 0, 0, 1, i, i, i, i],
+        [i] * 8,
     ]
     assert targets["answer"].tolist() == [[2, 4], [i, i], [i, i]]
     assert targets["topics"].tolist() == [[1, 0, 1], [1, 1, 0], [-1, -1, -1]]
     # Evidence of y is asked for only where y holds, and nowhere in a row without annotation.
-    assert targets["proof"][:, :, 0].tolist() == [[-1] * 7, [-1, 0, 0, 1, -1, -1, -1], [-1] * 7]
+    assert targets["proof"][:, :, 0].tolist() == [[-1] * 8, [-1, 0, 0, 1, -1, -1, -1, -1], [-1] * 8]
     assert targets["proof"][:, :, 1].tolist() == [
-        [-1, 0, 1, 1, 1, 0, -1],
-        [-1, 1, 1, 0, -1, -1, -1],
-        [-1] * 7,
+        [-1, 0, 1, 1, 1, 0, -1, -1],
+        [-1, 1, 1, 0, -1, -1, -1, -1],
+        [-1] * 8,
     ]
     assert targets["tone"].tolist() == [1, i, i]
     torch.testing.assert_close(targets["grade"], torch.tensor([1.5, np.nan, np.nan]), equal_nan=True)

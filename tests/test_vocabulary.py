@@ -118,6 +118,16 @@ def test_an_unused_id_is_an_error_and_not_another_row() -> None:
         model(torch.tensor([[8]]), torch.ones(1, 1, dtype=torch.int64))
 
 
+def test_encoders_without_one_table_are_left_alone() -> None:
+    config = {"model_type": "canine", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = build_model(config, TASKS, max_length=16, attention="eager")
+    with pytest.raises(NotImplementedError):
+        model.encoder.get_input_embeddings()  # type: ignore[operator]
+    names = set(model.state_dict())
+    compact_vocabulary(model, "adamw", USED)
+    assert set(model.state_dict()) == names
+
+
 def tied(model: MultitaskModel) -> None:
     model.extra = nn.Linear(1, 1)
     model.extra.weight = model.encoder.get_input_embeddings().weight  # type: ignore[operator]
@@ -131,6 +141,7 @@ def tied(model: MultitaskModel) -> None:
         ("adamw", lambda model: model.encoder.get_input_embeddings().requires_grad_(False)),
         ("adamw", lambda model: setattr(model.encoder.get_input_embeddings(), "max_norm", 1.0)),
         ("adamw", tied),
+        ("adamw", lambda model: model.bfloat16()),
     ],
 )
 def test_where_the_result_would_differ_nothing_is_done(optimizer: str, change: Any) -> None:
