@@ -117,6 +117,8 @@ def main() -> None:
                     values = [result[name][measure] for result in results]
                     if measure == "process":
                         print(f"      {name:16} process  {spread([1 / value for value in values])} s")
+                    elif measure == "padding":
+                        print(f"      {name:16} padding  {spread(values)} of the places")
                     else:
                         print(f"      {name:16} {measure:8} {spread(values)} examples/s")
 
