@@ -154,7 +154,7 @@ def run_trainer(
     folder: Path, workload: Workload, precision: str, *, sampling: str = "random"
 ) -> dict[str, Any]:
     """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     clock = StepClock()
 
@@ -163,21 +163,8 @@ def run_trainer(
             clock.step()
 
     with tempfile.TemporaryDirectory() as output:
-        arguments = TrainingArguments(
-            output_dir=output,
-            num_train_epochs=1,
-            per_device_train_batch_size=workload.batch_size,
-            learning_rate=LEARNING_RATE,
-            weight_decay=WEIGHT_DECAY,
-            bf16=precision == "bf16",
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            train_sampling_strategy=sampling,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            seed=SEED,
+        arguments = trainer_arguments(
+            workload, precision, output, learning_rate=LEARNING_RATE, train_sampling_strategy=sampling
         )
         validation = read_split(folder, "validation", workload.max_length)
         trainer = Trainer(
@@ -193,6 +180,27 @@ def run_trainer(
         trainer.evaluate()
         seconds = time.perf_counter() - started
     return {"train": clock.rate(workload.batch_size), "evaluate": len(validation) / seconds}
+
+
+def trainer_arguments(workload: Workload, precision: str, folder: str, **more: Any) -> Any:
+    """Trainer's arguments for our work; all else is its default."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=folder,
+        num_train_epochs=1,
+        per_device_train_batch_size=workload.batch_size,
+        weight_decay=WEIGHT_DECAY,
+        bf16=precision == "bf16",
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=SEED,
+        **more,
+    )
 
 
 STUDY_LEARNING_RATES = (2e-5, 4e-5, 6e-5, 8e-5, 1e-4, 2e-4)
@@ -224,28 +232,14 @@ def run_hpo_study(folder: Path, workload: Workload, precision: str) -> dict[str,
 def run_trainer_study(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
     """Hugging Face's hyperparameter_search with Optuna on the same learning rates."""
     import optuna
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     tasks = read_tasks(folder)
     with tempfile.TemporaryDirectory() as output:
         trainer = Trainer(
             model_init=lambda: PeerModel(tasks),
-            args=TrainingArguments(
-                output_dir=output,
-                num_train_epochs=1,
-                per_device_train_batch_size=workload.batch_size,
-                weight_decay=WEIGHT_DECAY,
-                bf16=precision == "bf16",
-                use_cpu=True,
-                dataloader_pin_memory=False,
-                eval_strategy="epoch",
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                remove_unused_columns=False,
-                seed=SEED,
-            ),
+            args=trainer_arguments(workload, precision, output, eval_strategy="epoch"),
             data_collator=pad,
             train_dataset=read_split(folder, "train", workload.max_length),
             eval_dataset=read_split(folder, "validation", workload.max_length),
