@@ -41,6 +41,13 @@ def config_of(executor: Executor, **params: Any) -> Any:
     return build_trial_config(executor.study, params, "fp32", executor.amp)
 
 
+@pytest.mark.parametrize(("mode", "multiple"), [("none", 1), ("default", 8)])
+def test_lengths_are_rounded_only_where_few_shapes_matter(
+    executor: Executor, mode: str, multiple: int
+) -> None:
+    assert executor.tokens("train", config_of(executor, compile=mode)).length_multiple == multiple
+
+
 def reference_losses(executor: Executor, name: str, num_steps: int, dropout: float) -> list[float]:
     """A plain training loop: one forward, backward and step at a time, for any precision."""
     config = config_of(executor, fp_precision=name, dropout=dropout, head_dropout=dropout)
