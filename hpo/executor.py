@@ -34,6 +34,7 @@ from hpo.device import (
     DeviceInfo,
     PeakMemory,
     Utilization,
+    collect_garbage,
     is_out_of_memory,
     keep_freed_memory,
     release_free_memory,
@@ -129,7 +130,9 @@ class Executor:
         self.tasks = self.dataset.tasks
         self._cache = compatibility_cache
         self.shared_device = shared_device
+        self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
+        self._num_started = 0
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
         self._check_loss_settings()
@@ -173,6 +176,9 @@ class Executor:
         Raises InputError and RunError for what concerns more than this trial.
         """
         log = TrialLog(self.device, self.shared_device)
+        # Once more for the second trial: the first has imported what it needed.
+        collect_garbage(keep_the_rest=self._num_started < 2)
+        self._num_started += 1
         values = None
         trace = None
         try:
@@ -213,14 +219,14 @@ class Executor:
         log.resolved(resolution)
         log.memory = PeakMemory(self.device)
         log.memory.reset()
-        with backend_flags(resolution.precision, config.amp):
-            return self._train(config, resolution, folder, identity, on_evaluation, should_stop, log)
+        with backend_flags(resolution.precision, config.amp), CheckpointStore(folder) as store:
+            return self._train(config, resolution, store, identity, on_evaluation, should_stop, log)
 
     def _train(
         self,
         config: TrialConfig,
         resolution: Resolution,
-        folder: Path,
+        store: CheckpointStore,
         identity: str,
         on_evaluation: Callable[[ScoredEvaluation], None],
         should_stop: Callable[[], bool],
@@ -265,7 +271,6 @@ class Executor:
         log.progress = progress = Progress()
         log.meter = meter = ThroughputMeter(self.device)
         log.flops = partial(training_flops, model)
-        store = CheckpointStore(folder)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
         identity = f"{identity}/{CHECKPOINT_FORMAT}/{resolution.effective}/{self.device.type}/{used}"
         self._resume(store, identity, model, optimizer, mixed_precision, progress, log)
@@ -279,7 +284,7 @@ class Executor:
         log.setup_seconds = time.perf_counter() - log.started
         last_saved = time.monotonic()
 
-        def save() -> None:
+        def save(best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
             nonlocal last_saved
             state = {
                 "identity": identity,
@@ -290,7 +295,8 @@ class Executor:
                 "evaluation_rates": log.evaluation_rates,
                 "meter": meter.state_dict(),
             }
-            store.save(progress.step, model.state_dict(), state)
+            # From the end of the budget there is nothing to go on to.
+            store.save(progress.step, model.state_dict(), state=None if at_end else state, best=best)
             last_saved = time.monotonic()
 
         def on_step() -> bool:
@@ -324,11 +330,11 @@ class Executor:
             is_best = self._is_better(scored, log.best)
             if is_best:
                 log.best = scored
-                best = {"config": config.model_dump_json(), "precision": precision.name}
-                store.save_best(evaluation.step, model.state_dict(), best | {"best": scored.state_dict()})
             on_evaluation(scored)
             if is_best:
-                save()  # the trial never goes on from before its best, nor from after a report not made
+                # After the report: a trial never goes on from behind one that was not made.
+                best = {"config": config.model_dump_json(), "precision": precision.name}
+                save(best | {"best": scored.state_dict()}, at_end=evaluation.budget_used >= 1)
         store.finish()
         assert log.best is not None
         return self._final_values(log.best.values, log)
@@ -336,12 +342,15 @@ class Executor:
     # Parts of a trial, each made from the settings that it takes.
 
     def tokenizer(self, config: TrialConfig) -> Any:
-        """The tokenizer of this trial's encoder."""
-        return load_tokenizer(
-            config.encoder,
-            revision=self.study.model.revision,
-            trust_remote_code=self.study.model.trust_remote_code,
-        )
+        """The tokenizer of this trial's encoder; kept from trial to trial."""
+        key = json.dumps(config.encoder, sort_keys=True)
+        if key not in self._tokenizers:
+            self._tokenizers[key] = load_tokenizer(
+                config.encoder,
+                revision=self.study.model.revision,
+                trust_remote_code=self.study.model.trust_remote_code,
+            )
+        return self._tokenizers[key]
 
     def pad_id(self, config: TrialConfig) -> int:
         """The token that pads batches; 0 where the tokenizer has none, behind the attention mask."""

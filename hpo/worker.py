@@ -272,7 +272,7 @@ def keep_best_checkpoints(study: optuna.Study, folder: Callable[[int], Path], to
     """
     trials = study.get_trials(deepcopy=False)
     sign = 1 if study.directions[0] == StudyDirection.MAXIMIZE else -1
-    front = {trial.number for trial in study.best_trials}
+    front = {trial.number for trial in study.best_trials} if len(study.directions) > 1 else set()
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     complete.sort(key=lambda trial: (trial.number not in front, -sign * trial.values[0], trial.number))
     kept = {trial.number for trial in complete[:top_k]}

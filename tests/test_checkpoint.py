@@ -21,12 +21,25 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def test_what_is_saved_is_read(store: CheckpointStore) -> None:
-    store.save(3, WEIGHTS, {"progress": {"step": 3}, "moments": [torch.ones(2)]})
+    store.save(3, WEIGHTS, state={"progress": {"step": 3}, "moments": [torch.ones(2)]})
+    store.wait()
     latest = store.latest()
     assert latest is not None
     assert latest.state["progress"] == {"step": 3}
     assert all(torch.equal(latest.weights[name], WEIGHTS[name]) for name in WEIGHTS)
     assert latest.weights["b"].dtype == torch.bfloat16
+
+
+def test_what_changes_after_saving_is_not_written(store: CheckpointStore) -> None:
+    weights, moment = {"a": torch.zeros(1000, 1000)}, torch.zeros(1000, 1000)
+    store.save(1, weights, state={"optimizer": {"state": [{"moment": moment}]}})
+    weights["a"].fill_(1.0)
+    moment.fill_(1.0)
+    store.wait()
+    latest = store.latest()
+    assert latest is not None
+    assert latest.weights["a"].eq(0).all()
+    assert latest.state["optimizer"]["state"][0]["moment"].eq(0).all()
 
 
 def test_nothing_saved_is_none(store: CheckpointStore) -> None:
@@ -36,8 +49,8 @@ def test_nothing_saved_is_none(store: CheckpointStore) -> None:
 
 def test_the_newest_two_stay_and_one_at_the_end(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
-        store.save(step, WEIGHTS, {})
-        store.save_best(step, WEIGHTS, {})
+        store.save(step, WEIGHTS, state={}, best={})
+    store.wait()
     assert sorted(path.name for path in store.folder.iterdir()) == [
         "best-00000003",
         "step-00000002",
@@ -57,13 +70,15 @@ def test_weights_that_are_the_best_are_written_once(
             raise OSError("Operation not permitted")
 
         monkeypatch.setattr(Path, "hardlink_to", refuse)
-    best = store.save_best(1, WEIGHTS, {"kind": "best"})
-    same = store.save(1, WEIGHTS, {"kind": "step"})
     later = {name: value + 1 for name, value in WEIGHTS.items()}
-    other = store.save(2, later, {"kind": "step"})
+    store.save(1, WEIGHTS, state={"kind": "step"}, best={"kind": "best"})
+    store.save(2, later, state={"kind": "step"})
+    store.wait()
+    best, same, other = (store.folder / name for name in ("best-00000001", "step-00000001", "step-00000002"))
     inodes = [(path / "model.safetensors").stat().st_ino for path in (best, same, other)]
     assert len(set(inodes)) == (2 if has_links else 3)
-    store.save_best(2, later, {})  # drops the best of before
+    store.save(2, later, best={})  # drops the best of before
+    store.wait()
     assert [read_checkpoint(path).state for path in (same, other)] == [{"kind": "step"}] * 2
     for path, weights in ((same, WEIGHTS), (other, later)):
         assert all(torch.equal(value, weights[name]) for name, value in read_checkpoint(path).weights.items())
@@ -74,8 +89,10 @@ def test_weights_that_are_the_best_are_written_once(
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     store: CheckpointStore, name: str, damage: str
 ) -> None:
-    store.save(1, WEIGHTS, {"step": 1})
-    path = store.save(2, WEIGHTS, {"step": 2}) / name
+    for step in (1, 2):
+        store.save(step, WEIGHTS, state={"step": step})
+    store.wait()
+    path = store.folder / "step-00000002" / name
     content = path.read_bytes()
     if damage == "missing":
         path.unlink()
@@ -96,7 +113,9 @@ class Payload:
 
 
 def test_a_checkpoint_with_code_in_it_is_not_loaded(store: CheckpointStore) -> None:
-    path = store.save(1, WEIGHTS, {})
+    store.save(1, WEIGHTS, state={})
+    store.wait()
+    path = store.folder / "step-00000001"
     torch.save({"payload": Payload()}, path / "state.pt")
     digests = {
         name: hashlib.sha256((path / name).read_bytes()).hexdigest()
@@ -110,14 +129,16 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(store: CheckpointStore) -> N
 def test_a_full_disk_is_one_clear_error_and_loses_nothing(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.save(1, WEIGHTS, {"step": 1})
+    store.save(1, WEIGHTS, state={"step": 1})
+    store.wait()
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hpo.checkpoint.torch.save", full)
-    with pytest.raises(CheckpointError, match=r"not be written: .*No space left on device.*Free some space"):
-        store.save(2, WEIGHTS, {"step": 2})
+    problem = r"not be written: .*No space left on device.*Free some space"
+    with pytest.raises(CheckpointError, match=problem), store:
+        store.save(2, WEIGHTS, state={"step": 2})
     assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
     latest = store.latest()
     assert latest is not None
@@ -125,7 +146,8 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(
 
 
 def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: CheckpointStore) -> None:
-    store.save(1, WEIGHTS, {"step": 1})
+    store.save(1, WEIGHTS, state={"step": 1})
+    store.wait()
     left = store.folder / ".step-00000002.999.tmp"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
