@@ -18,12 +18,21 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import yaml
+from absolute import (
+    STORAGE,
+    memory_growth,
+    product_rate,
+    read_trials,
+    seconds_outside,
+    seconds_to_first_step,
+)
 from torch import Tensor, nn
 from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, study_content
 
@@ -143,11 +152,28 @@ def run_hpo(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
     if result.outcome != "complete":
         raise RuntimeError(f"{result.outcome}: {result.reason}\n{result.traceback}")
     throughput = result.telemetry["throughput"]
-    return {
+    measured = {
         "train": throughput["train_examples_per_second"],
         "evaluate": throughput["evaluation_examples_per_second"],
         "padding": throughput["padding_share"],
     }
+    if precision == "fp32":
+        measured["product_share"] = _product_share(executor, workload, throughput)
+    return measured
+
+
+def _product_share(executor: Any, workload: Workload, throughput: Mapping[str, float]) -> float:
+    """FLOP/s of training over those of the bare matrix products, measured now."""
+    from hpo.model import training_flops
+    from hpo.trial_config import build_trial_config
+
+    model = executor.build_model(build_trial_config(executor.study, {}, "fp32", executor.amp))
+    examples, tokens = throughput["train_examples_per_second"], throughput["train_tokens_per_second"]
+    config = model.encoder.config
+    tokens_per_batch = round(workload.batch_size * tokens / examples)
+    possible = product_rate(config.hidden_size, config.intermediate_size, tokens_per_batch)
+    flops = training_flops(model, round(1000 * tokens), round(1000 * examples)) / 1000
+    return flops / possible
 
 
 def run_trainer(
@@ -206,27 +232,59 @@ def trainer_arguments(workload: Workload, precision: str, folder: str, **more: A
 STUDY_LEARNING_RATES = (2e-5, 4e-5, 6e-5, 8e-5, 1e-4, 2e-4)
 
 
+def grid_content(
+    folder: Path, workload: Workload, precision: str, learning_rates: Sequence[float]
+) -> dict[str, Any]:
+    """A study of fixed configurations, with the compatibility check that a study has by default."""
+    content = study_content(workload, folder, precision)
+    del content["training"]["learning_rate"]
+    content["search_space"] = {"learning_rate": {"type": "categorical", "choices": list(learning_rates)}}
+    content["n_trials"] = len(learning_rates)
+    content["compat"] = {"enabled": True}
+    return content
+
+
 def run_hpo_study(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
     """Ours: `hpo run` on a grid of learning rates, from an empty folder."""
     from typer.testing import CliRunner
 
     from hpo.cli import app
 
-    content = study_content(workload, folder, precision)
-    del content["training"]["learning_rate"]
-    content["search_space"] = {
-        "learning_rate": {"type": "categorical", "choices": list(STUDY_LEARNING_RATES)}
-    }
-    content["n_trials"] = len(STUDY_LEARNING_RATES)
-    content["compat"] = {"enabled": True}
+    content = grid_content(folder, workload, precision, STUDY_LEARNING_RATES)
+    with _empty_folder():
+        Path("study.yaml").write_text(yaml.safe_dump(content))
+        result = CliRunner().invoke(app, ["run", "study.yaml", "--storage", STORAGE, "--json"])
+        status = json.loads(result.stdout)
+        if status["outcomes"] != {"complete": len(STUDY_LEARNING_RATES)}:
+            raise RuntimeError(f"the study ended as {status['outcomes']}")
+        return {"outside": seconds_outside(read_trials(content["name"]))}
+
+
+def run_hpo_first_step(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Ours: from the start of the process to the first training step of a study that goes on."""
+    with _empty_folder():
+        content = grid_content(folder, workload, precision, STUDY_LEARNING_RATES[:2])
+        return {"first_step": seconds_to_first_step(content)}
+
+
+def run_hpo_memory(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Ours: memory over 50 trials of a few steps in one worker."""
+    with _empty_folder():
+        content = grid_content(folder, workload, precision, [1e-5 * n for n in range(1, 51)])
+        content["data"]["limits"] = {"train": 64, "validation": 64}
+        return memory_growth(content, 50)
+
+
+@contextmanager
+def _empty_folder() -> Iterator[None]:
+    """Work in a new folder, which is removed."""
+    before = Path.cwd()
     with tempfile.TemporaryDirectory() as work:
         os.chdir(work)
-        Path("study.yaml").write_text(yaml.safe_dump(content))
-        result = CliRunner().invoke(app, ["run", "study.yaml", "--json"])
-        status = json.loads(result.stdout)
-    if status["outcomes"] != {"complete": len(STUDY_LEARNING_RATES)}:
-        raise RuntimeError(f"the study ended as {status['outcomes']}")
-    return {}
+        try:
+            yield
+        finally:
+            os.chdir(before)
 
 
 def run_trainer_study(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
@@ -343,6 +401,8 @@ def _chunks(rows: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 CONTENDERS: dict[str, Callable[[Path, Workload, str], dict[str, Any]]] = {
     "hpo": run_hpo,
     "hpo-study": run_hpo_study,
+    "hpo-first-step": run_hpo_first_step,
+    "hpo-memory": run_hpo_memory,
     "trainer": run_trainer,
     "trainer-study": run_trainer_study,
     "trainer-grouped": run_trainer_grouped,

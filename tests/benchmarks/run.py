@@ -10,49 +10,83 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from workload import WORKLOADS, write_workload
 
+from hpo.device import probe_device
+from hpo.precision import support
+
 CONTENDERS = Path(__file__).with_name("contenders.py")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One ratio of ours to a peer's."""
+    """One ratio of ours to a peer's, or one number of ours where no peer is named."""
 
     number: str
     what: str
-    workload: str
-    precision: str
-    peer: str
+    work: tuple[str, str]
+    """Workload and precision."""
     measure: str
-    """`train` and `evaluate` are examples/s; `process` is 1 / seconds of the whole process."""
-    at_least: float
+    """A key of what the contender measured; `process` is 1 / seconds of the whole process."""
+    wanted: float
+    peer: str = ""
     ours: str = "hpo"
+    unit: str = "x"
+    at_most: bool = False
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        return (self.ours, self.peer) if self.peer else (self.ours,)
+
+    def of(self, measured: Mapping[str, Mapping[str, float]]) -> float:
+        """This figure in one round."""
+        value = measured[self.ours][self.measure]
+        return value / measured[self.peer][self.measure] if self.peer else value
+
+    def verdict(self, values: Sequence[float]) -> str:
+        median = statistics.median(values)
+        reached = median <= self.wanted if self.at_most else median >= self.wanted
+        bound = "at most" if self.at_most else "at least"
+        return f"wanted {bound} {self.wanted:g}{self.unit}: {'reached' if reached else 'NOT reached'}"
 
 
+LONG_FP32, LONG_BF16 = ("long", "fp32"), ("long", "bf16")
+SHORT_FP32, SHORT_BF16 = ("short", "fp32"), ("short", "bf16")
 FIGURES = (
-    Figure("1", "training, long, fp32, Trainer", "long", "fp32", "trainer", "train", 2.0),
-    Figure("2", "training, long, bf16, Trainer", "long", "bf16", "trainer", "train", 2.5),
-    Figure("3a", "training, long, fp32, Trainer by length", "long", "fp32", "trainer-grouped", "train", 1.25),
-    Figure("3b", "training, long, bf16, Trainer by length", "long", "bf16", "trainer-grouped", "train", 1.6),
-    Figure("4", "training, long, bf16, Lightning", "long", "bf16", "lightning", "train", 2.5),
-    Figure("5", "evaluation, long, bf16, Trainer.evaluate", "long", "bf16", "trainer", "evaluate", 2.0),
-    Figure("6", "training, short, bf16, Trainer", "short", "bf16", "trainer", "train", 2.0),
-    Figure("7", "hyperparameter_search", "short", "bf16", "trainer-study", "process", 2.5, "hpo-study"),
-)  # fmt: skip
+    Figure("1", "training against Trainer", LONG_FP32, "train", 2.0, "trainer"),
+    Figure("2", "training against Trainer", LONG_BF16, "train", 2.5, "trainer"),
+    Figure("3a", "training against Trainer by length", LONG_FP32, "train", 1.25, "trainer-grouped"),
+    Figure("3b", "training against Trainer by length", LONG_BF16, "train", 1.6, "trainer-grouped"),
+    Figure("4", "training against Lightning", LONG_BF16, "train", 2.5, "lightning"),
+    Figure("5", "evaluation against Trainer.evaluate", LONG_BF16, "evaluate", 2.0, "trainer"),
+    Figure("6", "training against Trainer", SHORT_BF16, "train", 2.0, "trainer"),
+    Figure("7a", "study, hyperparameter_search", LONG_BF16, "process", 2.5, "trainer-study", "hpo-study"),
+    Figure("7b", "study, hyperparameter_search", SHORT_BF16, "process", 2.5, "trainer-study", "hpo-study"),
+    Figure("7c", "study, hyperparameter_search", SHORT_FP32, "process", 2.5, "trainer-study", "hpo-study"),
+    Figure("8", "training, share of the products' own rate", LONG_FP32, "product_share", 0.55, unit=""),
+    Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-study", " s", True),
+    Figure("10", "first training step", SHORT_FP32, "first_step", 6.0, "", "hpo-first-step", " s", True),
+    Figure("11", "memory growth, 50 trials", SHORT_FP32, "growth", 0.03, "", "hpo-memory", "", True),
+)
+UNITS = {
+    "train": "examples/s",
+    "evaluate": "examples/s",
+    "padding": "of the places",
+    "outside": "s",
+    "first_step": "s",
+    "resident_gib": "GiB",
+}
 
 
 def run_contender(name: str, folder: Path, workload: str, precision: str) -> dict[str, float]:
@@ -79,7 +113,7 @@ def rounds(
 
 
 def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
 def main() -> None:
@@ -93,34 +127,32 @@ def main() -> None:
     chosen = [figure for figure in FIGURES if not arguments.figures or figure.number in arguments.figures]
     groups: dict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in chosen:
-        groups[figure.workload, figure.precision].append(figure)
+        groups[figure.work].append(figure)
+    device = probe_device("cpu")
     print(
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.processor() or platform.machine()}, "
-        f"{len(os.sched_getaffinity(0))} cores, median of {arguments.pairs} rounds (minimum to maximum)"
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {device.describe()}, torch {device.torch_version}, "
+        f"median of {arguments.pairs} rounds (minimum to maximum)"
     )
     with tempfile.TemporaryDirectory() as work:
         for (workload, precision), figures in groups.items():
+            if support(precision, device).level != "native":
+                print(f"\n{workload} texts, {precision}: left out, it is not native on {device.name}")
+                continue
             folder = Path(work) / workload
             print(f"\n{workload} texts of {write_workload(WORKLOADS[workload], folder)}, {precision}")
-            names = list(dict.fromkeys(name for figure in figures for name in (figure.ours, figure.peer)))
+            names = list(dict.fromkeys(name for figure in figures for name in figure.contenders))
             results = list(rounds(workload, precision, names, folder, arguments.pairs))
             for figure in figures:
-                ratios = [
-                    result[figure.ours][figure.measure] / result[figure.peer][figure.measure]
-                    for result in results
-                ]
-                verdict = "reached" if statistics.median(ratios) >= figure.at_least else "NOT reached"
-                wanted = f"wanted {figure.at_least}x: {verdict}"
-                print(f"  {figure.number:3} {figure.what}: {spread(ratios)}x; {wanted}")
+                values = [figure.of(result) for result in results]
+                measured = f"{spread(values)}{figure.unit}"
+                print(f"  {figure.number:3} {figure.what}: {measured}; {figure.verdict(values)}")
             for name in names:
                 for measure in results[0][name]:
                     values = [result[name][measure] for result in results]
                     if measure == "process":
-                        print(f"      {name:16} process  {spread([1 / value for value in values])} s")
-                    elif measure == "padding":
-                        print(f"      {name:16} padding  {spread(values)} of the places")
+                        print(f"      {name:16} {measure:13} {spread([1 / value for value in values])} s")
                     else:
-                        print(f"      {name:16} {measure:8} {spread(values)} examples/s")
+                        print(f"      {name:16} {measure:13} {spread(values)} {UNITS.get(measure, '')}")
 
 
 if __name__ == "__main__":
