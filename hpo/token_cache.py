@@ -13,10 +13,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from filelock import FileLock
@@ -25,23 +26,15 @@ from hpo.data import DataSet
 from hpo.encoder import tokenizer_fingerprint
 from hpo.errors import RunError
 from hpo.examples import Example
-from hpo.tokenization import tokenize_split
-from hpo.tokens import AnyArray, TokenizedSplit, Windowing, WindowSpans
+from hpo.token_arrays import Sequel, split_of_arrays
+from hpo.tokenization import tokenize_chunks
+from hpo.tokens import AnyArray, TokenizedSplit, Windowing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """To be raised when the arrays, or how they are made, change their meaning."""
-_FLAT = (
-    "input_ids_T",
-    "type_ids_T",
-    "char_start_T",
-    "char_end_T",
-    "owned_T",
-    "window_start_W1",
-    "window_example_W",
-)
 _CONTENTS = "contents.json"
 
 
@@ -66,13 +59,14 @@ def load_tokenized(
         with FileLock(f"{folder}.lock"):
             if (cached := _read(folder, examples)) is not None:
                 return cached
-            made = tokenize_split(examples, dataset.tasks, tokenizer, windowing)
-            _write(folder, made)
+            _write(folder, tokenize_chunks(examples, dataset.tasks, tokenizer, windowing))
     except OSError as error:
         raise RunError(
             f"the token cache could not be written: {error}. Free space or make {cache_dir} writable."
         ) from error
-    return _read(folder, examples) or made
+    if (written := _read(folder, examples)) is None:
+        raise RunError(f"the token cache {folder} was written but cannot be read. Look after its disk.")
+    return written
 
 
 def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windowing: Windowing) -> str:
@@ -90,32 +84,60 @@ def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windo
     return f"{split}-{hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
 
 
-def _write(folder: Path, split: TokenizedSplit) -> None:
-    arrays: dict[str, AnyArray] = {name: getattr(split, name) for name in _FLAT}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    for task, spans in split.spans.items():
-        arrays[f"span_rows.{task}"], arrays[f"span_start.{task}"] = spans.rows_S4, spans.start_W1
-    arrays |= {f"target.{task}": array for task, array in split.targets.items()}
-    arrays |= {f"annotated.{task}": array for task, array in split.annotated.items()}
-    contents = {
-        "max_length": split.max_length,
-        "num_cut_examples": split.num_cut_examples,
-        "num_lost_spans": dict(split.num_lost_spans),
-        "arrays": {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()},
-    }
+class _ArrayFile:
+    """A .npy file that grows along its first axis. The type is that of the first array appended."""
+
+    def __init__(self, path: Path, first: AnyArray) -> None:
+        self.dtype = first.dtype
+        self.shape = (0, *first.shape[1:])
+        self._file = path.open("wb")
+        self._write_header()
+
+    def _write_header(self) -> None:
+        """NumPy leaves room in the header for the first axis to grow, so that its size stays the same."""
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def append(self, array: AnyArray) -> None:
+        if (array.dtype, array.shape[1:]) != (self.dtype, self.shape[1:]):
+            raise ValueError(
+                f"{self._file.name} holds {self.dtype} {self.shape}, not {array.dtype} {array.shape}"
+            )
+        self._file.write(array.tobytes())
+        self.shape = (self.shape[0] + len(array), *self.shape[1:])
+
+    def finish(self) -> None:
+        """Write how long it has become, and see to it that all of it is on the disk."""
+        self._file.seek(0)
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished")  # Ours alone: the lock is held.
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
+    sequel = Sequel()
+    files: dict[str, _ArrayFile] = {}
     try:
-        for name, array in arrays.items():
-            with (unfinished / f"{name}.npy").open("wb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-        with (unfinished / _CONTENTS).open("w") as file:
-            json.dump(contents, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with ExitStack() as opened:
+            for chunk in chunks:
+                for name, array in sequel.next(chunk).items():
+                    if name not in files:
+                        files[name] = _ArrayFile(unfinished / f"{name}.npy", array)
+                        opened.callback(files[name].close)
+                    files[name].append(array)
+            for file in files.values():
+                file.finish()
+        arrays = {name: [file.dtype.str, list(file.shape)] for name, file in files.items()}
+        with (unfinished / _CONTENTS).open("w") as contents:
+            json.dump({"totals": sequel.totals, "arrays": arrays}, contents)
+            contents.flush()
+            os.fsync(contents.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     finally:
@@ -130,23 +152,7 @@ def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
             name: _map(folder / f"{name}.npy", dtype, shape)
             for name, (dtype, shape) in contents["arrays"].items()
         }
-        flat: dict[str, Any] = {name: arrays.get(name) for name in _FLAT}
-
-        def of_tasks(kind: str) -> dict[str, AnyArray]:
-            prefix = f"{kind}."
-            return {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
-
-        starts = of_tasks("span_start")
-        return TokenizedSplit(
-            examples=examples,
-            max_length=contents["max_length"],
-            spans={task: WindowSpans(rows, starts[task]) for task, rows in of_tasks("span_rows").items()},
-            targets=of_tasks("target"),
-            annotated=of_tasks("annotated"),
-            num_cut_examples=contents["num_cut_examples"],
-            num_lost_spans=contents["num_lost_spans"],
-            **flat,
-        )
+        return split_of_arrays(examples, arrays, contents["totals"])
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -16,8 +16,9 @@ Text outside of both segments is not read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from hpo.errors import DataError, ModelError
 from hpo.examples import SPAN_KINDS, Example
 from hpo.tasks import IGNORE_INDEX, Task
+from hpo.token_arrays import Sequel, split_of_arrays
 from hpo.token_stream import Layout, TokenStream, covering_tokens, encode, probe_layout
 from hpo.tokens import (
     BEGINS_BEFORE,
@@ -38,6 +40,7 @@ from hpo.tokens import (
     WindowSpans,
     ragged_arange,
 )
+from hpo.word_table import WordTable, treats_words_apart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +101,23 @@ def tokenize_split(
     tokenizer: PreTrainedTokenizerBase,
     windowing: Windowing,
 ) -> TokenizedSplit:
+    """Return the chunks of `tokenize_chunks` as one split, in memory."""
+    sequel = Sequel()
+    parts = [sequel.next(chunk) for chunk in tokenize_chunks(examples, tasks, tokenizer, windowing)]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return split_of_arrays(examples, arrays, sequel.totals)
+
+
+def tokenize_chunks(
+    examples: Sequence[Example],
+    tasks: Sequence[Task],
+    tokenizer: PreTrainedTokenizerBase,
+    windowing: Windowing,
+) -> Iterator[TokenizedSplit]:
     """Tokenise every example and place its truth on the tokens; see the head of this file.
+
+    Yields the split in chunks of examples, each of which counts from 0; `hpo.token_arrays.Sequel` puts them
+    one after the other.
 
     Raises ModelError for a tokenizer without offsets, and DataError where `max_length` leaves no room for
     text or `stride` no progress.
@@ -120,17 +139,17 @@ def tokenize_split(
             "span_extraction marks 'no answer' at the first token, which must be a special token, "
             f"but {type(tokenizer).__name__} puts none before a text."
         )
-    parts = [
-        _tokenize_chunk(examples[i : i + _CHUNK], tasks, tokenizer, layout, windowing)
-        for i in range(0, max(len(examples), 1), _CHUNK)
-    ]
-    return _join(examples, parts)
+    encode_texts = (
+        WordTable(tokenizer).encode if treats_words_apart(tokenizer) else partial(encode, tokenizer)
+    )
+    for i in range(0, max(len(examples), 1), _CHUNK):
+        yield _tokenize_chunk(examples[i : i + _CHUNK], tasks, encode_texts, layout, windowing)
 
 
 def _tokenize_chunk(
     examples: Sequence[Example],
     tasks: Sequence[Task],
-    tokenizer: PreTrainedTokenizerBase,
+    encode_texts: Callable[[Sequence[str], IntArray], TokenStream],
     layout: Layout,
     windowing: Windowing,
 ) -> TokenizedSplit:
@@ -138,11 +157,10 @@ def _tokenize_chunk(
     if windowing.pair_segments is None:
         empty = np.zeros(0, dtype=np.int32)
         first = TokenStream(empty, empty, empty, np.zeros(num_examples + 1, dtype=np.int64))
-        second = encode(tokenizer, [e.text for e in examples], np.zeros(num_examples, dtype=np.int64))
+        second = encode_texts([e.text for e in examples], np.zeros(num_examples, dtype=np.int64))
     else:
         first, second = (
-            encode(
-                tokenizer,
+            encode_texts(
                 [e.text[slice(*e.segments[name])] for e in examples],
                 np.array([e.segments[name][0] for e in examples], dtype=np.int64),
             )
@@ -314,45 +332,3 @@ def _window_targets(
             continue
         targets[task.name] = target_E[example_W]
     return targets, annotated
-
-
-def _join(examples: Sequence[Example], parts: Sequence[TokenizedSplit]) -> TokenizedSplit:
-    """Put the chunks of a split one after the other."""
-    if len(parts) == 1:
-        return replace(parts[0], examples=examples)
-    rows = np.cumsum([0, *(len(part.examples) for part in parts)])
-
-    def joined(name: str) -> AnyArray:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    def joined_starts(starts: Sequence[IntArray]) -> IntArray:
-        ends = np.cumsum([0, *(start[-1] for start in starts)])
-        return np.concatenate(
-            [[0], *(start[1:] + end for start, end in zip(starts, ends, strict=False))], dtype=np.int64
-        )
-
-    spans = {
-        name: WindowSpans(
-            np.concatenate([part.spans[name].rows_S4 for part in parts]),
-            joined_starts([part.spans[name].start_W1 for part in parts]),
-        )
-        for name in parts[0].spans
-    }
-    return TokenizedSplit(
-        examples=examples,
-        max_length=parts[0].max_length,
-        input_ids_T=joined("input_ids_T"),
-        type_ids_T=None if parts[0].type_ids_T is None else joined("type_ids_T"),
-        char_start_T=joined("char_start_T"),
-        char_end_T=joined("char_end_T"),
-        owned_T=joined("owned_T"),
-        window_start_W1=joined_starts([part.window_start_W1 for part in parts]),
-        window_example_W=np.concatenate(
-            [part.window_example_W + row for part, row in zip(parts, rows, strict=False)], dtype=np.int32
-        ),
-        spans=spans,
-        targets={n: np.concatenate([part.targets[n] for part in parts]) for n in parts[0].targets},
-        annotated={n: np.concatenate([part.annotated[n] for part in parts]) for n in parts[0].annotated},
-        num_cut_examples=sum(part.num_cut_examples for part in parts),
-        num_lost_spans={n: sum(part.num_lost_spans[n] for part in parts) for n in parts[0].num_lost_spans},
-    )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from hpo.data import DataSet, load_data
 from hpo.data_config import DataConfig
 from hpo.errors import RunError
 from hpo.token_cache import load_tokenized
-from hpo.tokenization import tokenize_split
+from hpo.tokenization import tokenize_chunks, tokenize_split
 from hpo.tokens import TokenizedSplit, Windowing
 
 SYNTHETIC = {"source": "synthetic", "synthetic": {"num_train": 40, "num_validation": 20, "num_test": 1}}
@@ -32,11 +32,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each time that a split is really tokenised."""
     times: list[int] = []
 
-    def counted(*args: object) -> TokenizedSplit:
+    def counted(*args: object) -> Iterator[TokenizedSplit]:
         times.append(1)
-        return tokenize_split(*args)  # type: ignore[arg-type]
+        return tokenize_chunks(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(hpo.token_cache, "tokenize_split", counted)
+    monkeypatch.setattr(hpo.token_cache, "tokenize_chunks", counted)
     return times
 
 
@@ -82,6 +82,30 @@ def test_a_split_is_tokenised_once_and_then_mapped(dataset: DataSet, tmp_path: P
         assert cached.examples is dataset.splits["train"]
     assert len(made) == 1
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("long_text", ["truncate", "window"])
+def test_a_split_written_in_chunks_is_the_whole(
+    long_text: str, dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windowing = Windowing(32, long_text, 8)
+    tokenizer = tiny_tokenizer("wordpiece")
+    whole = tokenize_split(dataset.splits["train"], dataset.tasks, tokenizer, windowing)
+    monkeypatch.setattr("hpo.tokenization._CHUNK", 7)
+    cached = load(dataset, tmp_path, max_length=32, long_text=long_text, stride=8)
+    assert_same(cached, whole)
+    assert sum(whole.num_lost_spans.values()) > 0
+    for path in tmp_path.glob("*/*.npy"):
+        array = np.load(path)
+        assert path.stat().st_size == array.nbytes + 128, "a header as NumPy writes it, and nothing else"
+
+
+def test_a_cache_that_cannot_be_read_back_says_so(
+    dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hpo.token_cache, "_read", lambda *_: None)
+    with pytest.raises(RunError, match=r"was written but cannot be read\. Look after its disk\."):
+        load(dataset, tmp_path)
 
 
 CHANGES: dict[str, Callable[[DataSet], tuple[DataSet, dict[str, object]]]] = {
@@ -184,8 +208,8 @@ from hpo.data import load_data
 from hpo.data_config import DataConfig
 from hpo.tokens import Windowing
 made, sums = [], []
-tokenize = hpo.token_cache.tokenize_split
-hpo.token_cache.tokenize_split = lambda *args: made.append(1) or tokenize(*args)
+tokenize = hpo.token_cache.tokenize_chunks
+hpo.token_cache.tokenize_chunks = lambda *args: made.append(1) or tokenize(*args)
 dataset = load_data(DataConfig.model_validate(json.loads(sys.argv[3])))
 def load():
     split = hpo.token_cache.load_tokenized(
