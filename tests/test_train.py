@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import (
     CPU,
     CPU_PRECISIONS,
     EMULATED,
+    ENCODER,
     TASKS,
     tiny_batch,
     tiny_executor,
@@ -21,13 +27,16 @@ from torch import nn
 
 from hpo.amp import MixedPrecision, prepare_model
 from hpo.errors import Nonfinite, OutOfMemory
+from hpo.examples import Example
 from hpo.executor import Executor
+from hpo.model import MultitaskModel
 from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS
 from hpo.tasks import LossOptions, count_items, loss_sum
 from hpo.telemetry import ThroughputMeter
 from hpo.tokens import collate, training_batches
 from hpo.train import Budget, Plan, Progress, accumulate_gradients, apply_gradients, step_seed, train
+from hpo.vocabulary import CompactEmbedding, compact_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +155,101 @@ def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name:
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
     tolerance = 1e-5 if name == "fp32" else 2e-3
     assert ours == pytest.approx(plain, rel=tolerance)
+
+
+def plain_loss_and_gradients(
+    model: MultitaskModel, executor: Executor, texts: Sequence[Example], max_length: int
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same weights in transformers' own model with eager attention, the whole embedding table, texts in
+    their order padded to `max_length`, and the losses of whole-text tasks spelt out."""
+    from transformers import AutoModel
+
+    config = deepcopy(model.encoder.config)
+    encoder = AutoModel.from_config(config, attn_implementation="eager", add_pooling_layer=False)
+    found = encoder.load_state_dict(model.encoder.state_dict(), strict=False)
+    assert not found.missing_keys
+    assert all(key.startswith("pooler.") for key in found.unexpected_keys)
+    heads = [deepcopy(head[-1]) for head in model.heads]
+    tokenizer = executor.tokenizer(config_of(executor))
+    inputs = tokenizer(
+        [row.text for row in texts],
+        truncation=True,
+        max_length=max_length,
+        padding="max_length",
+        return_tensors="pt",
+        return_token_type_ids=False,
+    )
+    hidden = encoder.train()(**inputs).last_hidden_state
+    mask = inputs["attention_mask"][:, :, None].float()
+    pooled = (hidden * mask).sum(1) / mask.sum(1)
+    loss = torch.zeros(())
+    for task, head in zip(model.tasks, heads, strict=True):
+        logits, values = head(pooled), [row.labels[task.name] for row in texts]
+        if task.kind == "multi_label":
+            truth = torch.tensor([[float(name in held) for name in task.labels] for held in values])
+            loss = loss + F.binary_cross_entropy_with_logits(logits, truth, reduction="sum") / len(texts)
+        elif task.kind == "single_label":
+            loss = loss + F.cross_entropy(logits, torch.tensor([task.labels.index(v) for v in values]))
+        else:
+            truth = (torch.tensor(values) - task.target_mean) / task.target_std
+            loss = loss + F.mse_loss(logits[:, 0], truth)
+    loss.backward()
+    gradients = {f"encoder.{name}": p.grad for name, p in encoder.named_parameters()}
+    for number, head in enumerate(heads):
+        gradients |= {f"heads.{number}.{name}": p.grad for name, p in head.named_parameters()}
+    return loss.item(), gradients
+
+
+@pytest.mark.parametrize("micro_batch_size", [16, 5])
+@pytest.mark.parametrize("encoder", ["minilm", ENCODER], ids=["minilm", "fresh"])
+def test_loss_and_gradients_are_those_of_plain_transformers(
+    encoder: Any, micro_batch_size: int, tmp_path: Path
+) -> None:
+    """In fp32 without dropout: our attention, the rows of the vocabulary that are used and batches padded to
+    their longest text change nothing."""
+    executor = tiny_executor(tmp_path, model={"encoder": encoder})
+    executor.tasks = tuple(task for task in executor.tasks if task.level == "sequence")
+    nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
+    config = config_of(executor, **nothing, max_length=64, batch_size=16)
+    split = executor.tokens("train", config)
+    torch.manual_seed(config.seed)
+    model = executor.build_model(config)
+    for head in model.heads:  # larger than at their start, so that the encoder's gradients are not tiny
+        nn.init.normal_(head[-1].weight, std=0.2)
+    assert model.encoder.config._attn_implementation == "hpo_sdpa"
+    windows = training_batches(split.lengths_W, 16, config.seed, epoch=0)[0]
+    plain_loss, plain = plain_loss_and_gradients(
+        model, executor, [split.examples[int(split.window_example_W[w])] for w in sorted(windows)], 64
+    )
+
+    compact_vocabulary(model, "adamw", split.used_ids)
+    embedding: Any = model.encoder.get_input_embeddings()
+    assert isinstance(embedding, CompactEmbedding)
+    batch = collate(split, windows, executor.tasks, executor.pad_id(config))
+    assert batch.input_ids_BL.shape[1] < 64
+    loss = accumulate_gradients(
+        model.train(),
+        executor._objective(config, model, split),
+        batch,
+        MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU),
+        config.seed,
+        Progress(micro_batch_size=micro_batch_size),
+    )
+
+    assert float(loss) == pytest.approx(plain_loss, rel=1e-5)
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    ours = {re.sub(r"^heads\.(\d+)\.\d+\.", r"heads.\1.", name): grad for name, grad in ours.items()}
+    assert ours.keys() == plain.keys()
+    table = plain["encoder.embeddings.word_embeddings.weight"]
+    used = embedding.used_ids
+    assert table.count_nonzero() == table[used].count_nonzero(), "the rows left out have no gradient"
+    plain["encoder.embeddings.word_embeddings.weight"] = torch.cat(
+        [table[used], table.new_zeros(1, table.shape[1])]
+    )
+    largest = max(float(grad.abs().max()) for grad in plain.values())
+    assert largest > 0.1
+    for name, expected in plain.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 def gradients_of(micro_batch_size: int, tasks: Any = TASKS) -> tuple[float, dict[str, torch.Tensor]]:
