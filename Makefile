@@ -12,7 +12,8 @@ export HPO_STORAGE := $(if $(STORAGE),$(STORAGE),$(HPO_STORAGE))
 .PHONY: help install hpo test test-all bench dashboard report lint reference clean
 
 help:
-	@echo "make hpo STUDY=multitask [N_TRIALS=12] [WORKERS=1] [STORAGE=sqlite:///runs/hpo.db]"
+	@echo "make hpo STUDY=multitask [N_TRIALS=12] [STORAGE=sqlite:///runs/hpo.db]"
+	@echo "         [WORKERS=1 | WORKERS_PER_DEVICE=1]"
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
 	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5]"
 
@@ -28,7 +29,8 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 hpo: install
-	$(BIN)/hpo run $(STUDY) $(if $(N_TRIALS),--n-trials $(N_TRIALS)) $(if $(WORKERS),--workers $(WORKERS))
+	$(BIN)/hpo run $(STUDY) $(if $(N_TRIALS),--n-trials $(N_TRIALS)) $(if $(WORKERS),--workers $(WORKERS)) \
+		$(if $(WORKERS_PER_DEVICE),--workers-per-device $(WORKERS_PER_DEVICE))
 
 dashboard: install
 	$(BIN)/hpo dashboard $(STUDY)

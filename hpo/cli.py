@@ -91,8 +91,24 @@ def run(
     storage: StorageOption = None,
     n_trials: NumTrialsOption = None,
     workers: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="W", help="Processes on this machine.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            metavar="W",
+            help="Processes on this machine, spread over its GPUs.",
+            show_default="1",
+        ),
+    ] = None,
+    workers_per_device: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100,
+            metavar="K",
+            help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
+        ),
+    ] = None,
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -100,9 +116,21 @@ def run(
     from hpo.display import print_summary
     from hpo.study_config import load_study
 
+    if workers is not None and workers_per_device is not None:
+        raise InputError(
+            f"--workers {workers} counts all processes of this machine and --workers-per-device "
+            f"{workers_per_device} those of each device. Give one of them."
+        )
     config = _with_options(load_study(study), n_trials, timeout)
     with _stop_signals() as stop, _storage(storage) as database:
-        summary = _work(config, database, stop, quiet=as_json, workers=workers)
+        summary = _work(
+            config,
+            database,
+            stop,
+            quiet=as_json,
+            workers=workers or 1,
+            workers_per_device=workers_per_device,
+        )
         record = database.read_study(config.name)
         if as_json:
             _print_json(study_status(record) | {"ended": summary.ended})
@@ -146,6 +174,7 @@ def _work(
     quiet: bool,
     resize: bool = True,
     workers: int = 1,
+    workers_per_device: int | None = None,
     worker_number: int = 0,
 ) -> RunSummary:
     """Create or resume the study and work on it, with its progress on the screen."""
@@ -170,6 +199,7 @@ def _work(
                 database,
                 RUNS,
                 workers=workers,
+                workers_per_device=workers_per_device,
                 worker_number=worker_number,
                 resize=False,
                 study_name=str(config.path),

@@ -119,9 +119,10 @@ def open_database(
     with database_errors(url):
         engine = sa.create_engine(parsed, pool=_connection_pool(parsed, busy_seconds))
         try:
-            if not _has_tables(engine, tables):
-                if not create:
+            if not create:
+                if not _has_tables(engine, tables, for_workers=False):
                     raise StorageError(f"{redact(url)} holds no study yet. `hpo run STUDY` makes one.")
+            elif not _has_tables(engine, tables):
                 with exclusive(engine):
                     if not _has_tables(engine, tables):
                         _optuna_storage(parsed, busy_seconds).engine.dispose()
@@ -149,8 +150,11 @@ def _optuna_storage(url: sa.URL, busy_seconds: float) -> optuna.storages.RDBStor
         ) from None
 
 
-def _has_tables(engine: sa.Engine, tables: sa.MetaData) -> bool:
-    return set(tables.tables) <= set(sa.inspect(engine).get_table_names())
+def _has_tables(engine: sa.Engine, tables: sa.MetaData, *, for_workers: bool = True) -> bool:
+    needed = {
+        name for name, table in tables.tables.items() if for_workers or not table.info.get("only_workers")
+    }
+    return needed <= set(sa.inspect(engine).get_table_names())
 
 
 def _connection_pool(url: sa.URL, busy_seconds: float) -> sa.Pool:

@@ -22,6 +22,9 @@ from pathlib import Path
 
 from hpo.errors import InputError
 
+CUDA_CONTEXT_BYTES = 2**30
+"""Left for the CUDA context of each process on a GPU, its kernels and handles: no allocator counts them."""
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 # /proc/cpuinfo's flags (x86: "flags", Arm: "Features") and the names used here.
@@ -58,6 +61,13 @@ class DeviceInfo:
     torch_version: str = ""
     cuda_version: str | None = None
     host: str = ""
+    uuid: str = ""
+    """CUDA only: which GPU it is, or which part of one, whatever it is called in this process."""
+
+    @property
+    def identity(self) -> str:
+        """What tells this device from the others of its machine: `cpu`, or the GPU's UUID."""
+        return self.uuid or self.torch_device
 
     @property
     def torch_device(self) -> str:
@@ -81,12 +91,7 @@ def probe_device(kind: str = "auto") -> DeviceInfo:
     """
     import torch
 
-    if kind not in ("auto", "cpu", "cuda"):
-        raise InputError(f"device must be auto, cpu or cuda, but got {kind!r}.")
-    has_cuda = torch.cuda.is_available()
-    if kind == "cuda" and not has_cuda:
-        raise InputError("device is cuda, but PyTorch sees no CUDA device here. Use device: auto or cpu.")
-    if has_cuda and kind != "cpu":
+    if _uses_cuda(kind, torch.cuda.is_available()):
         index = torch.cuda.current_device()
         properties = torch.cuda.get_device_properties(index)
         return DeviceInfo(
@@ -101,6 +106,7 @@ def probe_device(kind: str = "auto") -> DeviceInfo:
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
             host=socket.gethostname(),
+            uuid=_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
         )
     return DeviceInfo(
         type="cpu",
@@ -111,6 +117,61 @@ def probe_device(kind: str = "auto") -> DeviceInfo:
         torch_version=torch.__version__,
         host=socket.gethostname(),
     )
+
+
+def _uses_cuda(kind: str, has_cuda: bool) -> bool:
+    if kind not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device must be auto, cpu or cuda, but got {kind!r}.")
+    if kind == "cuda" and not has_cuda:
+        raise InputError("device is cuda, but PyTorch sees no CUDA device here. Use device: auto or cpu.")
+    return has_cuda and kind != "cpu"
+
+
+def _uuid(visible: str | None, reported: str) -> str:
+    """The name of a part of a GPU where this process was given one: CUDA may report the whole one's."""
+    return visible if visible and visible.startswith("MIG-") and "," not in visible else reported
+
+
+def cuda_devices(kind: str = "auto") -> tuple[str, ...]:
+    """The GPUs that trials can run on here, each as CUDA_VISIBLE_DEVICES names it; empty on a CPU.
+
+    Raises InputError as `probe_device` does.
+    """
+    if kind == "cpu":
+        return ()
+    import torch
+
+    num_devices = torch.cuda.device_count()  # makes no CUDA context
+    if not _uses_cuda(kind, num_devices > 0):
+        return ()
+    return visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), num_devices)
+
+
+def visible_devices(visible: str | None, num_devices: int) -> tuple[str, ...]:
+    """The entries of CUDA_VISIBLE_DEVICES (None: not set), of which CUDA sees `num_devices`, word for word.
+
+    Of several parts of GPUs (MIG) a process sees only the first: those are taken all, one for each process.
+    """
+    if visible is None:
+        return tuple(str(index) for index in range(num_devices))
+    entries = [entry.strip() for entry in visible.split(",")]
+    parts = [entry for entry in entries if entry.startswith("MIG-")]
+    return tuple(dict.fromkeys(parts)) if parts else tuple(entries[:num_devices])
+
+
+def memory_share(device: DeviceInfo, num_workers: int) -> float:
+    """The share of a GPU's memory, above 0 and below 1, for the tensors of each of `num_workers` processes.
+
+    Raises InputError where nothing is left beside their CUDA contexts.
+    """
+    total = device.total_memory_bytes
+    share = (total - num_workers * CUDA_CONTEXT_BYTES) / (num_workers * total)
+    if share <= 0:
+        raise InputError(
+            f"{num_workers} workers need {num_workers * CUDA_CONTEXT_BYTES / 2**30:.0f} GiB for their CUDA "
+            f"contexts alone, but this {device.name} has {total / 2**30:.0f} GiB. Run fewer on one device."
+        )
+    return share
 
 
 def available_cores() -> int:

@@ -175,7 +175,7 @@ class Executor:
 
         Raises InputError and RunError for what concerns more than this trial.
         """
-        log = TrialLog(self.device, self.shared_device)
+        log = TrialLog(self.device, self.shared_device, self.amp.memory_fraction)
         # Once more for the second trial: the first has imported what it needed.
         collect_garbage(keep_the_rest=self._num_started < 2)
         self._num_started += 1

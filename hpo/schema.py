@@ -42,6 +42,15 @@ workers = sa.Table(
     sa.Column("state", sa.String(8), nullable=False),  # live, left
 )
 
+# A table of its own, because databases were made without it: only workers ask for it, and they make it.
+worker_devices = sa.Table(
+    "hpo_worker_devices",
+    metadata,
+    sa.Column("worker", sa.String(128), primary_key=True),
+    sa.Column("device", sa.String(128), nullable=False),  # within the worker's machine
+    info={"only_workers": True},
+)
+
 evaluations = sa.Table(
     "hpo_evaluations",
     metadata,

@@ -41,7 +41,7 @@ from hpo.database import explain
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.process import process_start, this_machine
-from hpo.schema import evaluations, slots, workers
+from hpo.schema import evaluations, slots, worker_devices, workers
 from hpo.storage import Storage
 from hpo.study_record import is_alive
 
@@ -100,16 +100,20 @@ class Lease:
 class Worker:
     """This process in a study: its row says that it lives, and a thread keeps that fresh.
 
-    On leaving the block, a slot that is still claimed opens again.
+    On leaving the block, a slot that is still claimed opens again. `device` is the `DeviceInfo.identity` of
+    what its trials run on, where known.
     """
 
-    def __init__(self, storage: Storage, study: optuna.Study, *, max_retries: int) -> None:
+    def __init__(
+        self, storage: Storage, study: optuna.Study, *, max_retries: int, device: str | None = None
+    ) -> None:
         host = socket.gethostname()
         self.id = f"{host[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._storage = storage
         self._study = study
         self._name = study.study_name
         self._max_retries = max_retries
+        self._device = device
         self._values = {
             "id": self.id,
             "study": self._name,
@@ -130,6 +134,10 @@ class Worker:
             with self._storage.engine.begin() as connection:
                 row = self._storage.insert(workers).values(**self._values)
                 connection.execute(row.on_conflict_do_nothing())
+                if self._device is not None:
+                    place = {"worker": self.id, "device": self._device}
+                    row = self._storage.insert(worker_devices).values(place)
+                    connection.execute(row.on_conflict_do_nothing())
 
         self._storage.persist(action)
         self._thread.start()

@@ -31,7 +31,7 @@ from hpo.database import exclusive, explain, is_outage, open_database, redact, s
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.process import this_machine
-from hpo.schema import compat, evaluations, slots, studies, workers
+from hpo.schema import compat, evaluations, slots, studies, worker_devices, workers
 from hpo.search_space import space_diff, space_hash
 from hpo.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
 
@@ -359,13 +359,22 @@ class Storage:
 
         return self.persist(action)
 
-    def has_other_workers_here(self) -> bool:
-        """Whether another process on this machine works on any study of this database."""
+    def has_other_workers_on(self, device: str) -> bool:
+        """Whether another process works on any study of this database on this machine's `device`.
+
+        The device is a `DeviceInfo.identity`. A worker that did not say where it runs counts.
+        """
         here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
+        there = sa.or_(worker_devices.c.device == device, worker_devices.c.device.is_(None))
+        others = (
+            sa.select(workers, self.now.label("now"))
+            .join_from(workers, worker_devices, worker_devices.c.worker == workers.c.id, isouter=True)
+            .where(*here, there)
+        )
 
         def action() -> bool:
             with self.engine.connect() as connection:
-                rows = connection.execute(sa.select(workers, self.now.label("now")).where(*here)).all()
+                rows = connection.execute(others).all()
             return any(study_record.is_alive(row, self.lease_seconds) for row in rows)
 
         return self.persist(action)

@@ -49,6 +49,8 @@ class TrialLog:
 
     device: DeviceInfo
     shared_device: bool
+    memory_fraction: float | None = None
+    """Of a GPU's memory, that the process may take; None: all of it."""
     started: float = field(default_factory=time.perf_counter)
     setup_seconds: float | None = None
     """From the start to the first training step, in this process."""
@@ -140,6 +142,7 @@ class TrialLog:
             "num_threads": torch.get_num_threads(),
             "host": self.device.host,
             "shared": self.shared_device,
+            "memory_fraction": self.memory_fraction if self.device.type == "cuda" else None,
         }
 
     def _training(

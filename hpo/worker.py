@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +34,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from hpo.device import DeviceInfo, cuda_devices, memory_share, probe_device
 from hpo.errors import HpoError, InputError, LeaseLostError, Pruned, RunError
 from hpo.samplers import build_pruner, build_sampler
 from hpo.search_space import suggest
@@ -52,8 +53,8 @@ Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 MORE_DEATHS = 2
 """How many more workers may die in a trial than it may have retries: few are the trial's fault."""
 
-NUM_WORKERS = "HPO_NUM_WORKERS"
-"""Environment variable: how many workers were started together on this machine."""
+WORKERS_ON_DEVICE = "HPO_WORKERS_ON_DEVICE"
+"""Environment variable of the processes of `run_workers`: how many of them have this one's device."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def run_study(
     runs_dir: Path,
     *,
     workers: int = 1,
+    workers_per_device: int | None = None,
     worker_number: int = 0,
     resize: bool = True,
     study_name: str = "",
@@ -104,7 +106,9 @@ def run_study(
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
     Args:
-        workers: more than one are processes of their own, `hpo worker STUDY`.
+        workers: more than one are processes of their own, `hpo worker STUDY`, spread over the GPUs of this
+            machine in turn.
+        workers_per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`.
         worker_number: of this worker, for the sampler's seed.
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
         study_name: STUDY as the user named it, for the processes.
@@ -112,7 +116,8 @@ def run_study(
 
     Raises:
         StudyChangedError: the stored study has another search space or definition, or had other data.
-        InputError: the data, the model or the objective cannot be used.
+        InputError: the data, the model or the objective cannot be used, or the workers of one GPU may take
+            more than its memory.
         RunError: the workers ended before the study did.
     """
     storage.create_or_resume_study(config, resize=resize)
@@ -120,19 +125,32 @@ def run_study(
     if not counts["open"] and not counts["running"]:
         return RunSummary("finished")
     with nullcontext(stop) if stop else stop_on_signals() as stop:
+        if workers > 1 or workers_per_device is not None:
+            devices = cuda_devices(config.device)
+            if workers_per_device is not None:
+                workers = workers_per_device * max(1, len(devices))
+            places = place_workers(workers, devices)
+            if devices:
+                check_memory_fraction(config.amp.memory_fraction, places)
         if workers > 1:
             return run_workers(
-                config, storage, runs_dir, workers, study_name=study_name, on_event=on_event, stop=stop
+                config, storage, runs_dir, places, study_name=study_name, on_event=on_event, stop=stop
             )
         import torch
 
-        from hpo.device import probe_device
         from hpo.executor import Executor
 
         if config.device != "cpu" and (num_devices := torch.cuda.device_count()) > 1:
             torch.cuda.set_device(worker_number % num_devices)
-        shared = int(os.environ.get(NUM_WORKERS, "1")) > 1
-        executor = Executor(config, probe_device(config.device), runs_dir, storage, shared_device=shared)
+        num_on_device = int(os.environ.get(WORKERS_ON_DEVICE, "1"))
+        device = probe_device(config.device)
+        executor = Executor(
+            share_memory(config, device, num_on_device),
+            device,
+            runs_dir,
+            storage,
+            shared_device=num_on_device > 1,
+        )
         storage.bind_data(config.name, executor.dataset.fingerprint)
         study = storage.load_study(config.name)
         folder = partial(executor.trial_folder, storage.study_token(config.name))
@@ -141,6 +159,7 @@ def run_study(
             storage,
             trial_runner(executor, storage, stop, on_event),
             worker_number=worker_number,
+            device=device.identity,
             on_event=on_event,
             stop=stop,
             after_trial=lambda: keep_best_checkpoints(study, folder, config.checkpoint.top_k),
@@ -153,6 +172,7 @@ def run_worker(
     execute: Execute,
     *,
     worker_number: int = 0,
+    device: str | None = None,
     on_event: OnEvent | None = None,
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
@@ -160,7 +180,8 @@ def run_worker(
 ) -> RunSummary:
     """Run trials of the study with `execute` until there are none left, `stop` is set or time is up.
 
-    `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
+    `after_trial` is called when a trial has ended, here or with a worker that this one waited for. `device`
+    is the `DeviceInfo.identity` of what `execute` runs on, so that others know whether they share it.
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
@@ -171,7 +192,7 @@ def run_worker(
     )
     study.pruner = build_pruner(config.pruner)
     outcomes: Counter[str] = Counter()
-    with Worker(storage, study, max_retries=config.max_retries) as worker:
+    with Worker(storage, study, max_retries=config.max_retries, device=device) as worker:
         while True:
             if stop.is_set():
                 return RunSummary("stopped", outcomes)
@@ -254,9 +275,10 @@ def trial_runner(
             return stop.is_set()
 
         folder = executor.trial_folder(token, trial.number)
-        executor.shared_device = started_together or storage.has_other_workers_here()
+        place = executor.device.identity
+        executor.shared_device = started_together or storage.has_other_workers_on(place)
         result = executor.run(params, folder, f"{token}/{trial.number}", on_evaluation, should_stop)
-        if not executor.shared_device and storage.has_other_workers_here():  # it came during the trial
+        if not executor.shared_device and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})
         return result
@@ -297,7 +319,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     previous = {number: signal.signal(number, handle) for number in numbers}
-    if NUM_WORKERS in os.environ:
+    if WORKERS_ON_DEVICE in os.environ:
         threading.Thread(target=_stop_at_end_of_input, args=[stop], daemon=True).start()
     try:
         yield stop
@@ -313,17 +335,55 @@ def _stop_at_end_of_input(stop: threading.Event) -> None:
     stop.set()
 
 
+def place_workers(num_workers: int, devices: Sequence[str]) -> list[dict[str, str]]:
+    """What each worker has in its environment: its GPU, and how many workers have that one.
+
+    `devices` are those of `cuda_devices`, given out in turn; none of them: all workers share the CPU. A
+    worker sees its GPU alone, so that nothing of it can come to lie on another.
+    """
+    num_devices = max(1, len(devices))
+    places = []
+    for number in range(num_workers):
+        mates = len(range(number % num_devices, num_workers, num_devices))
+        gpu = {"CUDA_VISIBLE_DEVICES": devices[number % num_devices]} if num_devices > 1 else {}
+        places.append({WORKERS_ON_DEVICE: str(mates), **gpu})
+    return places
+
+
+def check_memory_fraction(fraction: float | None, places: Sequence[Mapping[str, str]]) -> None:
+    """Refuse workers that together may take more than a GPU's memory.
+
+    A trial that found no memory because of its neighbour would be stored as one that does not fit.
+
+    Raises InputError.
+    """
+    most = max(int(place[WORKERS_ON_DEVICE]) for place in places)
+    if fraction is not None and most * fraction > 1:
+        raise InputError(
+            f"amp.memory_fraction times the workers on one GPU must be <= 1, but got {fraction:g} times "
+            f"{most}. Lower it, run fewer workers, or leave it out: each worker then gets its share."
+        )
+
+
+def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:
+    """Bound a worker to its share of a GPU's memory, unless the study says what it may take."""
+    if device.type != "cuda" or num_workers == 1 or config.amp.memory_fraction is not None:
+        return config
+    amp = config.amp.model_copy(update={"memory_fraction": memory_share(device, num_workers)})
+    return config.model_copy(update={"amp": amp})
+
+
 def run_workers(
     config: StudyConfig,
     storage: Storage,
     runs_dir: Path,
-    num_workers: int,
+    places: Sequence[Mapping[str, str]],
     *,
     study_name: str,
     on_event: OnEvent | None = None,
     stop: threading.Event | None = None,
 ) -> RunSummary:
-    """Run `num_workers` processes on this machine, show their trials as events, and wait for them.
+    """Run a process in each of `places` (see `place_workers`), show their trials as events, and wait.
 
     None is restarted: the others take over its trial. What a process prints goes to
     `runs_dir`/<study>/worker-<number>.log. The URL of the storage is passed in the environment, because
@@ -336,22 +396,22 @@ def run_workers(
     study = storage.load_study(config.name)
     folder = runs_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
-    logs = [folder / f"worker-{number}.log" for number in range(num_workers)]
+    logs = [folder / f"worker-{number}.log" for number in range(len(places))]
     # Each worker would otherwise use all cores, and they would get into each other's way.
-    threads = max(1, len(os.sched_getaffinity(0)) // num_workers) if hasattr(os, "sched_getaffinity") else 1
+    threads = max(1, len(os.sched_getaffinity(0)) // len(places)) if hasattr(os, "sched_getaffinity") else 1
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    environment |= {"HPO_STORAGE": storage.url, NUM_WORKERS: str(num_workers)}
+    environment |= {"HPO_STORAGE": storage.url}
     watch = _Watch(study, on_event or (lambda _: None))
     with ExitStack() as stack:
         processes = []
-        for number, log in enumerate(logs):
+        for number, (log, place) in enumerate(zip(logs, places, strict=True)):
             output = stack.enter_context(log.open("wb"))
             process = subprocess.Popen(
                 worker_command(study_name, number, config.timeout),
                 stdin=subprocess.PIPE,  # the worker stops when this pipe is closed, also by our own death
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**environment, **place},
                 start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
             )
             stack.callback(_end, process)

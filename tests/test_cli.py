@@ -356,6 +356,11 @@ def test_verify_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (("run", "tiny.yaml", "--n-trials", "1e9"), "'--n-trials'"),
         (("run", "tiny.yaml", "--n-trials", "999999999"), "'--n-trials'"),
         (("run", "tiny.yaml", "--workers", "0"), "'--workers'"),
+        (("run", "tiny.yaml", "--workers-per-device", "0"), "'--workers-per-device'"),
+        (
+            ("run", "tiny.yaml", "--workers", "4", "--workers-per-device", "2"),
+            "Error: --workers 4 counts all processes of this machine and --workers-per-device 2 those of",
+        ),
         (("worker", "tiny.yaml", "--worker-number", "-1"), "'--worker-number'"),
         (("verify", "tiny.yaml", "--repeats", "0"), "'--repeats'"),
         (("dashboard", "tiny.yaml", "--port", "99999"), "'--port'"),

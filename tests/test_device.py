@@ -14,11 +14,15 @@ from hpo.device import (
     DeviceInfo,
     PeakMemory,
     Utilization,
+    _uuid,
     available_cores,
+    cuda_devices,
     is_out_of_memory,
     keep_freed_memory,
+    memory_share,
     probe_device,
     release_free_memory,
+    visible_devices,
 )
 from hpo.errors import InputError
 
@@ -50,6 +54,72 @@ def test_cuda_is_refused_where_there_is_none() -> None:
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(InputError, match="auto, cpu or cuda, but got 'tpu'"):
         probe_device("tpu")
+
+
+@pytest.mark.parametrize(
+    ("visible", "num_devices", "expected"),
+    [
+        (None, 0, ()),
+        (None, 3, ("0", "1", "2")),
+        ("2, 0", 2, ("2", "0")),
+        ("GPU-5ef, GPU-771", 2, ("GPU-5ef", "GPU-771")),
+        ("0,1,-1,2", 2, ("0", "1")),  # CUDA stops at the first that it does not know
+        ("MIG-a,MIG-b", 1, ("MIG-a", "MIG-b")),  # of which one process sees one
+        ("MIG-a,MIG-a", 1, ("MIG-a",)),
+        ("MIG-GPU-5ef/7/0,MIG-GPU-5ef/8/0", 1, ("MIG-GPU-5ef/7/0", "MIG-GPU-5ef/8/0")),
+    ],
+)
+def test_devices_are_named_as_the_user_named_them(
+    visible: str | None, num_devices: int, expected: tuple[str, ...]
+) -> None:
+    assert visible_devices(visible, num_devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_devices", "expected"), [("cpu", 2, ()), ("auto", 0, ()), ("auto", 2, ("5", "6"))]
+)
+def test_the_gpus_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, kind: str, num_devices: int, expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    assert cuda_devices(kind) == expected
+    with pytest.raises(InputError, match="auto, cpu or cuda, but got 'tpu'"):
+        cuda_devices("tpu")
+
+
+def test_no_gpu_to_share_where_one_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(InputError, match="PyTorch sees no CUDA device here"):
+        cuda_devices("cuda")
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, "GPU-5ef"),
+        ("0", "GPU-5ef"),
+        ("MIG-a", "MIG-a"),
+        ("MIG-a,MIG-b", "GPU-5ef"),  # which of them is not known
+    ],
+)
+def test_what_tells_a_device_from_others(visible: str | None, expected: str) -> None:
+    assert _uuid(visible, "GPU-5ef") == expected
+
+
+def test_identity() -> None:
+    assert probe_device("cpu").identity == "cpu"
+    assert DeviceInfo(type="cuda", name="GPU", index=3, uuid="GPU-5ef").identity == "GPU-5ef"
+    assert DeviceInfo(type="cuda", name="GPU", index=3).identity == "cuda:3"
+
+
+def test_memory_for_each_of_several_workers() -> None:
+    gpu = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=16 * 2**30)
+    for num_workers in (1, 2, 8):
+        share = memory_share(gpu, num_workers)
+        assert num_workers * (share * 16 + 1) == pytest.approx(16)
+    with pytest.raises(InputError, match=r"16 workers need 16 GiB .* but this Example GPU has 16 GiB"):
+        memory_share(gpu, 16)
 
 
 def test_a_gpu_is_named_with_its_index() -> None:

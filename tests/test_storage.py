@@ -15,6 +15,7 @@ from worker_process import SPACE, notes, result, study
 
 from hpo.database import parse_url, redact, storage_url
 from hpo.errors import StorageError, StudyChangedError
+from hpo.schema import worker_devices
 from hpo.search_space import suggest
 from hpo.slots import Worker
 from hpo.storage import EvaluationRow, Storage, open_storage
@@ -486,3 +487,14 @@ def test_five_thousand_trials_are_read_in_few_queries(sqlite_url: str) -> None:
         assert record.trials[-1].params == {f"p{k}": 0.5 for k in range(10)}
         own = [query for query in queries if "hpo_" in query]
         assert len(own) < 10
+
+
+def test_a_database_from_before_workers_named_their_devices(sqlite_url: str) -> None:
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(study(1))
+        with storage.engine.begin() as connection:
+            worker_devices.drop(connection)
+    with open_storage(sqlite_url, create=False) as storage:
+        assert storage.read_study("tiny").slots == {"open": 1, "running": 0, "done": 0}
+    with open_storage(sqlite_url) as storage:
+        assert not storage.has_other_workers_on("cpu")

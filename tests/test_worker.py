@@ -15,22 +15,28 @@ import optuna
 import pytest
 import sqlalchemy as sa
 import worker_process
+from tiny import CPU
 from worker_process import check_done, notes, result, study
 
 from hpo import worker as worker_module
+from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, RunError
 from hpo.process import process_start, this_machine
-from hpo.schema import workers
+from hpo.schema import worker_devices, workers
 from hpo.search_space import suggest
 from hpo.slots import Lease, Worker
 from hpo.storage import EvaluationRow, Storage, open_storage
 from hpo.telemetry import TrialResult
 from hpo.worker import (
+    WORKERS_ON_DEVICE,
     TrialEvent,
+    check_memory_fraction,
     keep_best_checkpoints,
+    place_workers,
     run_study,
     run_worker,
     run_workers,
+    share_memory,
     stop_on_signals,
     trial_runner,
 )
@@ -212,6 +218,9 @@ def test_lost_lease_stores_nothing_and_goes_on_with_the_next(storage: Storage) -
         ("live", "dead", True),
         ("dead", "dead", False),
         ("elsewhere", "elsewhere", False),
+        ("same device", "same device", True),
+        ("alone", "same device", True),
+        ("other device", "other device", False),
     ],
 )
 def test_trial_knows_of_other_workers_on_its_machine(
@@ -231,8 +240,12 @@ def test_trial_knows_of_other_workers_on_its_machine(
         }
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers).where(workers.c.id == "other"))
+            connection.execute(sa.delete(worker_devices).where(worker_devices.c.worker == "other"))
             if kind != "alone":
                 connection.execute(sa.insert(workers).values(row))
+            if kind.endswith("device"):
+                device = {"worker": "other", "device": "cpu" if kind == "same device" else "GPU-1"}
+                connection.execute(sa.insert(worker_devices).values(device))
 
     def run(*_: Any) -> TrialResult:
         told = executor.shared_device
@@ -241,7 +254,7 @@ def test_trial_knows_of_other_workers_on_its_machine(
 
     config = study(1)
     executor: Any = SimpleNamespace(
-        study=config, shared_device=False, trial_folder=lambda *_: Path(), run=run
+        study=config, shared_device=False, device=CPU, trial_folder=lambda *_: Path(), run=run
     )
     storage.create_or_resume_study(config)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
@@ -327,6 +340,92 @@ def test_stopped_process_leaves_its_trial_to_the_next(
 
 # Several processes
 
+TWO = place_workers(2, ())
+GPU = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=80 * 2**30, uuid="GPU-0")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "devices", "expected"),
+    [
+        (1, (), [("1", None)]),
+        (3, (), [("3", None)] * 3),
+        (2, ("0",), [("2", None)] * 2),  # the one GPU that there is needs no name
+        (2, ("0", "1"), [("1", "0"), ("1", "1")]),
+        (3, ("GPU-a", "GPU-b"), [("2", "GPU-a"), ("1", "GPU-b"), ("2", "GPU-a")]),
+        (4, ("MIG-a", "MIG-b"), [("2", "MIG-a"), ("2", "MIG-b")] * 2),
+        (1, ("0", "1"), [("1", "0")]),
+    ],
+)
+def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
+    num_workers: int, devices: tuple[str, ...], expected: list[tuple[str, str | None]]
+) -> None:
+    places = place_workers(num_workers, devices)
+    assert [(place[WORKERS_ON_DEVICE], place.get("CUDA_VISIBLE_DEVICES")) for place in places] == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "num_workers", "given", "expected"),
+    [
+        (GPU, 4, None, (80 - 4) / 4 / 80),
+        (GPU, 1, None, None),
+        (GPU, 4, 0.2, 0.2),
+        (CPU, 4, None, None),
+    ],
+)
+def test_workers_of_one_gpu_share_its_memory(
+    device: DeviceInfo, num_workers: int, given: float | None, expected: float | None
+) -> None:
+    config = study(amp={} if given is None else {"memory_fraction": given})
+    found = share_memory(config, device, num_workers)
+    assert found.amp.memory_fraction == (None if expected is None else pytest.approx(expected))
+
+
+def test_more_memory_than_a_gpu_has_is_refused() -> None:
+    check_memory_fraction(0.5, place_workers(4, ("0", "1")))
+    check_memory_fraction(None, place_workers(9, ("0",)))
+    with pytest.raises(InputError, match=r"must be <= 1, but got 0\.5 times 3"):
+        check_memory_fraction(0.5, place_workers(5, ("0", "1")))
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "places"),
+    [
+        ({"workers_per_device": 2}, ("0", "1", "2"), [("2", "012"[number % 3]) for number in range(6)]),
+        ({"workers_per_device": 1}, ("0", "1"), [("1", "0"), ("1", "1")]),
+        ({"workers_per_device": 3}, (), [("3", None)] * 3),
+        ({"workers": 2}, ("0", "1"), [("1", "0"), ("1", "1")]),
+    ],
+)
+def test_workers_of_a_run(
+    storage: Storage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, int],
+    devices: tuple[str, ...],
+    places: list[tuple[str, str | None]],
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(worker_module, "cuda_devices", lambda _: devices)
+    monkeypatch.setattr(worker_module, "run_workers", lambda *args, **_: started.append(args[3]))
+    run_study(study(2), storage, tmp_path, **given)  # type: ignore[arg-type]
+    (found,) = started
+    assert [(place[WORKERS_ON_DEVICE], place.get("CUDA_VISIBLE_DEVICES")) for place in found] == places
+
+
+def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(worker_module, "run_workers", lambda *args, **_: started.append(args[3]))
+    config = study(2, amp={"memory_fraction": 0.6})
+    monkeypatch.setattr(worker_module, "cuda_devices", lambda _: ("0",))
+    with pytest.raises(InputError, match=r"amp\.memory_fraction"):
+        run_study(config, storage, tmp_path, workers_per_device=2)
+    assert not started
+    monkeypatch.setattr(worker_module, "cuda_devices", lambda _: ())  # on a CPU it says nothing
+    run_study(config, storage, tmp_path, workers_per_device=2)
+    assert len(started) == 1
+
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, float], None]:
@@ -349,7 +448,7 @@ def test_run_workers(storage: Storage, tmp_path: Path, commands: Callable[[int, 
     config, events = study(8), []
     commands(8, 0.0)
     storage.create_or_resume_study(config)
-    summary = run_workers(config, storage, tmp_path / "runs", 2, study_name="tiny", on_event=events.append)
+    summary = run_workers(config, storage, tmp_path / "runs", TWO, study_name="tiny", on_event=events.append)
     check_done(storage, config, tmp_path / "log")
     record = storage.read_study("tiny")
     assert summary.ended == "finished"
@@ -378,7 +477,7 @@ def test_stop_reaches_all_workers(
 
     watcher = threading.Thread(target=stop_when_both_run)
     watcher.start()
-    summary = run_workers(config, storage, tmp_path, 2, study_name="tiny", stop=stop)
+    summary = run_workers(config, storage, tmp_path, TWO, study_name="tiny", stop=stop)
     watcher.join()
     assert (summary.ended, summary.exit_code) == ("stopped", 130)
     assert storage.slot_counts("tiny") == {"open": 8, "running": 0, "done": 0}
@@ -398,7 +497,7 @@ from hpo.storage import open_storage
 worker.worker_command = lambda *_: [sys.executable, worker_process.__file__, {str(log)!r}, "4", "600"]
 storage = open_storage({sqlite_url!r})
 storage.create_or_resume_study(worker_process.study(4))
-worker.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), 2, study_name="tiny")
+worker.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), {TWO!r}, study_name="tiny")
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
@@ -421,7 +520,7 @@ def test_failure_of_all_workers_is_reported_with_the_log(
     with open_storage(sqlite_url) as storage:
         storage.create_or_resume_study(study(2))
         with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done") as raised:
-            run_workers(study(2), storage, tmp_path, 2, study_name="tiny")
+            run_workers(study(2), storage, tmp_path, TWO, study_name="tiny")
     assert "Error: no such column" in str(raised.value)
     assert type(raised.value) is kind
 

@@ -12,6 +12,7 @@ from tiny import write_study
 
 from hpo.storage import open_storage
 from hpo.study_record import StudyRecord
+from hpo.tables import summary_by_precision, trials_table
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
 TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -53,6 +54,23 @@ def test_two_workers_run_exactly_n_trials(tmp_path: Path) -> None:
     before = record.trials
     assert "(finished): 5 of 5" in ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers", "2")).out
     assert stored(tmp_path).trials == before
+
+
+def test_two_workers_on_one_device(tmp_path: Path) -> None:
+    write_study(tmp_path, n_trials=4, device="cpu")
+    ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "2"))
+    record = stored(tmp_path)
+    assert [trial.outcome for trial in record.trials] == ["complete"] * 4
+    assert {path.name for path in tmp_path.glob("runs/tiny/*.log")} == {"worker-0.log", "worker-1.log"}
+    trials = trials_table(record)
+    assert trials["shared"].all()
+    assert not trials["counts_for_speed"].any()
+    assert summary_by_precision(record)["measured"].tolist() == [0]
+
+    write_study(tmp_path, n_trials=5, device="cpu")
+    ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "1"))
+    last = trials_table(stored(tmp_path)).iloc[-1]
+    assert (last["shared"], last["counts_for_speed"]) == (False, True)
 
 
 def test_n_trials_is_the_total_over_all_runs(tmp_path: Path) -> None:
