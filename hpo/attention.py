@@ -92,7 +92,9 @@ def attention_mask(
         q_length=q_length,
         mask_function=mask_function,
         attention_mask=attention_mask,
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        # A GPU would have to be waited for, to know that there is no padding.
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip
+        and (attention_mask is None or attention_mask.device.type == "cpu"),
         **options,
     )
     return mask

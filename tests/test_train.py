@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from device_reads import META_GPU, WaitsForDevice, no_waiting
 from tiny import (
     CPU,
     CPU_PRECISIONS,
@@ -25,7 +27,8 @@ from tiny import (
 )
 from torch import nn
 
-from hpo.amp import MixedPrecision, prepare_model
+from hpo.amp import MixedPrecision, backend_flags, prepare_model
+from hpo.device import DeviceInfo, probe_device
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.examples import Example
 from hpo.executor import Executor
@@ -35,7 +38,16 @@ from hpo.precision import PRECISIONS
 from hpo.tasks import LossOptions, count_items, loss_sum
 from hpo.telemetry import ThroughputMeter
 from hpo.tokens import collate, training_batches
-from hpo.train import Budget, Plan, Progress, accumulate_gradients, apply_gradients, step_seed, train
+from hpo.train import (
+    CHECK_EVERY,
+    Budget,
+    Plan,
+    Progress,
+    accumulate_gradients,
+    apply_gradients,
+    step_seed,
+    train,
+)
 from hpo.vocabulary import CompactEmbedding, compact_vocabulary
 
 
@@ -373,3 +385,160 @@ def test_the_parts_that_are_too_small_for_a_warm_up_still_have_a_rate() -> None:
     summary = meter.summary()
     assert summary["train_examples_per_second"]
     assert summary["padding_share"] == pytest.approx(1 - 40 / 48)
+
+
+# Waiting for a GPU
+
+
+class Enough(Exception):
+    """The steps that a test wants have been run."""
+
+
+def run_steps(
+    executor: Executor,
+    device: DeviceInfo,
+    name: str,
+    *,
+    stop_after: int,
+    watch_from: int = 0,
+    **settings: Any,
+) -> tuple[int, list[int]]:
+    """Train on `device` and watch, from a step on, all steps that do not look at what came out.
+
+    Returns the steps that were run, and which of them were watched.
+    """
+    config = config_of(executor, fp_precision=name, dropout=0.1, head_dropout=0.1, **settings)
+    split = executor.tokens("train", config)
+    torch.manual_seed(config.seed)
+    model = prepare_model(executor.build_model(config), PRECISIONS[name])
+    compact_vocabulary(model, config.optimizer, split.used_ids)
+    model.to(device.torch_device)
+    optimizer = build_optimizer(config.optimizer, parameter_groups(model, learning_rate=1e-4))
+    amp = MixedPrecision(PRECISIONS[name], EMULATED, device)
+    progress = Progress()
+    watched: list[int] = []
+    watching: list[Any] = []
+
+    def watch_next() -> None:
+        if watching:
+            watching.pop().__exit__(None, None, None)
+        if progress.step >= watch_from and (progress.step + 1) % CHECK_EVERY[device.type]:
+            watching.append(watch(device))
+            watching[-1].__enter__()
+            watched.append(progress.step)
+
+    def on_step() -> bool:
+        watch_next()
+        if progress.step == stop_after:
+            raise Enough
+        return False
+
+    plan = Plan(
+        budget=Budget(max_steps=10 * stop_after),  # so that no evaluation comes
+        batch_size=config.batch_size,
+        micro_batch_size=config.batch_size // 2,
+        seed=config.seed,
+        schedule="linear",
+        warmup_ratio=0.1,
+        max_grad_norm=config.max_grad_norm,
+        num_evaluations=1,
+        evaluation_tokens=4096,
+    )
+    meter = ThroughputMeter(CPU if device is META_GPU else device)
+    objective = executor._objective(config, model, split)
+    watch_next()
+    try:
+        with pytest.raises(Enough), backend_flags(PRECISIONS[name], EMULATED):
+            list(train(model, optimizer, objective, amp, split, split, plan, progress, meter, 0, on_step))
+    finally:
+        if watching:
+            watching.pop().__exit__(None, None, None)
+    return progress.step, watched
+
+
+def watch(device: DeviceInfo) -> Any:
+    return no_waiting() if device is META_GPU else errors_on_sync()
+
+
+@contextmanager
+def errors_on_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("fp32", "mean"), ("fp32", "max"), ("fp32", "attention"), ("bf16-true", "mean")]
+)
+def test_no_step_reads_what_a_device_computes(executor: Executor, name: str, pooling: str) -> None:
+    steps = CHECK_EVERY["cuda"] - 1
+    expected = (steps, [*range(steps)])
+    assert (
+        run_steps(executor, META_GPU, name, stop_after=steps, pooling=pooling, optimizer="lion") == expected
+    )
+
+
+@pytest.mark.parametrize("loss", ["auto", "focal"])
+def test_no_loss_reads_what_a_device_computes(loss: str) -> None:
+    model = tiny_model().to("meta")
+    objective = tiny_objective(loss=loss, label_smoothing=0.1)
+    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, META_GPU)
+    with no_waiting():
+        accumulate_gradients(model, objective, tiny_batch(), amp, 0, Progress(micro_batch_size=4))
+    with pytest.raises(WaitsForDevice), no_waiting():
+        objective.nonfinite_tasks()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> None:
+    """With the fused kernels and the real scaler, on values: here the CPU is the device."""
+    model = prepare_model(tiny_model(), PRECISIONS[name])
+    groups = parameter_groups(model, learning_rate=1e-3)
+    update, amp = build_optimizer(optimizer, groups), MixedPrecision(PRECISIONS[name], EMULATED, CPU)
+    progress = Progress(micro_batch_size=6)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(3):
+        loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, step, progress)
+        with no_waiting("cpu"):
+            apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+def test_an_optimizer_that_is_not_fused_asks_the_scaler_whether_to_step() -> None:
+    model = tiny_model()
+    update = build_optimizer("lion", parameter_groups(model, learning_rate=1e-3))
+    amp = MixedPrecision(PRECISIONS["fp16"], EMULATED, CPU)
+    loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, Progress(micro_batch_size=6))
+    with pytest.raises(WaitsForDevice), no_waiting("cpu"):
+        apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: bool((x > 0).all()),
+        lambda x: float(x.sum()),
+        lambda x: x.sum().tolist(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_fill_(torch.ones(3, dtype=torch.bool).to(x.device), 0.0),
+        lambda x: torch.tensor([1.0], device=x.device),
+        lambda x: x.nonzero(),
+        lambda x: x.copy_(torch.zeros(3)),
+    ],
+)
+def test_what_waits_is_noticed(wait: Any) -> None:
+    with pytest.raises(WaitsForDevice), no_waiting():
+        wait(torch.zeros(3, device="meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "bf16-true", "fp16"])
+def test_a_gpu_waits_in_no_step_but_those_that_check(executor: Executor, name: str) -> None:
+    every, warm_up, steps = CHECK_EVERY["cuda"], 5, 60
+    expected = [step for step in range(warm_up, steps) if (step + 1) % every]
+    ran, watched = run_steps(executor, probe_device("cuda"), name, stop_after=steps, watch_from=warm_up)
+    assert (ran, watched[: len(expected)]) == (steps, expected)
