@@ -279,6 +279,7 @@ class Executor:
         if config.compile != "none":
             seconds = self._compile(config, model, objective, train_split, mixed_precision, pad_id)
             log.compile_seconds = seconds
+            log.compile_clock.start()
         log.observed(observation.telemetry(compiled=bool(compiled_modules(model))), disagreement)
 
         log.setup_seconds = time.perf_counter() - log.started
@@ -324,6 +325,7 @@ class Executor:
             meter,
             pad_id,
             on_step,
+            log.compile_clock,
         ):
             log.evaluation_rates.append(evaluation.examples_per_second)
             scored = ScoredEvaluation(evaluation, self._values(evaluation, log))

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpo.amp import MixedPrecision
+from hpo.compilation import CompileClock
 from hpo.decoding import Decision, choose_decisions, decode_tasks, score_tasks
 from hpo.device import is_out_of_memory, synchronize
 from hpo.errors import Nonfinite, OutOfMemory
@@ -242,12 +243,14 @@ def train(
     meter: ThroughputMeter,
     pad_id: int,
     on_step: Callable[[], bool] = lambda: False,
+    compile_clock: CompileClock | None = None,
 ) -> Iterator[Evaluation]:
     """Train until the budget is used up, yielding an evaluation of the validation split at a time.
 
     `model` is on the device, in the precision's weights. `progress` says where to begin and is kept up to
     date. `on_step` runs after each step; True says that it took its time (a checkpoint), which then counts
-    as no training. What it raises ends the training.
+    as no training. What it raises ends the training. Seconds of `compile_clock` are no training either: they
+    use up no budget, and a step that has any is left out of the rates.
 
     Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
     example does not fit.
@@ -257,6 +260,7 @@ def train(
     steps_per_epoch = len(training_batches(lengths_W, plan.batch_size, plan.seed, epoch=0))
     progress.micro_batch_size = progress.micro_batch_size or min(plan.micro_batch_size, plan.batch_size)
     losses: list[Tensor] = []
+    compile_clock = compile_clock or CompileClock()
     model.train()
     meter.start()
     marked = time.perf_counter()
@@ -267,6 +271,7 @@ def train(
         for windows in batches[progress.batch :]:
             position = plan.budget.learning_rate_position(progress, steps_per_epoch)
             set_learning_rate(optimizer, schedule_factor(plan.schedule, position, plan.warmup_ratio))
+            compiled = compile_clock.seconds
             batch = collate(train_split, windows, objective.tasks, pad_id)
             loss = accumulate_gradients(model, objective, batch, mixed_precision, plan.seed, progress)
             apply_gradients(model, optimizer, loss, mixed_precision, plan.max_grad_norm)
@@ -276,10 +281,14 @@ def train(
             num_examples = float(share_W[windows].sum())
             progress.num_examples += num_examples
             progress.num_tokens += batch.num_tokens
-            meter.step(num_examples, len(windows), batch.num_tokens, batch.input_ids_BL.numel())
+            compiled = compile_clock.seconds - compiled
+            if compiled:
+                meter.start()
+            else:
+                meter.step(num_examples, len(windows), batch.num_tokens, batch.input_ids_BL.numel())
             if progress.step % CHECK_EVERY[device.type] == 0:
                 _check(mixed_precision, objective)
-            progress.step_seconds = time.perf_counter() - marked
+            progress.step_seconds = time.perf_counter() - marked - compiled
             progress.train_seconds += progress.step_seconds
             marked = time.perf_counter()
             used = plan.budget.used(progress, steps_per_epoch)
@@ -292,7 +301,7 @@ def train(
                 # A slow step may pass two marks: the index stays that of the share of the budget.
                 reached = int(min(used, 1.0) * plan.num_evaluations)
                 progress.num_evaluations = max(progress.num_evaluations + 1, reached)
-                started = time.perf_counter()
+                started, compiled = time.perf_counter(), compile_clock.seconds
                 metrics, decisions = evaluate(
                     model,
                     validation_split,
@@ -302,7 +311,7 @@ def train(
                     pad_id,
                     decision_metrics=plan.decision_metrics,
                 )
-                seconds = time.perf_counter() - started
+                seconds = time.perf_counter() - started - (compile_clock.seconds - compiled)
                 progress.evaluation_seconds += seconds
                 yield Evaluation(
                     step=progress.step,

@@ -17,6 +17,7 @@ import transformers
 
 from hpo.amp import MixedPrecision
 from hpo.compat import Compatibility
+from hpo.compilation import CompileClock
 from hpo.decoding import Decision
 from hpo.device import DeviceInfo, PeakMemory, Utilization
 from hpo.json_safe import json_safe
@@ -55,6 +56,9 @@ class TrialLog:
     setup_seconds: float | None = None
     """From the start to the first training step, in this process."""
     compile_seconds: float | None = None
+    """Before the first training step."""
+    compile_clock: CompileClock = field(default_factory=CompileClock)
+    """What was compiled later."""
     precision: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     """How many training texts were cut and true spans lost by `max_length`."""
@@ -115,7 +119,7 @@ class TrialLog:
             "compatibility": self.compatibility and self.compatibility.telemetry(),
             "peak_memory_bytes": self.memory and self.memory.read(),
             "setup_seconds": self.setup_seconds,
-            "compile_seconds": self.compile_seconds,
+            "compile_seconds": self.compile_seconds and self.compile_seconds + self.compile_clock.seconds,
             "resumed_from_step": self.resumed_from_step,
         }
         telemetry |= {key: value for key, value in optional.items() if value is not None}

@@ -27,7 +27,9 @@ from tiny import (
 )
 from torch import nn
 
+from hpo import train as train_module
 from hpo.amp import MixedPrecision, backend_flags, prepare_model
+from hpo.compilation import CompileClock
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.examples import Example
@@ -385,6 +387,45 @@ def test_the_parts_that_are_too_small_for_a_warm_up_still_have_a_rate() -> None:
     summary = meter.summary()
     assert summary["train_examples_per_second"]
     assert summary["padding_share"] == pytest.approx(1 - 40 / 48)
+
+
+def test_compiling_in_a_step_is_no_training(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take a second each; in the second one and in the evaluation 1000 more go to the compiler."""
+    now, clock = [0.0], CompileClock()
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def spend(seconds: float, compiling: float) -> None:
+        now[0] += seconds + compiling
+        clock.seconds += compiling
+
+    config = config_of(executor)
+    split = executor.tokens("train", config)
+    model = executor.build_model(config)
+    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
+    record, progress, meter = amp.record_step, Progress(), ThroughputMeter(CPU, warmup_steps=0)
+    amp.record_step = lambda *args: (spend(1.0, 1000.0 * (progress.step == 1)), record(*args))[1]  # type: ignore[func-returns-value, method-assign]
+    evaluate = train_module.evaluate
+    monkeypatch.setattr(
+        train_module, "evaluate", lambda *args, **more: (spend(2.0, 1000.0), evaluate(*args, **more))[1]
+    )
+    plan = Plan(Budget(max_seconds=4.5), config.batch_size, config.batch_size, 0, "linear", 0.0, 1.0, 1, 4096)
+    (last,) = train(
+        model,
+        build_optimizer("adamw", parameter_groups(model, learning_rate=1e-4)),
+        executor._objective(config, model, split),
+        amp,
+        split,
+        executor.tokens("validation", config),
+        plan,
+        progress,
+        meter,
+        pad_id=0,
+        compile_clock=clock,
+    )
+    assert clock.seconds == 2000.0
+    assert (progress.step, progress.train_seconds, progress.evaluation_seconds) == (5, 5.0, 2.0)
+    assert last.examples_per_second == len(executor.tokens("validation", config).examples) / 2
+    assert (meter.measured_seconds, last.rates["step_seconds_p95"]) == (4.0, 1.0)
 
 
 # Waiting for a GPU

@@ -1,0 +1,77 @@
+"""Compiled trials: the compiler's seconds are charged apart, and its kernels are kept for the next trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import ENCODER, tiny_executor
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from hpo.executor import Executor
+from hpo.model import MultitaskModel, encoder_layers
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_is_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_kernels_are_kept_under_runs_from_one_trial_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    tiny_executor(tmp_path)
+    lookups = counters["aot_autograd"]
+
+    def trial(values: Tensor) -> tuple[int, int]:
+        """How often a graph was found compiled, and how often it was not, in what a trial does."""
+        before = lookups["autograd_cache_hit"], lookups["autograd_cache_miss"]
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(lambda x: (x * 2).sin())
+        torch.testing.assert_close(compiled(values), (values * 2).sin())
+        return lookups["autograd_cache_hit"] - before[0], lookups["autograd_cache_miss"] - before[1]
+
+    assert trial(torch.ones(64)) == (0, 1)
+    assert trial(torch.ones(64)) == (1, 0)
+    assert [path for path in (tmp_path / "runs" / "cache" / "inductor").rglob("*") if path.is_file()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_shape_that_comes_up_in_a_step_is_charged_as_compilation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def apply(model: MultitaskModel, *_: Any) -> None:
+        for layer in encoder_layers(model.encoder):
+            layer.compile(backend="eager", dynamic=False)  # traces as ever, without making kernels
+
+    monkeypatch.setattr("hpo.executor.apply_compile", apply)
+    before_training = []
+    compile_ = Executor._compile
+
+    def noted(*args: Any) -> float:
+        before_training.append(compile_(*args))
+        return before_training[-1]
+
+    monkeypatch.setattr(Executor, "_compile", noted)
+    executor = tiny_executor(
+        tmp_path,
+        model={"encoder": ENCODER | {"num_hidden_layers": 1}},
+        # The third batch has 4 of the 20 rows.
+        data={"source": "synthetic", "synthetic": {"num_train": 20, "num_validation": 8, "max_sentences": 4}},
+        training={"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default"},
+        compat={"enabled": False},
+    )
+    result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
+    assert result.outcome == "complete", result.traceback
+    assert result.telemetry["precision"]["observed"]["compiled"]
+    assert result.telemetry["compile_seconds"] > before_training[0] > 0
+    assert result.telemetry["num_steps"] == 3
