@@ -9,13 +9,14 @@ CONSTRAINTS := docker/constraints.txt
 
 export HPO_STORAGE := $(if $(STORAGE),$(STORAGE),$(HPO_STORAGE))
 
-.PHONY: help install hpo test test-all bench dashboard report lint reference clean
+.PHONY: help install hpo test test-all bench bench-gpu dashboard report lint reference clean
 
 help:
 	@echo "make hpo STUDY=multitask [N_TRIALS=12] [STORAGE=sqlite:///runs/hpo.db]"
 	@echo "         [WORKERS=1 | WORKERS_PER_DEVICE=1]"
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
 	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5]"
+	@echo "make bench-gpu [BUDGET=1500]"
 
 install: $(VENV)/.installed
 
@@ -54,6 +55,11 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python tests/benchmarks/run.py $(BENCH) $(if $(PAIRS),--pairs $(PAIRS))
+
+# fp8 needs torchao, which nothing else does.
+bench-gpu: $(VENV)/.installed-bench
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[fp8]'
+	$(BIN)/python tests/benchmarks/gpu.py $(if $(BUDGET),--budget $(BUDGET))
 
 lint: install
 	$(BIN)/ruff check hpo tests

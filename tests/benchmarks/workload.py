@@ -34,6 +34,8 @@ class Workload:
     num_train: int
     num_validation: int
     batch_size: int = 16
+    encoder: str | dict[str, Any] = "minilm"
+    """As in a study file: MiniLM, or the configuration of a fresh encoder."""
 
 
 WORKLOADS = {
@@ -46,11 +48,14 @@ LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
 
 
-def write_workload(workload: Workload, folder: Path) -> str:
-    """Write the workload's rows into `folder` and say where they come from."""
+def write_workload(workload: Workload, folder: Path, *, generated: bool = False) -> str:
+    """Write the workload's rows into `folder` and say where they come from.
+
+    `generated` leaves a real set that is there out.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     source = DATA / workload.real_set
-    if (source / "tasks.json").exists():
+    if (source / "tasks.json").exists() and not generated:
         specs = json.loads((source / "tasks.json").read_text())["tasks"]
         names, origin = workload.tasks, f"the set {workload.real_set}"
         splits = {
@@ -79,12 +84,15 @@ def _plain(rows: Iterable[Example]) -> list[dict[str, Any]]:
     return [{"id": row.id, "text": row.text, "labels": row.labels} for row in rows]
 
 
-def study_content(workload: Workload, folder: Path, precision: str, **training: Any) -> dict[str, Any]:
+def study_content(
+    workload: Workload, folder: Path, precision: str, *, device: str = "cpu", **training: Any
+) -> dict[str, Any]:
     """The study file that trains the workload with our settings set to the peers'."""
     return {
         "name": workload.name,
+        "device": device,
         "data": {"source": "jsonl", "path": str(folder)},
-        "model": {"encoder": "minilm"},
+        "model": {"encoder": workload.encoder},
         "training": {
             "epochs": 1,
             "fp_precision": precision,

@@ -1,0 +1,99 @@
+"""The benchmark for GPUs, as far as a CPU can tell: every table is there, and what fails is a row."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ROOT
+
+FOLDER = ROOT / "tests" / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module."""
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("gpu")
+
+
+def tables(*arguments: str, tmp_path: Path) -> list[list[list[str]]]:
+    """The cells of each table that the script printed, without its head."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu", "--quick", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()[2:]]
+        for block in done.stdout.strip().split("\n\n")[1:]
+    ]
+
+
+@pytest.mark.slow
+def test_a_quick_run_on_a_cpu(tmp_path: Path) -> None:
+    eager, sharing = tables(tmp_path=tmp_path)
+    ours, peer = eager
+    assert ours[:4] == ["hpo", "tiny", "fp32", "none"]
+    assert peer[:4] == ["Trainer", "tiny", "fp32", "none"]
+    assert re.fullmatch(r"[\d,]+", ours[4])
+    assert re.fullmatch(r"\d+\.\d\d GiB", ours[6])
+    assert [row[:2] for row in sharing] == [["1", "2"], ["2", "2"]]
+    assert all(re.fullmatch(r"[\d,]+", row[2]) for row in sharing)
+    assert sharing[0][3] == "1.00x"
+
+
+def test_what_the_budget_does_not_reach_is_a_row(tmp_path: Path) -> None:
+    eager, sharing = tables("--budget", "0.001", tmp_path=tmp_path)
+    assert len(eager) == len(sharing) == 2
+    assert all("out of time" in row for row in eager + sharing)
+
+
+def test_the_peer_follows_in_what_it_has(gpu: Any) -> None:
+    found = gpu.cells(["MiniLM"], gpu.PRECISIONS, ("none", "max-autotune"))
+    assert len([cell for cell in found if cell.contender == "hpo"]) == 2 * len(gpu.PRECISIONS)
+    for before, cell in pairwise(found):
+        if cell.contender == "Trainer":
+            assert (before.precision, before.compile) == (cell.precision, cell.compile)
+            assert cell.compile == "none"
+
+
+def test_what_fails_is_a_row_with_its_reason(gpu: Any, tmp_path: Path) -> None:
+    cell = gpu.Cell("hpo", "tiny", "tf32", "none")
+    gpu.write_workload(gpu.QUICK["tiny"], tmp_path / "tiny", generated=True)
+    (measured,) = gpu.measure(tmp_path, "cpu", [cell])
+    assert measured["failed"].startswith("unsupported: `tf32` needs CUDA")
+    assert "| hpo | tiny | tf32 | none | unsupported: `tf32` needs" in gpu.training_row(cell, measured)
+    (measured,) = gpu.measure(tmp_path / "nothing", "cpu", [cell])
+    assert "FileNotFoundError" in measured["failed"]
+
+
+def test_a_process_that_dies_costs_one_row(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = tmp_path / "starts"
+    program = tmp_path / "measure"
+    program.write_text(
+        f"#!/bin/sh\necho >> {starts}\n"
+        f"[ $(wc -l < {starts}) = 1 ] && echo '{{\"n\": 1}}' && echo 'it broke' >&2 && exit 7\n"
+        "echo '{\"n\": 3}'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    wanted = gpu.cells(["tiny"], ("bf16-true", "fp8", "bf16-true"), ("none",))
+    found = list(gpu.measure_apart(tmp_path, "cpu", wanted, gpu.Clock(60), 30))
+    assert [cell for cell, _ in found] == wanted
+    assert [measured for _, measured in found] == [
+        {"n": 1},
+        {"failed": "its process ended with exit code 7: it broke"},
+        {"n": 3},
+    ]
