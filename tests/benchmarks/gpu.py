@@ -95,7 +95,7 @@ def measure(folder: Path, device: str, wanted: Sequence[Cell]) -> Iterator[dict[
         try:
             yield (_measure_hpo if cell.contender == "hpo" else _measure_trainer)(folder, device, cell)
         except Exception as error:  # its row says so, and the next cell may work
-            yield {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+            yield {"failed": f"{type(error).__name__}: {error}"}
 
 
 def _measure_hpo(folder: Path, device: str, cell: Cell) -> dict[str, Any]:
@@ -114,10 +114,12 @@ def _measure_hpo(folder: Path, device: str, cell: Cell) -> dict[str, Any]:
 
 
 def _measure_trainer(folder: Path, device: str, cell: Cell) -> dict[str, Any]:
+    import torch._dynamo
     from contenders import run_trainer
 
     from hpo.device import PeakMemory, probe_device, release_free_memory
 
+    torch._dynamo.reset()  # graphs of what was measured before would count towards its limit
     probed = probe_device(device)
     split = _train_split(folder, device, cell.encoder)
     release_free_memory(probed)
@@ -326,7 +328,8 @@ def trials_per_hour(
         return {"failed": f"the trials ended as {status['outcomes']}"}
     with open_storage(f"sqlite:///{work}/runs/hpo.db", create=False) as storage:
         trials = storage.read_study(workload.name).trials
-    assert all(trial.telemetry["device"]["shared"] == (num_workers > 1) for trial in trials)
+    if any(trial.telemetry["device"]["shared"] != (num_workers > 1) for trial in trials):
+        return {"failed": "other work was on the device, or the workers were not"}
     memory = max(trial.telemetry["peak_memory_bytes"] for trial in trials)
     return {"per_hour": status["trials_per_hour"], "peak_memory_bytes": memory}
 
