@@ -27,6 +27,8 @@ BoolArray = NDArray[np.bool_]
 AnyArray = NDArray[Any]
 
 BEGINS_BEFORE, ENDS_AFTER = 1, 2
+_PIECE = 2**20
+"""Tokens of a mapped array that are looked at at a time: NumPy counts in a copy of 64 bits."""
 LENGTH_MULTIPLE = 8
 """To a multiple of this batches are padded where few shapes matter: on a GPU and in compiled code."""
 
@@ -107,7 +109,9 @@ class TokenizedSplit:
     @property
     def used_ids(self) -> IntArray:
         """The token ids that occur, ascending."""
-        return np.flatnonzero(np.bincount(self.input_ids_T))
+        pieces = range(0, len(self.input_ids_T), _PIECE)
+        found = [np.flatnonzero(np.bincount(self.input_ids_T[at : at + _PIECE])) for at in pieces]
+        return np.unique(np.concatenate(found))
 
     @property
     def example_share_W(self) -> NDArray[np.float64]:

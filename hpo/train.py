@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -397,7 +397,11 @@ def apply_gradients(
     """Unscale, clip to the global norm, step, update the scale: in this order (PyTorch, AMP examples)."""
     scaler = mixed_precision.scaler
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or float("inf"))
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+    # Whether there is anything to clip, a GPU would have to be waited for to know.
+    if max_grad_norm and (mixed_precision.device.type != "cpu" or not norm <= max_grad_norm):
+        nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     mixed_precision.record_step(loss, norm)
     scaler.step(optimizer)
     scaler.update()

@@ -95,8 +95,9 @@ def test_without_padding_there_is_no_mask(drawn: list[Tensor]) -> None:
     (query, key, value), _ = inputs()
     output, _ = attention_forward(Encoder(), query, key, value, None, dropout=P)
     keep = torch.stack(drawn).double() / (1 - P)
-    weights = (query @ key.transpose(-1, -2) * SIZE**-0.5).softmax(-1)
-    torch.testing.assert_close(output.double(), ((weights * keep) @ value.double()).transpose(1, 2))
+    weights = (query.double() @ key.double().transpose(-1, -2) * SIZE**-0.5).softmax(-1)
+    expected = ((weights * keep) @ value.double()).transpose(1, 2)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_under_autocast_it_computes_in_the_autocast_dtype() -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -542,10 +543,28 @@ def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> No
     progress = Progress(micro_batch_size=6)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for step in range(3):
+        amp.device = CPU
         loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, step, progress)
+        amp.device = replace(CPU, type="cuda")
         with no_waiting("cpu"):
             apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
     assert not all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1.0, 1e3])
+def test_gradients_are_clipped_to_their_norm(max_grad_norm: float) -> None:
+    model = tiny_model()
+    update = build_optimizer("sgd", parameter_groups(model, learning_rate=0.0))
+    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
+    loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, Progress(micro_batch_size=6))
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    clipped = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(clipped, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    nn.utils.clip_grad_norm_(clipped, max_grad_norm or float("inf"))
+    apply_gradients(model, update, loss, amp, max_grad_norm)
+    for parameter, gradient in zip(clipped, gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
 
 
 def test_an_optimizer_that_is_not_fused_asks_the_scaler_whether_to_step() -> None:
