@@ -15,7 +15,7 @@ help:
 	@echo "make hpo STUDY=multitask [N_TRIALS=12] [STORAGE=sqlite:///runs/hpo.db]"
 	@echo "         [WORKERS=1 | WORKERS_PER_DEVICE=1]"
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
-	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5]"
+	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
 	@echo "make bench-gpu [BUDGET=1500]"
 
 install: $(VENV)/.installed
@@ -54,7 +54,8 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	touch $@
 
 bench: $(VENV)/.installed-bench
-	$(BIN)/python tests/benchmarks/run.py $(BENCH) $(if $(PAIRS),--pairs $(PAIRS))
+	$(BIN)/python tests/benchmarks/run.py $(BENCH) $(if $(PAIRS),--pairs $(PAIRS)) \
+		$(if $(EXAMPLES),--examples $(EXAMPLES))
 
 # fp8 needs torchao, which nothing else does.
 bench-gpu: $(VENV)/.installed-bench

@@ -75,8 +75,9 @@ def seconds_to_first_step(content: Mapping[str, Any]) -> float:
     return trial.started.timestamp() - started + float(trial.telemetry["setup_seconds"])
 
 
-def memory_growth(content: Mapping[str, Any], num_trials: int, settled_after: int = 5) -> dict[str, float]:
-    """Resident memory after the last of `num_trials` in one worker over that after the fifth, less 1."""
+def many_trials(content: Mapping[str, Any], num_trials: int, settled_after: int = 5) -> dict[str, float]:
+    """`num_trials` in one worker: its resident memory after the last over that after the fifth, less 1,
+    and `seconds_outside`."""
     from hpo.storage import open_storage
     from hpo.study_config import load_study
     from hpo.worker import TrialEvent, run_study
@@ -95,6 +96,7 @@ def memory_growth(content: Mapping[str, Any], num_trials: int, settled_after: in
     return {
         "growth": resident[-1] / resident[settled_after - 1] - 1,
         "resident_gib": resident[-1] / 2**30,
+        "outside": seconds_outside(read_trials(content["name"])),
     }
 
 

@@ -22,12 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tokenizing
 import torch
 import torch.nn.functional as F
 import yaml
 from absolute import (
     STORAGE,
-    memory_growth,
+    many_trials,
     product_rate,
     read_trials,
     seconds_outside,
@@ -38,6 +39,7 @@ from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, 
 
 WARMUP_STEPS = 3
 SEED = 42
+NUM_ROWS = 1_000_000
 
 
 class PeerModel(nn.Module):
@@ -310,7 +312,7 @@ def run_hpo_memory(folder: Path, workload: Workload, precision: str) -> dict[str
     with _empty_folder():
         content = grid_content(folder, workload, precision, [1e-5 * n for n in range(1, 51)])
         content["data"]["limits"] = {"train": 64, "validation": 64}
-        return memory_growth(content, 50)
+        return many_trials(content, 50)
 
 
 @contextmanager
@@ -441,6 +443,8 @@ CONTENDERS: dict[str, Callable[[Path, Workload, str], dict[str, Any]]] = {
     "hpo-study": run_hpo_study,
     "hpo-first-step": run_hpo_first_step,
     "hpo-memory": run_hpo_memory,
+    "hpo-tokens": lambda folder, *_: tokenizing.measured("hpo", NUM_ROWS, folder),
+    "datasets-tokens": lambda folder, *_: tokenizing.measured("datasets", NUM_ROWS, folder),
     "trainer": run_trainer,
     "trainer-study": run_trainer_study,
     "trainer-grouped": run_trainer_grouped,
@@ -453,7 +457,7 @@ def main() -> None:
     name, folder, workload, precision = sys.argv[1:]
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     warnings.simplefilter("ignore")
-    result = CONTENDERS[name](Path(folder), WORKLOADS[workload], precision)
+    result = CONTENDERS[name](Path(folder), WORKLOADS.get(workload), precision)
     print(json.dumps(result))
 
 

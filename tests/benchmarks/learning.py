@@ -213,14 +213,17 @@ def our_scores(
 
 
 def trainer_scores(
-    folder: Path, seed: int, rows: Sequence[Any], tasks: Mapping[str, Any]
+    executor: Executor, folder: Path, seed: int, rows: Sequence[Any], tasks: Mapping[str, Any]
 ) -> dict[str, float]:
+    """From the heads that our training of this seed starts with: their biases are `initial_bias`, which
+    would otherwise decide this comparison of how they are trained."""
     from transformers import PrinterCallback, Trainer
 
     model = Peer(tasks)
     torch.manual_seed(seed)
-    for head in model.heads:
-        head.reset_parameters()  # type: ignore[operator]
+    ours = executor.build_model(config_of(executor, seed))
+    for plain, head in zip(model.heads, ours.heads, strict=True):
+        plain.load_state_dict(head[-1].state_dict())  # type: ignore[index, union-attr]
     with tempfile.TemporaryDirectory() as output:
         arguments = trainer_arguments(WORKLOAD, "fp32", output, learning_rate=SEEDS_LEARNING_RATE)
         arguments.seed, arguments.num_train_epochs = seed, EPOCHS
@@ -247,7 +250,7 @@ def compare_seeds(folder: Path) -> bool:
     print(f"own batches, dropout, {EPOCHS} epochs, seeds {', '.join(map(str, SEEDS))}")
     for seed in SEEDS:
         sides["hpo"].append(our_scores(executor, seed, rows, tasks))
-        sides["trainer"].append(trainer_scores(folder, seed, rows, tasks))
+        sides["trainer"].append(trainer_scores(executor, folder, seed, rows, tasks))
         for name, scores in sides.items():
             shown = ", ".join(f"{metric} {value:.4f}" for metric, value in scores[-1].items())
             print(f"  seed {seed} {name:8} {shown}", flush=True)

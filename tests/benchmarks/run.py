@@ -1,4 +1,4 @@
-"""Ours against the peers on the same work: `make bench`, or `make bench BENCH="1 2" PAIRS=5`.
+"""Ours against the peers on the same work: `make bench`, or `make bench BENCH="1 2" PAIRS=5 EXAMPLES=160`.
 
 Every contender runs in turn in processes of its own, A B C A B C ..., after one round that is not counted,
 so that what the machine does meanwhile meets all alike. A figure is the median over the rounds of ours over
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -63,6 +63,7 @@ class Figure:
 
 LONG_FP32, LONG_BF16 = ("long", "fp32"), ("long", "bf16")
 SHORT_FP32, SHORT_BF16 = ("short", "fp32"), ("short", "bf16")
+ROWS = ("rows", "fp32")
 FIGURES = (
     Figure("1", "training against Trainer", LONG_FP32, "train", 2.0, "trainer"),
     Figure("2", "training against Trainer", LONG_BF16, "train", 2.5, "trainer"),
@@ -75,10 +76,14 @@ FIGURES = (
     Figure("7b", "study, hyperparameter_search", SHORT_BF16, "process", 2.5, "trainer-study", "hpo-study"),
     Figure("7c", "study, hyperparameter_search", SHORT_FP32, "process", 2.5, "trainer-study", "hpo-study"),
     Figure("8", "training, share of the products' own rate", LONG_FP32, "product_share", 0.55, unit=""),
-    Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-study", " s", True),
+    Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-memory", " s", True),
     Figure("10", "first training step", SHORT_FP32, "first_step", 6.0, "", "hpo-first-step", " s", True),
     Figure("11", "memory growth, 50 trials", SHORT_FP32, "growth", 0.03, "", "hpo-memory", "", True),
+    Figure("12a", "tokenising, datasets.map", ROWS, "rows_per_second", 1.5, "datasets-tokens", "hpo-tokens"),
+    Figure("12b", "tokenising, peak memory", ROWS, "peak_memory_bytes", 2e9, "", "hpo-tokens", " B", True),
 )
+PROGRAMS = {"learning": ["learning.py"], "search": ["search_speed.py", "replay"]}
+"""What has a program of its own, which prints its own verdict."""
 UNITS = {
     "train": "examples/s",
     "evaluate": "examples/s",
@@ -86,6 +91,10 @@ UNITS = {
     "outside": "s",
     "first_step": "s",
     "resident_gib": "GiB",
+    "seconds": "s",
+    "generation_seconds": "s",
+    "cpu_seconds": "s",
+    "peak_memory_bytes": "B",
 }
 
 
@@ -103,13 +112,24 @@ def run_contender(name: str, folder: Path, workload: str, precision: str) -> dic
 def rounds(
     workload: str, precision: str, names: Sequence[str], folder: Path, num_rounds: int
 ) -> Iterator[dict[str, dict[str, float]]]:
-    """{contender: measured} of each round but the first."""
-    for number in range(num_rounds + 1):
+    """{contender: measured} of each round but the first. A million rows need no warming up."""
+    for number in range(workload == ROWS[0], num_rounds + 1):
         results = {name: run_contender(name, folder, workload, precision) for name in names}
         shown = "  ".join(f"{name} {1 / result['process']:.0f} s" for name, result in results.items())
         print(f"{workload} {precision} round {number}: {shown}", file=sys.stderr)
         if number:
             yield results
+
+
+def write_texts(workload: str, folder: Path, num_train: int | None) -> str:
+    """Write what the contenders read into `folder` and say what it is."""
+    if workload == ROWS[0]:
+        folder.mkdir()
+        return "1,000,000 generated posts"
+    texts = WORKLOADS[workload]
+    if num_train is not None:
+        texts = replace(texts, num_train=num_train, num_validation=num_train // 2)
+    return f"{texts.num_train} training texts of {write_workload(texts, folder)}"
 
 
 def spread(values: Sequence[float]) -> str:
@@ -118,13 +138,15 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("figures", nargs="*", help="numbers of figures; default: all")
+    parser.add_argument("figures", nargs="*", help="numbers of figures, learning, search; default: all")
     parser.add_argument("--pairs", type=int, default=5, help="rounds that are counted")
+    parser.add_argument("--examples", type=int, help="train on so many of a workload's texts")
     arguments = parser.parse_args()
-    unknown = set(arguments.figures) - {figure.number for figure in FIGURES}
-    if unknown:
-        parser.error(f"there is no figure {', '.join(sorted(unknown))}")
-    chosen = [figure for figure in FIGURES if not arguments.figures or figure.number in arguments.figures]
+    known = [figure.number for figure in FIGURES] + list(PROGRAMS)
+    if unknown := set(arguments.figures) - set(known):
+        parser.error(f"there is no figure {', '.join(sorted(unknown))}, only {', '.join(known)}")
+    wanted = arguments.figures or known
+    chosen = [figure for figure in FIGURES if figure.number in wanted]
     groups: dict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in chosen:
         groups[figure.work].append(figure)
@@ -139,7 +161,8 @@ def main() -> None:
                 print(f"\n{workload} texts, {precision}: left out, it is not native on {device.name}")
                 continue
             folder = Path(work) / workload
-            print(f"\n{workload} texts of {write_workload(WORKLOADS[workload], folder)}, {precision}")
+            origin = write_texts(workload, folder, arguments.examples)
+            print(f"\n{workload}: {origin}, {precision}", flush=True)
             names = list(dict.fromkeys(name for figure in figures for name in figure.contenders))
             results = list(rounds(workload, precision, names, folder, arguments.pairs))
             for figure in figures:
@@ -153,6 +176,10 @@ def main() -> None:
                         print(f"      {name:16} {measure:13} {spread([1 / value for value in values])} s")
                     else:
                         print(f"      {name:16} {measure:13} {spread(values)} {UNITS.get(measure, '')}")
+    for name in PROGRAMS.keys() & set(wanted):
+        program, *options = PROGRAMS[name]
+        print(f"\n{name}", flush=True)
+        subprocess.run([sys.executable, str(CONTENDERS.with_name(program)), *options], check=False)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,8 @@ def tree_memory(pid: int) -> int:
 
 def measured(name: str, num_rows: int, folder: Path) -> dict[str, Any]:
     """Run a contender in a process of its own and add its peak memory to what it says."""
+    if name == "datasets":
+        write_texts(num_rows, folder)
     command = [sys.executable, __file__, name, str(num_rows), str(folder), "--here"]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -187,8 +189,6 @@ def main() -> None:
         print(json.dumps(CONTENDERS[name](num_rows, folder) | {"cpu_seconds": sum(os.times()[:4])}))
         return
     folder.mkdir(parents=True, exist_ok=True)
-    if name == "datasets":
-        write_texts(num_rows, folder)
     print(json.dumps(measured(name, num_rows, folder)))
 
 
