@@ -22,13 +22,18 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler
 from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.search_space import Distribution, grid
+from hpo.search_space import Distribution, grid, is_finite, suggest
 
 if TYPE_CHECKING:
     from hpo.study_config import PrunerConfig, SamplerConfig
@@ -45,8 +50,14 @@ _SEEDS_BETWEEN_RESUMES = 9973
 RETRIED_SHARE = 0.05
 """Avoided choices are still tried in this share of the trials: what failed may have had another cause."""
 
+CHANGES_TRIED = 20
+"""How many changes of one setting of a repeated configuration are tried, then of two, and so on."""
+
 Choice = tuple[str, Any]
 """Setting and value."""
+
+Configuration = frozenset[tuple[str, str]]
+"""The settings of a trial with their values as text."""
 
 _PRECISION = "fp_precision"
 
@@ -82,7 +93,8 @@ def build_sampler(
     independent = optuna.samplers.RandomSampler(seed=seed)
     match config.name:
         case "tpe":
-            return AvoidInfeasible(optuna.samplers.TPESampler(seed=seed, **options), seed)
+            avoiding = AvoidInfeasible(optuna.samplers.TPESampler(seed=seed, **options), seed)
+            return AvoidRepeats(avoiding, space, seed) if is_finite(space) else avoiding
         case "gp":
             gp = optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False, **options)
             return AvoidInfeasible(SeeInfeasible(gp), seed)
@@ -198,6 +210,109 @@ class AvoidInfeasible(_Wrapper):
             if choices:
                 return self._random.choice(choices)
         return value
+
+    def avoids(self, name: str, value: Any) -> bool:
+        """Whether the trial that is being made should not have this choice."""
+        return (name, value) in self._avoided
+
+
+class AvoidRepeats(_Wrapper):
+    """Proposes no configuration that a trial has had already, as long as one is found that none had.
+
+    For spaces of finitely many configurations. Run again with the same seed, a configuration would end as it
+    did before, and samplers that exploit what is good come back to it often. Of a proposal that was had, one
+    setting is changed at random, then two, and so on: what is near to what the sampler thinks best. Trials
+    that FAILed do not count, since they say nothing of their configuration.
+    """
+
+    def __init__(self, sampler: AvoidInfeasible, space: Mapping[str, Distribution], seed: int) -> None:
+        super().__init__(sampler)
+        self._avoids = sampler.avoids
+        self._space = space
+        self._random = random.Random(seed)
+        self._params: dict[str, Any] = {}
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        # The proposal is made here already: which settings it has depends on its values.
+        trials = study._storage.get_all_trials(study._study_id, deepcopy=False)
+        had = {
+            _configuration(other.params)
+            for other in trials
+            if other.number != trial.number and other.state != TrialState.FAIL
+        }
+        space = super().infer_relative_search_space(study, trial)
+        proposal = self._propose(study, trial, super().sample_relative(study, trial, space))
+        if _configuration(proposal.params) in had:
+            proposal = self._change(study, trial, proposal, had)
+        self._params = proposal.params
+        return proposal.distributions
+
+    def sample_relative(
+        self,
+        study: Study,  # noqa: ARG002
+        trial: FrozenTrial,  # noqa: ARG002
+        search_space: dict[str, BaseDistribution],  # noqa: ARG002
+    ) -> dict[str, Any]:
+        return self._params
+
+    def _propose(self, study: Study, trial: FrozenTrial, params: Mapping[str, Any]) -> _Proposal:
+        """The configuration with `params`, as far as they apply, and what is missing from the sampler."""
+
+        def draw(name: str, distribution: BaseDistribution) -> Any:
+            if name in params:
+                return params[name]
+            return self._sampler.sample_independent(study, trial, name, distribution)
+
+        proposal = _Proposal(draw)
+        suggest(self._space, proposal)
+        return proposal
+
+    def _change(
+        self, study: Study, trial: FrozenTrial, proposal: _Proposal, had: Set[Configuration]
+    ) -> _Proposal:
+        values = {
+            name: [value for value in of_setting if not self._avoids(name, value)]
+            for name, of_setting in grid(self._space).items()
+        }
+        for num_changes in range(1, len(self._space) + 1):
+            for _ in range(CHANGES_TRIED):
+                names = [name for name in proposal.params if len(values[name]) > 1]
+                params = dict(proposal.params)
+                for name in self._random.sample(names, min(num_changes, len(names))):
+                    params[name] = self._random.choice(values[name])
+                changed = self._propose(study, trial, params)
+                if _configuration(changed.params) not in had:
+                    return changed
+        return proposal
+
+
+class _Proposal:
+    """Takes the part of a trial while a configuration is put together."""
+
+    def __init__(self, draw: Callable[[str, BaseDistribution], Any]) -> None:
+        self.params: dict[str, Any] = {}
+        self.distributions: dict[str, BaseDistribution] = {}
+        self._draw = draw
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        return self._suggest(name, CategoricalDistribution(choices))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> Any:
+        return self._suggest(name, IntDistribution(low, high, log, step))
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
+    ) -> Any:
+        return self._suggest(name, FloatDistribution(low, high, log, step))
+
+    def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
+        self.distributions[name] = distribution
+        self.params[name] = self._draw(name, distribution)
+        return self.params[name]
+
+
+def _configuration(params: Mapping[str, Any]) -> Configuration:
+    return frozenset((name, repr(value)) for name, value in params.items())
 
 
 def _choices(trial: FrozenTrial) -> list[Choice]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from hpo.distributions import (
     DISTRIBUTIONS,
@@ -21,9 +21,6 @@ from hpo.distributions import (
     parents_first,
 )
 from hpo.study_file import show
-
-if TYPE_CHECKING:
-    import optuna
 
 __all__ = [
     "CategoricalDistribution",
@@ -41,7 +38,19 @@ __all__ = [
 SearchSpace = Mapping[str, Distribution]
 
 
-def suggest(space: SearchSpace, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
+class Suggester(Protocol):
+    """What is asked for values: a trial of Optuna's, or what stands in for one."""
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int, log: bool) -> int: ...
+
+    def suggest_float(
+        self, name: str, low: float, high: float, *, step: float | None, log: bool
+    ) -> float: ...
+
+
+def suggest(space: SearchSpace, trial: Suggester) -> dict[str, Any]:
     """Ask `trial` for a value of every setting whose conditions hold, those that others depend on first."""
     params: dict[str, Any] = {}
     for name in parents_first(space):
@@ -54,6 +63,14 @@ def suggest(space: SearchSpace, trial: optuna.trial.BaseTrial) -> dict[str, Any]
 def is_searched(space: SearchSpace, names: Iterable[str]) -> bool:
     """Whether the study searches any of the settings `names`."""
     return any(name in space for name in names)
+
+
+def is_finite(space: SearchSpace) -> bool:
+    """Whether the space has finitely many configurations: no range of floats without a `step`."""
+    return not any(
+        isinstance(distribution, FloatDistribution) and distribution.step is None
+        for distribution in space.values()
+    )
 
 
 def grid(space: SearchSpace) -> dict[str, list[Any]]:
@@ -91,7 +108,7 @@ def _conditions_hold(distribution: Distribution, params: Mapping[str, Any]) -> b
     return all(parent in params and params[parent] in values for parent, values in distribution.when.items())
 
 
-def _suggest_one(name: str, distribution: Distribution, trial: optuna.trial.BaseTrial) -> Any:
+def _suggest_one(name: str, distribution: Distribution, trial: Suggester) -> Any:
     if isinstance(distribution, CategoricalDistribution):
         return trial.suggest_categorical(name, [_encode(choice) for choice in distribution.choices])
     if isinstance(distribution, IntDistribution):
