@@ -156,6 +156,17 @@ class CheckpointConfig(Section):
     every_seconds: float = Field(30.0, gt=0, description="Seconds between checkpoints of a running trial.")
 
 
+def _default_pruner(before: dict[str, Any]) -> PrunerConfig:
+    """The pruner of a study that names none, chosen by `tests/benchmarks/search_speed.py`.
+
+    The first evaluation of a trial says too little of its end to stop it there.
+    """
+    objectives = before.get("objective", ())
+    if len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS:
+        return PrunerConfig(name="none")
+    return PrunerConfig(name="asha", min_resource=2, reduction_factor=2)
+
+
 class StudyConfig(Section):
     """A study."""
 
@@ -164,7 +175,12 @@ class StudyConfig(Section):
         (ObjectiveConfig(),), description="What is optimised; a list of them for several objectives."
     )
     sampler: SamplerConfig = Field(SamplerConfig(), description="Which configuration is tried next.")
-    pruner: PrunerConfig = Field(PrunerConfig(), description="When a trial stops early.")
+    pruner: PrunerConfig = Field(
+        default_factory=_default_pruner,
+        description="When a trial stops early. Left out: `asha` with `min_resource: 2` and "
+        "`reduction_factor: 2`, or `none` where there are several objectives or the objective is no metric "
+        "of the model.",
+    )
     n_trials: Count = Field(20, description="Trials of the study, over all workers.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds after which a worker starts no further trial."

@@ -93,7 +93,9 @@ def _flat(part: Any) -> Sequence[Any]:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if section_of(field.annotation):
+        return ""
     default = field.get_default(call_default_factory=True)
-    if default is None or default == {} or isinstance(default, BaseModel) or section_of(field.annotation):
+    if default is None or default == {} or isinstance(default, BaseModel):
         return ""
     return f"`{json.dumps(default) if not isinstance(default, str) else default}`"

@@ -12,6 +12,7 @@ from worker_process import SPACE, study
 from hpo.samplers import (
     MIN_INFEASIBLE_TRIALS,
     AvoidInfeasible,
+    AvoidRepeats,
     SeeInfeasible,
     build_pruner,
     build_sampler,
@@ -99,11 +100,95 @@ def test_grid_workers_share_one_grid() -> None:
 
 
 def test_options_reach_the_sampler() -> None:
-    tpe = build_sampler(config_of("tpe", n_startup_trials=3, multivariate=False).sampler, {})
+    config = config_of("tpe", n_startup_trials=3, multivariate=False)
+    tpe = build_sampler(config.sampler, config.search_space)
     assert isinstance(tpe, AvoidInfeasible)
     assert tpe._sampler._n_startup_trials == 3
+    default = config_of("tpe")
+    assert build_sampler(default.sampler, default.search_space)._sampler._n_startup_trials == 5
     nsga2 = build_sampler(config_of("nsga2", population_size=7).sampler, {})
     assert nsga2._sampler.population_size == 7
+
+
+# Repeated configurations
+
+FINITE = {
+    "fp_precision": {"type": "categorical", "choices": ["fp32", "fp16"]},
+    "batch_size": {"type": "categorical", "choices": [8, 16]},
+    "pooling": {"type": "categorical", "choices": ["cls", "mean", "max"]},
+    "init_scale": {"type": "categorical", "choices": [1024, 65536], "when": {"fp_precision": "fp16"}},
+}
+NUM_FINITE = 2 * 3 + 2 * 3 * 2
+
+
+def finite(**options: Any) -> Any:
+    return study(NUM_FINITE, sampler={"name": "tpe", "seed": 5, **options}, search_space=FINITE)
+
+
+def tell_next(current: optuna.Study, space: Any, state: TrialState = TrialState.COMPLETE) -> dict[str, Any]:
+    trial = current.ask()
+    params = suggest(space, trial)
+    value = 1.0 if params["fp_precision"] == "fp32" and params["pooling"] == "cls" else 0.0
+    current.tell(trial, value if state == TrialState.COMPLETE else None, state=state)
+    return params
+
+
+@pytest.mark.parametrize("multivariate", [True, False])
+def test_no_configuration_is_had_twice(multivariate: bool) -> None:
+    """Also where a setting depends on another; when all were had, it goes on."""
+    config = finite(multivariate=multivariate)
+    current = opened(config)
+    tried = [tell_next(current, config.search_space) for _ in range(NUM_FINITE)]
+    assert len({str(sorted(params.items())) for params in tried}) == NUM_FINITE
+    assert all(("init_scale" in params) == (params["fp_precision"] == "fp16") for params in tried)
+    tell_next(current, config.search_space)
+    assert params_of(current)[:NUM_FINITE] == tried
+
+
+def test_plain_tpe_has_configurations_twice() -> None:
+    """What the wrapper is for."""
+    config = finite()
+    current = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=5))
+    tried = [tell_next(current, config.search_space) for _ in range(NUM_FINITE)]
+    assert len({str(sorted(params.items())) for params in tried}) < NUM_FINITE
+
+
+def test_running_and_pruned_trials_count_as_had_but_failed_ones_do_not() -> None:
+    space = {"batch_size": {"type": "categorical", "choices": [4, 8, 16]}}
+    config = study(3, sampler={"name": "tpe", "seed": 5}, search_space=space)
+    current = opened(config)
+    first = current.ask()
+    had = {suggest(config.search_space, first)["batch_size"]}
+    second = current.ask()
+    had.add(suggest(config.search_space, second)["batch_size"])
+    current.tell(second, state=TrialState.PRUNED)
+    assert len(had) == 2
+    third = current.ask()
+    last = suggest(config.search_space, third)["batch_size"]
+    current.tell(third, state=TrialState.FAIL)
+    assert {last} == {4, 8, 16} - had
+    assert suggest(config.search_space, current.ask())["batch_size"] == last
+
+
+def test_a_changed_proposal_has_no_avoided_choice() -> None:
+    config = finite()
+    current = opened(config)
+    for _ in range(9):
+        trial = current.ask()
+        params = suggest(config.search_space, trial)
+        if params["fp_precision"] == "fp16":
+            trial.set_user_attr("outcome", "unsupported")
+            trial.set_constraint("feasible", 1.0)
+            current.tell(trial, state=TrialState.PRUNED)
+        else:
+            current.tell(trial, 1.0)
+    assert sum(map(is_infeasible, current.trials)) <= MIN_INFEASIBLE_TRIALS
+
+
+def test_ranges_of_floats_are_left_to_the_sampler() -> None:
+    config = config_of("tpe")
+    assert isinstance(build_sampler(config.sampler, config.search_space), AvoidInfeasible)
+    assert isinstance(build_sampler(finite().sampler, finite().search_space), AvoidRepeats)
 
 
 # Infeasible choices

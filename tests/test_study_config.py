@@ -57,7 +57,20 @@ def test_a_study_needs_a_name_and_data_only(tmp_path: Path) -> None:
     assert study.search_space == {}
     assert study.model.encoder == "minilm"
     assert study.amp == AmpConfig()
+    assert (study.pruner.name, study.pruner.options) == ("asha", {"min_resource": 2, "reduction_factor": 2})
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "[{metric: score}, {metric: peak_memory_bytes, direction: minimize}]",
+        "{metric: train_tokens_per_second}",
+    ],
+)
+def test_what_cannot_be_told_early_is_not_pruned(tmp_path: Path, objective: str) -> None:
+    study = load(tmp_path, f"name: s\ndata: {{source: synthetic}}\nobjective: {objective}\n")
     assert study.pruner.name == "none"
+    assert StudyConfig.model_validate(study.definition()).pruner == study.pruner
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
@@ -176,15 +189,18 @@ def test_the_definition_is_json_from_which_the_study_can_be_read_again(tmp_path:
 @pytest.mark.parametrize(
     ("given", "options"),
     [
-        ({"name": "tpe"}, {}),
+        ({"name": "tpe"}, {"n_startup_trials": 5}),
         (
             {"name": "tpe", "n_startup_trials": 4, "multivariate": False},
             {"n_startup_trials": 4, "multivariate": False},
         ),
         ({"name": "nsga2", "population_size": 8}, {"population_size": 8}),
+        ({"name": "gp"}, {}),
     ],
 )
-def test_sampler_options_are_only_those_given(given: dict[str, Any], options: dict[str, Any]) -> None:
+def test_sampler_options_are_those_given_and_our_defaults(
+    given: dict[str, Any], options: dict[str, Any]
+) -> None:
     assert SamplerConfig.model_validate(given).options == options
 
 
