@@ -10,6 +10,8 @@ because such a trial ends as PRUNED with an infeasible constraint (see `slots`):
 
 Random, grid and QMC do not learn and are left as they are, as is CMA-ES, which draws categories at random:
 with them, such a trial ends before training.
+
+TPE comes back to what it found good: on a grid, to the very same configuration. `AvoidRepeats` changes that.
 """
 
 from __future__ import annotations
