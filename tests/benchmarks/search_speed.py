@@ -1,0 +1,58 @@
+"""Seconds until a search has found 99 % of the best score: ours against other samplers and pruners.
+
+    python tests/benchmarks/search_speed.py tabulate     run every configuration; resumable
+    python tests/benchmarks/search_speed.py replay       search the tables, 20 seeds each
+    python tests/benchmarks/search_speed.py fidelity     rank correlations of cheap runs
+
+The spaces and their tables are in `tests/benchmarks/spaces/`. To tabulate takes the better part of an hour
+and wants a core of its own: `OMP_NUM_THREADS=1 taskset -c 1 python ...`. The others take minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import search_fidelity
+import search_replay
+import search_table
+
+NUM_SEEDS = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = search_table.table_names()
+    parser.add_argument("command", choices=("tabulate", "replay", "fidelity"))
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="replay: how many; default: 20")
+    parser.add_argument("--first-seed", type=int, default=0, help="replay: the first of them; default: 0")
+    contenders = {contender.name: contender for contender in search_replay.CONTENDERS}
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        default=list(contenders),
+        choices=contenders,
+        help=f"replay: these beside plain TPE; of {'; '.join(contenders)}",
+    )
+    arguments = parser.parse_args()
+    names = arguments.tables or known
+    if unknown := sorted(set(names) - set(known)):
+        parser.error(f"there is no table {', '.join(unknown)}; there are {', '.join(known)}")
+    if arguments.seeds < 1:
+        parser.error(f"--seeds must be at least 1, but got {arguments.seeds}")
+    chosen = [contenders[name] for name in dict.fromkeys([*arguments.only, search_replay.PLAIN_TPE.name])]
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    for name in names:
+        if arguments.command == "tabulate":
+            search_table.tabulate(name)
+        elif arguments.command == "replay":
+            search_replay.print_replays(search_table.load_table(name), seeds, chosen)
+        else:
+            search_fidelity.print_fidelity(search_table.load_table(name))
+
+
+if __name__ == "__main__":
+    main()
