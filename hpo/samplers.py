@@ -183,7 +183,7 @@ class AvoidInfeasible(_Wrapper):
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         # Not `study.get_trials`: Hyperband hands a study that shows the trials of one bracket only.
-        trials = study._storage.get_all_trials(study._study_id, deepcopy=False)
+        trials = study.get_trials(deepcopy=False)
         finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         infeasible = [t for t in finished if is_infeasible(t)]
         feasible = {choice for t in finished if not is_infeasible(t) for choice in _choices(t)}
@@ -236,7 +236,7 @@ class AvoidRepeats(_Wrapper):
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         # The proposal is made here already: which settings it has depends on its values.
-        trials = study._storage.get_all_trials(study._study_id, deepcopy=False)
+        trials = study.get_trials(deepcopy=False)
         had = {
             _configuration(other.params)
             for other in trials
@@ -357,7 +357,7 @@ class SeeInfeasible(_Wrapper):
 
 
 def _with_infeasible(study: Study) -> Study:
-    trials = study._storage.get_all_trials(study._study_id, deepcopy=False)
+    trials = study.get_trials(deepcopy=False)
     values = [t.values for t in trials if t.state == TrialState.COMPLETE] or [[0.0] * len(study.directions)]
     worst = [
         min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
