@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -156,17 +156,6 @@ class CheckpointConfig(Section):
     every_seconds: float = Field(30.0, gt=0, description="Seconds between checkpoints of a running trial.")
 
 
-def _default_pruner(before: dict[str, Any]) -> PrunerConfig:
-    """The pruner of a study that names none, chosen by `tests/benchmarks/search_speed.py`.
-
-    The first evaluation of a trial says too little of its end to stop it there.
-    """
-    objectives = before.get("objective", ())
-    if len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS:
-        return PrunerConfig(name="none")
-    return PrunerConfig(name="asha", min_resource=2, reduction_factor=2)
-
-
 class StudyConfig(Section):
     """A study."""
 
@@ -176,7 +165,8 @@ class StudyConfig(Section):
     )
     sampler: SamplerConfig = Field(SamplerConfig(), description="Which configuration is tried next.")
     pruner: PrunerConfig = Field(
-        default_factory=_default_pruner,
+        cast(PrunerConfig, None),
+        validate_default=True,
         description="When a trial stops early. Left out: `asha` with `min_resource: 2` and "
         "`reduction_factor: 2`, or `none` where there are several objectives or the objective is no metric "
         "of the model.",
@@ -232,6 +222,20 @@ class StudyConfig(Section):
         if sampler.name == "cmaes" and len(info.data.get("objective", ())) > 1:
             raise refused(("name",), "cmaes takes one objective. Use tpe, gp or nsga2.")
         return sampler
+
+    @field_validator("pruner", mode="before")
+    @classmethod
+    def _default_pruner(cls, raw: Any, info: ValidationInfo) -> Any:
+        """That of a study that names none, chosen by `tests/benchmarks/search_speed.py`.
+
+        The first evaluation of a trial says too little of its end to stop it there.
+        """
+        if raw is not None or "pruner" in (info.context or {}).get("content", {}):
+            return raw
+        objectives = info.data.get("objective", ())
+        if len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS:
+            return PrunerConfig(name="none")
+        return PrunerConfig(name="asha", min_resource=2, reduction_factor=2)
 
     @field_validator("pruner")
     @classmethod
