@@ -16,6 +16,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -208,6 +209,19 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Import large libraries in here: the collector would look through all they make again and again, half a
+    second for torch and transformers, and find nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def collect_garbage(*, keep_the_rest: bool) -> None:

@@ -34,7 +34,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.device import DeviceInfo, cuda_devices, memory_share, probe_device
+from hpo.device import DeviceInfo, cuda_devices, memory_share, probe_device, uncollected
 from hpo.errors import HpoError, InputError, LeaseLostError, Pruned, RunError
 from hpo.samplers import build_pruner, build_sampler
 from hpo.search_space import suggest
@@ -136,9 +136,10 @@ def run_study(
             return run_workers(
                 config, storage, runs_dir, places, study_name=study_name, on_event=on_event, stop=stop
             )
-        import torch
+        with uncollected():
+            import torch
 
-        from hpo.executor import Executor
+            from hpo.executor import Executor
 
         if config.device != "cpu" and (num_devices := torch.cuda.device_count()) > 1:
             torch.cuda.set_device(worker_number % num_devices)

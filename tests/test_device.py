@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,14 @@ from hpo.device import (
     Utilization,
     _uuid,
     available_cores,
+    collect_garbage,
     cuda_devices,
     is_out_of_memory,
     keep_freed_memory,
     memory_share,
     probe_device,
     release_free_memory,
+    uncollected,
     visible_devices,
 )
 from hpo.errors import InputError
@@ -183,3 +187,40 @@ def test_the_real_allocator_of_the_cpu_is_recognised() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
+
+
+def test_nothing_is_collected_while_libraries_are_imported() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), uncollected():
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    with uncollected():
+        pass
+    assert not gc.isenabled()
+    gc.enable()
+
+
+def test_what_is_kept_is_not_looked_through_again() -> None:
+    before = gc.get_freeze_count()
+    collect_garbage(keep_the_rest=False)
+    assert gc.get_freeze_count() == before
+    collect_garbage(keep_the_rest=True)
+    try:
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+
+
+def test_a_cycle_is_collected() -> None:
+    class Model:
+        pass
+
+    model = Model()
+    model.itself = model  # type: ignore[attr-defined]
+    gone = weakref.ref(model)
+    del model
+    collect_garbage(keep_the_rest=False)
+    assert gone() is None

@@ -304,6 +304,7 @@ def run_hpo_first_step(folder: Path, workload: Workload, precision: str) -> dict
     """Ours: from the start of the process to the first training step of a study that goes on."""
     with _empty_folder():
         content = grid_content(folder, workload, precision, STUDY_LEARNING_RATES[:2])
+        content["data"]["limits"] = {"train": 64, "validation": 64}
         return {"first_step": seconds_to_first_step(content)}
 
 
