@@ -5,8 +5,7 @@ A checkpoint is a folder with `model.safetensors`, `state.pt` (plain containers 
 flushed to disk and renamed, so a folder with its final name was complete when it got that name; one that
 was damaged afterwards does not match its manifest and is passed over for the one before.
 
-A thread of its own does the writing, from a copy of what it is given: half a second for a model of 20
-million weights, in which the trial goes on.
+A thread of its own does the writing, from a copy of what it is given, while the trial goes on.
 
     <trial folder>/
         step-00000120/      to go on from; the two newest while the trial runs, the last when it has ended
@@ -33,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hpo.errors import CheckpointError
+from hpo.errors import CheckpointError, Preempted
 
 _WEIGHTS, _STATE, _MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 
@@ -50,9 +49,10 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one trial. As a context manager it waits at the end for the last to be written.
 
-    `save` returns at once. That a checkpoint could not be written is raised as CheckpointError by the next
-    call or at the end, a full disk included: nothing half-written stays then, and the checkpoints before
-    are untouched.
+    `save` waits for the write before and copies what it is given. That a checkpoint could not be written is
+    raised as CheckpointError by the next call or at the end, a full disk included: nothing half-written stays
+    then, and the checkpoints before are untouched. What ends the trial otherwise is not replaced by it, but
+    for a `Preempted`, which promises a checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,9 +63,10 @@ class CheckpointStore:
     def __enter__(self) -> CheckpointStore:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self.wait()
+            if kind is None or issubclass(kind, Preempted):
+                self.wait()
         finally:
             self._writer.shutdown()
 
@@ -76,11 +77,20 @@ class CheckpointStore:
         *,
         state: Mapping[str, Any] | None = None,
         best: Mapping[str, Any] | None = None,
+        copy: bool = True,
     ) -> None:
         """Write `weights` with `state` as the checkpoint to go on from, with `best` as those of the best
-        evaluation so far, or as both; then drop what they replace."""
+        evaluation so far, or as both; then drop what they replace. Without `copy` what is given must not
+        change until it is written."""
         self.wait()
-        weights, state, best = _copied((weights, state, best))
+        try:
+            if copy:
+                weights, state, best = _copied((weights, state, best))
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"there is no memory for the copy of checkpoint {self.folder}, step {step}: {error}. "
+                "Run fewer workers on this machine."
+            ) from error
         self._writing = self._writer.submit(self._save, step, weights, state, best)
 
     def wait(self) -> None:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -340,7 +339,7 @@ def _not_finite(result: _Pass) -> str | None:
 
 def _is_finite(values: Tensor) -> bool:
     """Whether all values are; by their extremes, which NaN becomes one of: several times faster than each."""
-    return not values.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(values.detach()))
+    return not values.numel() or bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
 
 
 def _find_culprit(
@@ -427,6 +426,12 @@ def _relative_error(value: Tensor, reference: Tensor) -> float:
     return difference / norm if norm else difference
 
 
+def _scaled(gradients: dict[str, Tensor], names: Set[str]) -> dict[str, Tensor]:
+    """To a largest absolute value of 1, unless all are zero."""
+    largest = max((float(gradients[name].abs().max()) for name in names), default=0.0) or 1.0
+    return {name: gradients[name] / largest for name in names}
+
+
 def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float | None:
     """Cosine between all gradients as one vector each; None when one of them is zero."""
     names = gradients.keys() & reference.keys()
@@ -436,5 +441,7 @@ def _cosine(gradients: dict[str, Tensor], reference: dict[str, Tensor]) -> float
         pairs = ((torch.atleast_1d(one[name]), torch.atleast_1d(other[name])) for name in names)
         return sum(float(torch.linalg.vecdot(*pair).sum(dtype=torch.float64)) for pair in pairs)
 
+    # A cosine knows no scale, and squares of very large or small values leave the range of fp32.
+    gradients, reference = _scaled(gradients, names), _scaled(reference, names)
     norms = [product(side, side) ** 0.5 for side in (gradients, reference)]
     return product(gradients, reference) / (norms[0] * norms[1]) if all(norms) else None

@@ -212,7 +212,7 @@ def keep_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Import large libraries in here: the collector would look through all they make again and again, half a
     second for torch and transformers, and find nothing."""
     was_enabled = gc.isenabled()

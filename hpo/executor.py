@@ -133,6 +133,7 @@ class Executor:
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
         self._num_started = 0
+        self._has_compiled = False
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
         self._check_loss_settings()
@@ -176,8 +177,9 @@ class Executor:
         Raises InputError and RunError for what concerns more than this trial.
         """
         log = TrialLog(self.device, self.shared_device, self.amp.memory_fraction)
-        # Once more for the second trial: the first has imported what it needed.
-        collect_garbage(keep_the_rest=self._num_started < 2)
+        # Once more for the second trial: the first has imported what it needed. What the compiler keeps of
+        # a trial it lets go of later.
+        collect_garbage(keep_the_rest=self._num_started < 2 and not self._has_compiled)
         self._num_started += 1
         values = None
         trace = None
@@ -297,7 +299,13 @@ class Executor:
                 "meter": meter.state_dict(),
             }
             # From the end of the budget there is nothing to go on to.
-            store.save(progress.step, model.state_dict(), state=None if at_end else state, best=best)
+            store.save(
+                progress.step,
+                model.state_dict(),
+                state=None if at_end else state,
+                best=best,
+                copy=not at_end,
+            )
             last_saved = time.monotonic()
 
         def on_step() -> bool:
@@ -335,8 +343,13 @@ class Executor:
             on_evaluation(scored)
             if is_best:
                 # After the report: a trial never goes on from behind one that was not made.
-                best = {"config": config.model_dump_json(), "precision": precision.name}
-                save(best | {"best": scored.state_dict()}, at_end=evaluation.budget_used >= 1)
+                best = {
+                    "identity": identity,
+                    "config": config.model_dump_json(),
+                    "precision": precision.name,
+                    "best": scored.state_dict(),
+                }
+                save(best, at_end=evaluation.budget_used >= 1)
         store.finish()
         assert log.best is not None
         return self._final_values(log.best.values, log)
@@ -541,6 +554,7 @@ class Executor:
         A shape that comes up later all the same compiles in its step.
         """
         started = time.perf_counter()
+        self._has_compiled = True
         torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
         _compile_in_place(config, model)
         order = np.argsort(split.lengths_W)
@@ -568,7 +582,14 @@ class Executor:
         progress: Progress,
         log: TrialLog,
     ) -> None:
-        """Go on from the trial's last checkpoint if there is one."""
+        """Go on from the trial's last checkpoint if there is one.
+
+        The best weights may be newer, of an evaluation that will be made again: its value, which was
+        reported before they were written, stays the trial's best until there is a better one.
+        """
+        best = store.best()
+        if best is not None and best.state.get("identity") == identity:
+            log.best = ScoredEvaluation.from_state_dict(best.state["best"])
         checkpoint = store.latest()
         if checkpoint is None or checkpoint.state["identity"] != identity:
             return
@@ -580,7 +601,7 @@ class Executor:
         log.evaluation_rates = list(checkpoint.state["evaluation_rates"])
         if log.meter is not None:
             log.meter.load_state_dict(checkpoint.state["meter"])
-        if checkpoint.state["best"] is not None:
+        if log.best is None and checkpoint.state["best"] is not None:
             log.best = ScoredEvaluation.from_state_dict(checkpoint.state["best"])
         log.resumed_from_step = progress.step
 

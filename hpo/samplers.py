@@ -16,10 +16,12 @@ TPE comes back to what it found good: on a grid, to the very same configuration.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -54,6 +56,9 @@ RETRIED_SHARE = 0.05
 
 CHANGES_TRIED = 20
 """How many changes of one setting of a repeated configuration are tried, then of two, and so on."""
+
+ENUMERATED = 2000
+"""Of a space with at most so many configurations the last one is found, too."""
 
 Choice = tuple[str, Any]
 """Setting and value."""
@@ -182,8 +187,7 @@ class AvoidInfeasible(_Wrapper):
         self._avoided: set[Choice] = set()
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        # Not `study.get_trials`: Hyperband hands a study that shows the trials of one bracket only.
-        trials = study.get_trials(deepcopy=False)
+        trials = _all_trials(study)
         finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         infeasible = [t for t in finished if is_infeasible(t)]
         feasible = {choice for t in finished if not is_infeasible(t) for choice in _choices(t)}
@@ -219,12 +223,12 @@ class AvoidInfeasible(_Wrapper):
 
 
 class AvoidRepeats(_Wrapper):
-    """Proposes no configuration that a trial has had already, as long as one is found that none had.
+    """Proposes no configuration that a trial has tried already, as long as one is found that none has.
 
-    For spaces of finitely many configurations. Run again with the same seed, a configuration would end as it
-    did before, and samplers that exploit what is good come back to it often. Of a proposal that was had, one
-    setting is changed at random, then two, and so on: what is near to what the sampler thinks best. Trials
-    that FAILed do not count, since they say nothing of their configuration.
+    For spaces of finitely many configurations. Run again with the same seed, a configuration would end much
+    as it did before, and samplers that exploit what is good come back to it often. Of a proposal that was
+    tried before, one setting is changed at random, then two, and so on. Trials that FAILed do not count:
+    they say nothing of their configuration. Two workers that ask at the same moment may get the same one.
     """
 
     def __init__(self, sampler: AvoidInfeasible, space: Mapping[str, Distribution], seed: int) -> None:
@@ -236,16 +240,15 @@ class AvoidRepeats(_Wrapper):
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         # The proposal is made here already: which settings it has depends on its values.
-        trials = study.get_trials(deepcopy=False)
-        had = {
+        tried = {
             _configuration(other.params)
-            for other in trials
+            for other in _all_trials(study)
             if other.number != trial.number and other.state != TrialState.FAIL
         }
         space = super().infer_relative_search_space(study, trial)
         proposal = self._propose(study, trial, super().sample_relative(study, trial, space))
-        if _configuration(proposal.params) in had:
-            proposal = self._change(study, trial, proposal, had)
+        if _configuration(proposal.params) in tried:
+            proposal = self._change(study, trial, proposal, tried)
         self._params = proposal.params
         return proposal.distributions
 
@@ -261,6 +264,8 @@ class AvoidRepeats(_Wrapper):
         """The configuration with `params`, as far as they apply, and what is missing from the sampler."""
 
         def draw(name: str, distribution: BaseDistribution) -> Any:
+            if name in trial.params:  # another worker began this trial
+                return trial.params[name]
             if name in params:
                 return params[name]
             return self._sampler.sample_independent(study, trial, name, distribution)
@@ -270,22 +275,37 @@ class AvoidRepeats(_Wrapper):
         return proposal
 
     def _change(
-        self, study: Study, trial: FrozenTrial, proposal: _Proposal, had: Set[Configuration]
+        self, study: Study, trial: FrozenTrial, proposal: _Proposal, tried: Set[Configuration]
     ) -> _Proposal:
         values = {
             name: [value for value in of_setting if not self._avoids(name, value)]
             for name, of_setting in grid(self._space).items()
+            if name not in trial.params
         }
-        for num_changes in range(1, len(self._space) + 1):
-            for _ in range(CHANGES_TRIED):
-                names = [name for name in proposal.params if len(values[name]) > 1]
-                params = dict(proposal.params)
-                for name in self._random.sample(names, min(num_changes, len(names))):
-                    params[name] = self._random.choice(values[name])
-                changed = self._propose(study, trial, params)
-                if _configuration(changed.params) not in had:
-                    return changed
+        for params in self._changes(proposal.params, values):
+            changed = self._propose(study, trial, params)
+            if _configuration(changed.params) not in tried:
+                return changed
         return proposal
+
+    def _changes(
+        self, params: Mapping[str, Any], values: Mapping[str, Sequence[Any]]
+    ) -> Iterator[dict[str, Any]]:
+        """Random changes of one setting, of two, and so on; then, of a small space, all there is."""
+        others = {
+            name: [value for value in values.get(name, ()) if _text(value) != _text(present)]
+            for name, present in params.items()
+        }
+        names = [name for name in params if others[name]]
+        for num_changes in range(1, len(names) + 1):
+            for _ in range(CHANGES_TRIED):
+                drawn = self._random.sample(names, num_changes)
+                yield {**params, **{name: self._random.choice(others[name]) for name in drawn}}
+        if math.prod(map(len, values.values())) <= ENUMERATED:
+            products = list(itertools.product(*values.values()))
+            self._random.shuffle(products)
+            for product in products:
+                yield {**params, **dict(zip(values, product, strict=True))}
 
 
 class _Proposal:
@@ -314,7 +334,17 @@ class _Proposal:
 
 
 def _configuration(params: Mapping[str, Any]) -> Configuration:
-    return frozenset((name, repr(value)) for name, value in params.items())
+    return frozenset((name, _text(value)) for name, value in params.items())
+
+
+def _text(value: Any) -> str:
+    """0.3 and 0 + 3 * 0.1 are one value of a range with steps."""
+    return f"{value:.12g}" if isinstance(value, float) else repr(value)
+
+
+def _all_trials(study: Study) -> list[FrozenTrial]:
+    """Not `study.get_trials`: Hyperband hands samplers a study that shows the trials of one bracket only."""
+    return study._storage.get_all_trials(study._study_id, deepcopy=False)
 
 
 def _choices(trial: FrozenTrial) -> list[Choice]:

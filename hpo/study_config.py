@@ -168,8 +168,8 @@ class StudyConfig(Section):
         cast(PrunerConfig, None),
         validate_default=True,
         description="When a trial stops early. Left out: `asha` with `min_resource: 2` and "
-        "`reduction_factor: 2`, or `none` where there are several objectives or the objective is no metric "
-        "of the model.",
+        "`reduction_factor: 2`, or `none` where there are several objectives, the objective is no metric "
+        "of the model, or the trials' budget is searched.",
     )
     n_trials: Count = Field(20, description="Trials of the study, over all workers.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(
@@ -228,12 +228,15 @@ class StudyConfig(Section):
     def _default_pruner(cls, raw: Any, info: ValidationInfo) -> Any:
         """That of a study that names none, chosen by `tests/benchmarks/search_speed.py`.
 
-        The first evaluation of a trial says too little of its end to stop it there.
+        The first evaluation of a trial says too little of its end to stop it there. Trials of different
+        budgets are not at the same point of it at the same evaluation.
         """
-        if raw is not None or "pruner" in (info.context or {}).get("content", {}):
+        content = (info.context or {}).get("content", {})
+        if raw is not None or "pruner" in content:
             return raw
         objectives = info.data.get("objective", ())
-        if len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS:
+        budget_is_searched = any(budget in (content.get("search_space") or ()) for budget in BUDGETS)
+        if len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS or budget_is_searched:
             return PrunerConfig(name="none")
         return PrunerConfig(name="asha", min_resource=2, reduction_factor=2)
 

@@ -2,8 +2,8 @@
 
 Throughput is measured between marks that are set after each optimiser step: wall time on a CPU, events
 on a GPU, which cost no synchronisation. The first steps are left out (allocator, autotuning, caches).
-Evaluation, checkpoints and compilation lie between `start` calls and are not counted. Tokens are real
-tokens; padding is told apart as `padding_share`.
+Evaluation, the copy for a checkpoint and compilation lie between `start` calls and are not counted; writing
+a checkpoint goes on beside the next steps. Tokens are real tokens; padding is told apart as `padding_share`.
 """
 
 from __future__ import annotations

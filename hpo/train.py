@@ -248,9 +248,9 @@ def train(
     """Train until the budget is used up, yielding an evaluation of the validation split at a time.
 
     `model` is on the device, in the precision's weights. `progress` says where to begin and is kept up to
-    date. `on_step` runs after each step; True says that it took its time (a checkpoint), which then counts
-    as no training. What it raises ends the training. Seconds of `compile_clock` are no training either: they
-    use up no budget, and a step that has any is left out of the rates.
+    date. `on_step` runs after each step; True says that it took its time (the copy for a checkpoint), which
+    then counts as no training. What it raises ends the training. Seconds of `compile_clock` are no training
+    either: they use up no budget, and a step that has any is left out of the rates.
 
     Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
     example does not fit.

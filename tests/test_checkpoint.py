@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hpo.checkpoint import CheckpointStore, read_checkpoint
-from hpo.errors import CheckpointError
+from hpo.errors import CheckpointError, Preempted
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 
@@ -143,6 +144,33 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(
     latest = store.latest()
     assert latest is not None
     assert latest.state == {"step": 1}
+
+
+def fails_and_ends(store: CheckpointStore, end: type[BaseException]) -> None:
+    with store:
+        store.save(2, WEIGHTS, state={"step": 2})
+        raise end
+
+
+@pytest.mark.parametrize("end", [ZeroDivisionError, KeyboardInterrupt, Preempted])
+def test_a_failed_write_replaces_only_an_end_that_promises_a_checkpoint(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpo.checkpoint.torch.save", full)
+    with pytest.raises(CheckpointError if end is Preempted else end):
+        fails_and_ends(store, end)
+
+
+def test_no_memory_for_the_copy_is_an_error_of_the_checkpoint(store: CheckpointStore) -> None:
+    class TooLarge(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with pytest.raises(CheckpointError, match="no memory for the copy"):
+        store.save(1, TooLarge(a=torch.ones(1)), state={})
 
 
 def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: CheckpointStore) -> None:

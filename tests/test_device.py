@@ -20,12 +20,12 @@ from hpo.device import (
     available_cores,
     collect_garbage,
     cuda_devices,
+    gc_disabled,
     is_out_of_memory,
     keep_freed_memory,
     memory_share,
     probe_device,
     release_free_memory,
-    uncollected,
     visible_devices,
 )
 from hpo.errors import InputError
@@ -190,14 +190,14 @@ def test_the_real_allocator_of_the_cpu_is_recognised() -> None:
 
 
 def test_nothing_is_collected_while_libraries_are_imported() -> None:
-    with uncollected():
+    with gc_disabled():
         assert not gc.isenabled()
     assert gc.isenabled()
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), gc_disabled():
         raise ImportError
     assert gc.isenabled()
     gc.disable()
-    with uncollected():
+    with gc_disabled():
         pass
     assert not gc.isenabled()
     gc.enable()

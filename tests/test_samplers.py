@@ -145,6 +145,72 @@ def test_no_configuration_is_had_twice(multivariate: bool) -> None:
     assert params_of(current)[:NUM_FINITE] == tried
 
 
+def test_a_step_of_a_range_is_one_value_however_it_was_computed() -> None:
+    """TPE's 0 + 3 * 0.1 is not the 0.3 that the grid has."""
+    space = {"dropout": {"type": "float", "low": 0.0, "high": 0.5, "step": 0.1}}
+    config = study(6, sampler={"name": "tpe", "seed": 5}, search_space=space)
+    current = opened(config)
+    for _ in range(6):
+        trial = current.ask()
+        current.tell(trial, suggest(config.search_space, trial)["dropout"])
+    assert len({round(params["dropout"], 6) for params in params_of(current)}) == 6
+
+
+def test_the_last_configuration_of_a_small_space_is_found() -> None:
+    space = {name: {"type": "categorical", "choices": [1, 2, 3, 4]} for name in ("batch_size", "epochs")}
+    space["max_length"] = {"type": "int", "low": 8, "high": 32, "step": 8}
+    config = study(64, sampler={"name": "tpe", "seed": 5}, search_space=space)
+    current = opened(config)
+    for _ in range(64):
+        trial = current.ask()
+        params = suggest(config.search_space, trial)
+        current.tell(trial, float(params["batch_size"]))
+    assert len({str(sorted(params.items())) for params in params_of(current)}) == 64
+
+
+def test_what_another_worker_began_is_kept() -> None:
+    config = finite()
+    current = opened(config)
+    begun = {"fp_precision": "fp16", "batch_size": 16}
+    for _ in range(3):
+        trial = current.ask()
+        for name, value in begun.items():
+            trial.storage.set_trial_param(
+                trial._trial_id,
+                name,
+                config.search_space[name].choices.index(value),
+                optuna.distributions.CategoricalDistribution(config.search_space[name].choices),
+            )
+        taken_over = optuna.trial.Trial(current, trial._trial_id)
+        params = suggest(config.search_space, taken_over)
+        assert params | begun == params
+        current.tell(taken_over, 0.5)
+    assert len({str(sorted(params.items())) for params in params_of(current)}) == 3
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp"])
+def test_samplers_see_all_brackets_of_hyperband(name: str) -> None:
+    """Optuna shows a sampler the trials of one bracket alone: a broken precision would be tried in each."""
+    config = config_of(name, n_startup_trials=2)
+    current = opened(config)
+    current.pruner = optuna.pruners.HyperbandPruner(min_resource=1, max_resource=9, reduction_factor=3)
+    broken = 0
+    for _ in range(24):
+        trial = current.ask()
+        params = suggest(config.search_space, trial)
+        if params["fp_precision"] == "fp16":
+            broken += 1
+            trial.set_user_attr("outcome", "unsupported")
+            trial.set_constraint("feasible", 1.0)
+            current.tell(trial, state=TrialState.PRUNED)
+            continue
+        for step in range(1, 10):
+            trial.report(params["learning_rate"] * step, step)
+        current.tell(trial, params["learning_rate"])
+    assert {trial.state for trial in current.trials} == {TrialState.COMPLETE, TrialState.PRUNED}
+    assert broken <= 4
+
+
 def test_plain_tpe_has_configurations_twice() -> None:
     """What the wrapper is for."""
     config = finite()

@@ -73,6 +73,14 @@ def test_what_cannot_be_told_early_is_not_pruned(tmp_path: Path, objective: str)
     assert StudyConfig.model_validate(study.definition()).pruner == study.pruner
 
 
+def test_trials_of_different_budgets_are_not_pruned_by_default(tmp_path: Path) -> None:
+    space = "search_space: {epochs: {type: int, low: 2, high: 10}}\n"
+    study = load(tmp_path, f"name: s\ndata: {{source: synthetic}}\n{space}")
+    assert study.pruner.name == "none"
+    study = load(tmp_path, f"name: s\ndata: {{source: synthetic}}\npruner: {{name: asha}}\n{space}")
+    assert study.pruner.name == "asha"
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
 def test_every_study_that_comes_with_the_project_loads(name: str) -> None:
     study = load_study(name)

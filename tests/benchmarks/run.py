@@ -176,10 +176,15 @@ def main() -> None:
                         print(f"      {name:16} {measure:13} {spread([1 / value for value in values])} s")
                     else:
                         print(f"      {name:16} {measure:13} {spread(values)} {UNITS.get(measure, '')}")
-    for name in PROGRAMS.keys() & set(wanted):
-        program, *options = PROGRAMS[name]
-        print(f"\n{name}", flush=True)
-        subprocess.run([sys.executable, str(CONTENDERS.with_name(program)), *options], check=False)
+    failed = []
+    for name, (program, *options) in PROGRAMS.items():
+        if name in wanted:
+            print(f"\n{name}", flush=True)
+            command = [sys.executable, str(CONTENDERS.with_name(program)), *options]
+            if subprocess.run(command, check=False).returncode:
+                failed.append(name)
+    if failed:
+        raise SystemExit(f"{' and '.join(failed)} ended with an error or a verdict of worse")
 
 
 if __name__ == "__main__":

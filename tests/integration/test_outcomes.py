@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
 
+from hpo.checkpoint import CheckpointStore
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, ModelError, Pruned
 from hpo.executor import Executor
@@ -245,6 +246,27 @@ def test_preempted_goes_on_as_if_nothing_had_happened(executor: Executor, tmp_pa
     assert resumed.values == whole.values
     assert resumed.telemetry["metrics"] == whole.telemetry["metrics"]
     assert resumed.telemetry["scaler"] == whole.telemetry["scaler"]
+
+
+def test_a_best_that_was_written_last_stays_the_best(executor: Executor, tmp_path: Path) -> None:
+    """Killed at its end, a trial makes its last part again, which may turn out worse under a budget of time:
+    value and weights are then still of the same evaluation."""
+    params = {"fp_precision": "fp32"}
+    run(executor, tmp_path, params)
+    with CheckpointStore(tmp_path / "trial") as store:
+        best = store.best()
+        assert best is not None
+        best.state["best"]["values"] = [2.0]
+        step = best.state["best"]["evaluation"]["step"]
+        store.save(step, best.weights, best=best.state)
+    again = run(executor, tmp_path, params)
+    assert again.values == (2.0,)
+    kept = CheckpointStore(tmp_path / "trial").best()
+    assert kept is not None
+    assert kept.state["best"]["values"] == [2.0]
+    other = executor.run(params, tmp_path / "trial", "another trial")
+    assert other.values is not None
+    assert other.values[0] <= 1
 
 
 def test_the_checkpoints_of_another_trial_are_not_used(executor: Executor, tmp_path: Path) -> None:
