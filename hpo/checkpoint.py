@@ -175,10 +175,13 @@ def _write(
         if same_weights is None or not _link(same_weights / _WEIGHTS, temporary / _WEIGHTS):
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / _WEIGHTS)
         torch.save(dict(state), temporary / _STATE)
-        digests = {name: _sha256(temporary / name) for name in (_WEIGHTS, _STATE)}
+        names = (_WEIGHTS, _STATE)
+        with ThreadPoolExecutor(max_workers=1) as disk:  # which is waited for while the hashes are made
+            flushed = disk.map(_flush, [temporary / name for name in names])
+            digests = {name: _sha256(temporary / name) for name in names}
+            list(flushed)
         (temporary / _MANIFEST).write_text(json.dumps({"sha256": digests}))
-        for name in (_WEIGHTS, _STATE, _MANIFEST):
-            _flush(temporary / name)
+        _flush(temporary / _MANIFEST)
         shutil.rmtree(path, ignore_errors=True)  # of the same step, before a restart
         temporary.rename(path)
         _flush(path.parent)
