@@ -387,7 +387,7 @@ class SeeInfeasible(_Wrapper):
 
 
 def _with_infeasible(study: Study) -> Study:
-    trials = study.get_trials(deepcopy=False)
+    trials = _all_trials(study)
     values = [t.values for t in trials if t.state == TrialState.COMPLETE] or [[0.0] * len(study.directions)]
     worst = [
         min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
