@@ -124,6 +124,21 @@ def reference_losses(executor: Executor, name: str, num_steps: int, dropout: flo
     return losses
 
 
+def plan_of(config: Any, num_steps: int, micro_batch_size: int) -> Plan:
+    """A few steps with one evaluation at their end."""
+    return Plan(
+        budget=Budget(max_steps=num_steps),
+        batch_size=config.batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=config.seed,
+        schedule="linear",
+        warmup_ratio=0.1,
+        max_grad_norm=config.max_grad_norm,
+        num_evaluations=1,
+        evaluation_tokens=4096,
+    )
+
+
 def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) -> list[float]:
     config = config_of(executor, fp_precision=name, dropout=dropout, head_dropout=dropout)
     split = executor.tokens("train", config)
@@ -135,17 +150,7 @@ def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) ->
     amp = MixedPrecision(PRECISIONS[name], EMULATED, CPU)
     record = amp.record_step
     amp.record_step = lambda loss, norm: (losses.append(loss.item()), record(loss, norm))[1]  # type: ignore[func-returns-value, method-assign]
-    plan = Plan(
-        budget=Budget(max_steps=num_steps),
-        batch_size=config.batch_size,
-        micro_batch_size=config.batch_size,
-        seed=config.seed,
-        schedule="linear",
-        warmup_ratio=0.1,
-        max_grad_norm=config.max_grad_norm,
-        num_evaluations=1,
-        evaluation_tokens=4096,
-    )
+    plan = plan_of(config, num_steps, config.batch_size)
     loop = train(
         model,
         build_optimizer("adamw", groups),
@@ -475,17 +480,7 @@ def run_steps(
             raise Enough
         return False
 
-    plan = Plan(
-        budget=Budget(max_steps=10 * stop_after),  # so that no evaluation comes
-        batch_size=config.batch_size,
-        micro_batch_size=config.batch_size // 2,
-        seed=config.seed,
-        schedule="linear",
-        warmup_ratio=0.1,
-        max_grad_norm=config.max_grad_norm,
-        num_evaluations=1,
-        evaluation_tokens=4096,
-    )
+    plan = plan_of(config, 10 * stop_after, config.batch_size // 2)  # so long that no evaluation comes
     meter = ThroughputMeter(CPU if device is META_GPU else device)
     objective = executor._objective(config, model, split)
     watch_next()
