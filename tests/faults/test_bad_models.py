@@ -357,11 +357,10 @@ class RefusingServer:
     def serve(self) -> None:
         while True:
             connection, _ = self.socket.accept()
-            closing = connection.recv(1) == b"Q"
-            connection.close()
-            if closing:
-                return
-            self.connections += 1
+            with connection:
+                if connection.recv(1) == b"Q":
+                    return
+                self.connections += 1  # before it is closed: the client looks at the count as soon as it is
 
     def close(self) -> None:
         with socket.create_connection(self.socket.getsockname()) as connection:
