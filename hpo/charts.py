@@ -14,18 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
+from hpo.formats import format_metric, format_number, format_seconds
 from hpo.importances import importance_table, num_top_trials, why_no_importances
-from hpo.readable import format_metric, format_number, format_seconds
-from hpo.tables import (
-    OUTCOMES,
-    best_trials,
-    complete_trials,
-    evaluations_table,
-    objective_column,
-    pareto_front,
-    precision_order,
-    trials_table,
-)
+from hpo.ranking import best_trials, complete_trials, pareto_front
+from hpo.tables import OUTCOMES, evaluations_table, objective_column, precision_order, trials_table
 
 if TYPE_CHECKING:
     from hpo.study_record import StudyRecord

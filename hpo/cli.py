@@ -113,7 +113,6 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
-    from hpo.display import print_summary
     from hpo.study_config import load_study
 
     if workers is not None and workers_per_device is not None:
@@ -135,6 +134,8 @@ def run(
         if as_json:
             _print_json(study_status(record) | {"ended": summary.ended})
         else:
+            from hpo.display import print_summary  # pandas: half a second that no trial should wait for
+
             print_summary(record)
             _say_how_it_ended(record, summary, study, storage, n_trials)
     _exit(record, summary)
@@ -178,7 +179,7 @@ def _work(
     worker_number: int = 0,
 ) -> RunSummary:
     """Create or resume the study and work on it, with its progress on the screen."""
-    from hpo.display import StudyDisplay
+    from hpo.progress import StudyDisplay
     from hpo.worker import run_study
 
     _make_runs_folder(config.name)
@@ -358,7 +359,8 @@ def best(
 
     With several objectives it shows the Pareto front, and scores or exports the best by the first of them.
     """
-    from hpo.display import by_first_objective, print_best, print_metrics
+    from hpo.display import print_best, print_metrics
+    from hpo.ranking import by_first_objective
 
     with _storage(storage, create=False) as database:
         record = database.read_study(_study_name(study))
@@ -456,8 +458,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     from collections import Counter
     from datetime import UTC, datetime, timedelta
 
-    from hpo.display import by_first_objective
-    from hpo.tables import trial_outcome
+    from hpo.ranking import by_first_objective, trial_outcome
 
     remaining = record.slots["open"] + record.slots["running"]
     num_ended = sum(trial.ended is not None for trial in record.trials)
@@ -535,7 +536,7 @@ def _say_how_it_ended(
 
 def _exit(record: StudyRecord, summary: RunSummary) -> None:
     """End with the run's exit code. Raises RunError when the study has ended without any result."""
-    from hpo.tables import complete_trials
+    from hpo.ranking import complete_trials
 
     if summary.ended == "finished" and not complete_trials(record):
         last = record.trials[-1]

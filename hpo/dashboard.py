@@ -21,10 +21,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from hpo.charts import all_charts
 from hpo.errors import InputError
 from hpo.figures import plotly_figure
+from hpo.formats import format_metric, precision_facts
 from hpo.notices import notices
-from hpo.readable import format_metric, precision_comparison, precision_facts
+from hpo.ranking import best_trials, complete_trials
+from hpo.readable import precision_comparison
 from hpo.storage import open_storage
-from hpo.tables import best_trials, complete_trials
 
 if TYPE_CHECKING:
     import optuna

@@ -212,14 +212,20 @@ def keep_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def gc_disabled() -> Iterator[None]:
-    """Import large libraries in here: the collector would look through all they make again and again, half a
-    second for torch and transformers, and find nothing."""
+def imported_for_good() -> Iterator[None]:
+    """Import large libraries in here: the garbage collector looks neither at what they make nor at what is
+    there already, now or later.
+
+    torch and transformers make a million objects and no garbage. A full collection looks at each of them for
+    a third of a second, and there would be several before the first training step.
+    """
     was_enabled = gc.isenabled()
+    gc.collect()  # what is garbage now would stay for good
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()
 
@@ -227,8 +233,7 @@ def gc_disabled() -> Iterator[None]:
 def collect_garbage(*, keep_the_rest: bool) -> None:
     """Free what is held by reference cycles alone, such as the model of a trial that failed.
 
-    `keep_the_rest` takes what is left out of all later collections. A process with torch and transformers has
-    a million objects that never become garbage, and a quarter of a second goes into looking through them.
+    `keep_the_rest` takes what is left out of all later collections, as `imported_for_good` does.
     """
     gc.collect()
     if keep_the_rest:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from hpo.tables import complete_trials, is_number, loss_signs
+from hpo.ranking import complete_trials, is_number, loss_signs
 
 if TYPE_CHECKING:
     from hpo.study_record import StudyRecord, TrialRecord

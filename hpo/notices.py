@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from hpo.tables import complete_trials, precision_order, trials_table
+from hpo.ranking import complete_trials
+from hpo.tables import precision_order, trials_table
 
 if TYPE_CHECKING:
     from hpo.study_record import StudyRecord

@@ -20,9 +20,9 @@ from hpo.charts import CHART_KEYS, all_charts
 from hpo.errors import RunError
 from hpo.figures import png
 from hpo.importances import importance_table
+from hpo.ranking import best_trials
 from hpo.report_page import report_html
 from hpo.tables import (
-    best_trials,
     evaluations_table,
     reasons_table,
     summary_by_precision,

@@ -17,26 +17,18 @@ import pandas as pd
 
 from hpo.charts import Chart
 from hpo.figures import plotly_figure
-from hpo.notices import notices
-from hpo.readable import (
+from hpo.formats import (
     format_bytes,
     format_metric,
     format_number,
     format_seconds,
     format_value,
-    precision_comparison,
     precision_facts,
 )
-from hpo.tables import (
-    best_trials,
-    complete_trials,
-    objective_column,
-    reasons_table,
-    task_metrics_table,
-    trial_outcome,
-    trial_seconds,
-    trials_table,
-)
+from hpo.notices import notices
+from hpo.ranking import best_trials, complete_trials, trial_outcome
+from hpo.readable import precision_comparison
+from hpo.tables import objective_column, reasons_table, task_metrics_table, trial_seconds, trials_table
 
 if TYPE_CHECKING:
     from hpo.study_record import StudyRecord, TrialRecord

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 
 from hpo.precision import PRECISION_NAMES
+from hpo.ranking import is_number, trial_outcome
 
 if TYPE_CHECKING:
     from hpo.study_record import StudyRecord, TrialRecord
@@ -42,13 +42,6 @@ OUTCOMES = (
 )
 
 WASTED = ("nonfinite", "incompatible", "unsupported", "oom", "failed")
-
-
-def trial_outcome(trial: TrialRecord) -> str:
-    """The stored outcome, or the one that the Optuna state stands for while none is stored."""
-    if trial.outcome:
-        return trial.outcome
-    return {"fail": "failed"}.get(trial.state.lower(), trial.state.lower())
 
 
 def trials_table(record: StudyRecord) -> pd.DataFrame:
@@ -160,40 +153,6 @@ def trial_seconds(trial: TrialRecord) -> float | None:
 def worker_of(trial: TrialRecord) -> str:
     """Who ran the trial, as stored; empty when that is not known."""
     return str(trial.attributes.get("worker") or "")
-
-
-def complete_trials(record: StudyRecord) -> list[TrialRecord]:
-    """Trials that were trained and evaluated, each with finite values."""
-    return [
-        trial
-        for trial in record.trials
-        if trial_outcome(trial) == "complete" and trial.values and all(map(is_number, trial.values))
-    ]
-
-
-def best_trials(record: StudyRecord) -> list[TrialRecord]:
-    """The best complete trial; with several objectives, all trials of the Pareto front. Maybe none."""
-    complete = complete_trials(record)
-    if not complete:
-        return []
-    values = np.array([trial.values for trial in complete], dtype=float)
-    if len(record.metric_names) == 1:
-        return [complete[int((values * loss_signs(record.directions)).argmin())]]
-    front = pareto_front(values, record.directions)
-    return [trial for trial, on_front in zip(complete, front, strict=True) if on_front]
-
-
-def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
-    """bool [N]: rows of `values` [N, K] that no other row equals or beats in all K and beats in one."""
-    losses = values * loss_signs(directions)
-    return np.array(
-        [not ((losses <= row).all(axis=1) & (losses < row).any(axis=1)).any() for row in losses], dtype=bool
-    )
-
-
-def loss_signs(directions: Sequence[str]) -> np.ndarray:
-    """Factors that make lower better."""
-    return np.array([-1.0 if direction == "maximize" else 1.0 for direction in directions])
 
 
 def summary_by_precision(record: StudyRecord) -> pd.DataFrame:
@@ -320,11 +279,6 @@ def precision_order(precision: str) -> tuple[int, str]:
     """Sorts precisions as in the table of precisions, unknown names last."""
     known = precision in PRECISION_NAMES
     return (PRECISION_NAMES.index(precision) if known else len(PRECISION_NAMES), precision)
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number; True and False are not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:

@@ -34,7 +34,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.device import DeviceInfo, cuda_devices, gc_disabled, memory_share, probe_device
+from hpo.device import DeviceInfo, cuda_devices, imported_for_good, memory_share, probe_device
 from hpo.errors import HpoError, InputError, LeaseLostError, Pruned, RunError
 from hpo.samplers import build_pruner, build_sampler
 from hpo.search_space import suggest
@@ -136,7 +136,7 @@ def run_study(
             return run_workers(
                 config, storage, runs_dir, places, study_name=study_name, on_event=on_event, stop=stop
             )
-        with gc_disabled():
+        with imported_for_good():
             import torch
 
             from hpo.executor import Executor

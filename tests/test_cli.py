@@ -43,6 +43,12 @@ def test_help_imports_nothing_that_takes_long() -> None:
     assert "optuna" in slow_modules_after("import optuna"), "the check can fail"
 
 
+def test_no_trial_waits_for_pandas() -> None:
+    found = slow_modules_after("import hpo.cli, hpo.progress, hpo.database, hpo.worker, hpo.executor")
+    assert "transformers" in found
+    assert "pandas" not in found
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
 def test_asking_for_help_imports_nothing_that_takes_long(arguments: list[str]) -> None:
     code = f"import sys, hpo.cli\nsys.argv = ['hpo', *{arguments}]\n"

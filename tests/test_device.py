@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from hpo.device import (
     available_cores,
     collect_garbage,
     cuda_devices,
-    gc_disabled,
+    imported_for_good,
     is_out_of_memory,
     keep_freed_memory,
     memory_share,
@@ -189,38 +190,64 @@ def test_the_real_allocator_of_the_cpu_is_recognised() -> None:
     assert is_out_of_memory(raised.value)
 
 
-def test_nothing_is_collected_while_libraries_are_imported() -> None:
-    with gc_disabled():
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_is_imported_is_never_looked_through() -> None:
+    before = gc.get_freeze_count()
+    with imported_for_good():
         assert not gc.isenabled()
+        imported = [[object()] for _ in range(1000)]
     assert gc.isenabled()
-    with pytest.raises(ImportError), gc_disabled():
+    assert gc.get_freeze_count() >= before + len(imported)
+    assert not any(item is imported for item in gc.get_objects())
+
+
+@pytest.mark.usefixtures("thawed")
+def test_the_collector_is_left_as_it_was_found() -> None:
+    with pytest.raises(ImportError), imported_for_good():
         raise ImportError
     assert gc.isenabled()
     gc.disable()
-    with gc_disabled():
-        pass
-    assert not gc.isenabled()
-    gc.enable()
+    try:
+        with imported_for_good():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
+@pytest.mark.usefixtures("thawed")
+def test_garbage_is_not_kept_for_good() -> None:
+    gone = weakref.ref(a_cycle())
+    with imported_for_good():
+        assert gone() is None
+
+
+@pytest.mark.usefixtures("thawed")
 def test_what_is_kept_is_not_looked_through_again() -> None:
     before = gc.get_freeze_count()
     collect_garbage(keep_the_rest=False)
     assert gc.get_freeze_count() == before
     collect_garbage(keep_the_rest=True)
-    try:
-        assert gc.get_freeze_count() > before
-    finally:
-        gc.unfreeze()
+    assert gc.get_freeze_count() > before
+
+
+class _Model:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def a_cycle() -> _Model:
+    """Held by itself, and by who asked for it."""
+    return _Model()
 
 
 def test_a_cycle_is_collected() -> None:
-    class Model:
-        pass
-
-    model = Model()
-    model.itself = model  # type: ignore[attr-defined]
-    gone = weakref.ref(model)
-    del model
+    gone = weakref.ref(a_cycle())
     collect_garbage(keep_the_rest=False)
     assert gone() is None

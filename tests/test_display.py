@@ -17,8 +17,9 @@ from tiny import tiny_study
 from hpo import display
 from hpo.cli import study_status
 from hpo.compat import Compatibility, Measurement
-from hpo.display import StudyDisplay, describe_params
+from hpo.formats import describe_params
 from hpo.precision import PRECISION_NAMES, Support
+from hpo.progress import StudyDisplay
 from hpo.verify import PrecisionCheck
 from hpo.worker import TrialEvent
 

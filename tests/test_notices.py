@@ -7,7 +7,7 @@ import pytest
 from study_records import fake_record, fake_trial, record_of
 
 from hpo.notices import Notice, notices
-from hpo.tables import complete_trials
+from hpo.ranking import complete_trials
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 from study_records import fake_record, fake_trial
 
-from hpo.readable import (
-    format_bytes,
-    format_metric,
-    format_number,
-    format_seconds,
-    precision_facts,
-    readable_summary,
-)
+from hpo.formats import format_bytes, format_metric, format_number, format_seconds, precision_facts
+from hpo.readable import readable_summary
 
 
 def test_readable_summary_fits_a_terminal() -> None:

@@ -10,15 +10,14 @@ import pytest
 from study_records import ENDINGS, fake_record, fake_trial, record_of, with_values
 
 from hpo.importances import importance_table
+from hpo.ranking import best_trials, pareto_front
 from hpo.readable import precision_comparison, readable_summary
 from hpo.study_record import StudyRecord
 from hpo.tables import (
     OUTCOMES,
     WASTED,
-    best_trials,
     evaluations_table,
     flat_metrics,
-    pareto_front,
     reasons_table,
     summary_by_precision,
     task_metrics_table,
