@@ -192,6 +192,14 @@ class MixedPrecision:
             enabled=enabled and dtype is not None,
         )
 
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Autocast without gradients. Enter it once for all batches: until it ends, it keeps what it converts
+        of the weights, but for frozen ones. In `torch.inference_mode` it would convert all in every batch.
+        """
+        with torch.no_grad(), self.autocast():
+            yield
+
     def loss(self, model: nn.Module, compute: Callable[[Callable[..., Any]], Tensor]) -> Tensor:
         """`compute(model)` under autocast; once more in fp32 if it is not finite and the config says so.
 

@@ -567,7 +567,7 @@ class Executor:
                 loss = objective(model.train(), batch, items, items)
             mixed_precision.scaler.scale(loss).backward()
             model.zero_grad(set_to_none=True)
-            with torch.inference_mode(), mixed_precision.autocast():
+            with mixed_precision.evaluation():
                 model.eval()(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
         synchronize(self.device)
         return time.perf_counter() - started

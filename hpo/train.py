@@ -467,28 +467,28 @@ def predict_logits(
     }
     model.eval()
     pending = list(reversed(evaluation_batches(lengths_W, max_tokens)))
-    while pending:
-        windows = pending.pop()
-        batch = collate(split, windows, (), pad_id).to(device.torch_device)
-        try:
-            with torch.inference_mode(), mixed_precision.autocast():
+    with mixed_precision.evaluation():
+        while pending:
+            windows = pending.pop()
+            batch = collate(split, windows, (), pad_id).to(device.torch_device)
+            try:
                 outputs = model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-            outputs = {name: output.float().cpu().numpy() for name, output in outputs.items()}
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            if len(windows) == 1:
-                raise OutOfMemory(
-                    "one example does not fit into the device's memory in evaluation."
-                ) from error
-            half = len(windows) // 2
-            pending += [windows[half:], windows[:half]]
-            continue
-        real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
-        tokens = (starts_W[windows, None] + np.arange(batch.input_ids_BL.shape[1]))[real_BL]
-        for task in tasks:
-            if task.level == "sequence":
-                logits[task.name][windows] = outputs[task.name]
-            else:
-                logits[task.name][tokens] = outputs[task.name][real_BL]
+                outputs = {name: output.float().cpu().numpy() for name, output in outputs.items()}
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if len(windows) == 1:
+                    raise OutOfMemory(
+                        "one example does not fit into the device's memory in evaluation."
+                    ) from error
+                half = len(windows) // 2
+                pending += [windows[half:], windows[:half]]
+                continue
+            real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
+            tokens = (starts_W[windows, None] + np.arange(batch.input_ids_BL.shape[1]))[real_BL]
+            for task in tasks:
+                if task.level == "sequence":
+                    logits[task.name][windows] = outputs[task.name]
+                else:
+                    logits[task.name][tokens] = outputs[task.name][real_BL]
     return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -27,6 +28,7 @@ from tiny import (
     tiny_objective,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpo import train as train_module
 from hpo.amp import MixedPrecision, backend_flags, prepare_model
@@ -40,7 +42,7 @@ from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS
 from hpo.tasks import LossOptions, count_items, loss_sum
 from hpo.telemetry import ThroughputMeter
-from hpo.tokens import collate, training_batches
+from hpo.tokens import collate, evaluation_batches, training_batches
 from hpo.train import (
     CHECK_EVERY,
     Budget,
@@ -48,6 +50,7 @@ from hpo.train import (
     Progress,
     accumulate_gradients,
     apply_gradients,
+    predict_logits,
     step_seed,
     train,
 )
@@ -597,3 +600,29 @@ def test_a_gpu_waits_in_no_step_but_those_that_check(executor: Executor, name: s
     expected = [step for step in range(warm_up, steps) if (step + 1) % every]
     ran, watched = run_steps(executor, probe_device("cuda"), name, stop_after=steps, watch_from=warm_up)
     assert (ran, watched[: len(expected)]) == (steps, expected)
+
+
+class Conversions(TorchDispatchMode):
+    """Counts conversions between dtypes, by the address of what was converted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count_of: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype):
+            self.count_of[args[0].data_ptr()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_an_evaluation_converts_each_weight_once(executor: Executor) -> None:
+    config = config_of(executor)
+    split = executor.tokens("validation", config)
+    model = executor.build_model(config)
+    mixed_precision = MixedPrecision(PRECISIONS["bf16"], EMULATED, CPU)
+    longest = int(split.lengths_W.max())
+    assert len(evaluation_batches(split.lengths_W, longest)) > 1
+    with Conversions() as seen:
+        predict_logits(model, split, executor.tasks, mixed_precision, longest, pad_id=0)
+    trained = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    assert {seen.count_of[weight.data_ptr()] for weight in trained} == {1}

@@ -22,29 +22,25 @@ import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import yaml
 from contenders import PeerModel, pad, read_split, read_tasks, trainer_arguments
 from sklearn.metrics import f1_score
 from torch import Tensor, nn
-from workload import LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, study_content, write_workload
+from trial_parts import assemble, config_of, executor_of
+from workload import LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, write_workload
 
-from hpo.amp import MixedPrecision, prepare_model
-from hpo.device import probe_device
+from hpo.amp import MixedPrecision
 from hpo.executor import Executor
 from hpo.model import MultitaskModel
-from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS
-from hpo.study_config import load_study
 from hpo.telemetry import ThroughputMeter
 from hpo.tokens import training_batches
 from hpo.train import Progress, predict_logits, train
-from hpo.trial_config import TrialConfig, build_trial_config
-from hpo.vocabulary import compact_vocabulary
+from hpo.trial_config import TrialConfig
 
 WORKLOAD = WORKLOADS["short"]
 SAME_BATCHES_SEED = 42
@@ -53,18 +49,6 @@ SEEDS = (1, 2, 3)
 EPOCHS = 3
 SEEDS_LEARNING_RATE = 3e-4
 """At the other figures' 1e-4 neither side finds any of the 62 classes in so few steps."""
-
-
-def executor_of(folder: Path, **training: Any) -> Executor:
-    """The executor of the workload's study in fp32 with these settings of a trial."""
-    path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump(study_content(WORKLOAD, folder, "fp32", **training)))
-    study = load_study(str(path))
-    return Executor(study, probe_device("cpu"), folder / "runs")
-
-
-def config_of(executor: Executor, seed: int) -> TrialConfig:
-    return build_trial_config(executor.study, {"seed": seed}, "fp32", executor.amp)
 
 
 class Peer(PeerModel):
@@ -102,33 +86,26 @@ def train_ours(
     executor: Executor, config: TrialConfig, weights_of: PeerModel | None = None
 ) -> tuple[MultitaskModel, list[float]]:
     """Train as the executor does, from the peer's weights where given; the model and each step's loss."""
-    train_split, validation_split = (executor.tokens(name, config) for name in ("train", "validation"))
-    pad_id = executor.pad_id(config)
-    torch.manual_seed(config.seed)
-    model = executor.build_model(config)
-    if weights_of is not None:
-        copy_weights(weights_of, model)
-    objective = executor._objective(config, model, train_split)
-    precision = PRECISIONS["fp32"]
-    prepare_model(model, precision)
-    used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
-    compact_vocabulary(model, config.optimizer, used_ids)
-    groups = parameter_groups(model, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
-    recorder = LossRecorder(precision, executor.amp, executor.device)
+
+    def change_weights(model: MultitaskModel) -> None:
+        if weights_of is not None:
+            copy_weights(weights_of, model)
+
+    parts = assemble(executor, config, change_weights=change_weights, mixed_precision=LossRecorder)
     for _ in train(
-        model,
-        build_optimizer(config.optimizer, groups, betas=config.betas),
-        objective,
-        recorder,
-        train_split,
-        validation_split,
+        parts.model,
+        parts.optimizer,
+        parts.objective,
+        parts.mixed_precision,
+        parts.train_split,
+        parts.validation_split,
         executor._plan(config),
         Progress(),
         ThroughputMeter(executor.device),
-        pad_id,
+        parts.pad_id,
     ):
         pass
-    return model, recorder.losses
+    return parts.model, cast(LossRecorder, parts.mixed_precision).losses
 
 
 def copy_weights(peer: PeerModel, ours: MultitaskModel) -> None:
@@ -168,7 +145,7 @@ def train_plainly(
 def compare_same_batches(folder: Path) -> bool:
     """Print how far the losses of two runs on the same batches are apart."""
     nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
-    executor = executor_of(folder, **nothing)
+    executor = executor_of(folder, WORKLOAD, **nothing)
     config = config_of(executor, SAME_BATCHES_SEED)
     peer = Peer(read_tasks(folder))
     for module in peer.modules():
@@ -245,7 +222,7 @@ def compare_seeds(folder: Path) -> bool:
     """Print the scores of both sides over the seeds, and whether ours is not worse."""
     tasks = read_tasks(folder)
     rows = read_split(folder, "validation", WORKLOAD.max_length)
-    executor = executor_of(folder, epochs=EPOCHS, learning_rate=SEEDS_LEARNING_RATE)
+    executor = executor_of(folder, WORKLOAD, epochs=EPOCHS, learning_rate=SEEDS_LEARNING_RATE)
     sides: dict[str, list[dict[str, float]]] = {"hpo": [], "trainer": []}
     print(f"own batches, dropout, {EPOCHS} epochs, seeds {', '.join(map(str, SEEDS))}")
     for seed in SEEDS:

@@ -82,8 +82,12 @@ FIGURES = (
     Figure("12a", "tokenising, datasets.map", ROWS, "rows_per_second", 1.5, "datasets-tokens", "hpo-tokens"),
     Figure("12b", "tokenising, peak memory", ROWS, "peak_memory_bytes", 2e9, "", "hpo-tokens", " B", True),
 )
-PROGRAMS = {"learning": ["learning.py"], "search": ["search_speed.py", "replay"]}
-"""What has a program of its own, which prints its own verdict."""
+PROGRAMS = {
+    "learning": ["learning.py"],
+    "search": ["search_speed.py", "replay"],
+    "profile": ["where_time_goes.py"],
+}
+"""What has a program of its own, which prints its own verdict or, of the profile, what binds."""
 UNITS = {
     "train": "examples/s",
     "evaluate": "examples/s",
@@ -138,7 +142,7 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("figures", nargs="*", help="numbers of figures, learning, search; default: all")
+    parser.add_argument("figures", nargs="*", help=f"numbers of figures, {', '.join(PROGRAMS)}; default: all")
     parser.add_argument("--pairs", type=int, default=5, help="rounds that are counted")
     parser.add_argument("--examples", type=int, help="train on so many of a workload's texts")
     arguments = parser.parse_args()

@@ -1,0 +1,81 @@
+"""A trial's parts as the executor puts them together, for programs that drive the loop themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from workload import Workload, study_content
+
+from hpo.amp import MixedPrecision, prepare_model
+from hpo.device import probe_device
+from hpo.executor import Executor
+from hpo.model import MultitaskModel
+from hpo.optim import build_optimizer, parameter_groups
+from hpo.precision import PRECISIONS
+from hpo.study_config import load_study
+from hpo.tokens import TokenizedSplit
+from hpo.train import Objective
+from hpo.trial_config import TrialConfig, build_trial_config
+from hpo.vocabulary import compact_vocabulary
+
+
+@dataclass
+class TrialParts:
+    """What a training loop needs."""
+
+    config: TrialConfig
+    model: MultitaskModel
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    mixed_precision: MixedPrecision
+    train_split: TokenizedSplit
+    validation_split: TokenizedSplit
+    pad_id: int
+
+
+def executor_of(folder: Path, workload: Workload, precision: str = "fp32", **training: Any) -> Executor:
+    """The executor of the workload's study with these settings of a trial."""
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(study_content(workload, folder, precision, **training)))
+    return Executor(load_study(str(path)), probe_device("cpu"), folder / "runs")
+
+
+def config_of(executor: Executor, seed: int, precision: str = "fp32") -> TrialConfig:
+    return build_trial_config(executor.study, {"seed": seed}, precision, executor.amp)
+
+
+def assemble(
+    executor: Executor,
+    config: TrialConfig,
+    *,
+    change_weights: Callable[[MultitaskModel], None] = lambda _: None,
+    mixed_precision: type[MixedPrecision] = MixedPrecision,
+) -> TrialParts:
+    """The parts of a trial, at its first step. `change_weights` gets the model before its precision."""
+    train_split, validation_split = (executor.tokens(name, config) for name in ("train", "validation"))
+    pad_id = executor.pad_id(config)
+    torch.manual_seed(config.seed)
+    model = executor.build_model(config)
+    change_weights(model)
+    objective = executor._objective(config, model, train_split)
+    precision = PRECISIONS[config.fp_precision]
+    prepare_model(model, precision)
+    used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
+    compact_vocabulary(model, config.optimizer, used_ids)
+    groups = parameter_groups(model, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
+    return TrialParts(
+        config,
+        model,
+        build_optimizer(config.optimizer, groups, betas=config.betas),
+        objective,
+        mixed_precision(precision, executor.amp, executor.device),
+        train_split,
+        validation_split,
+        pad_id,
+    )
