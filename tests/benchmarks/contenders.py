@@ -37,6 +37,8 @@ from absolute import (
 from torch import Tensor, nn
 from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, study_content
 
+from hpo.compilation import CompileClock
+
 WARMUP_STEPS = 3
 SEED = 42
 NUM_ROWS = 1_000_000
@@ -138,24 +140,32 @@ def _wait_for_gpu() -> None:
 
 
 class StepClock:
-    """Examples per second between the end of the warm-up and the last step."""
+    """Examples per second after the warm-up, with `compiles` without steps in which the compiler worked."""
 
-    def __init__(self) -> None:
-        self.marks: list[float] = []
+    def __init__(self, *, compiles: bool = False) -> None:
+        self._num_steps = self._num_counted = 0
+        self._mark = self._seconds = self._compiled = 0.0
+        self._compile_clock = CompileClock()
+        if compiles:
+            self._compile_clock.start()
 
     def step(self) -> None:
-        if len(self.marks) + 1 == WARMUP_STEPS:
+        self._num_steps += 1
+        if self._num_steps == WARMUP_STEPS:
             _wait_for_gpu()
-        self.marks.append(time.perf_counter())
+        now, compiled = time.perf_counter(), self._compile_clock.seconds
+        if self._num_steps > WARMUP_STEPS and compiled == self._compiled:
+            self._num_counted += 1
+            self._seconds += now - self._mark
+        self._mark, self._compiled = now, compiled
 
     def stop(self) -> None:
         """After the last step, whose work a GPU may still have to do."""
         _wait_for_gpu()
-        self.marks[-1] = time.perf_counter()
+        self._seconds += time.perf_counter() - self._mark
 
     def rate(self, batch_size: int) -> float:
-        num_steps = len(self.marks) - WARMUP_STEPS
-        return num_steps * batch_size / (self.marks[-1] - self.marks[WARMUP_STEPS - 1])
+        return self._num_counted * batch_size / self._seconds
 
 
 def run_hpo(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
@@ -209,7 +219,7 @@ def run_trainer(
     """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`."""
     from transformers import Trainer, TrainerCallback
 
-    clock = StepClock()
+    clock = StepClock(compiles=compile_mode != "none")
 
     class Clock(TrainerCallback):
         def on_step_end(self, _arguments: Any, state: Any, _control: Any, **__: Any) -> None:

@@ -11,9 +11,8 @@ A row is printed when it is measured, so what a limit of time cuts off is the en
 with its reason. The measurements run one after the other in one process, in a fresh one after a crash and
 after one that took too long. Rates are real tokens (no padding) per second after the first steps, utilisation
 is of the data sheet's peak (`hpo.telemetry.peak_flops`; empty where that is not known), memory is the peak of
-the allocator (of the process, on a CPU), compile is all seconds of the compiler. Ours leaves steps in which
-something compiled out of its rates, the Trainer's clock its first steps alone: a ratio of compiled rows that
-have many shapes says so too.
+the allocator (of the process, on a CPU), compile is all seconds of the compiler. Steps in which something
+compiled count in neither side's rate.
 """
 
 from __future__ import annotations
