@@ -27,10 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from hpo.attention import NAME as DROPOUT_ATTENTION
 from hpo.dropout import use_bit_dropout
 from hpo.encoder import (
-    ATTENTION_IMPLEMENTATIONS,
     encoder_layers,
     load_encoder,
     load_tokenizer,
@@ -351,6 +349,7 @@ def export_model(
     directory: str | Path,
     *,
     max_length: int,
+    attention: str,
     precision: str,
     decisions: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -360,8 +359,9 @@ def export_model(
         heads.safetensors                                     pooling, heads, log variances
         hpo.json                                              tasks, head settings, decisions, max_length
 
-    Weights keep their dtype. `precision` is recorded, not applied. The folder appears at once or not at
-    all. Raises ModelError where `directory` holds anything but an earlier export.
+    Weights keep their dtype. `precision` and `attention`, those of the trial, are recorded, not applied.
+    The folder appears at once or not at all. Raises ModelError where `directory` holds anything but an
+    earlier export.
     """
     directory = Path(directory)
     if directory.exists() and any(directory.iterdir()) and not (directory / "hpo.json").is_file():
@@ -377,7 +377,7 @@ def export_model(
             "format": EXPORT_FORMAT,
             "tasks": [asdict(task) for task in model.tasks],
             **model.head_settings,
-            "attention": _attention_name(encoder),
+            "attention": attention,
             "max_length": max_length,
             "precision": precision,
             "decisions": {
@@ -462,14 +462,6 @@ def _head_state(model: MultitaskModel) -> dict[str, Tensor]:
     """All of the state that is not the encoder's: pooling, heads, log variances."""
     state = model.state_dict()
     return {name: value.contiguous() for name, value in state.items() if not name.startswith("encoder.")}
-
-
-def _attention_name(encoder: Any) -> str:
-    implementation = encoder.config._attn_implementation
-    if implementation == DROPOUT_ATTENTION:
-        return "sdpa"
-    names = [name for name, value in ATTENTION_IMPLEMENTATIONS.items() if value == implementation]
-    return names[0] if names else "flash"
 
 
 def _reduction_dtype(hidden: Tensor) -> torch.dtype:

@@ -51,6 +51,7 @@ def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
         executor.tokenizer(config),
         out_dir,
         max_length=config.max_length,
+        attention=config.attention,
         precision=precision.name,
         decisions=decisions,
     )

@@ -439,13 +439,23 @@ def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -
     )
     tokenizer = load_tokenizer("minilm")
     decisions = {"multi": Decision(threshold=0.25), "single": {}}
-    export_model(model, tokenizer, tmp_path / "export", max_length=16, precision="bf16", decisions=decisions)
+    attention = "sdpa" if family == "minilm" else FAMILIES[family][1]
+    export_model(
+        model,
+        tokenizer,
+        tmp_path / "export",
+        max_length=16,
+        attention=attention,
+        precision="bf16",
+        decisions=decisions,
+    )
     loaded, loaded_tokenizer, metadata = load_exported(tmp_path / "export")
 
     assert loaded.tasks == KIND_TASKS
     assert not loaded.training
     assert metadata["decisions"]["multi"]["threshold"] == 0.25
-    assert (metadata["max_length"], metadata["precision"]) == (16, "bf16")
+    assert (metadata["max_length"], metadata["attention"], metadata["precision"]) == (16, attention, "bf16")
+    assert model.encoder.config._attn_implementation == loaded.encoder.config._attn_implementation
     text = "Anxious and tired, [SEP] can't sleep"
     assert loaded_tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert {name: part.p for name, part in loaded.named_modules() if isinstance(part, nn.Dropout)} == {
@@ -466,7 +476,14 @@ def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -
 
 def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
     model = spoil(make_model()).bfloat16()
-    export_model(model, load_tokenizer("minilm"), tmp_path / "x", max_length=16, precision="bf16-true")
+    export_model(
+        model,
+        load_tokenizer("minilm"),
+        tmp_path / "x",
+        max_length=16,
+        attention="sdpa",
+        precision="bf16-true",
+    )
     loaded, _, _ = load_exported(tmp_path / "x")
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     for name, value in model.state_dict().items():
@@ -475,35 +492,40 @@ def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
 
 def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     tokenizer, folder = load_tokenizer("minilm"), tmp_path / "x"
-    export_model(make_model(), tokenizer, folder, max_length=16, precision="fp32")
-    export_model(make_model(), tokenizer, folder, max_length=12, precision="fp32")
+    export_model(make_model(), tokenizer, folder, max_length=16, attention="sdpa", precision="fp32")
+    export_model(make_model(), tokenizer, folder, max_length=12, attention="sdpa", precision="fp32")
     assert load_exported(folder)[2]["max_length"] == 12
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter1.tex").write_text("...")
     with pytest.raises(ModelError, match="needs a folder of its own"):
-        export_model(make_model(), tokenizer, other, max_length=16, precision="fp32")
+        export_model(make_model(), tokenizer, other, max_length=16, attention="sdpa", precision="fp32")
     assert [path.name for path in other.iterdir()] == ["chapter1.tex"]
 
 
 def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, folder = load_tokenizer("minilm"), tmp_path / "x"
-    export_model(make_model(), tokenizer, folder, max_length=16, precision="fp32")
+    export_model(make_model(), tokenizer, folder, max_length=16, attention="sdpa", precision="fp32")
 
     def full_disk(*_args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(model_module, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        export_model(make_model(), tokenizer, folder, max_length=12, precision="fp32")
+        export_model(make_model(), tokenizer, folder, max_length=12, attention="sdpa", precision="fp32")
     assert load_exported(folder)[2]["max_length"] == 16
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_exported_files_can_be_read_by_others(tmp_path: Path) -> None:
     folder = export_model(
-        make_model(), load_tokenizer("minilm"), tmp_path / "x", max_length=16, precision="fp32"
+        make_model(),
+        load_tokenizer("minilm"),
+        tmp_path / "x",
+        max_length=16,
+        attention="sdpa",
+        precision="fp32",
     )
     modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
     assert set(modes.values()) == {modes["hpo.json"]}
@@ -512,7 +534,12 @@ def test_exported_files_can_be_read_by_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", ["hpo.json", "heads.safetensors", "model.safetensors", "config.json"])
 def test_an_export_with_a_file_missing_is_refused(lost: str, tmp_path: Path) -> None:
     folder = export_model(
-        make_model(), load_tokenizer("minilm"), tmp_path / "x", max_length=16, precision="fp32"
+        make_model(),
+        load_tokenizer("minilm"),
+        tmp_path / "x",
+        max_length=16,
+        attention="sdpa",
+        precision="fp32",
     )
     (folder / lost).unlink()
     with pytest.raises(ModelError, match=str(folder)):
@@ -521,7 +548,12 @@ def test_an_export_with_a_file_missing_is_refused(lost: str, tmp_path: Path) -> 
 
 def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
     folder = export_model(
-        make_model(), load_tokenizer("minilm"), tmp_path / "x", max_length=16, precision="fp32"
+        make_model(),
+        load_tokenizer("minilm"),
+        tmp_path / "x",
+        max_length=16,
+        attention="sdpa",
+        precision="fp32",
     )
     metadata = json.loads((folder / "hpo.json").read_text())
     (folder / "hpo.json").write_text(json.dumps({**metadata, "head_type": "mlp"}))
