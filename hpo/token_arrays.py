@@ -1,7 +1,7 @@
 """A tokenised split as arrays with names, and how those of its chunks follow each other.
 
 A large split is made and written chunk by chunk, so that no more than one chunk is in memory. A chunk counts
-its examples, tokens and spans from 0; `Sequel` counts on from the chunks before it.
+its examples, tokens and spans from 0; `Concatenation` counts on from the chunks before it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _FLAT = (
 )
 
 
-class Sequel:
-    """What the chunks of a split become when they are put one after the other, in their order.
+class Concatenation:
+    """The chunks of a split, concatenated in their order.
 
     `next` says which arrays to append for a chunk. `totals` are the numbers of the whole split, which
     JSON can hold.

@@ -26,7 +26,7 @@ from hpo.data import DataSet
 from hpo.encoder import tokenizer_fingerprint
 from hpo.errors import RunError
 from hpo.examples import Example
-from hpo.token_arrays import Sequel, split_of_arrays
+from hpo.token_arrays import Concatenation, split_of_arrays
 from hpo.tokenization import tokenize_chunks
 from hpo.tokens import AnyArray, TokenizedSplit, Windowing
 
@@ -121,12 +121,12 @@ def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished")  # Ours alone: the lock is held.
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    sequel = Sequel()
+    concatenation = Concatenation()
     files: dict[str, _ArrayFile] = {}
     try:
         with ExitStack() as opened:
             for chunk in chunks:
-                for name, array in sequel.next(chunk).items():
+                for name, array in concatenation.next(chunk).items():
                     if name not in files:
                         files[name] = _ArrayFile(unfinished / f"{name}.npy", array)
                         opened.callback(files[name].close)
@@ -135,7 +135,7 @@ def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
                 file.finish()
         arrays = {name: [file.dtype.str, list(file.shape)] for name, file in files.items()}
         with (unfinished / _CONTENTS).open("w") as contents:
-            json.dump({"totals": sequel.totals, "arrays": arrays}, contents)
+            json.dump({"totals": concatenation.totals, "arrays": arrays}, contents)
             contents.flush()
             os.fsync(contents.fileno())
         shutil.rmtree(folder, ignore_errors=True)

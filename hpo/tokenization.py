@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from hpo.errors import DataError, ModelError
 from hpo.examples import SPAN_KINDS, Example
 from hpo.tasks import IGNORE_INDEX, Task
-from hpo.token_arrays import Sequel, split_of_arrays
+from hpo.token_arrays import Concatenation, split_of_arrays
 from hpo.token_stream import Layout, TokenStream, covering_tokens, encode, probe_layout
 from hpo.tokens import (
     BEGINS_BEFORE,
@@ -102,10 +102,10 @@ def tokenize_split(
     windowing: Windowing,
 ) -> TokenizedSplit:
     """Return the chunks of `tokenize_chunks` as one split, in memory."""
-    sequel = Sequel()
-    parts = [sequel.next(chunk) for chunk in tokenize_chunks(examples, tasks, tokenizer, windowing)]
+    concatenation = Concatenation()
+    parts = [concatenation.next(chunk) for chunk in tokenize_chunks(examples, tasks, tokenizer, windowing)]
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return split_of_arrays(examples, arrays, sequel.totals)
+    return split_of_arrays(examples, arrays, concatenation.totals)
 
 
 def tokenize_chunks(
@@ -116,8 +116,8 @@ def tokenize_chunks(
 ) -> Iterator[TokenizedSplit]:
     """Tokenise every example and place its truth on the tokens; see the head of this file.
 
-    Yields the split in chunks of examples, each of which counts from 0; `hpo.token_arrays.Sequel` puts them
-    one after the other.
+    Yields the split in chunks of examples, each of which counts from 0; `hpo.token_arrays.Concatenation` puts
+    them one after the other.
 
     Raises ModelError for a tokenizer without offsets, and DataError where `max_length` leaves no room for
     text or `stride` no progress.
