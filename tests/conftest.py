@@ -1,11 +1,15 @@
-"""Databases for the tests: SQLite files, and a real PostgreSQL server where its programs are installed."""
+"""Databases for the tests: SQLite files, and a real PostgreSQL server where its programs are installed.
+
+And the real sets, where they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from benchmarks.real_sets import REAL_SETS
 from postgres import PostgresServer, find_programs
 
 
@@ -39,3 +43,16 @@ def sqlite_url(tmp_path: Path) -> str:
 def storage_url(request: pytest.FixtureRequest) -> str:
     """An empty database of each supported kind."""
     return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+@pytest.fixture
+def real_set() -> Callable[[str], Path]:
+    """The folder of the real set of that name; the test is skipped where it is not there."""
+
+    def folder_of(name: str) -> Path:
+        folder = REAL_SETS / name
+        if not (folder / "tasks.json").exists():
+            pytest.skip(f"the set {name} is not in {REAL_SETS}; set HPO_DATA_DIR to the folder of the sets")
+        return folder
+
+    return folder_of

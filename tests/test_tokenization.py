@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -423,13 +422,7 @@ def test_tokenizers_that_cannot_be_used_are_refused() -> None:
 
 # Real sets
 
-DATA = Path(os.environ.get("HPO_DATA_DIR", Path(__file__).parents[2] / "shared" / "data"))
-needs_data = pytest.mark.skipif(
-    not DATA.is_dir(), reason=f"the real sets are not at {DATA}; set HPO_DATA_DIR to their folder"
-)
 
-
-@needs_data
 @pytest.mark.parametrize(
     ("name", "split_name", "num_spans", "num_inexact"),
     [
@@ -442,11 +435,11 @@ needs_data = pytest.mark.skipif(
     ],
 )
 def test_spans_of_real_sets_come_back_exactly(
-    name: str, split_name: str, num_spans: int, num_inexact: int
+    name: str, split_name: str, num_spans: int, num_inexact: int, real_set: Callable[[str], Path]
 ) -> None:
     """The inexact ones begin or end inside a word: "L.a|Joseph" (twice) and "Australia|ns"."""
     pair = PAIR if name == "squad2" else None
-    config = {"source": "jsonl", "path": str(DATA / name), "pair_segments": pair}
+    config = {"source": "jsonl", "path": str(real_set(name)), "pair_segments": pair}
     dataset = load_data(DataConfig.model_validate(config))
     rows: Sequence[Example] = dataset.splits[split_name]
     split = tokenize_split(

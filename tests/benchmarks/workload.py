@@ -10,16 +10,15 @@ that a peer needs no more than a linear layer on the mean of the tokens.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from real_sets import REAL_SETS
+
 from hpo.examples import Example
 from hpo.synthetic import TASKS_JSON, SyntheticRows
-
-DATA = Path(os.environ.get("HPO_DATA_DIR", Path(__file__).parents[3] / "shared" / "data"))
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def write_workload(workload: Workload, folder: Path, *, generated: bool = False)
     `generated` leaves a real set that is there out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    source = DATA / workload.real_set
+    source = REAL_SETS / workload.real_set
     if (source / "tasks.json").exists() and not generated:
         specs = json.loads((source / "tasks.json").read_text())["tasks"]
         names, origin = workload.tasks, f"the set {workload.real_set}"

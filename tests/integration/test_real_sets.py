@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tiny import CPU_PRECISIONS, tiny_executor
 
-DATA = Path(os.environ.get("HPO_DATA_DIR", Path(__file__).parents[3] / "shared" / "data"))
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["snips", "nlupp", "sgd", "goemotions", "squad2"])
-def test_a_real_set_trains_in_every_precision(name: str, tmp_path: Path) -> None:
-    folder = DATA / name
-    if not (folder / "tasks.json").exists():
-        pytest.skip(f"the set {name} is not in {DATA}; set HPO_DATA_DIR to where it is")
+def test_a_real_set_trains_in_every_precision(
+    name: str, real_set: Callable[[str], Path], tmp_path: Path
+) -> None:
     data = {
         "source": "jsonl",
-        "path": str(folder),
+        "path": str(real_set(name)),
         "limits": {"train": 64, "validation": 24, "test": 24},
     }
     if name == "squad2":
