@@ -58,6 +58,22 @@ WORKERS_ON_DEVICE = "HPO_WORKERS_ON_DEVICE"
 
 
 @dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker process runs."""
+
+    workers_on_device: int
+    """How many workers have its device, itself among them."""
+    cuda_device: str | None = None
+    """The one GPU that it sees, as CUDA_VISIBLE_DEVICES names it; None: what the parent process sees."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process has in its environment to be in this place."""
+        gpu = {} if self.cuda_device is None else {"CUDA_VISIBLE_DEVICES": self.cuda_device}
+        return {WORKERS_ON_DEVICE: str(self.workers_on_device), **gpu}
+
+
+@dataclass(frozen=True)
 class TrialEvent:
     """Something that a person who watches the study wants to see."""
 
@@ -336,29 +352,30 @@ def _stop_at_end_of_input(stop: threading.Event) -> None:
     stop.set()
 
 
-def place_workers(num_workers: int, devices: Sequence[str]) -> list[dict[str, str]]:
-    """What each worker has in its environment: its GPU, and how many workers have that one.
+def place_workers(num_workers: int, devices: Sequence[str]) -> list[WorkerPlace]:
+    """Where each worker runs.
 
     `devices` are those of `cuda_devices`, given out in turn; none of them: all workers share the CPU. A
     worker sees its GPU alone, so that nothing of it can come to lie on another.
     """
     num_devices = max(1, len(devices))
-    places = []
-    for number in range(num_workers):
-        mates = len(range(number % num_devices, num_workers, num_devices))
-        gpu = {"CUDA_VISIBLE_DEVICES": devices[number % num_devices]} if num_devices > 1 else {}
-        places.append({WORKERS_ON_DEVICE: str(mates), **gpu})
-    return places
+    return [
+        WorkerPlace(
+            workers_on_device=len(range(number % num_devices, num_workers, num_devices)),
+            cuda_device=devices[number % num_devices] if num_devices > 1 else None,
+        )
+        for number in range(num_workers)
+    ]
 
 
-def check_memory_fraction(fraction: float | None, places: Sequence[Mapping[str, str]]) -> None:
+def check_memory_fraction(fraction: float | None, places: Sequence[WorkerPlace]) -> None:
     """Refuse workers that together may take more than a GPU's memory.
 
     A trial that found no memory because of its neighbour would be stored as one that does not fit.
 
     Raises InputError.
     """
-    most = max(int(place[WORKERS_ON_DEVICE]) for place in places)
+    most = max(place.workers_on_device for place in places)
     if fraction is not None and most * fraction > 1:
         raise InputError(
             f"amp.memory_fraction times the workers on one GPU must be <= 1, but got {fraction:g} times "
@@ -378,7 +395,7 @@ def run_workers(
     config: StudyConfig,
     storage: Storage,
     runs_dir: Path,
-    places: Sequence[Mapping[str, str]],
+    places: Sequence[WorkerPlace],
     *,
     study_name: str,
     on_event: OnEvent | None = None,
@@ -412,7 +429,7 @@ def run_workers(
                 stdin=subprocess.PIPE,  # the worker stops when this pipe is closed, also by our own death
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**environment, **place},
+                env={**environment, **place.environment},
                 start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
             )
             stack.callback(_end, process)

@@ -28,8 +28,8 @@ from hpo.slots import Lease, Worker
 from hpo.storage import EvaluationRow, Storage, open_storage
 from hpo.telemetry import TrialResult
 from hpo.worker import (
-    WORKERS_ON_DEVICE,
     TrialEvent,
+    WorkerPlace,
     check_memory_fraction,
     keep_best_checkpoints,
     place_workers,
@@ -347,20 +347,28 @@ GPU = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=80 * 2**30,
 @pytest.mark.parametrize(
     ("num_workers", "devices", "expected"),
     [
-        (1, (), [("1", None)]),
-        (3, (), [("3", None)] * 3),
-        (2, ("0",), [("2", None)] * 2),  # the one GPU that there is needs no name
-        (2, ("0", "1"), [("1", "0"), ("1", "1")]),
-        (3, ("GPU-a", "GPU-b"), [("2", "GPU-a"), ("1", "GPU-b"), ("2", "GPU-a")]),
-        (4, ("MIG-a", "MIG-b"), [("2", "MIG-a"), ("2", "MIG-b")] * 2),
-        (1, ("0", "1"), [("1", "0")]),
+        (1, (), [(1, None)]),
+        (3, (), [(3, None)] * 3),
+        (2, ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
+        (2, ("0", "1"), [(1, "0"), (1, "1")]),
+        (3, ("GPU-a", "GPU-b"), [(2, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")]),
+        (4, ("MIG-a", "MIG-b"), [(2, "MIG-a"), (2, "MIG-b")] * 2),
+        (1, ("0", "1"), [(1, "0")]),
     ],
 )
 def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
-    num_workers: int, devices: tuple[str, ...], expected: list[tuple[str, str | None]]
+    num_workers: int, devices: tuple[str, ...], expected: list[tuple[int, str | None]]
 ) -> None:
     places = place_workers(num_workers, devices)
-    assert [(place[WORKERS_ON_DEVICE], place.get("CUDA_VISIBLE_DEVICES")) for place in places] == expected
+    assert places == [WorkerPlace(mates, gpu) for mates, gpu in expected]
+
+
+def test_place_as_environment() -> None:
+    assert WorkerPlace(2).environment == {"HPO_WORKERS_ON_DEVICE": "2"}
+    assert WorkerPlace(1, "MIG-a").environment == {
+        "HPO_WORKERS_ON_DEVICE": "1",
+        "CUDA_VISIBLE_DEVICES": "MIG-a",
+    }
 
 
 @pytest.mark.parametrize(
@@ -390,10 +398,10 @@ def test_more_memory_than_a_gpu_has_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "devices", "places"),
     [
-        ({"workers_per_device": 2}, ("0", "1", "2"), [("2", "012"[number % 3]) for number in range(6)]),
-        ({"workers_per_device": 1}, ("0", "1"), [("1", "0"), ("1", "1")]),
-        ({"workers_per_device": 3}, (), [("3", None)] * 3),
-        ({"workers": 2}, ("0", "1"), [("1", "0"), ("1", "1")]),
+        ({"workers_per_device": 2}, ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
+        ({"workers_per_device": 1}, ("0", "1"), [(1, "0"), (1, "1")]),
+        ({"workers_per_device": 3}, (), [(3, None)] * 3),
+        ({"workers": 2}, ("0", "1"), [(1, "0"), (1, "1")]),
     ],
 )
 def test_workers_of_a_run(
@@ -402,14 +410,14 @@ def test_workers_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
     given: dict[str, int],
     devices: tuple[str, ...],
-    places: list[tuple[str, str | None]],
+    places: list[tuple[int, str | None]],
 ) -> None:
     started: list[Any] = []
     monkeypatch.setattr(worker_module, "cuda_devices", lambda _: devices)
     monkeypatch.setattr(worker_module, "run_workers", lambda *args, **_: started.append(args[3]))
     run_study(study(2), storage, tmp_path, **given)  # type: ignore[arg-type]
     (found,) = started
-    assert [(place[WORKERS_ON_DEVICE], place.get("CUDA_VISIBLE_DEVICES")) for place in found] == places
+    assert found == [WorkerPlace(mates, gpu) for mates, gpu in places]
 
 
 def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
@@ -497,7 +505,8 @@ from hpo.storage import open_storage
 worker.worker_command = lambda *_: [sys.executable, worker_process.__file__, {str(log)!r}, "4", "600"]
 storage = open_storage({sqlite_url!r})
 storage.create_or_resume_study(worker_process.study(4))
-worker.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), {TWO!r}, study_name="tiny")
+places = worker.place_workers(2, ())
+worker.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), places, study_name="tiny")
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
