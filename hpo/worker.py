@@ -12,6 +12,7 @@ at once, which the database survives just as well.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -34,7 +35,14 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.device import DeviceInfo, cuda_devices, imported_for_good, memory_share, probe_device
+from hpo.device import (
+    CUDA_CONTEXT_BYTES,
+    DeviceInfo,
+    cuda_devices,
+    imported_for_good,
+    memory_share,
+    probe_device,
+)
 from hpo.errors import HpoError, InputError, LeaseLostError, Pruned, RunError
 from hpo.samplers import build_pruner, build_sampler
 from hpo.search_space import suggest
@@ -369,9 +377,10 @@ def place_workers(num_workers: int, devices: Sequence[str]) -> list[WorkerPlace]
 
 
 def check_memory_fraction(fraction: float | None, places: Sequence[WorkerPlace]) -> None:
-    """Refuse workers that together may take more than a GPU's memory.
+    """Refuse, before any process starts, workers that together may take more than any GPU's memory.
 
-    A trial that found no memory because of its neighbour would be stored as one that does not fit.
+    A trial that found no memory because of its neighbour would be stored as one that does not fit. What of
+    the memory CUDA needs depends on the GPU: `share_memory` looks at that, in each worker.
 
     Raises InputError.
     """
@@ -384,11 +393,25 @@ def check_memory_fraction(fraction: float | None, places: Sequence[WorkerPlace])
 
 
 def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:
-    """Bound a worker to its share of a GPU's memory, unless the study says what it may take."""
-    if device.type != "cuda" or num_workers == 1 or config.amp.memory_fraction is not None:
+    """Bound a worker to its share of a GPU's memory, or to what the study says that it may take.
+
+    Raises InputError where the workers and their CUDA contexts may together take more than there is.
+    """
+    if device.type != "cuda" or num_workers == 1:
         return config
-    amp = config.amp.model_copy(update={"memory_fraction": memory_share(device, num_workers)})
-    return config.model_copy(update={"amp": amp})
+    share = memory_share(device, num_workers)
+    given = config.amp.memory_fraction
+    if given is None:
+        amp = config.amp.model_copy(update={"memory_fraction": share})
+        return config.model_copy(update={"amp": amp})
+    if given > share:
+        raise InputError(
+            f"amp.memory_fraction must be <= {math.floor(share * 1e4) / 1e4:g} for {num_workers} workers on "
+            f"one {device.name}, where each needs {CUDA_CONTEXT_BYTES / 2**30:g} GiB more for its CUDA "
+            f"context, but got {given:g}. Lower it, run fewer workers, or leave it out: each worker then "
+            f"gets its share."
+        )
+    return config
 
 
 def run_workers(

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -386,6 +387,22 @@ def test_workers_of_one_gpu_share_its_memory(
     config = study(amp={} if given is None else {"memory_fraction": given})
     found = share_memory(config, device, num_workers)
     assert found.amp.memory_fraction == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "num_workers", "given", "most"),
+    [(80, 2, 0.49, "0.4875"), (80, 4, 0.25, "0.2375"), (24, 7, 0.14, "0.1011")],
+)
+def test_the_contexts_of_workers_need_room_too(
+    total_gib: int, num_workers: int, given: float, most: str
+) -> None:
+    """All of it is given away: nothing is left for the CUDA contexts."""
+    gpu = replace(GPU, total_memory_bytes=total_gib * 2**30)
+    with pytest.raises(InputError, match=rf"must be <= {most} for {num_workers} workers .* got {given:g}\."):
+        share_memory(study(amp={"memory_fraction": given}), gpu, num_workers)
+    fits = study(amp={"memory_fraction": float(most)})
+    assert share_memory(fits, gpu, num_workers) is fits
+    assert share_memory(study(amp={"memory_fraction": 1.0}), gpu, 1).amp.memory_fraction == 1.0
 
 
 def test_more_memory_than_a_gpu_has_is_refused() -> None:
