@@ -175,6 +175,12 @@ def memory_share(device: DeviceInfo, num_workers: int) -> float:
     return share
 
 
+def memory_limit(device: DeviceInfo, fraction: float | None) -> int | None:
+    """Bytes that one process may take: `fraction` of a GPU's memory, or all there is. None: not known."""
+    share = fraction if device.type == "cuda" and fraction is not None else 1.0
+    return int(share * device.total_memory_bytes) or None
+
+
 def available_cores() -> int:
     """Cores that this process may use (its affinity), not those of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

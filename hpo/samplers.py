@@ -8,6 +8,9 @@ because such a trial ends as PRUNED with an infeasible constraint (see `slots`):
 - GP looks at COMPLETE trials only, so it never learns what is infeasible and proposes the same again.
   `SeeInfeasible` shows it a copy of the study where such trials are COMPLETE with the worst value so far.
 
+A trial that ran out of memory under a limit says nothing to a worker with a higher one: all of these leave it
+out then. What is left is TPE's own rank for it, the last, which makes it rare and forbids nothing.
+
 Random, grid and QMC do not learn and are left as they are, as is CMA-ES, which draws categories at random:
 with them, such a trial ends before training.
 
@@ -88,25 +91,26 @@ def build_sampler(
     *,
     worker_number: int = 0,
     num_trials: int = 0,
+    memory_bytes: int | None = None,
 ) -> BaseSampler:
     """Return Optuna's sampler of that name, seeded by the study's seed, the worker and the trials so far.
 
     Two workers with the same seed would try the same configurations, and so would a study that is resumed
     with `num_trials` trials in it; only `grid` and `qmc` continue one sequence among all workers and
-    need the same seed for it.
+    need the same seed for it. `memory_bytes` are what the worker's trials may take; None: not known.
     """
     seed = (config.seed + worker_number + _SEEDS_BETWEEN_RESUMES * num_trials) % 2**32
     options = config.options
     independent = optuna.samplers.RandomSampler(seed=seed)
     match config.name:
         case "tpe":
-            avoiding = AvoidInfeasible(optuna.samplers.TPESampler(seed=seed, **options), seed)
-            return AvoidRepeats(avoiding, space, seed) if is_finite(space) else avoiding
+            avoiding = AvoidInfeasible(optuna.samplers.TPESampler(seed=seed, **options), seed, memory_bytes)
+            return AvoidRepeats(avoiding, space, seed, memory_bytes) if is_finite(space) else avoiding
         case "gp":
             gp = optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False, **options)
-            return AvoidInfeasible(SeeInfeasible(gp), seed)
+            return AvoidInfeasible(SeeInfeasible(gp, memory_bytes), seed, memory_bytes)
         case "nsga2":
-            return AvoidInfeasible(optuna.samplers.NSGAIISampler(seed=seed, **options), seed)
+            return AvoidInfeasible(optuna.samplers.NSGAIISampler(seed=seed, **options), seed, memory_bytes)
         case "cmaes":
             return QuietCmaEs(
                 seed=seed, independent_sampler=independent, warn_independent_sampling=False, **options
@@ -142,11 +146,20 @@ def is_infeasible(trial: FrozenTrial) -> bool:
     return any(value > 0 for value in trial.constraints.values())
 
 
-class _Wrapper(BaseSampler):
-    """Another sampler, with something changed."""
+def may_fit(trial: FrozenTrial, memory_bytes: int | None) -> bool:
+    """Whether the trial ran out of memory where it could take less than `memory_bytes`."""
+    if trial.user_attrs.get("outcome") != "oom" or memory_bytes is None:
+        return False
+    limit = trial.user_attrs.get("telemetry", {}).get("device", {}).get("memory_limit_bytes")
+    return limit is not None and limit < memory_bytes
 
-    def __init__(self, sampler: BaseSampler) -> None:
+
+class _Wrapper(BaseSampler):
+    """Another sampler, with something changed, for trials that may take `memory_bytes`."""
+
+    def __init__(self, sampler: BaseSampler, memory_bytes: int | None = None) -> None:
         self._sampler = sampler
+        self._memory_bytes = memory_bytes
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         return self._sampler.infer_relative_search_space(study, trial)
@@ -181,13 +194,13 @@ class AvoidInfeasible(_Wrapper):
     ended as `unsupported` prove by themselves that this precision does not work here.
     """
 
-    def __init__(self, sampler: BaseSampler, seed: int) -> None:
-        super().__init__(sampler)
+    def __init__(self, sampler: BaseSampler, seed: int, memory_bytes: int | None = None) -> None:
+        super().__init__(sampler, memory_bytes)
         self._random = random.Random(seed)
         self._avoided: set[Choice] = set()
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        trials = _all_trials(study)
+        trials = [t for t in _all_trials(study) if not may_fit(t, self._memory_bytes)]
         finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         infeasible = [t for t in finished if is_infeasible(t)]
         feasible = {choice for t in finished if not is_infeasible(t) for choice in _choices(t)}
@@ -231,8 +244,14 @@ class AvoidRepeats(_Wrapper):
     they say nothing of their configuration. Two workers that ask at the same moment may get the same one.
     """
 
-    def __init__(self, sampler: AvoidInfeasible, space: Mapping[str, Distribution], seed: int) -> None:
-        super().__init__(sampler)
+    def __init__(
+        self,
+        sampler: AvoidInfeasible,
+        space: Mapping[str, Distribution],
+        seed: int,
+        memory_bytes: int | None = None,
+    ) -> None:
+        super().__init__(sampler, memory_bytes)
         self._avoids = sampler.avoids
         self._space = space
         self._random = random.Random(seed)
@@ -243,7 +262,9 @@ class AvoidRepeats(_Wrapper):
         tried = {
             _configuration(other.params)
             for other in _all_trials(study)
-            if other.number != trial.number and other.state != TrialState.FAIL
+            if other.number != trial.number
+            and other.state != TrialState.FAIL
+            and not may_fit(other, self._memory_bytes)
         }
         space = super().infer_relative_search_space(study, trial)
         proposal = self._propose(study, trial, super().sample_relative(study, trial, space))
@@ -373,7 +394,7 @@ class SeeInfeasible(_Wrapper):
     """Shows its sampler the infeasible trials as COMPLETE with the worst value so far."""
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        self._copy = _with_infeasible(study)
+        self._copy = _with_infeasible(study, self._memory_bytes)
         return super().infer_relative_search_space(self._copy, trial)
 
     def sample_relative(
@@ -386,7 +407,7 @@ class SeeInfeasible(_Wrapper):
         return super().sample_relative(self._copy, self._copy.trials[trial.number], search_space)
 
 
-def _with_infeasible(study: Study) -> Study:
+def _with_infeasible(study: Study, memory_bytes: int | None) -> Study:
     trials = _all_trials(study)
     values = [t.values for t in trials if t.state == TrialState.COMPLETE] or [[0.0] * len(study.directions)]
     worst = [
@@ -395,7 +416,7 @@ def _with_infeasible(study: Study) -> Study:
     ]
     copy = optuna.create_study(directions=study.directions)
     for t in trials:
-        infeasible = is_infeasible(t)
+        infeasible = is_infeasible(t) and not may_fit(t, memory_bytes)
         copy.add_trial(
             optuna.trial.create_trial(
                 state=TrialState.COMPLETE if infeasible else t.state,

@@ -19,7 +19,7 @@ from hpo.amp import MixedPrecision
 from hpo.compat import Compatibility
 from hpo.compilation import CompileClock
 from hpo.decoding import Decision
-from hpo.device import DeviceInfo, PeakMemory, Utilization
+from hpo.device import DeviceInfo, PeakMemory, Utilization, memory_limit
 from hpo.json_safe import json_safe
 from hpo.precision import Resolution
 from hpo.telemetry import ThroughputMeter, TrialResult, peak_flops
@@ -147,6 +147,7 @@ class TrialLog:
             "host": self.device.host,
             "shared": self.shared_device,
             "memory_fraction": self.memory_fraction if self.device.type == "cuda" else None,
+            "memory_limit_bytes": memory_limit(self.device, self.memory_fraction),
         }
 
     def _training(

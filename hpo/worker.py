@@ -40,6 +40,7 @@ from hpo.device import (
     DeviceInfo,
     cuda_devices,
     imported_for_good,
+    memory_limit,
     memory_share,
     probe_device,
 )
@@ -185,6 +186,7 @@ def run_study(
             trial_runner(executor, storage, stop, on_event),
             worker_number=worker_number,
             device=device.identity,
+            memory_bytes=memory_limit(device, executor.amp.memory_fraction),
             on_event=on_event,
             stop=stop,
             after_trial=lambda: keep_best_checkpoints(study, folder, config.checkpoint.top_k),
@@ -198,6 +200,7 @@ def run_worker(
     *,
     worker_number: int = 0,
     device: str | None = None,
+    memory_bytes: int | None = None,
     on_event: OnEvent | None = None,
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
@@ -206,14 +209,19 @@ def run_worker(
     """Run trials of the study with `execute` until there are none left, `stop` is set or time is up.
 
     `after_trial` is called when a trial has ended, here or with a worker that this one waited for. `device`
-    is the `DeviceInfo.identity` of what `execute` runs on, so that others know whether they share it.
+    is the `DeviceInfo.identity` of what `execute` runs on, so that others know whether they share it,
+    and `memory_bytes` what it may take there, so that the sampler knows what may fit.
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
     study = storage.create_or_resume_study(config, resize=False)
     num_trials = len(study.get_trials(deepcopy=False))
     study.sampler = build_sampler(
-        config.sampler, config.search_space, worker_number=worker_number, num_trials=num_trials
+        config.sampler,
+        config.search_space,
+        worker_number=worker_number,
+        num_trials=num_trials,
+        memory_bytes=memory_bytes,
     )
     study.pruner = build_pruner(config.pruner)
     outcomes: Counter[str] = Counter()

@@ -24,6 +24,7 @@ from hpo.device import (
     imported_for_good,
     is_out_of_memory,
     keep_freed_memory,
+    memory_limit,
     memory_share,
     probe_device,
     release_free_memory,
@@ -125,6 +126,15 @@ def test_memory_for_each_of_several_workers() -> None:
         assert num_workers * (share * 16 + 1) == pytest.approx(16)
     with pytest.raises(InputError, match=r"16 workers need 16 GiB .* but this Example GPU has 16 GiB"):
         memory_share(gpu, 16)
+
+
+def test_memory_that_a_process_may_take() -> None:
+    gpu = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=16 * 2**30)
+    assert memory_limit(gpu, 0.25) == 4 * 2**30
+    assert memory_limit(gpu, None) == 16 * 2**30
+    cpu = DeviceInfo(type="cpu", name="Example CPU", total_memory_bytes=2**30)
+    assert memory_limit(cpu, 0.25) == 2**30, "the fraction is of a GPU's memory"
+    assert memory_limit(DeviceInfo(type="cpu", name="Example CPU"), None) is None
 
 
 def test_a_gpu_is_named_with_its_index() -> None:

@@ -390,6 +390,64 @@ def test_several_objectives_with_infeasible_trials() -> None:
         assert sum(map(is_infeasible, current.trials)) <= MIN_INFEASIBLE_TRIALS
 
 
+# Out of memory
+
+GIB = 2**30
+
+
+def tell_oom(current: optuna.Study, trial: optuna.Trial, limit_bytes: int | None) -> None:
+    """As a worker stores it."""
+    trial.set_user_attr("outcome", "oom")
+    trial.set_user_attr("telemetry", {"device": {"memory_limit_bytes": limit_bytes}})
+    trial.set_constraint("feasible", 1.0)
+    current.tell(trial, state=TrialState.PRUNED)
+
+
+@pytest.mark.parametrize(
+    ("limit", "memory", "expected"),
+    [
+        (20, 80, True),
+        (20, 20, False),
+        (20, 10, False),
+        (20, None, False),
+        (None, 80, False),  # stored before limits were
+    ],
+)
+@pytest.mark.parametrize("wrapper", ["AvoidRepeats", "AvoidInfeasible", "SeeInfeasible"])
+def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
+    wrapper: str, limit: int | None, memory: int | None, expected: bool
+) -> None:
+    space = {"batch_size": {"type": "categorical", "choices": [4, 8, 16]}}
+    config = study(9, sampler={"name": "tpe", "seed": 5}, search_space=space)
+    current = opened(config)
+    for batch_size in (16, 16, 16, 4, 8):
+        current.enqueue_trial({"batch_size": batch_size})
+        trial = current.ask()
+        if suggest(config.search_space, trial)["batch_size"] == 16:
+            tell_oom(current, trial, None if limit is None else limit * GIB)
+        else:
+            current.tell(trial, float(batch_size))
+    memory_bytes = None if memory is None else memory * GIB
+    if wrapper == "SeeInfeasible":
+        seen = SeeInfeasible(optuna.samplers.RandomSampler(seed=0), memory_bytes)
+        seen.infer_relative_search_space(current, current.ask())
+        states = {trial.params["batch_size"]: trial.state for trial in seen._copy.trials[:5]}
+        assert states == {
+            4: TrialState.COMPLETE,
+            8: TrialState.COMPLETE,
+            16: TrialState.PRUNED if expected else TrialState.COMPLETE,
+        }
+        return
+    sampler = build_sampler(config.sampler, config.search_space, memory_bytes=memory_bytes)
+    if wrapper == "AvoidInfeasible":
+        sampler.before_trial(current, current.trials[0])
+        assert sampler._avoids("batch_size", 16) != expected
+        return
+    current.sampler = sampler
+    next_one = suggest(config.search_space, current.ask())["batch_size"]
+    assert (next_one == 16) == expected  # 4 and 8 were had
+
+
 # Pruners
 
 

@@ -452,6 +452,51 @@ def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
     assert len(started) == 1
 
 
+@pytest.mark.parametrize(("num_workers", "gib"), [("4", 19), ("1", 80)])
+def test_sampler_knows_the_memory_of_its_worker(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: str, gib: int
+) -> None:
+    def executor(config: Any, device: DeviceInfo, *_: Any, shared_device: bool) -> Any:
+        dataset = SimpleNamespace(fingerprint="x")
+        return SimpleNamespace(
+            study=config,
+            amp=config.amp,
+            device=device,
+            dataset=dataset,
+            shared_device=shared_device,
+            trial_folder=lambda *_: tmp_path,
+        )
+
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("HPO_WORKERS_ON_DEVICE", num_workers)
+    monkeypatch.setitem(sys.modules, "hpo.executor", SimpleNamespace(Executor=executor))
+    monkeypatch.setattr(worker_module, "probe_device", lambda _: GPU)
+    monkeypatch.setattr(worker_module, "run_worker", lambda *_, **options: given.update(options))
+    run_study(study(1), storage, tmp_path, stop=threading.Event())
+    assert given["memory_bytes"] == gib * 2**30
+
+
+def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(storage: Storage) -> None:
+    space = {"batch_size": {"type": "categorical", "choices": [8, 16]}}
+    config = study(3, sampler={"name": "tpe", "seed": 1}, search_space=space)
+    sizes = []
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        sizes.append(suggest(config.search_space, trial)["batch_size"])
+        if len(sizes) == 1:
+            return result("oom", telemetry={"device": {"memory_limit_bytes": 20 * 2**30}})
+        if len(sizes) == 2:
+            stop.set()
+        return result("complete")
+
+    storage.create_or_resume_study(config)
+    stop = threading.Event()
+    run_worker(config, storage, execute, memory_bytes=20 * 2**30, stop=stop)
+    run_worker(config, storage, execute, memory_bytes=80 * 2**30)
+    first, second, third = sizes
+    assert first == third != second
+
+
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, float], None]:
     """Let `run_workers` start the test's program instead of `hpo worker`."""

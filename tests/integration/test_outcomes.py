@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +198,13 @@ def test_oom_halves_and_trains_as_the_small_micro_batch(
 
 
 def test_oom(executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "device", replace(CPU, total_memory_bytes=2**34))
     monkeypatch.setattr(MultitaskModel, "forward", limit_memory(0))
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     assert result.outcome == "oom"
     assert result.reason == "one example of 64 tokens does not fit into memory."
     assert result.telemetry["oom_halvings"] == 3
+    assert result.telemetry["device"]["memory_limit_bytes"] == 2**34
 
 
 def test_pruned(executor: Executor, tmp_path: Path) -> None:
