@@ -32,7 +32,6 @@ from hpo.compat import Compatibility, Measurement, judge, measure
 from hpo.data import DataSet, load_data
 from hpo.device import (
     DeviceInfo,
-    PeakMemory,
     Utilization,
     collect_garbage,
     is_out_of_memory,
@@ -219,8 +218,7 @@ class Executor:
         }
         resolution = resolve(config.fp_precision, self.device, config.amp)
         log.resolved(resolution)
-        log.memory = PeakMemory(self.device)
-        log.memory.reset()
+        log.reset_memory()
         with backend_flags(resolution.precision, config.amp), CheckpointStore(folder) as store:
             return self._train(config, resolution, store, identity, on_evaluation, should_stop, log)
 
@@ -252,8 +250,7 @@ class Executor:
             raise Incompatible(" ".join(compatibility.reasons))
         # The check's passes are not this trial's memory.
         release_free_memory(self.device)
-        log.memory = PeakMemory(self.device)
-        log.memory.reset()
+        log.reset_memory()
 
         prepare_model(model, precision)
         used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))

@@ -75,6 +75,11 @@ class TrialLog:
     flops: Callable[[int, int], float | None] | None = None
     """Of training over so many tokens in so many windows."""
 
+    def reset_memory(self) -> None:
+        """Begin to measure the peak of memory here."""
+        self.memory = self.memory or PeakMemory(self.device)
+        self.memory.reset()
+
     def resolved(self, resolution: Resolution) -> None:
         """Note which precision runs."""
         self.precision = {
