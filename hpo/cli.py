@@ -68,6 +68,8 @@ TimeoutOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 RUNS = Path("runs")
+TRAIN_PREFIX = "train-"
+"""Of the folders of `hpo train` beside those of the study's trials."""
 
 
 def main() -> None:
@@ -180,9 +182,10 @@ def _work(
 ) -> RunSummary:
     """Create or resume the study and work on it, with its progress on the screen."""
     from hpo.progress import StudyDisplay
+    from hpo.temporary_folder import remove_abandoned_folders
     from hpo.worker import run_study
 
-    _make_runs_folder(config.name)
+    remove_abandoned_folders(_make_runs_folder(config.name), TRAIN_PREFIX)
     is_new = not database.has_study(config.name)
     database.create_or_resume_study(config, resize=resize)
     before = database.read_study(config.name)
@@ -244,7 +247,6 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
-    import tempfile
     import uuid
 
     from hpo.device import probe_device
@@ -252,12 +254,14 @@ def train(
     from hpo.executor import Executor
     from hpo.slots import trial_attributes
     from hpo.study_config import load_study
+    from hpo.temporary_folder import remove_abandoned_folders, temporary_folder
     from hpo.trial_config import parse_params
     from hpo.trial_log import ScoredEvaluation
 
     params = parse_params(param or [])
     config = load_study(study)
     folder = _make_runs_folder(config.name)
+    remove_abandoned_folders(folder, TRAIN_PREFIX)
     metrics = [objective.metric for objective in config.objective]
 
     def show(scored: ScoredEvaluation) -> None:
@@ -270,9 +274,9 @@ def train(
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {loss}  {values}")
 
-    with _stop_signals() as stop, tempfile.TemporaryDirectory(prefix="train-", dir=folder) as checkpoints:
+    with _stop_signals() as stop, temporary_folder(folder, TRAIN_PREFIX) as checkpoints:
         executor = Executor(config, probe_device(config.device), RUNS)
-        result = executor.run(params, Path(checkpoints), uuid.uuid4().hex, show, stop.is_set)
+        result = executor.run(params, checkpoints, uuid.uuid4().hex, show, stop.is_set)
     record = {
         "params": params,
         "values": None if result.values is None else dict(zip(metrics, result.values, strict=True)),

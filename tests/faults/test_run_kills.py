@@ -155,3 +155,31 @@ def test_eight_start_at_once_on_an_empty_database(tmp_path: Path, sqlite_url: st
     assert record.slots == {"open": 0, "running": 0, "done": 4}
     assert [trial.outcome for trial in record.trials] == ["complete"] * 4
     assert len({str(trial.params) for trial in record.trials}) == 4
+
+
+@pytest.mark.parametrize("then", ["train", pytest.param("run", marks=pytest.mark.slow)])
+def test_what_a_killed_train_leaves_goes_with_the_next_command(folder: Path, then: str) -> None:
+    """And what another one that still runs needs stays."""
+
+    def left() -> set[Path]:
+        return {path.parent for path in folder.glob("runs/tiny/*train-*/step-*")}
+
+    live = start_hpo(folder, "train", "tiny.yaml")
+    try:
+        wait_until(lambda: len(left()) == 1, live)
+        live.send_signal(signal.SIGSTOP)
+        of_live = left()
+        killed = start_hpo(folder, "train", "tiny.yaml")
+        wait_until(lambda: len(left()) == 2, killed)
+        killed.kill()
+        assert finish(killed).exit_code == -signal.SIGKILL
+        assert len(left()) == 2
+        write_study(folder)
+        ok(hpo_command(folder, then, "tiny.yaml"))
+        assert left() == of_live
+        live.send_signal(signal.SIGCONT)
+        assert finish(live).exit_code == 0
+        assert not list(folder.glob("runs/tiny/*train-*"))
+    finally:
+        live.kill()
+        live.communicate()
