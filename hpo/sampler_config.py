@@ -5,7 +5,8 @@ Options have the names that they have in Optuna, and each sampler or pruner take
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,6 +37,18 @@ class _Choice(Section):
     def options(self) -> dict[str, Any]:
         """The options that the study gives, as keyword arguments of Optuna's class."""
         return self.model_dump(exclude={"name", "seed"}, exclude_none=True)
+
+    def definition(self) -> dict[str, Any]:
+        """As JSON, with the values of all options that are not Optuna's own defaults."""
+        return self.model_dump(mode="json", include={"name", "seed"}) | self.options
+
+    def completed(self, stored: Mapping[str, Any]) -> Self:
+        """With what is left out here as in `stored`, a `definition`, if that names the same algorithm."""
+        given = self.model_dump(exclude_unset=True)
+        if given.get("name", stored["name"]) != stored["name"]:
+            return self
+        known = {key: value for key, value in stored.items() if value is not None}
+        return type(self).model_validate(known | given)
 
 
 class SamplerConfig(_Choice):

@@ -190,7 +190,9 @@ class Storage:
                 )
                 n_trials = config.n_trials
             else:
-                refuse_changes(config.name, json.loads(row.definition), json.loads(definition))
+                stored = json.loads(row.definition)
+                refuse_changes(config.name, stored, json.loads(definition))
+                definition = json.dumps(config.completed(stored).definition(), sort_keys=True)
                 n_trials = config.n_trials if resize else row.n_trials
                 if resize:
                     connection.execute(
@@ -238,6 +240,16 @@ class Storage:
                 if gone.rowcount and row.trial_number is not None:
                     dropped.append(row.trial_number)
         return dropped
+
+    def completed(self, config: StudyConfig) -> StudyConfig:
+        """Return `config` with what its file leaves out of sampler and pruner as the stored study has it."""
+
+        def action() -> StudyConfig:
+            query = sa.select(studies.c.definition).where(studies.c.name == config.name)
+            with self.engine.connect() as connection:
+                return config.completed(json.loads(connection.execute(query).scalar_one()))
+
+        return self.persist(action)
 
     def has_study(self, name: str) -> bool:
         """Whether there is a study `name`."""

@@ -201,9 +201,26 @@ class StudyConfig(Section):
         """The study as JSON, as the database keeps it; `StudyConfig.model_validate` reads it again."""
         given_only = ("model", "training", "amp")
         dumped = self.model_dump(mode="json", exclude={"path", *given_only})
-        return dumped | {
-            key: getattr(self, key).model_dump(mode="json", exclude_unset=True) for key in given_only
-        }
+        return (
+            dumped
+            | {key: getattr(self, key).model_dump(mode="json", exclude_unset=True) for key in given_only}
+            | {"sampler": self.sampler.definition(), "pruner": self.pruner.definition()}
+        )
+
+    def completed(self, stored: Mapping[str, Any]) -> StudyConfig:
+        """The study with what its file leaves out of `sampler` and `pruner` as in `stored`, a `definition`.
+
+        Defaults are for new studies: a study that was made before one was changed goes on as it began. One
+        that is stored without a pruner had none.
+        """
+        sampler = self.sampler if "sampler" in self.model_fields_set else SamplerConfig()
+        pruner = self.pruner if "pruner" in self.model_fields_set else PrunerConfig.model_construct()
+        return self.model_copy(
+            update={
+                "sampler": sampler.completed(stored["sampler"]),
+                "pruner": pruner.completed(stored.get("pruner", {"name": "none"})),
+            }
+        )
 
     @field_validator("objective")
     @classmethod

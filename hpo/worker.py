@@ -215,6 +215,7 @@ def run_worker(
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
     study = storage.create_or_resume_study(config, resize=False)
+    config = storage.completed(config)
     num_trials = len(study.get_trials(deepcopy=False))
     study.sampler = build_sampler(
         config.sampler,

@@ -81,6 +81,57 @@ def test_trials_of_different_budgets_are_not_pruned_by_default(tmp_path: Path) -
     assert study.pruner.name == "asha"
 
 
+@pytest.mark.parametrize(
+    ("stored", "given", "expected"),
+    [
+        ("pruner: {name: none}", "", {"name": "none"}),
+        ("pruner: {name: median, n_warmup_steps: 3}", "", {"name": "median", "n_warmup_steps": 3}),
+        (
+            "pruner: {name: median, n_warmup_steps: 3}",
+            "pruner: {name: median, n_min_trials: 2}",
+            {"name": "median", "n_warmup_steps": 3, "n_min_trials": 2},
+        ),
+        ("pruner: {name: median, n_warmup_steps: 3}", "pruner: {name: none}", {"name": "none"}),
+        ("pruner: {name: none}", "pruner: {name: percentile}", {"name": "percentile", "percentile": 25.0}),
+        ("sampler: {name: gp, seed: 1}", "", {"name": "gp", "seed": 1}),
+        ("sampler: {name: gp, seed: 1}", "sampler: {seed: 2}", {"name": "gp", "seed": 2}),
+        ("sampler: {name: gp, seed: 1}", "sampler: {name: random}", {"name": "random", "seed": 42}),
+        (
+            "sampler: {name: tpe, n_startup_trials: 9}",
+            "sampler: {name: tpe, n_startup_trials: null}",
+            {"name": "tpe", "seed": 42, "n_startup_trials": 5},
+        ),
+    ],
+)
+def test_what_a_file_leaves_out_is_as_the_study_was_made(
+    tmp_path: Path, stored: str, given: str, expected: dict[str, Any]
+) -> None:
+    base = "name: s\ndata: {source: synthetic}\n"
+    made = json.loads(json.dumps(load(tmp_path, base + stored).definition()))
+    config = load(tmp_path, base + given).completed(made)
+    assert config.definition()[(stored or given).partition(":")[0]] == expected
+
+
+def test_a_study_stored_without_a_pruner_had_none(tmp_path: Path) -> None:
+    config = load(tmp_path, "name: s\ndata: {source: synthetic}\n")
+    made = config.definition()
+    del made["pruner"]
+    assert config.completed(made).pruner == PrunerConfig(name="none")
+
+
+def test_the_definition_has_the_defaults(tmp_path: Path) -> None:
+    """So that a study does not change when they do."""
+    config = load(tmp_path, "name: s\ndata: {source: synthetic}\n")
+    for section in (config.pruner, config.sampler, PrunerConfig(name="patient"), SamplerConfig(name="tpe")):
+        made = section.definition()
+        assert {key: made[key] for key in made if key not in ("name", "seed")} == section.options
+        assert made["name"] == section.name
+    assert PrunerConfig(name="patient").definition() == {"name": "patient", "patience": 2}
+    assert {"sampler": config.sampler.definition(), "pruner": config.pruner.definition()}.items() <= (
+        config.definition().items()
+    )
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
 def test_every_study_that_comes_with_the_project_loads(name: str) -> None:
     study = load_study(name)
@@ -190,7 +241,10 @@ def test_the_definition_is_json_from_which_the_study_can_be_read_again(tmp_path:
     definition = json.loads(json.dumps(study.definition()))
     assert "path" not in definition
     again = StudyConfig.model_validate(definition)
-    assert again == study.model_copy(update={"path": again.path})
+    same = {name: getattr(again, name) for name in ("path", "sampler", "pruner")}
+    assert again == study.model_copy(update=same)
+    assert again.definition() == definition
+    assert (again.sampler.options, again.pruner.options) == (study.sampler.options, study.pruner.options)
     assert again.training.model_fields_set == study.training.model_fields_set
 
 

@@ -95,6 +95,29 @@ def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Pat
         assert len({str(params) for params in first}) == 4, "workers have seeds of their own"
 
 
+@pytest.mark.parametrize("resize", [True, False])
+def test_pruner_of_a_resumed_study_is_the_stored_one_where_the_file_names_none(
+    storage: Storage, resize: bool
+) -> None:
+    """The default of today is for new studies."""
+
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        pruners.append(type(trial.study.pruner))
+        return complete(trial, lease)
+
+    pruners: list[type] = []
+    storage.create_or_resume_study(study(1, pruner={"name": "percentile"}))
+    today = study(1)
+    assert today.pruner.name != "percentile"
+    storage.create_or_resume_study(today, resize=resize)
+    run_worker(today, storage, execute)
+    assert storage.read_study("tiny").definition["pruner"]["name"] == "percentile"
+    storage.create_or_resume_study(study(2, pruner={"name": "median"}))
+    run_worker(study(2, pruner={"name": "median"}), storage, execute)
+    assert pruners == [optuna.pruners.PercentilePruner, optuna.pruners.MedianPruner]
+    assert storage.read_study("tiny").definition["pruner"] == {"name": "median"}
+
+
 def test_resumed_study_does_not_repeat_what_it_tried(storage: Storage) -> None:
     sizes = (2, 4, 6)
     for n_trials in sizes:
