@@ -70,6 +70,7 @@ from hpo.tokens import LENGTH_MULTIPLE, TokenizedSplit, Windowing, collate
 from hpo.train import Budget, Evaluation, Objective, Plan, Progress, train
 from hpo.trial_config import TrialConfig, build_trial_config
 from hpo.trial_log import ScoredEvaluation, TrialLog
+from hpo.trial_settings import BUDGETS
 from hpo.vocabulary import compact_vocabulary
 
 CHECKPOINT_FORMAT = 2
@@ -91,6 +92,9 @@ _MODEL_SETTINGS = (
     "compile_scope",
 )
 """Settings that can make a model that cannot be built."""
+
+_STEP_SETTINGS = (*BUDGETS, "batch_size", "compile", "compile_scope", "compile_dynamic", "max_length")
+"""Settings that decide whether a trial has steps in which nothing is compiled."""
 
 
 def _compile_in_place(config: TrialConfig, model: MultitaskModel) -> None:
@@ -333,7 +337,7 @@ class Executor:
             log.compile_clock,
         ):
             log.evaluation_rates.append(evaluation.examples_per_second)
-            scored = ScoredEvaluation(evaluation, self._values(evaluation, log))
+            scored = ScoredEvaluation(evaluation, self._values(evaluation, config, log))
             is_best = self._is_better(scored, log.best)
             if is_best:
                 log.best = scored
@@ -602,13 +606,23 @@ class Executor:
             log.best = ScoredEvaluation.from_state_dict(checkpoint.state["best"])
         log.resumed_from_step = progress.step
 
-    def _values(self, evaluation: Evaluation, log: TrialLog) -> tuple[float, ...]:
+    def _values(self, evaluation: Evaluation, config: TrialConfig, log: TrialLog) -> tuple[float, ...]:
         measured = {
             "train_examples_per_second": evaluation.rates.get("train_examples_per_second"),
             "train_tokens_per_second": evaluation.rates.get("train_tokens_per_second"),
             "peak_memory_bytes": log.memory.read() if log.memory else None,
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
+        unmeasured = [o.metric for o in self.study.objective if measured.get(o.metric, 0) is None]
+        if unmeasured and evaluation.budget_used >= 1:
+            # As with a model that cannot be built: it may be this trial's settings alone.
+            searched = is_searched(self.study.search_space, _STEP_SETTINGS)
+            budget = next(name for name in BUDGETS if getattr(config, name) is not None)
+            raise (Incompatible if searched else InputError)(
+                f"the objective {unmeasured[0]} has no value: something was compiled in every step of the "
+                f"trial ({evaluation.step} in all), so that none tells the speed. Raise `{budget}`, or use "
+                "`compile: none`."
+            )
         return tuple(
             objective_value(objective.metric, evaluation.metrics, self.tasks, measured)
             for objective in self.study.objective

@@ -41,7 +41,8 @@ def objective_value(
 ) -> float:
     """The value of one objective: `score` is the mean of the tasks' primary metrics.
 
-    Raises InputError when the evaluation did not give it, because no row of the split was labelled.
+    `extra` are the measured ones; None, and so NaN, is what no step has given yet. Raises InputError when
+    the evaluation did not give a metric, because no row of the split was labelled.
     """
     if metric == "score":
         primary = [
@@ -54,7 +55,8 @@ def objective_value(
         task_name, _, name = metric.partition("/")
         value = metrics[task_name].get(name)
     else:
-        value = extra[metric]
+        measured = extra[metric]
+        return math.nan if measured is None else measured
     if value is None or not math.isfinite(value):
         raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
     return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hpo.errors import InputError
@@ -32,6 +34,11 @@ def test_a_metric_of_a_task_and_a_measured_one() -> None:
 def test_no_value_is_an_error_and_never_nan(metric: str, metrics: dict[str, dict[str, float]]) -> None:
     with pytest.raises(InputError, match=f"the objective {metric} has no value"):
         objective_value(metric, metrics, TASKS, {})
+
+
+def test_what_no_step_has_measured_yet_is_nan_and_no_fault_of_the_data() -> None:
+    value = objective_value("train_tokens_per_second", METRICS, TASKS, {"train_tokens_per_second": None})
+    assert math.isnan(value)
 
 
 def test_unknown_names_get_the_nearest() -> None:

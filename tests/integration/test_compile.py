@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from tiny import ENCODER, tiny_executor
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from hpo.errors import InputError
 from hpo.executor import Executor
 from hpo.model import MultitaskModel, encoder_layers
 
@@ -45,15 +48,17 @@ def test_kernels_are_kept_under_runs_from_one_trial_to_the_next(
     assert [path for path in (tmp_path / "runs" / "cache" / "inductor").rglob("*") if path.is_file()]
 
 
+def compile_layers_alone(model: MultitaskModel, *_: Any) -> None:
+    """In place of `apply_compile`: traces as ever, without making kernels."""
+    for layer in encoder_layers(model.encoder):
+        layer.compile(backend="eager", dynamic=False)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_shape_that_comes_up_in_a_step_is_charged_as_compilation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def apply(model: MultitaskModel, *_: Any) -> None:
-        for layer in encoder_layers(model.encoder):
-            layer.compile(backend="eager", dynamic=False)  # traces as ever, without making kernels
-
-    monkeypatch.setattr("hpo.executor.apply_compile", apply)
+    monkeypatch.setattr("hpo.executor.apply_compile", compile_layers_alone)
     before_training = []
     compile_ = Executor._compile
 
@@ -75,3 +80,61 @@ def test_a_shape_that_comes_up_in_a_step_is_charged_as_compilation(
     assert result.telemetry["precision"]["observed"]["compiled"]
     assert result.telemetry["compile_seconds"] > before_training[0] > 0
     assert result.telemetry["num_steps"] == 3
+
+
+def throughput_executor(folder: Path, max_steps: int, **changes: Any) -> Executor:
+    """All rows in one batch of one length; its micro-batches of 3, 3 and 2 are compiled in the first step."""
+    return tiny_executor(
+        folder,
+        objective={"metric": "train_tokens_per_second"},
+        model={"encoder": ENCODER | {"num_hidden_layers": 1}},
+        data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
+        training={
+            "max_steps": max_steps,
+            "batch_size": 8,
+            "micro_batch_size": 3,
+            "max_length": 16,
+            "compile": "default",
+        },
+        evaluation={"per_trial": max_steps},
+        compat={"enabled": False},
+        **changes,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("searched", [False, True])
+def test_a_trial_of_nothing_but_compilation_has_no_throughput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched: bool
+) -> None:
+    """Where it may be the settings of this trial alone, the study goes on."""
+    monkeypatch.setattr("hpo.executor.apply_compile", compile_layers_alone)
+    scopes = {"compile_scope": {"type": "categorical", "choices": ["model", "layers"]}}
+    space = scopes if searched else {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3}}
+    executor = throughput_executor(tmp_path, max_steps=1, search_space=space)
+    message = (
+        r"train_tokens_per_second has no value: .* \(1 in all\).* Raise `max_steps`, or use `compile: none`"
+    )
+    if searched:
+        result = executor.run({"compile_scope": "layers"}, tmp_path / "trial", "trial")
+        assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)
+        assert re.search(message, result.reason)
+    else:
+        with pytest.raises(InputError, match=message):
+            executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_throughput_may_come_after_the_first_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpo.executor.apply_compile", compile_layers_alone)
+    values: list[float] = []
+    result = throughput_executor(tmp_path, max_steps=2).run(
+        {"learning_rate": 1e-3}, tmp_path / "trial", "trial", lambda scored: values.extend(scored.values)
+    )
+    assert result.outcome == "complete", result.traceback
+    first, last = values
+    assert math.isnan(first)
+    assert result.values is not None
+    assert result.values[0] == pytest.approx(last) != 0
