@@ -19,7 +19,7 @@ _LOCK = "owner.lock"
 @contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
     """A new folder in `parent`, removed at the end of the block."""
-    # It gets its name when it is locked: a folder without a lock is taken for abandoned.
+    # It gets its name when it is locked: one whose lock nobody holds is taken for abandoned.
     unnamed = Path(tempfile.mkdtemp(prefix=f".{prefix}", dir=parent))
     folder = parent / unnamed.name.removeprefix(".")
     try:
@@ -38,8 +38,8 @@ def remove_abandoned_folders(parent: Path, prefix: str) -> None:
         try:
             with (folder / _LOCK).open("r+b") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # not one of ours, or its owner has just removed it
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # none of these folders, just removed by its owner, or another user's
         except BlockingIOError:
             continue  # its owner lives
         shutil.rmtree(folder, ignore_errors=True)

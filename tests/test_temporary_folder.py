@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,12 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     remove_abandoned_folders(tmp_path, "train-")
     remove_abandoned_folders(tmp_path / "nowhere", "train-")
     assert {path.name for path in tmp_path.iterdir()} == {"train-data", "train-notes.txt"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may open every file")
+def test_folder_of_another_user_stays(tmp_path: Path) -> None:
+    with temporary_folder(tmp_path, "train-") as folder:
+        (lock,) = folder.iterdir()
+        lock.chmod(0)
+        remove_abandoned_folders(tmp_path, "train-")
+        assert folder.is_dir()
