@@ -68,7 +68,8 @@ class SamplerConfig(_Choice):
     )
     seed: int = Field(42, ge=0, lt=2**31, description="Seed; worker number n adds n.")
     n_startup_trials: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="tpe, gp, cmaes: random trials before the sampler learns; left out, tpe has 5."
+        None,
+        description="tpe, gp, cmaes: random trials before the sampler learns; left out, tpe and gp have 5.",
     )
     n_ei_candidates: Count | None = Field(None, description="tpe: candidates compared for one suggestion.")
     multivariate: Switch | None = Field(None, description="tpe: model the settings together.")
@@ -94,7 +95,7 @@ class SamplerConfig(_Choice):
     @property
     def options(self) -> dict[str, Any]:
         # Optuna's 10 are half of a study of 20 trials; tests/benchmarks/search_speed.py compares them.
-        own: dict[str, dict[str, Any]] = {"tpe": {"n_startup_trials": 5}}
+        own: dict[str, dict[str, Any]] = {"tpe": {"n_startup_trials": 5}, "gp": {"n_startup_trials": 5}}
         return own.get(self.name, {}) | super().options
 
 

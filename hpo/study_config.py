@@ -28,7 +28,16 @@ from hpo.errors import StudyFileError, did_you_mean
 from hpo.precision import AmpConfig
 from hpo.sampler_config import PrunerConfig, SamplerConfig
 from hpo.study_file import Problem, problems_of, read_study_file, refused, show, validation_error
-from hpo.trial_settings import BUDGETS, LOSS_WEIGHT, Count, Encoder, Section, Switch, TrialSettings
+from hpo.trial_settings import (
+    BUDGETS,
+    DEFAULT_EPOCHS,
+    LOSS_WEIGHT,
+    Count,
+    Encoder,
+    Section,
+    Switch,
+    TrialSettings,
+)
 
 __all__ = [
     "AmpConfig",
@@ -167,9 +176,9 @@ class StudyConfig(Section):
     pruner: PrunerConfig = Field(
         cast(PrunerConfig, None),
         validate_default=True,
-        description="When a trial stops early. Left out: `asha` with `min_resource: 2` and "
-        "`reduction_factor: 2`, or `none` where there are several objectives, the objective is no metric "
-        "of the model, or the trials' budget is searched.",
+        description="When a trial stops early. Left out: `asha` with `reduction_factor: 2` and for "
+        "`min_resource` half of a trial's evaluations, at least 2 and at most 3; or `none` where there are "
+        "several objectives, the objective is no metric of the model, or the trials' budget is searched.",
     )
     n_trials: Count = Field(20, description="Trials of the study, over all workers.")
     timeout: Annotated[float, Field(gt=0)] | None = Field(
@@ -245,8 +254,8 @@ class StudyConfig(Section):
     def _default_pruner(cls, raw: Any, info: ValidationInfo) -> Any:
         """That of a study that names none, chosen by `tests/benchmarks/search_speed.py`.
 
-        The first evaluation of a trial says too little of its end to stop it there. Trials of different
-        budgets are not at the same point of it at the same evaluation.
+        The first evaluation of a trial says too little of its end to stop it there, and the second less than
+        the third. Trials of different budgets are not at the same point of it at the same evaluation.
         """
         content = (info.context or {}).get("content", {})
         if raw is not None or "pruner" in content:
@@ -255,7 +264,8 @@ class StudyConfig(Section):
         budget_is_searched = any(budget in (content.get("search_space") or ()) for budget in BUDGETS)
         if len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS or budget_is_searched:
             return PrunerConfig(name="none")
-        return PrunerConfig(name="asha", min_resource=2, reduction_factor=2)
+        half = math.ceil(_num_evaluations(content) / 2)
+        return PrunerConfig(name="asha", min_resource=min(max(half, 2), 3), reduction_factor=2)
 
     @field_validator("pruner")
     @classmethod
@@ -289,6 +299,23 @@ class StudyConfig(Section):
         if problems:
             raise validation_error(problems)
         return space
+
+
+def _num_evaluations(content: Mapping[str, Any]) -> float:
+    """In a trial of the study with this content, which may not be valid yet; the executor counts the same."""
+
+    def number(section: str, key: str) -> float | None:
+        given = content.get(section)
+        value = given.get(key) if isinstance(given, Mapping) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return value if 0 < value < math.inf else None
+
+    if per_trial := number("evaluation", "per_trial"):
+        return per_trial
+    other_budget = number("training", "max_steps") or number("training", "max_seconds")
+    epochs = number("training", "epochs") or (1 if other_budget else DEFAULT_EPOCHS)
+    return math.ceil(epochs) * (number("evaluation", "per_epoch") or 1)
 
 
 def _given(section: str, info: ValidationInfo) -> set[str]:

@@ -13,7 +13,7 @@ from hpo.samplers import (
     MIN_INFEASIBLE_TRIALS,
     AvoidInfeasible,
     AvoidRepeats,
-    SeeInfeasible,
+    SeePruned,
     build_pruner,
     build_sampler,
     is_infeasible,
@@ -121,8 +121,8 @@ FINITE = {
 NUM_FINITE = 2 * 3 + 2 * 3 * 2
 
 
-def finite(**options: Any) -> Any:
-    return study(NUM_FINITE, sampler={"name": "tpe", "seed": 5, **options}, search_space=FINITE)
+def finite(name: str = "tpe", **options: Any) -> Any:
+    return study(NUM_FINITE, sampler={"name": name, "seed": 5, **options}, search_space=FINITE)
 
 
 def tell_next(current: optuna.Study, space: Any, state: TrialState = TrialState.COMPLETE) -> dict[str, Any]:
@@ -133,10 +133,12 @@ def tell_next(current: optuna.Study, space: Any, state: TrialState = TrialState.
     return params
 
 
-@pytest.mark.parametrize("multivariate", [True, False])
-def test_no_configuration_is_had_twice(multivariate: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("tpe", {"multivariate": True}), ("tpe", {"multivariate": False}), ("gp", {})]
+)
+def test_no_configuration_is_had_twice(name: str, options: dict[str, Any]) -> None:
     """Also where a setting depends on another; when all were had, it goes on."""
-    config = finite(multivariate=multivariate)
+    config = finite(name, **options)
     current = opened(config)
     tried = [tell_next(current, config.search_space) for _ in range(NUM_FINITE)]
     assert len({str(sorted(params.items())) for params in tried}) == NUM_FINITE
@@ -255,7 +257,8 @@ def test_a_changed_proposal_has_no_avoided_choice() -> None:
 def test_ranges_of_floats_are_left_to_the_sampler() -> None:
     config = config_of("tpe")
     assert isinstance(build_sampler(config.sampler, config.search_space), AvoidInfeasible)
-    assert isinstance(build_sampler(finite().sampler, finite().search_space), AvoidRepeats)
+    for name in ("tpe", "gp"):
+        assert isinstance(build_sampler(finite(name).sampler, finite().search_space), AvoidRepeats)
 
 
 # Infeasible choices
@@ -357,7 +360,7 @@ def test_gp_sees_infeasible_trials_as_worst() -> None:
 
     gp = optuna.samplers.GPSampler(seed=1, warn_independent_sampling=False)
     shares = []
-    for sampler in (SeeInfeasible(gp), gp):
+    for sampler in (SeePruned(gp), gp):
         current = opened(config)
         current.sampler = sampler
         for _ in range(40):
@@ -372,6 +375,72 @@ def test_gp_sees_infeasible_trials_as_worst() -> None:
     seeing, blind = shares
     assert seeing < 0.3
     assert seeing < blind / 2
+
+
+class _Shown(optuna.samplers.RandomSampler):
+    """Keeps the study that it is asked for."""
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: Any) -> dict[str, Any]:  # noqa: ARG002
+        self.study = study
+        return dict(study.trials[0].distributions)
+
+    def sample_relative(
+        self,
+        study: optuna.Study,  # noqa: ARG002
+        trial: Any,  # noqa: ARG002
+        search_space: dict[str, Any],
+    ) -> dict[str, Any]:
+        return {name: getattr(one, "high", None) for name, one in search_space.items() if name != "pooling"}
+
+
+NUMBERS_AND_NAMES = {
+    "batch_size": {"type": "categorical", "choices": [16, 8, 32]},
+    "pooling": {"type": "categorical", "choices": ["cls", "mean", "max"]},
+}
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_gp_sees_what_to_expect_of_pruned_trials(sign: float) -> None:
+    """Their best evaluation and the median gain of those that went on; maximised or minimised alike."""
+    config = study(12, search_space=NUMBERS_AND_NAMES)
+    current = optuna.create_study(direction="maximize" if sign > 0 else "minimize")
+    courses = [[0.1, 0.2, 0.5], [0.4, 0.3, 0.5], [0.0, 0.1, 0.9], [0.3, 0.2], []]
+    for course in courses:
+        trial = current.ask()
+        suggest(config.search_space, trial)
+        for step, score in enumerate(course, start=1):
+            trial.report(sign * score, step)
+        if len(course) == 3:
+            current.tell(trial, sign * max(course))
+        else:
+            current.tell(trial, state=TrialState.PRUNED)
+    sampler = SeePruned(shown := _Shown(seed=0))
+    current.sampler = sampler
+    suggest(config.search_space, current.ask())
+    states = [trial.state for trial in shown.study.trials[:5]]
+    assert states == [TrialState.COMPLETE] * 4 + [TrialState.PRUNED]  # nothing is known of the last one
+    # The complete trials gained 0.3, 0.1 and 0.8 after their second evaluation.
+    assert [trial.value for trial in shown.study.trials[:4]] == pytest.approx(
+        [sign * value for value in (0.5, 0.5, 0.9, 0.3 + 0.3)]
+    )
+    assert current.trials[3].state == TrialState.PRUNED
+
+
+def test_gp_sees_numbers_in_their_order() -> None:
+    """Choices that are numbers are ranks for the sampler and stay choices in the study."""
+    config = study(12, search_space=NUMBERS_AND_NAMES)
+    current = optuna.create_study(direction="maximize")
+    for batch_size in (16, 8, 32):
+        current.enqueue_trial({"batch_size": batch_size, "pooling": "mean"})
+        trial = current.ask()
+        suggest(config.search_space, trial)
+        current.tell(trial, 0.5)
+    current.sampler = SeePruned(shown := _Shown(seed=0))
+    trial = current.ask()
+    assert suggest(config.search_space, trial)["batch_size"] == 32
+    assert [one.params["batch_size"] for one in shown.study.trials[:3]] == [1, 0, 2]
+    assert {one.params["pooling"] for one in shown.study.trials[:3]} == {"mean"}
+    assert trial.distributions["batch_size"] == optuna.distributions.CategoricalDistribution((16, 8, 32))
 
 
 def test_several_objectives_with_infeasible_trials() -> None:
@@ -413,7 +482,7 @@ def tell_oom(current: optuna.Study, trial: optuna.Trial, limit_bytes: int | None
         (None, 80, False),  # stored before limits were
     ],
 )
-@pytest.mark.parametrize("wrapper", ["AvoidRepeats", "AvoidInfeasible", "SeeInfeasible"])
+@pytest.mark.parametrize("wrapper", ["AvoidRepeats", "AvoidInfeasible", "SeePruned"])
 def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
     wrapper: str, limit: int | None, memory: int | None, expected: bool
 ) -> None:
@@ -428,10 +497,11 @@ def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
         else:
             current.tell(trial, float(batch_size))
     memory_bytes = None if memory is None else memory * GIB
-    if wrapper == "SeeInfeasible":
-        seen = SeeInfeasible(optuna.samplers.RandomSampler(seed=0), memory_bytes)
+    if wrapper == "SeePruned":
+        seen = SeePruned(optuna.samplers.RandomSampler(seed=0), memory_bytes)
         seen.infer_relative_search_space(current, current.ask())
-        states = {trial.params["batch_size"]: trial.state for trial in seen._copy.trials[:5]}
+        pairs = zip(current.trials[:5], seen._copy.trials[:5], strict=True)
+        states = {trial.params["batch_size"]: shown.state for trial, shown in pairs}
         assert states == {
             4: TrialState.COMPLETE,
             8: TrialState.COMPLETE,

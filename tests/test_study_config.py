@@ -58,6 +58,26 @@ def test_a_study_needs_a_name_and_data_only(tmp_path: Path) -> None:
     assert study.model.encoder == "minilm"
     assert study.amp == AmpConfig()
     assert (study.pruner.name, study.pruner.options) == ("asha", {"min_resource": 2, "reduction_factor": 2})
+    assert (study.sampler.name, study.sampler.seed) == ("tpe", 42)
+
+
+@pytest.mark.parametrize(
+    ("lines", "min_resource"),
+    [
+        ("training: {epochs: 2}", 2),
+        ("training: {epochs: 4}", 2),
+        ("training: {epochs: 4.5}", 3),
+        ("training: {epochs: 20}", 3),
+        ("training: {epochs: 2}\nevaluation: {per_epoch: 3}", 3),
+        ("training: {max_steps: 100}\nevaluation: {per_epoch: 4}", 2),
+        ("training: {epochs: 20}\nevaluation: {per_trial: 4}", 2),
+    ],
+)
+def test_the_default_pruner_waits_for_half_of_the_trial(
+    tmp_path: Path, lines: str, min_resource: int
+) -> None:
+    study = load(tmp_path, f"name: s\ndata: {{source: synthetic}}\n{lines}\n")
+    assert (study.pruner.name, study.pruner.min_resource) == ("asha", min_resource)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +113,9 @@ def test_trials_of_different_budgets_are_not_pruned_by_default(tmp_path: Path) -
         ),
         ("pruner: {name: median, n_warmup_steps: 3}", "pruner: {name: none}", {"name": "none"}),
         ("pruner: {name: none}", "pruner: {name: percentile}", {"name": "percentile", "percentile": 25.0}),
-        ("sampler: {name: gp, seed: 1}", "", {"name": "gp", "seed": 1}),
-        ("sampler: {name: gp, seed: 1}", "sampler: {seed: 2}", {"name": "gp", "seed": 2}),
-        ("sampler: {name: gp, seed: 1}", "sampler: {name: random}", {"name": "random", "seed": 42}),
+        ("sampler: {name: nsga2, seed: 1}", "", {"name": "nsga2", "seed": 1}),
+        ("sampler: {name: nsga2, seed: 1}", "sampler: {seed: 2}", {"name": "nsga2", "seed": 2}),
+        ("sampler: {name: nsga2, seed: 1}", "sampler: {name: random}", {"name": "random", "seed": 42}),
         (
             "sampler: {name: tpe, n_startup_trials: 9}",
             "sampler: {name: tpe, n_startup_trials: null}",
@@ -257,7 +277,7 @@ def test_the_definition_is_json_from_which_the_study_can_be_read_again(tmp_path:
             {"n_startup_trials": 4, "multivariate": False},
         ),
         ({"name": "nsga2", "population_size": 8}, {"population_size": 8}),
-        ({"name": "gp"}, {}),
+        ({"name": "gp"}, {"n_startup_trials": 5}),
     ],
 )
 def test_sampler_options_are_those_given_and_our_defaults(
