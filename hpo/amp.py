@@ -195,7 +195,7 @@ class MixedPrecision:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Autocast without gradients. Enter it once for all batches: until it ends, it keeps what it converts
-        of the weights, but for frozen ones. In `torch.inference_mode` it would convert all in every batch.
+        of the weights, but for frozen ones. In `torch.inference_mode` (of 2.13) it would keep nothing.
         """
         with torch.no_grad(), self.autocast():
             yield

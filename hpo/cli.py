@@ -250,7 +250,6 @@ def train(
     import uuid
 
     from hpo.device import probe_device
-    from hpo.display import print_trial
     from hpo.executor import Executor
     from hpo.slots import trial_attributes
     from hpo.study_config import load_study
@@ -285,6 +284,8 @@ def train(
     if as_json:
         _print_json(record)
     else:
+        from hpo.display import print_trial  # pandas, as in `run`
+
         print_trial(record)
         if result.traceback:
             typer.echo(result.traceback, err=True)
@@ -518,7 +519,11 @@ def _announce(record: StudyRecord, database: Storage) -> None:
     done, total = record.slots["done"], sum(record.slots.values())
     state = "finished" if done == total else "resumed" if record.trials else "new"
     place = redact(database.url)
-    typer.echo(f"Study {record.name} ({state}): {done} of {total} trials done, in {place}.")
+    used = (record.definition[key]["name"] for key in ("sampler", "pruner"))
+    typer.echo(
+        f"Study {record.name} ({state}): {done} of {total} trials done, in {place}. "
+        "Sampler {}, pruner {}.".format(*used)
+    )
 
 
 def _say_how_it_ended(

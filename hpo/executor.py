@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import time
 import traceback
@@ -93,7 +92,16 @@ _MODEL_SETTINGS = (
 )
 """Settings that can make a model that cannot be built."""
 
-_STEP_SETTINGS = (*BUDGETS, "batch_size", "compile", "compile_scope", "compile_dynamic", "max_length")
+_STEP_SETTINGS = (
+    *BUDGETS,
+    *_MODEL_SETTINGS,
+    "batch_size",
+    "micro_batch_size",
+    "gradient_checkpointing",
+    "compile",
+    "compile_scope",
+    "compile_dynamic",
+)
 """Settings that decide whether a trial has steps in which nothing is compiled."""
 
 
@@ -259,17 +267,7 @@ class Executor:
         prepare_model(model, precision)
         used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
         compact_vocabulary(model, config.optimizer, used_ids)
-        optimizer = build_optimizer(
-            config.optimizer,
-            parameter_groups(
-                model,
-                learning_rate=config.learning_rate,
-                head_learning_rate=config.head_learning_rate,
-                weight_decay=config.weight_decay,
-                layerwise_lr_decay=config.layerwise_lr_decay,
-            ),
-            betas=config.betas,
-        )
+        optimizer = self._optimizer(config, model)
         log.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
         log.progress = progress = Progress()
         log.meter = meter = ThroughputMeter(self.device)
@@ -428,9 +426,18 @@ class Executor:
             model.log_variance if config.loss_weighting == "uncertainty" else None,
         )
 
+    def _optimizer(self, config: TrialConfig, model: MultitaskModel) -> torch.optim.Optimizer:
+        groups = parameter_groups(
+            model,
+            learning_rate=config.learning_rate,
+            head_learning_rate=config.head_learning_rate,
+            weight_decay=config.weight_decay,
+            layerwise_lr_decay=config.layerwise_lr_decay,
+        )
+        return build_optimizer(config.optimizer, groups, betas=config.betas)
+
     def _plan(self, config: TrialConfig) -> Plan:
         evaluation = self.study.evaluation
-        epochs = 1 if config.epochs is None else math.ceil(config.epochs)
         return Plan(
             budget=Budget(config.epochs, config.max_steps, config.max_seconds),
             batch_size=config.batch_size,
@@ -439,7 +446,7 @@ class Executor:
             schedule=config.schedule,
             warmup_ratio=config.warmup_ratio,
             max_grad_norm=config.max_grad_norm or 0.0,
-            num_evaluations=evaluation.per_trial or epochs * evaluation.per_epoch,
+            num_evaluations=evaluation.count(config.epochs),
             evaluation_tokens=evaluation.batch_tokens,
             decision_metrics=decision_metrics([objective.metric for objective in self.study.objective]),
         )
@@ -537,7 +544,7 @@ class Executor:
     ) -> Any:
         """One real example through the prepared model as training runs it: the dtypes that come out."""
         batch = collate(split, np.array([0]), (), pad_id).to(self.device.torch_device)
-        with observe(model) as seen, torch.no_grad(), mixed_precision.autocast():
+        with observe(model) as seen, mixed_precision.evaluation():
             model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
         return seen
 
@@ -613,7 +620,8 @@ class Executor:
             "peak_memory_bytes": log.memory.read() if log.memory else None,
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
-        unmeasured = [o.metric for o in self.study.objective if measured.get(o.metric, 0) is None]
+        metrics = [objective.metric for objective in self.study.objective]
+        unmeasured = [metric for metric in metrics if metric in measured and measured[metric] is None]
         if unmeasured and evaluation.budget_used >= 1:
             # As with a model that cannot be built: it may be this trial's settings alone.
             searched = is_searched(self.study.search_space, _STEP_SETTINGS)

@@ -6,7 +6,6 @@ progress bars. A run shows this before its first trial, so nothing here imports 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -134,9 +133,7 @@ class StudyDisplay:
         """As the trial says; of one in another process, the share of its evaluations."""
         if event.budget_used is not None:
             return event.budget_used
-        evaluation = self._config.evaluation
-        epochs = build_trial_config(self._config, event.params, "fp32").epochs
-        num = evaluation.per_trial or math.ceil(epochs or 1) * evaluation.per_epoch
+        num = self._config.evaluation.count(build_trial_config(self._config, event.params, "fp32").epochs)
         return min(1.0, self._num_evaluations[event.number] / num)
 
     def _format(self, value: float) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from hpo.errors import InputError
 from hpo.study_file import Problem, validation_error
 from hpo.trial_settings import Count, Section, Switch
 
@@ -43,10 +44,20 @@ class _Choice(Section):
         return self.model_dump(mode="json", include={"name", "seed"}) | self.options
 
     def completed(self, stored: Mapping[str, Any]) -> Self:
-        """With what is left out here as in `stored`, a `definition`, if that names the same algorithm."""
+        """With what is left out here as in `stored`, a `definition`, if that names the same algorithm.
+
+        Raises InputError where options of the default algorithm are given and another is stored.
+        """
         given = self.model_dump(exclude_unset=True)
-        if given.get("name", stored["name"]) != stored["name"]:
+        name = stored["name"]
+        if given.get("name", name) != name:
             return self
+        foreign = [key for key in given if key not in ("name", "seed", *self.OPTIONS[name])]
+        if foreign:
+            raise InputError(
+                f"`{foreign[0]}` is no option of `{name}`, which the stored study uses and the study file "
+                "does not change. Give the `name` of the algorithm beside it."
+            )
         known = {key: value for key, value in stored.items() if value is not None}
         return type(self).model_validate(known | given)
 
@@ -69,7 +80,7 @@ class SamplerConfig(_Choice):
     seed: int = Field(42, ge=0, lt=2**31, description="Seed; worker number n adds n.")
     n_startup_trials: Annotated[int, Field(ge=0)] | None = Field(
         None,
-        description="tpe, gp, cmaes: random trials before the sampler learns; left out, tpe and gp have 5.",
+        description="tpe, gp, cmaes: random trials before the sampler learns; left out, tpe has 5.",
     )
     n_ei_candidates: Count | None = Field(None, description="tpe: candidates compared for one suggestion.")
     multivariate: Switch | None = Field(None, description="tpe: model the settings together.")
@@ -95,7 +106,7 @@ class SamplerConfig(_Choice):
     @property
     def options(self) -> dict[str, Any]:
         # Optuna's 10 are half of a study of 20 trials; tests/benchmarks/search_speed.py compares them.
-        own: dict[str, dict[str, Any]] = {"tpe": {"n_startup_trials": 5}, "gp": {"n_startup_trials": 5}}
+        own: dict[str, dict[str, Any]] = {"tpe": {"n_startup_trials": 5}}
         return own.get(self.name, {}) | super().options
 
 

@@ -63,6 +63,9 @@ RETRIED_SHARE = 0.05
 CHANGES_TRIED = 20
 """How many changes of one setting of a repeated configuration are tried, then of two, and so on."""
 
+MORE_MEMORY = 1.05
+"""What did not fit is tried again with so many times the memory: cards of one model differ a little."""
+
 ENUMERATED = 2000
 """Of a space with at most so many configurations the last one is found, too."""
 
@@ -155,7 +158,7 @@ def may_fit(trial: FrozenTrial, memory_bytes: int | None) -> bool:
     if trial.user_attrs.get("outcome") != "oom" or memory_bytes is None:
         return False
     limit = trial.user_attrs.get("telemetry", {}).get("device", {}).get("memory_limit_bytes")
-    return limit is not None and limit < memory_bytes
+    return limit is not None and MORE_MEMORY * limit <= memory_bytes
 
 
 class _Wrapper(BaseSampler):
@@ -397,9 +400,10 @@ def _blame(infeasible: Sequence[FrozenTrial], feasible: Set[Choice]) -> Choice |
 class SeePruned(_Wrapper):
     """Shows its sampler PRUNED trials as COMPLETE, and choices that are numbers as their ranks.
 
-    An infeasible trial has the worst value so far. One that the pruner stopped has its best evaluation, and
-    what trials that went on gained after that evaluation in the median: an estimate that only the sampler
-    sees. Choices in the order of their numbers tell a model with distances that 16 lies between 8 and 32.
+    One that the pruner stopped has its best evaluation, and what trials that went on gained after that
+    evaluation in the median: an estimate that only the sampler sees. An infeasible one has the worst of these
+    values and those of the COMPLETE trials. Choices in the order of their numbers tell a model with distances
+    that 16 lies between 8 and 32.
     """
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -416,29 +420,27 @@ class SeePruned(_Wrapper):
         search_space: dict[str, BaseDistribution],  # noqa: ARG002
     ) -> dict[str, Any]:
         # Optuna has just asked for the search space of this trial.
-        params = super().sample_relative(self._copy, self._copy.trials[trial.number], self._ranked_space)
+        params = super().sample_relative(
+            self._copy, _all_trials(self._copy)[trial.number], self._ranked_space
+        )
         return {name: _of_rank(self._space[name], value) for name, value in params.items()}
 
 
 def _with_pruned(study: Study, memory_bytes: int | None) -> Study:
     trials = _all_trials(study)
-    complete = [t for t in trials if t.state == TrialState.COMPLETE]
-    values = [t.values for t in complete] or [[0.0] * len(study.directions)]
+    value_of = {t.number: t.values for t in trials if t.state == TrialState.COMPLETE}
+    value_of |= _expected(study, [trials[number] for number in value_of], trials)
+    known = list(value_of.values()) or [[0.0] * len(study.directions)]
     worst = [
         min(of_objective) if direction == StudyDirection.MAXIMIZE else max(of_objective)
-        for direction, of_objective in zip(study.directions, zip(*values, strict=True), strict=True)
+        for direction, of_objective in zip(study.directions, zip(*known, strict=True), strict=True)
     ]
     copy = optuna.create_study(directions=study.directions)
     for t in trials:
-        state, shown = t.state, t.values
-        if is_infeasible(t):
-            if not may_fit(t, memory_bytes):
-                state, shown = TrialState.COMPLETE, worst
-        elif state == TrialState.PRUNED and (best := _best_report(study, t, t.last_step)) is not None:
-            state, shown = TrialState.COMPLETE, [best + _gain(study, complete, t.last_step)]
+        shown = worst if is_infeasible(t) and not may_fit(t, memory_bytes) else value_of.get(t.number)
         copy.add_trial(
             optuna.trial.create_trial(
-                state=state,
+                state=t.state if shown is None else TrialState.COMPLETE,
                 values=shown,
                 params={name: _rank(t.distributions[name], value) for name, value in t.params.items()},
                 distributions={name: _ranked(one) for name, one in t.distributions.items()},
@@ -447,10 +449,25 @@ def _with_pruned(study: Study, memory_bytes: int | None) -> Study:
     return copy
 
 
-def _best_report(study: Study, trial: FrozenTrial, last_step: int | None) -> float | None:
-    """The trial's best evaluation until `last_step`: what its value would have been then."""
-    if last_step is None:
-        return None
+def _expected(
+    study: Study, complete: Sequence[FrozenTrial], trials: Sequence[FrozenTrial]
+) -> dict[int, list[float]]:
+    """{trial number: value} of what the pruner stopped: its best evaluation and what others gained later."""
+    stopped = [t for t in trials if t.state == TrialState.PRUNED and not is_infeasible(t)]
+    gain_after: dict[int, float] = {}
+    for step in {t.last_step for t in stopped if t.last_step is not None}:
+        then = ((t.values[0], _best_until(study, t, step)) for t in complete)
+        gains = [value - best for value, best in then if best is not None]
+        gain_after[step] = statistics.median(gains) if gains else 0.0
+    expected = {}
+    for t in stopped:
+        if t.last_step is not None and (best := _best_until(study, t, t.last_step)) is not None:
+            expected[t.number] = [best + gain_after[t.last_step]]
+    return expected
+
+
+def _best_until(study: Study, trial: FrozenTrial, last_step: int) -> float | None:
+    """The trial's best evaluation until `last_step`; None without a finite one."""
     reports = [
         value
         for step, value in trial.intermediate_values.items()
@@ -458,12 +475,6 @@ def _best_report(study: Study, trial: FrozenTrial, last_step: int | None) -> flo
     ]
     better = max if study.directions[0] == StudyDirection.MAXIMIZE else min
     return better(reports, default=None)
-
-
-def _gain(study: Study, complete: Sequence[FrozenTrial], step: int | None) -> float:
-    """The median over `complete` trials of their value less their best evaluation until `step`."""
-    gains = [t.values[0] - best for t in complete if (best := _best_report(study, t, step)) is not None]
-    return statistics.median(gains) if gains else 0.0
 
 
 def _scale(distribution: BaseDistribution) -> list[Any]:

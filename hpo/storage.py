@@ -54,7 +54,16 @@ _logger = logging.getLogger(__name__)
 
 _TOKEN_ATTR, _DATA_ATTR = "hpo:token", "hpo:data"
 
-CHANGEABLE = ("n_trials", "timeout", "max_retries", "sampler", "pruner", "device", "checkpoint")
+CHANGEABLE = (
+    "n_trials",
+    "timeout",
+    "max_retries",
+    "sampler",
+    "pruner",
+    "device",
+    "checkpoint",
+    "amp.memory_fraction",
+)
 """Keys of the study file that may change before a study is resumed: its results still compare."""
 
 
@@ -192,9 +201,11 @@ class Storage:
             else:
                 stored = json.loads(row.definition)
                 refuse_changes(config.name, stored, json.loads(definition))
-                definition = json.dumps(config.completed(stored).definition(), sort_keys=True)
+                completed = config.completed(stored)
                 n_trials = config.n_trials if resize else row.n_trials
                 if resize:
+                    completed.check_grid()
+                    definition = json.dumps(completed.definition(), sort_keys=True)
                     connection.execute(
                         sa.update(studies)
                         .where(studies.c.name == config.name)
@@ -469,7 +480,7 @@ def refuse_changes(name: str, stored: Mapping[str, Any], given: Mapping[str, Any
     """Raise StudyChangedError where two definitions of the study differ in what its results depend on."""
     lines = space_diff(stored["search_space"], given["search_space"])
     what = "search space" if lines else "definition"
-    for key in sorted((stored.keys() | given.keys()) - {"search_space", *CHANGEABLE}):
+    for key in sorted((stored.keys() | given.keys()) - {"search_space"}):
         lines += _differences(key, _without_folders(stored.get(key)), _without_folders(given.get(key)))
     if lines:
         raise StudyChangedError(
@@ -486,7 +497,7 @@ def _without_folders(value: Any) -> Any:
 
 
 def _differences(key: str, stored: Any, given: Any) -> list[str]:
-    if stored == given:
+    if stored == given or key in CHANGEABLE:
         return []
     if isinstance(stored, Mapping) and isinstance(given, Mapping):
         keys = sorted(stored.keys() | given.keys())

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,7 @@ from pydantic import (
 
 from hpo.data_config import ColumnsConfig, DataConfig, SyntheticConfig
 from hpo.distributions import CategoricalDistribution, Distribution, FloatDistribution, parse_search_space
-from hpo.errors import StudyFileError, did_you_mean
+from hpo.errors import InputError, StudyFileError, did_you_mean
 from hpo.precision import AmpConfig
 from hpo.sampler_config import PrunerConfig, SamplerConfig
 from hpo.study_file import Problem, problems_of, read_study_file, refused, show, validation_error
@@ -155,6 +155,10 @@ class EvaluationConfig(Section):
     )
     batch_tokens: Count = Field(8192, description="Tokens of one batch, padding included.")
 
+    def count(self, epochs: float | None) -> int:
+        """Evaluations of a trial of so many epochs; None: its budget is another."""
+        return self.per_trial or math.ceil(epochs or 1) * self.per_epoch
+
 
 class CheckpointConfig(Section):
     """What is kept of a trial."""
@@ -174,10 +178,9 @@ class StudyConfig(Section):
     )
     sampler: SamplerConfig = Field(SamplerConfig(), description="Which configuration is tried next.")
     pruner: PrunerConfig = Field(
-        cast(PrunerConfig, None),
-        validate_default=True,
-        description="When a trial stops early. Left out: `asha` with `reduction_factor: 2` and for "
-        "`min_resource` half of a trial's evaluations, at least 2 and at most 3; or `none` where there are "
+        PrunerConfig(),
+        description="When a trial stops early. Left out: `asha` with `reduction_factor: 2` and "
+        "`min_resource: 2`, or 3 where a trial has more than four evaluations; `none` where there are "
         "several objectives, the objective is no metric of the model, or the trials' budget is searched.",
     )
     n_trials: Count = Field(20, description="Trials of the study, over all workers.")
@@ -219,17 +222,48 @@ class StudyConfig(Section):
     def completed(self, stored: Mapping[str, Any]) -> StudyConfig:
         """The study with what its file leaves out of `sampler` and `pruner` as in `stored`, a `definition`.
 
-        Defaults are for new studies: a study that was made before one was changed goes on as it began. One
-        that is stored without a pruner had none.
+        Defaults are for new studies: a study that was made before one was changed goes on as it began.
+
+        Raises InputError.
         """
         sampler = self.sampler if "sampler" in self.model_fields_set else SamplerConfig()
-        pruner = self.pruner if "pruner" in self.model_fields_set else PrunerConfig.model_construct()
+        pruner = self.pruner if "pruner" in self.model_fields_set else PrunerConfig()
         return self.model_copy(
             update={
                 "sampler": sampler.completed(stored["sampler"]),
-                "pruner": pruner.completed(stored.get("pruner", {"name": "none"})),
+                "pruner": pruner.completed(stored["pruner"]),
             }
         )
+
+    def check_grid(self) -> None:
+        """Raise InputError where a grid has fewer combinations than there shall be trials."""
+        if self.sampler.name == "grid" and self.n_trials > (size := grid_size(self.search_space)):
+            raise InputError(
+                f"the grid has {size} combinations, but the study shall have {self.n_trials} trials. Lower "
+                "`n_trials`, or give `--n-trials`."
+            )
+
+    @model_validator(mode="after")
+    def _choose_pruner(self) -> StudyConfig:
+        """That of a study that names none; `tests/benchmarks/search_speed.py` compares it with others.
+
+        The first evaluation of a trial says too little of its end to stop it there, and the second less than
+        the third. Trials of different budgets are not at the same point of it at the same evaluation.
+        """
+        if (
+            "pruner" in self.model_fields_set
+            or len(self.objective) != 1
+            or self.objective[0].metric in MEASURED_METRICS
+            or any(budget in self.search_space for budget in BUDGETS)
+        ):
+            return self
+        training = self.training
+        has_other_budget = training.max_steps is not None or training.max_seconds is not None
+        epochs = training.epochs or (None if has_other_budget else DEFAULT_EPOCHS)
+        min_resource = 3 if self.evaluation.count(epochs) > 4 else 2
+        chosen = PrunerConfig(name="asha", min_resource=min_resource, reduction_factor=2)
+        self.__dict__["pruner"] = chosen  # frozen, and still not a key that the file gives
+        return self
 
     @field_validator("objective")
     @classmethod
@@ -248,24 +282,6 @@ class StudyConfig(Section):
         if sampler.name == "cmaes" and len(info.data.get("objective", ())) > 1:
             raise refused(("name",), "cmaes takes one objective. Use tpe, gp or nsga2.")
         return sampler
-
-    @field_validator("pruner", mode="before")
-    @classmethod
-    def _default_pruner(cls, raw: Any, info: ValidationInfo) -> Any:
-        """That of a study that names none, chosen by `tests/benchmarks/search_speed.py`.
-
-        The first evaluation of a trial says too little of its end to stop it there, and the second less than
-        the third. Trials of different budgets are not at the same point of it at the same evaluation.
-        """
-        content = (info.context or {}).get("content", {})
-        if raw is not None or "pruner" in content:
-            return raw
-        objectives = info.data.get("objective", ())
-        budget_is_searched = any(budget in (content.get("search_space") or ()) for budget in BUDGETS)
-        if len(objectives) != 1 or objectives[0].metric in MEASURED_METRICS or budget_is_searched:
-            return PrunerConfig(name="none")
-        half = math.ceil(_num_evaluations(content) / 2)
-        return PrunerConfig(name="asha", min_resource=min(max(half, 2), 3), reduction_factor=2)
 
     @field_validator("pruner")
     @classmethod
@@ -299,23 +315,6 @@ class StudyConfig(Section):
         if problems:
             raise validation_error(problems)
         return space
-
-
-def _num_evaluations(content: Mapping[str, Any]) -> float:
-    """In a trial of the study with this content, which may not be valid yet; the executor counts the same."""
-
-    def number(section: str, key: str) -> float | None:
-        given = content.get(section)
-        value = given.get(key) if isinstance(given, Mapping) else None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        return value if 0 < value < math.inf else None
-
-    if per_trial := number("evaluation", "per_trial"):
-        return per_trial
-    other_budget = number("training", "max_steps") or number("training", "max_seconds")
-    epochs = number("training", "epochs") or (1 if other_budget else DEFAULT_EPOCHS)
-    return math.ceil(epochs) * (number("evaluation", "per_epoch") or 1)
 
 
 def _given(section: str, info: ValidationInfo) -> set[str]:

@@ -161,7 +161,7 @@ def run_study(
             return run_workers(
                 config, storage, runs_dir, places, study_name=study_name, on_event=on_event, stop=stop
             )
-        with imported_for_good():
+        with nullcontext() if "hpo.executor" in sys.modules else imported_for_good():
             import torch
 
             from hpo.executor import Executor

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shutil
 import signal
@@ -28,13 +29,16 @@ from hpo.verify import PrecisionCheck
 
 COMMANDS: dict[str, Any] = dict(get_command(cli.app).commands)  # type: ignore[attr-defined]
 PRINTS_FOR_PEOPLE = sorted(COMMANDS)
+ROOT = README.parent
 
 
-def slow_modules_after(code: str) -> set[str]:
-    """Which of the modules that take long to import a new process has after running `code`."""
+def slow_modules_after(code: str, folder: Path = ROOT) -> set[str]:
+    """Which of the modules that take long to import a new process in `folder` has after running `code`."""
     names = ("torch", "optuna", "transformers", "pandas", "sqlalchemy", "pydantic", "numpy", "sklearn")
     report = f"\nimport sys; print([name for name in {names} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code + report]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=environment)
     return set(ast.literal_eval(done.stdout.splitlines()[-1]))
 
 
@@ -43,8 +47,18 @@ def test_help_imports_nothing_that_takes_long() -> None:
     assert "optuna" in slow_modules_after("import optuna"), "the check can fail"
 
 
-def test_no_trial_waits_for_pandas() -> None:
-    found = slow_modules_after("import hpo.cli, hpo.progress, hpo.database, hpo.worker, hpo.executor")
+@pytest.mark.parametrize(
+    ("command", "first"), [("run", "hpo.worker.run_study"), ("train", "hpo.executor.Executor.run")]
+)
+def test_no_trial_waits_for_pandas(tmp_path: Path, command: str, first: str) -> None:
+    write_study(tmp_path)
+    code = (
+        "import sys, hpo.cli, hpo.worker, hpo.executor\n"
+        f"def first(*_, **__): sys.exit('trials begin')\n{first} = first\n"
+        f"sys.argv = ['hpo', '{command}', 'tiny.yaml']\n"
+        "try: hpo.cli.main()\nexcept SystemExit as end: assert str(end) == 'trials begin', end"
+    )
+    found = slow_modules_after(code, tmp_path)
     assert "transformers" in found
     assert "pandas" not in found
 

@@ -518,6 +518,27 @@ def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
     assert (next_one == 16) == expected  # 4 and 8 were had
 
 
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+@pytest.mark.parametrize("num_complete", [0, 2])
+def test_gp_is_shown_nothing_worse_than_what_cannot_work(direction: str, num_complete: int) -> None:
+    sign = 1.0 if direction == "maximize" else -1.0
+    current = optuna.create_study(direction=direction)
+    for number in range(6):
+        trial = current.ask({"x": optuna.distributions.FloatDistribution(0, 1)})
+        trial.report(sign * (5.0 - number), step=1)
+        if number < num_complete:
+            current.tell(trial, sign * 6.0)
+        elif number < 5:
+            current.tell(trial, state=TrialState.PRUNED)
+        else:
+            trial.set_constraint("feasible", 1.0)
+            current.tell(trial, state=TrialState.PRUNED)
+    seen = SeePruned(optuna.samplers.RandomSampler(seed=0))
+    seen.infer_relative_search_space(current, current.ask())
+    *others, infeasible = [trial.values[0] for trial in seen._copy.trials[:6]]
+    assert infeasible == (min if direction == "maximize" else max)(others)
+
+
 # Pruners
 
 

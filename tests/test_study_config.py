@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpo.errors import StudyFileError
+from hpo.errors import InputError, StudyFileError
 from hpo.precision import AmpConfig
 from hpo.study_config import PrunerConfig, SamplerConfig, StudyConfig, load_study
 from hpo.tasks import parse_tasks
@@ -73,7 +73,7 @@ def test_a_study_needs_a_name_and_data_only(tmp_path: Path) -> None:
         ("training: {epochs: 20}\nevaluation: {per_trial: 4}", 2),
     ],
 )
-def test_the_default_pruner_waits_for_half_of_the_trial(
+def test_the_default_pruner_waits_for_the_second_or_third_evaluation(
     tmp_path: Path, lines: str, min_resource: int
 ) -> None:
     study = load(tmp_path, f"name: s\ndata: {{source: synthetic}}\n{lines}\n")
@@ -132,11 +132,12 @@ def test_what_a_file_leaves_out_is_as_the_study_was_made(
     assert config.definition()[(stored or given).partition(":")[0]] == expected
 
 
-def test_a_study_stored_without_a_pruner_had_none(tmp_path: Path) -> None:
-    config = load(tmp_path, "name: s\ndata: {source: synthetic}\n")
-    made = config.definition()
-    del made["pruner"]
-    assert config.completed(made).pruner == PrunerConfig(name="none")
+def test_options_of_another_algorithm_than_the_stored_one_are_refused(tmp_path: Path) -> None:
+    base = "name: s\ndata: {source: synthetic}\n"
+    made = load(tmp_path, base + "sampler: {name: nsga2}").definition()
+    config = load(tmp_path, base + "sampler: {n_startup_trials: 3}")
+    with pytest.raises(InputError, match="`n_startup_trials` is no option of `nsga2`, which the stored"):
+        config.completed(made)
 
 
 def test_the_definition_has_the_defaults(tmp_path: Path) -> None:
@@ -277,7 +278,7 @@ def test_the_definition_is_json_from_which_the_study_can_be_read_again(tmp_path:
             {"n_startup_trials": 4, "multivariate": False},
         ),
         ({"name": "nsga2", "population_size": 8}, {"population_size": 8}),
-        ({"name": "gp"}, {"n_startup_trials": 5}),
+        ({"name": "gp"}, {}),
     ],
 )
 def test_sampler_options_are_those_given_and_our_defaults(

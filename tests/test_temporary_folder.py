@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,16 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
     remove_abandoned_folders(tmp_path, "train-")
     remove_abandoned_folders(tmp_path / "nowhere", "train-")
     assert {path.name for path in tmp_path.iterdir()} == {"train-data", "train-notes.txt"}
+
+
+def test_folder_of_another_machine_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train-1").mkdir()
+    (tmp_path / "train-1" / "owner.lock").write_text("node7")
+    remove_abandoned_folders(tmp_path, "train-")
+    assert (tmp_path / "train-1").is_dir()
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    remove_abandoned_folders(tmp_path, "train-")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may open every file")

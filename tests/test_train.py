@@ -39,7 +39,7 @@ from hpo.examples import Example
 from hpo.executor import Executor
 from hpo.model import MultitaskModel
 from hpo.optim import build_optimizer, parameter_groups
-from hpo.precision import PRECISIONS
+from hpo.precision import PRECISIONS, AmpConfig
 from hpo.tasks import LossOptions, count_items, loss_sum
 from hpo.telemetry import ThroughputMeter
 from hpo.tokens import collate, evaluation_batches, training_batches
@@ -626,3 +626,33 @@ def test_an_evaluation_converts_each_weight_once(executor: Executor) -> None:
         predict_logits(model, split, executor.tasks, mixed_precision, longest, pad_id=0)
     trained = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     assert {seen.count_of[weight.data_ptr()] for weight in trained} == {1}
+
+
+@pytest.mark.parametrize("config", [EMULATED, EMULATED.model_copy(update={"fallback_to_fp32": True})])
+def test_an_evaluation_sees_the_weights_as_they_are(executor: Executor, config: AmpConfig) -> None:
+    """What autocast has converted for one evaluation is of no use to the next, nor to training."""
+    settings = config_of(executor, dropout=0.0, head_dropout=0.0, attention_dropout=0.0)
+    split = executor.tokens("validation", settings)
+    model = executor.build_model(settings)
+    mixed_precision = MixedPrecision(PRECISIONS["bf16"], config, CPU)
+
+    def logits_of(some: MultitaskModel) -> Any:
+        return predict_logits(some, split, executor.tasks, mixed_precision, 4096, pad_id=0)
+
+    before = logits_of(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.25)
+    after, fresh = logits_of(model), logits_of(deepcopy(model))
+    for name in after:
+        assert not np.array_equal(before[name], after[name])
+        assert np.array_equal(after[name], fresh[name])
+    batch = collate(split, np.arange(4), executor.tasks, 0)
+    objective = executor._objective(settings, model, split)
+    gradients = []
+    for some in (model, deepcopy(model)):
+        progress = Progress(micro_batch_size=4)
+        accumulate_gradients(some.train(), objective, batch, mixed_precision, 0, progress)
+        gradients.append([weight.grad for weight in some.parameters() if weight.grad is not None])
+    assert gradients[0]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

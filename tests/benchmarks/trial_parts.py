@@ -16,7 +16,6 @@ from hpo.amp import MixedPrecision, prepare_model
 from hpo.device import probe_device
 from hpo.executor import Executor
 from hpo.model import MultitaskModel
-from hpo.optim import build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS
 from hpo.study_config import load_study
 from hpo.tokens import TokenizedSplit
@@ -68,11 +67,10 @@ def assemble(
     prepare_model(model, precision)
     used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
     compact_vocabulary(model, config.optimizer, used_ids)
-    groups = parameter_groups(model, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
     return TrialParts(
         config,
         model,
-        build_optimizer(config.optimizer, groups, betas=config.betas),
+        executor._optimizer(config, model),
         objective,
         mixed_precision(precision, executor.amp, executor.device),
         train_split,

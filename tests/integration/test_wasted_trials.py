@@ -73,6 +73,7 @@ def wasted_share(storage: Storage, seed: int, **changes: Any) -> float:
         ("nsga2", "none", 0),
         ("nsga2", "hyperband", 1),
         ("gp", "none", 0),
+        ("gp", "asha", 1),
     ],
 )
 def test_sampler_that_learns(sqlite_url: str, name: str, pruner: str, seed: int) -> None:
