@@ -79,8 +79,7 @@ class SamplerConfig(_Choice):
     )
     seed: int = Field(42, ge=0, lt=2**31, description="Seed; worker number n adds n.")
     n_startup_trials: Annotated[int, Field(ge=0)] | None = Field(
-        None,
-        description="tpe, gp, cmaes: random trials before the sampler learns; left out, tpe has 5.",
+        None, description="tpe, gp, cmaes: random trials before the sampler learns; left out, tpe has 5."
     )
     n_ei_candidates: Count | None = Field(None, description="tpe: candidates compared for one suggestion.")
     multivariate: Switch | None = Field(None, description="tpe: model the settings together.")

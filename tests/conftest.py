@@ -1,7 +1,5 @@
-"""Databases for the tests: SQLite files, and a real PostgreSQL server where its programs are installed.
-
-And the real sets, where they are.
-"""
+"""Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed) and
+the real sets, where they are."""
 
 from __future__ import annotations
 

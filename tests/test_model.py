@@ -490,71 +490,62 @@ def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], value.float()), name
 
 
+def exported(folder: Path, max_length: int = 16) -> Path:
+    """An export of a fresh model."""
+    return export_model(
+        make_model(),
+        load_tokenizer("minilm"),
+        folder,
+        max_length=max_length,
+        attention="sdpa",
+        precision="fp32",
+    )
+
+
 def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
-    tokenizer, folder = load_tokenizer("minilm"), tmp_path / "x"
-    export_model(make_model(), tokenizer, folder, max_length=16, attention="sdpa", precision="fp32")
-    export_model(make_model(), tokenizer, folder, max_length=12, attention="sdpa", precision="fp32")
+    folder = tmp_path / "x"
+    exported(folder)
+    exported(folder, max_length=12)
     assert load_exported(folder)[2]["max_length"] == 12
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter1.tex").write_text("...")
     with pytest.raises(ModelError, match="needs a folder of its own"):
-        export_model(make_model(), tokenizer, other, max_length=16, attention="sdpa", precision="fp32")
+        exported(other)
     assert [path.name for path in other.iterdir()] == ["chapter1.tex"]
 
 
 def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, folder = load_tokenizer("minilm"), tmp_path / "x"
-    export_model(make_model(), tokenizer, folder, max_length=16, attention="sdpa", precision="fp32")
+    folder = tmp_path / "x"
+    exported(folder)
 
     def full_disk(*_args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(model_module, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        export_model(make_model(), tokenizer, folder, max_length=12, attention="sdpa", precision="fp32")
+        exported(folder, max_length=12)
     assert load_exported(folder)[2]["max_length"] == 16
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_exported_files_can_be_read_by_others(tmp_path: Path) -> None:
-    folder = export_model(
-        make_model(),
-        load_tokenizer("minilm"),
-        tmp_path / "x",
-        max_length=16,
-        attention="sdpa",
-        precision="fp32",
-    )
+    folder = exported(tmp_path / "x")
     modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
     assert set(modes.values()) == {modes["hpo.json"]}
 
 
 @pytest.mark.parametrize("lost", ["hpo.json", "heads.safetensors", "model.safetensors", "config.json"])
 def test_an_export_with_a_file_missing_is_refused(lost: str, tmp_path: Path) -> None:
-    folder = export_model(
-        make_model(),
-        load_tokenizer("minilm"),
-        tmp_path / "x",
-        max_length=16,
-        attention="sdpa",
-        precision="fp32",
-    )
+    folder = exported(tmp_path / "x")
     (folder / lost).unlink()
     with pytest.raises(ModelError, match=str(folder)):
         load_exported(folder)
 
 
 def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
-    folder = export_model(
-        make_model(),
-        load_tokenizer("minilm"),
-        tmp_path / "x",
-        max_length=16,
-        attention="sdpa",
-        precision="fp32",
-    )
+    folder = exported(tmp_path / "x")
     metadata = json.loads((folder / "hpo.json").read_text())
     (folder / "hpo.json").write_text(json.dumps({**metadata, "head_type": "mlp"}))
     with pytest.raises(ModelError, match=r"heads.safetensors must fit hpo.json"):
