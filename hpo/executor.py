@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hpo.amp import MixedPrecision, backend_flags, observe, prepare_model
@@ -58,8 +59,9 @@ from hpo.model import (
     training_flops,
 )
 from hpo.objectives import check_metric, decision_metrics, objective_value
-from hpo.optim import build_optimizer, parameter_groups
+from hpo.optim import build_optimizer, parameter_groups, reads_short_gradients
 from hpo.precision import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
+from hpo.reduced_weights import keep_reduced_weights
 from hpo.search_space import is_searched
 from hpo.study_config import MEASURED_METRICS, StudyConfig
 from hpo.tasks import LossOptions, check_loss, class_weights
@@ -264,10 +266,8 @@ class Executor:
         release_free_memory(self.device)
         log.reset_memory()
 
-        prepare_model(model, precision)
         used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
-        compact_vocabulary(model, config.optimizer, used_ids)
-        optimizer = self._optimizer(config, model)
+        optimizer = self.prepare(model, precision, config, used_ids)
         log.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
         log.progress = progress = Progress()
         log.meter = meter = ThroughputMeter(self.device)
@@ -426,7 +426,14 @@ class Executor:
             model.log_variance if config.loss_weighting == "uncertainty" else None,
         )
 
-    def _optimizer(self, config: TrialConfig, model: MultitaskModel) -> torch.optim.Optimizer:
+    def prepare(
+        self, model: MultitaskModel, precision: Precision, config: TrialConfig, used_ids: NDArray[Any]
+    ) -> torch.optim.Optimizer:
+        """Give the model the weights that are trained, and return their optimiser."""
+        prepare_model(model, precision)
+        compact_vocabulary(model, config.optimizer, used_ids)
+        keeps = config.compile == "none" and reads_short_gradients(config.optimizer)
+        reduced = keep_reduced_weights(model, precision, self.device) if keeps else {}
         groups = parameter_groups(
             model,
             learning_rate=config.learning_rate,
@@ -434,7 +441,7 @@ class Executor:
             weight_decay=config.weight_decay,
             layerwise_lr_decay=config.layerwise_lr_decay,
         )
-        return build_optimizer(config.optimizer, groups, betas=config.betas)
+        return build_optimizer(config.optimizer, groups, betas=config.betas, reduced=reduced)
 
     def _plan(self, config: TrialConfig) -> Plan:
         evaluation = self.study.evaluation

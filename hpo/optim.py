@@ -27,11 +27,14 @@ from torch.optim import Optimizer
 
 from hpo.errors import InputError, did_you_mean
 from hpo.model import MultitaskModel, parameter_depths
+from hpo.reduced_weights import ReducedWeight
 
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
 SCHEDULES = ("linear", "cosine", "constant")
 CHUNK_ELEMENTS = 2**24
 """Weights that `Float32State` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
+CACHED_ELEMENTS = 300_000
+"""Weights that `OnePassAdam` steps at a time: with gradients and moments, 5 MB that stay in the caches."""
 
 
 def parameter_groups(
@@ -80,9 +83,16 @@ def parameter_groups(
 
 
 def build_optimizer(
-    name: str, groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float] = (0.9, 0.999)
+    name: str,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    reduced: Mapping[Tensor, ReducedWeight] | None = None,
 ) -> Optimizer:
     """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
+
+    `reduced` are the weights with copies in a shorter dtype, whose gradients are in it; none of them may be
+    given to an optimiser that does not read such (`reads_short_gradients`).
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
     adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
@@ -115,12 +125,22 @@ def build_optimizer(
         "sgd": torch.optim.SGD,
     }[name]
 
+    if reduced:
+        if not reads_short_gradients(name):
+            raise ValueError(f"{name} reads no gradients in another dtype than the weights'.")
+        return OnePassAdam(groups, reduced, decoupled_weight_decay=name == "adamw", **options)
+
     def build(groups: Iterable[Mapping[str, Any]]) -> Optimizer:
         return cast(Optimizer, optimizer_class([dict(group) for group in groups], **options))
 
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return build(groups)
     return Float32State(groups, build)
+
+
+def reads_short_gradients(name: str) -> bool:
+    """Whether `build_optimizer` makes one of this name that takes bf16 gradients of fp32 weights."""
+    return name in ("adamw", "adam")
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
@@ -191,6 +211,69 @@ class Lion(Optimizer):
         return loss
 
 
+class OnePassAdam(torch.optim.Adam):
+    """Adam on a CPU over weights with reduced copies, in one pass over memory instead of three.
+
+    A gradient in the copy's dtype becomes fp32, the weight is stepped and its copy written while all of them
+    are in the processor's cache. The step is PyTorch's fused kernel, the state that of `torch.optim.Adam`.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        reduced: Mapping[Tensor, ReducedWeight],
+        **options: Any,
+    ) -> None:
+        super().__init__([dict(group) for group in groups], **options)
+        self._reduced = reduced
+        self._kernel = torch._fused_adamw_ if self.defaults["decoupled_weight_decay"] else torch._fused_adam_
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient, divided by `grad_scale` where that is set."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            for piece in _pieces(weights, CACHED_ELEMENTS):
+                gradients = [cast(Tensor, weight.grad) for weight in piece]
+                states = [self._state_of(weight) for weight in piece]
+                steps = [state["step"] for state in states]
+                torch._foreach_add_(steps, 1)
+                self._kernel(
+                    list(piece),
+                    [gradient.float() for gradient in gradients],
+                    [state["exp_avg"] for state in states],
+                    [state["exp_avg_sq"] for state in states],
+                    [],
+                    steps,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=getattr(self, "grad_scale", None),
+                    found_inf=getattr(self, "found_inf", None),
+                )
+                torch.autograd.graph.increment_version(piece)  # which the kernels leave out
+                for weight, gradient in zip(piece, gradients, strict=True):
+                    if gradient.dtype != weight.dtype:
+                        self._reduced[weight].refresh()
+        return loss
+
+    def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[weight]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(weight)
+            state["exp_avg_sq"] = torch.zeros_like(weight)
+        return state
+
+
 class Float32State(Optimizer):
     """An optimiser that steps in fp32 over weights in a shorter dtype.
 
@@ -216,11 +299,15 @@ class Float32State(Optimizer):
         ]
         self.inner = build(stand_ins)
         self._copy_options(self.inner.param_groups, self.param_groups)
-        self.chunks = _chunks(
-            (weight, stand_in)
+        stand_in_of = {
+            weight: stand_in
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True)
             for weight, stand_in in zip(group["params"], inner_group["params"], strict=True)
-        )
+        }
+        self.chunks = [
+            [(weight, stand_in_of[weight]) for weight in piece]
+            for piece in _pieces(stand_in_of, CHUNK_ELEMENTS)
+        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -262,14 +349,14 @@ def _stand_in(device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(0, dtype=torch.float32, device=device))
 
 
-def _chunks(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-    """Cut the pairs into lists of at most CHUNK_ELEMENTS elements."""
-    chunks: list[list[tuple[Tensor, Tensor]]] = []
+def _pieces(weights: Iterable[nn.Parameter], num_elements: int) -> list[list[nn.Parameter]]:
+    """Cut the weights into lists of at most so many elements, or of one that is larger."""
+    pieces: list[list[nn.Parameter]] = []
     room = 0
-    for weight, stand_in in pairs:
-        if not chunks or weight.numel() > room:
-            chunks.append([])
-            room = CHUNK_ELEMENTS
-        chunks[-1].append((weight, stand_in))
+    for weight in weights:
+        if not pieces or weight.numel() > room:
+            pieces.append([])
+            room = num_elements
+        pieces[-1].append(weight)
         room -= weight.numel()
-    return chunks
+    return pieces

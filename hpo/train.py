@@ -398,13 +398,24 @@ def apply_gradients(
     scaler = mixed_precision.scaler
     scaler.unscale_(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
+    norm = gradient_norm(parameters)
     # Whether there is anything to clip, a GPU would have to be waited for to know.
-    if max_grad_norm and (mixed_precision.device.type != "cpu" or not norm <= max_grad_norm):
+    clips = bool(max_grad_norm) and (mixed_precision.device.type != "cpu" or not norm <= max_grad_norm)
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
+        # PyTorch's fused optimisers divide by this as they read the gradients.
+        cast(Any, optimizer).grad_scale = ((norm + 1e-6) / max_grad_norm).clamp(min=1) if clips else None
+    elif clips:
         nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     mixed_precision.record_step(loss, norm)
     scaler.step(optimizer)
     scaler.update()
+
+
+def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together, in fp32 whatever they are in."""
+    gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
+    return norm
 
 
 def step_seed(seed: int, step: int) -> int:

@@ -12,7 +12,7 @@ import torch
 import yaml
 from workload import Workload, study_content
 
-from hpo.amp import MixedPrecision, prepare_model
+from hpo.amp import MixedPrecision
 from hpo.device import probe_device
 from hpo.executor import Executor
 from hpo.model import MultitaskModel
@@ -21,7 +21,6 @@ from hpo.study_config import load_study
 from hpo.tokens import TokenizedSplit
 from hpo.train import Objective
 from hpo.trial_config import TrialConfig, build_trial_config
-from hpo.vocabulary import compact_vocabulary
 
 
 @dataclass
@@ -64,13 +63,11 @@ def assemble(
     change_weights(model)
     objective = executor._objective(config, model, train_split)
     precision = PRECISIONS[config.fp_precision]
-    prepare_model(model, precision)
     used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
-    compact_vocabulary(model, config.optimizer, used_ids)
     return TrialParts(
         config,
         model,
-        executor._optimizer(config, model),
+        executor.prepare(model, precision, config, used_ids),
         objective,
         mixed_precision(precision, executor.amp, executor.device),
         train_split,
