@@ -2,8 +2,8 @@
 
 PyTorch draws a CPU's dropout masks one Bernoulli number at a time: about 5 ns an element, an eighth of a bf16
 training step of MiniLM or more. Here a mask is 16 random bits an element from numpy's SFC64 (0.4 ns),
-compared with the threshold by integer arithmetic, which gives all ones where the element is kept and all
-zeros where it is dropped; a bitwise AND with the element's own bits then drops it. So p is met to 1/32768.
+compared with a threshold, which makes all ones where the element is kept and all zeros where it is dropped; a
+bitwise AND with the element's own bits then drops it. So p is met to 1/65536.
 
 The generator is seeded from torch's, so `torch.manual_seed` decides the masks, and gradient checkpointing,
 which puts torch's generator back, draws the same ones again. Masks do not depend on the number of threads.
@@ -14,11 +14,14 @@ of training everything is PyTorch's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -26,21 +29,27 @@ INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 """The integers of a dtype's width, as which its bits can be taken."""
 
 
+class _TorchWords(ISeedSequence):
+    """Seeds numpy's generators with words from torch's global one, which are random as they are."""
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
+        words = torch.empty(n_words, dtype=torch.int64).random_(-(2**63), None).numpy()
+        return words.view(np.uint64).astype(dtype)
+
+
 class RandomBits:
     """A stream of dropout masks, begun from torch's global generator."""
 
     def __init__(self) -> None:
-        seed = int(torch.empty((), dtype=torch.int64).random_())
-        self._generator = np.random.Generator(np.random.SFC64(seed))
+        self._generator = np.random.SFC64(_TorchWords())  # type: ignore[arg-type]
 
     def keep_mask(self, shape: Sequence[int], p: float) -> Tensor:
         """int16 of this shape: -1, which is all ones, with probability 1 - p; else 0."""
-        size = int(np.prod(shape))
-        words = self._generator.integers(0, 2**64, -(-size // 4), dtype=np.uint64)
-        mask = torch.from_numpy(words.view(np.int16)[:size])
-        # 15 bits are below the threshold with probability 1 - p; the sign of the difference says so.
-        mask.bitwise_and_(0x7FFF).sub_(round((1 - p) * 0x8000)).bitwise_right_shift_(15)
-        return mask.view(tuple(shape))
+        size = math.prod(shape)
+        bits = torch.from_numpy(self._generator.random_raw(-(-size // 4)).view(np.int16)[:size])
+        threshold = min(round((1 - p) * 0x10000), 0xFFFF) - 0x8000
+        mask = torch.lt(bits, threshold, out=torch.empty(size, dtype=torch.int16))
+        return mask.neg_().view(tuple(shape))
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
