@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tokenizing
 import torch
 import torch.nn.functional as F
@@ -318,6 +320,36 @@ def run_hpo_first_step(folder: Path, workload: Workload, precision: str) -> dict
         return {"first_step": seconds_to_first_step(content)}
 
 
+def run_trainer_first_step(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Hugging Face Trainer: from the start of this process to the first training step, on as many rows."""
+    from transformers import Trainer, TrainerCallback
+
+    began: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            began.append(time.time())
+
+    with tempfile.TemporaryDirectory() as output:
+        trainer = Trainer(
+            model=PeerModel(read_tasks(folder), workload.encoder),
+            args=trainer_arguments(workload, precision, output, learning_rate=LEARNING_RATE, max_steps=1),
+            data_collator=pad,
+            train_dataset=read_split(folder, "train", workload.max_length)[:64],
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return {"first_step": began[0] - psutil.Process().create_time()}
+
+
+def run_imports(*_: Any) -> dict[str, Any]:
+    """What no start with PyTorch and transformers is without: a process that imports them and ends."""
+    program = "import torch, transformers; from transformers.models.bert.modeling_bert import BertModel"
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", program], check=True)
+    return {"first_step": time.perf_counter() - started}
+
+
 def run_hpo_memory(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
     """Ours: memory over 50 trials of a few steps in one worker."""
     with _empty_folder():
@@ -454,6 +486,8 @@ CONTENDERS: dict[str, Callable[[Path, Workload, str], dict[str, Any]]] = {
     "hpo-study": run_hpo_study,
     "hpo-first-step": run_hpo_first_step,
     "hpo-memory": run_hpo_memory,
+    "trainer-first-step": run_trainer_first_step,
+    "imports": run_imports,
     "hpo-tokens": lambda folder, *_: tokenizing.measured("hpo", NUM_ROWS, folder),
     "datasets-tokens": lambda folder, *_: tokenizing.measured("datasets", NUM_ROWS, folder),
     "trainer": run_trainer,
