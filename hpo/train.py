@@ -414,6 +414,10 @@ def apply_gradients(
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all gradients together, in fp32 whatever they are in."""
     gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+    if gradients[0].device.type == "cpu":
+        # Faster than vector_norm, which does not use the processor's vectors where it converts.
+        flat = (gradient.reshape(-1).float() for gradient in gradients)
+        return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
     return norm
 
