@@ -11,19 +11,20 @@ bf16 weights and the optimiser. A bf16 number has 8 bits of mantissa. Adam's sec
 of the difference a step, which bf16 rounds away: the moment would stay where it is. So the state is kept
 in fp32 and only the weights are rounded (`Float32State`). What remains is the rounding of the weights: an
 update of less than half a unit in the last place, about 1/512 of the weight, is lost. Gradients have the
-dtype of their weights: they are accumulated over micro-batches and clipped in bf16, before they get here.
-That is what `bf16-true` means, and what a study finds out about.
+dtype of their weights: they are accumulated over micro-batches and clipped in bf16, before they get here
+(on a CPU by a norm in fp32). That is what `bf16-true` means, and what a study finds out about.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.adam import adam
 
 from hpo.errors import InputError, did_you_mean
 from hpo.model import MultitaskModel, parameter_depths
@@ -33,8 +34,9 @@ OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
 SCHEDULES = ("linear", "cosine", "constant")
 CHUNK_ELEMENTS = 2**24
 """Weights that `Float32State` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
-CACHED_ELEMENTS = 300_000
-"""Weights that `OnePassAdam` steps at a time: with gradients and moments, 5 MB that stay in the caches."""
+CACHED_ELEMENTS = 2**19
+"""Weights that `OnePassAdam` steps at a time, or one matrix: 10 MB with gradients and moments, for a cache.
+"""
 
 
 def parameter_groups(
@@ -127,7 +129,9 @@ def build_optimizer(
 
     if reduced:
         if not reads_short_gradients(name):
-            raise ValueError(f"{name} reads no gradients in another dtype than the weights'.")
+            raise ValueError(
+                f"reduced weights must have an optimiser that reads bf16 gradients, but {name} does not."
+            )
         return OnePassAdam(groups, reduced, decoupled_weight_decay=name == "adamw", **options)
 
     def build(groups: Iterable[Mapping[str, Any]]) -> Optimizer:
@@ -214,8 +218,8 @@ class Lion(Optimizer):
 class OnePassAdam(torch.optim.Adam):
     """Adam on a CPU over weights with reduced copies, in one pass over memory instead of three.
 
-    A gradient in the copy's dtype becomes fp32, the weight is stepped and its copy written while all of them
-    are in the processor's cache. The step is PyTorch's fused kernel, the state that of `torch.optim.Adam`.
+    A gradient in the copy's dtype becomes fp32, the weight is stepped and its copy written while they are in
+    the processor's caches. Step and state are those of `torch.optim.Adam` with `fused=True`.
     """
 
     def __init__(
@@ -226,7 +230,6 @@ class OnePassAdam(torch.optim.Adam):
     ) -> None:
         super().__init__([dict(group) for group in groups], **options)
         self._reduced = reduced
-        self._kernel = torch._fused_adamw_ if self.defaults["decoupled_weight_decay"] else torch._fused_adam_
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -236,42 +239,34 @@ class OnePassAdam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            for piece in _pieces(weights, CACHED_ELEMENTS):
-                gradients = [cast(Tensor, weight.grad) for weight in piece]
-                states = [self._state_of(weight) for weight in piece]
-                steps = [state["step"] for state in states]
-                torch._foreach_add_(steps, 1)
-                self._kernel(
-                    list(piece),
+            lists: list[list[Any]] = [[], [], [], [], [], []]
+            self._init_group(group, *lists)  # type: ignore[no-untyped-call]
+            for piece in _pieces(lists[0], CACHED_ELEMENTS):
+                weights, gradients, means, squares, maxima, steps = (values[piece] for values in lists)
+                adam(
+                    weights,
                     [gradient.float() for gradient in gradients],
-                    [state["exp_avg"] for state in states],
-                    [state["exp_avg_sq"] for state in states],
-                    [],
+                    means,
+                    squares,
+                    maxima,
                     steps,
-                    lr=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    amsgrad=False,
-                    maximize=False,
+                    fused=True,
                     grad_scale=getattr(self, "grad_scale", None),
                     found_inf=getattr(self, "found_inf", None),
+                    decoupled_weight_decay=group["decoupled_weight_decay"],
+                    amsgrad=group["amsgrad"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=group["maximize"],
                 )
-                torch.autograd.graph.increment_version(piece)  # which the kernels leave out
-                for weight, gradient in zip(piece, gradients, strict=True):
-                    if gradient.dtype != weight.dtype:
+                torch.autograd.graph.increment_version(weights)  # which fused steps leave out
+                for weight in weights:
+                    if weight in self._reduced:
                         self._reduced[weight].refresh()
         return loss
-
-    def _state_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[weight]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(weight)
-            state["exp_avg_sq"] = torch.zeros_like(weight)
-        return state
 
 
 class Float32State(Optimizer):
@@ -299,15 +294,12 @@ class Float32State(Optimizer):
         ]
         self.inner = build(stand_ins)
         self._copy_options(self.inner.param_groups, self.param_groups)
-        stand_in_of = {
-            weight: stand_in
+        pairs = [
+            (weight, stand_in)
             for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True)
             for weight, stand_in in zip(group["params"], inner_group["params"], strict=True)
-        }
-        self.chunks = [
-            [(weight, stand_in_of[weight]) for weight in piece]
-            for piece in _pieces(stand_in_of, CHUNK_ELEMENTS)
         ]
+        self.chunks = [pairs[piece] for piece in _pieces((weight for weight, _ in pairs), CHUNK_ELEMENTS)]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -349,14 +341,13 @@ def _stand_in(device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.empty(0, dtype=torch.float32, device=device))
 
 
-def _pieces(weights: Iterable[nn.Parameter], num_elements: int) -> list[list[nn.Parameter]]:
-    """Cut the weights into lists of at most so many elements, or of one that is larger."""
-    pieces: list[list[nn.Parameter]] = []
-    room = 0
-    for weight in weights:
-        if not pieces or weight.numel() > room:
-            pieces.append([])
-            room = num_elements
-        pieces[-1].append(weight)
+def _pieces(weights: Iterable[Tensor], num_elements: int) -> Iterator[slice]:
+    """Cut the weights into slices of at most so many elements, or of one weight that is larger."""
+    start, end, room = 0, 0, num_elements
+    for end, weight in enumerate(weights, start=1):
+        if weight.numel() > room and end - 1 > start:
+            yield slice(start, end - 1)
+            start, room = end - 1, num_elements
         room -= weight.numel()
-    return pieces
+    if end > start:
+        yield slice(start, end)

@@ -32,6 +32,7 @@ from hpo.decoding import Decision, choose_decisions, decode_tasks, score_tasks
 from hpo.device import is_out_of_memory, synchronize
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.optim import schedule_factor, set_learning_rate
+from hpo.reduced_weights import widen_gradients
 from hpo.tasks import LossOptions, Task, count_items, loss_sum
 from hpo.telemetry import ThroughputMeter
 from hpo.tokens import Batch, TokenizedSplit, collate, evaluation_batches, training_batches
@@ -378,10 +379,13 @@ def _accumulate(
     model.zero_grad(set_to_none=True)
     objective.start_step()
     total = torch.zeros((), device=device)
-    for part in batch.split(progress.micro_batch_size):
+    parts = batch.split(progress.micro_batch_size)
+    for part in parts:
         compute = objective.of(part.to(device), objective.count(part), global_items)
         loss = mixed_precision.loss(model, compute)
         mixed_precision.scaler.scale(loss).backward()
+        if len(parts) > 1:
+            widen_gradients(model)
         total += loss.detach()
     objective.finish_step(progress.step)
     return total
@@ -398,7 +402,8 @@ def apply_gradients(
     scaler = mixed_precision.scaler
     scaler.unscale_(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = gradient_norm(parameters)
+    gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+    norm = gradient_norm(gradients, mixed_precision.device.type)
     # Whether there is anything to clip, a GPU would have to be waited for to know.
     clips = bool(max_grad_norm) and (mixed_precision.device.type != "cpu" or not norm <= max_grad_norm)
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
@@ -411,15 +416,13 @@ def apply_gradients(
     scaler.update()
 
 
-def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, in fp32 whatever they are in."""
-    gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
-    if gradients[0].device.type == "cpu":
-        # Faster than vector_norm, which does not use the processor's vectors where it converts.
-        flat = (gradient.reshape(-1).float() for gradient in gradients)
-        return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, torch.float32)))
-    return norm
+def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
+    """The 2-norm of all gradients together; on a CPU in fp32, whatever they are in."""
+    if device_type != "cpu":
+        return nn.utils.get_total_norm(gradients)
+    # Faster than get_total_norm, whose kernel does not use the processor's vectors where it converts.
+    flat = (gradient.reshape(-1).float() for gradient in gradients)
+    return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()
 
 
 def step_seed(seed: int, step: int) -> int:

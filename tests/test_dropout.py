@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,11 +18,20 @@ def test_masks_drop_with_the_probability_that_was_asked_for(p: float) -> None:
     mask = RandomBits().keep_mask((1000, 1001), p)
     assert mask.unique().tolist() == [-1, 0]
     share = float((mask == 0).float().mean())
-    assert share == pytest.approx(p, abs=4 * (p * (1 - p) / mask.numel()) ** 0.5 + 1 / 0x8000)
+    assert share == pytest.approx(p, abs=4 * (p * (1 - p) / mask.numel()) ** 0.5 + 1 / 0x10000)
     # Neighbours, in a row and in a column, are independent.
     dropped = (mask == 0).float() - p
     for other in (dropped.roll(1, 0), dropped.roll(1, 1), dropped.roll(4, 1)):
         assert abs(float((dropped * other).mean())) < 5 * p * (1 - p) / mask.numel() ** 0.5
+
+
+@pytest.mark.parametrize("p", [1e-9, 1e-4, 0.1, 1 / 3, 0.5, 0.9, 1 - 1e-9])
+def test_a_mask_of_all_patterns_of_bits_meets_the_probability(p: float) -> None:
+    patterns = np.arange(0x10000, dtype=np.uint16).view(np.uint64)
+    bits = RandomBits()
+    bits._generator = SimpleNamespace(random_raw=lambda _size: patterns.copy())  # type: ignore[assignment]
+    num_dropped = int((bits.keep_mask((0x10000,), p) == 0).sum())
+    assert abs(num_dropped / 0x10000 - p) <= 1 / 0x10000
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

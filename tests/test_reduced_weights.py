@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import CPU, EMULATED, tiny_batch, tiny_executor, tiny_model, tiny_objective
@@ -17,6 +22,7 @@ from hpo.model import MultitaskModel
 from hpo.optim import OnePassAdam, build_optimizer, parameter_groups
 from hpo.precision import PRECISIONS, AmpConfig
 from hpo.reduced_weights import ReducedLinear, ReducedWeight, keep_reduced_weights
+from hpo.tokens import collate
 from hpo.train import Progress, accumulate_gradients, apply_gradients
 from hpo.trial_config import build_trial_config
 
@@ -60,10 +66,18 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("cached_elements", [1, 100, 10**6])
 @pytest.mark.parametrize("max_norm", [0.0, 0.1, 1e6])
-@pytest.mark.parametrize("micro_batch_size", [6, 2, 1])
+@pytest.mark.parametrize("micro_batch_size", [6, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-def test_training_is_that_of_autocast(optimizer: str, micro_batch_size: int, max_norm: float) -> None:
+def test_training_is_that_of_autocast(
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    micro_batch_size: int,
+    max_norm: float,
+    cached_elements: int,
+) -> None:
+    monkeypatch.setattr("hpo.optim.CACHED_ELEMENTS", cached_elements)
     kept, plain = (Training(keep=keep, optimizer=optimizer) for keep in (True, False))
     assert isinstance(kept.optimizer, OnePassAdam)
     losses, expected = (
@@ -105,19 +119,19 @@ def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
     assert kept.losses() == expected.losses()
 
 
-def test_no_weight_is_converted_in_a_step() -> None:
+@pytest.mark.parametrize("micro_batch_size", [6, 2])
+def test_the_optimizer_alone_writes_the_copies(micro_batch_size: int) -> None:
     kept = Training(keep=True)
     kept.losses(num_steps=1)
-    converted = []
+    written = []
     original = ReducedWeight.refresh
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ReducedWeight, "refresh", lambda self: converted.append(self) or original(self))
-        batch = tiny_batch()
-        with kept.amp.autocast():
-            kept.model(batch.input_ids_BL, batch.attention_mask_BL)
-        assert converted == []
-        kept.losses(num_steps=1)
-    assert converted == list(kept.reduced.values())
+        patch.setattr(ReducedWeight, "refresh", lambda self: written.append(self) or original(self))
+        kept.logits()
+        assert written == []
+        kept.losses(num_steps=1, micro_batch_size=micro_batch_size)
+        kept.logits()
+    assert written == list(kept.reduced.values())
 
 
 @pytest.mark.parametrize(
@@ -138,14 +152,83 @@ def test_a_copy_follows_its_weight(change: Callable[[nn.Module], Any]) -> None:
     assert kept.losses() == pytest.approx(plain.losses(), rel=1e-5)
 
 
-def test_a_repeat_in_fp32_reaches_the_weights_themselves() -> None:
+@pytest.mark.parametrize(
+    "broken", [(True,), (True, False, False), (False, True, False), (False, False, True)]
+)
+def test_a_repeat_in_fp32_reaches_the_weights_themselves(broken: tuple[bool, ...]) -> None:
+    """Of one micro-batch, or of the first, second or third."""
     config = EMULATED.model_copy(update={"fallback_to_fp32": True, "max_fp32_fallbacks": 100})
     kept, plain = Training(keep=True, config=config), Training(keep=False, config=config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hpo.amp.torch.isfinite", lambda values: torch.zeros_like(values, dtype=torch.bool))
-        assert kept.losses() == pytest.approx(plain.losses(), rel=1e-5)
-    assert kept.amp.statistics().fp32_fallbacks == 4
-    assert_same(kept.model.state_dict(), plain.model.state_dict())
+    for each in (kept, plain):
+        seen = cycle(broken)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "isfinite", lambda _loss, seen=seen: torch.tensor(not next(seen)))
+            progress = Progress(micro_batch_size=6 // len(broken))
+            accumulate_gradients(each.model, tiny_objective(), tiny_batch(), each.amp, 0, progress)
+        assert each.amp.statistics().fp32_fallbacks == 1
+    for weight, expected in zip(kept.model.parameters(), plain.model.parameters(), strict=True):
+        assert weight.grad is not None
+        assert expected.grad is not None
+        assert weight.grad.dtype == torch.float32
+        torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-6, atol=0)
+
+
+def test_another_weight_in_the_layer_is_not_taken_for_its_own() -> None:
+    kept = Training(keep=True)
+    batch = tiny_batch()
+    doubled = {name: 2 * weight for name, weight in kept.model.named_parameters()}
+    with kept.amp.evaluation():
+        arguments = (batch.input_ids_BL, batch.attention_mask_BL)
+        logits = torch.func.functional_call(kept.model.eval(), doubled, arguments)
+    plain = Training(keep=False)
+    plain.model.load_state_dict(doubled)
+    assert_same(logits, plain.logits())
+
+
+def test_a_deep_copy_trains() -> None:
+    kept = Training(keep=True)
+    model = deepcopy(kept.model)
+    progress = Progress(micro_batch_size=6)
+    accumulate_gradients(model, tiny_objective(), tiny_batch(), kept.amp, 0, progress)
+    assert all(weight.grad is not None for weight in model.parameters())
+    assert all(weight.grad is None for weight in kept.model.parameters())
+
+
+def test_a_layer_is_freed_with_its_last_reference() -> None:
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(4, 4))
+        copies = keep_reduced_weights(model, BF16, CPU)
+        weight = weakref.ref(model[0].weight)
+        del model, copies
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_transformer_trains_as_under_autocast(tmp_path: Path, checkpointing: bool) -> None:
+    """With its dropout, and with activations computed anew in the backward pass."""
+    executor = tiny_executor(tmp_path)
+    settings = {"learning_rate": 1e-3, "dropout": 0.1, "attention_dropout": 0.1}
+    settings["gradient_checkpointing"] = checkpointing
+    config = build_trial_config(executor.study, settings, "bf16", executor.amp)
+    split = executor.tokens("train", config)
+    losses: list[list[float]] = []
+    for keep in (True, False):
+        torch.manual_seed(0)
+        model = executor.build_model(config).train()
+        reduced = keep_reduced_weights(model, BF16, CPU) if keep else {}
+        update = build_optimizer("adamw", parameter_groups(model, learning_rate=1e-3), reduced=reduced)
+        amp, objective = MixedPrecision(BF16, EMULATED, CPU), executor._objective(config, model, split)
+        losses.append([])
+        for step in range(4):
+            batch = collate(split, np.arange(8 * step, 8 * step + 8), executor.tasks, 0)
+            progress = Progress(step=step, micro_batch_size=8)
+            loss = accumulate_gradients(model, objective, batch, amp, 0, progress)
+            apply_gradients(model, update, loss, amp, 1.0)
+            losses[-1].append(float(loss))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_frozen_layer_is_kept_and_stays() -> None:

@@ -50,6 +50,7 @@ from hpo.train import (
     Progress,
     accumulate_gradients,
     apply_gradients,
+    gradient_norm,
     predict_logits,
     step_seed,
     train,
@@ -146,8 +147,9 @@ def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) ->
     config = config_of(executor, fp_precision=name, dropout=dropout, head_dropout=dropout)
     split = executor.tokens("train", config)
     torch.manual_seed(config.seed)
-    model = prepare_model(executor.build_model(config), PRECISIONS[name])
-    groups = parameter_groups(model, learning_rate=config.learning_rate, weight_decay=config.weight_decay)
+    model = executor.build_model(config)
+    used_ids = np.union1d(split.used_ids, executor.tokens("validation", config).used_ids)
+    optimizer = executor.prepare(model, PRECISIONS[name], config, used_ids)
     losses: list[float] = []
     objective = executor._objective(config, model, split)
     amp = MixedPrecision(PRECISIONS[name], EMULATED, CPU)
@@ -156,7 +158,7 @@ def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) ->
     plan = plan_of(config, num_steps, config.batch_size)
     loop = train(
         model,
-        build_optimizer("adamw", groups),
+        optimizer,
         objective,
         amp,
         split,
@@ -547,6 +549,25 @@ def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> No
         with no_waiting("cpu"):
             apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
     assert not all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtypes"),
+    [
+        ("cuda", (torch.float32,)),
+        ("cpu", (torch.float32,)),
+        ("cpu", (torch.bfloat16,)),
+        ("cpu", (torch.bfloat16, torch.float32)),
+    ],
+)
+def test_the_norm_of_gradients_is_that_in_fp64(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    shapes = [(300, 400), (7,), (), (1, 50)]
+    gradients = [torch.randn(shape).to(dtype) * 1e-3 for shape in shapes for dtype in dtypes]
+    gradients.append(torch.randn(20, 30).to(dtypes[0]).t())
+    expected = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+    norm = gradient_norm(gradients, device)
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1.0, 1e3])

@@ -26,5 +26,6 @@ def test_the_shares_are_those_of_the_whole(tmp_path: Path, capsys: pytest.Captur
         assert sum(shares.values()) == pytest.approx(100, abs=1)
         assert shares["matrix products"] > 0
         assert floor.startswith("  with matrix products, attention, optimiser alone:")
-    assert any(line.startswith("  optimiser") and " 0.0%" not in line for line in training)
-    assert any(line.startswith("  optimiser") and " 0.0%" in line for line in evaluation)
+    for group in ("optimiser", "norm of the gradients", "dropout"):
+        assert any(line.startswith(f"  {group}") and " 0.0%" not in line for line in training)
+        assert any(line.startswith(f"  {group}") and " 0.0%" in line for line in evaluation)
