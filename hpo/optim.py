@@ -194,10 +194,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not weights:
@@ -234,10 +231,7 @@ class OnePassAdam(torch.optim.Adam):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient, divided by `grad_scale` where that is set."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         for group in self.param_groups:
             lists: list[list[Any]] = [[], [], [], [], [], []]
             self._init_group(group, *lists)  # type: ignore[no-untyped-call]
@@ -304,10 +298,7 @@ class Float32State(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _loss_of(closure)
         self._copy_options(self.param_groups, self.inner.param_groups)
         for chunk in self.chunks:
             with_gradient = [pair for pair in chunk if pair[0].grad is not None]
@@ -335,6 +326,14 @@ class Float32State(Optimizer):
     def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
         for from_group, to_group in zip(source, target, strict=True):
             to_group.update({key: value for key, value in from_group.items() if key != "params"})
+
+
+def _loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What the `closure` of `Optimizer.step` gives, which is called before the step."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _stand_in(device: torch.device) -> nn.Parameter:
