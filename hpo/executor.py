@@ -266,7 +266,7 @@ class Executor:
         release_free_memory(self.device)
         log.reset_memory()
 
-        used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
+        used_ids = self.used_ids(config)
         optimizer = self.prepare(model, precision, config, used_ids)
         log.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
         log.progress = progress = Progress()
@@ -425,6 +425,11 @@ class Executor:
             weights,
             model.log_variance if config.loss_weighting == "uncertainty" else None,
         )
+
+    def used_ids(self, config: TrialConfig) -> NDArray[Any]:
+        """The tokens of training and validation, and padding: sorted, each once."""
+        splits = (self.tokens(name, config) for name in ("train", "validation"))
+        return np.unique(np.concatenate([[self.pad_id(config)], *(split.used_ids for split in splits)]))
 
     def prepare(
         self, model: MultitaskModel, precision: Precision, config: TrialConfig, used_ids: NDArray[Any]

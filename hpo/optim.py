@@ -35,8 +35,7 @@ SCHEDULES = ("linear", "cosine", "constant")
 CHUNK_ELEMENTS = 2**24
 """Weights that `Float32State` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
 CACHED_ELEMENTS = 2**19
-"""Weights that `OnePassAdam` steps at a time, or one matrix: 10 MB with gradients and moments, for a cache.
-"""
+"""Weights that `OnePassAdam` steps at a time, or one matrix: with gradients and moments, 10 MB of a cache."""
 
 
 def parameter_groups(

@@ -295,7 +295,7 @@ def test_a_trial_keeps_copies_where_it_can(
     settings = {"optimizer": optimizer, "compile": compile_mode, "learning_rate": 1e-3}
     config = build_trial_config(executor.study, settings, "bf16", executor.amp)
     model: MultitaskModel = executor.build_model(config)
-    executor.prepare(model, BF16, config, executor.tokens("train", config).used_ids)
+    executor.prepare(model, BF16, config, executor.used_ids(config))
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert layers
     assert {isinstance(layer, ReducedLinear) for layer in layers} == {kept}

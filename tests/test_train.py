@@ -148,8 +148,7 @@ def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) ->
     split = executor.tokens("train", config)
     torch.manual_seed(config.seed)
     model = executor.build_model(config)
-    used_ids = np.union1d(split.used_ids, executor.tokens("validation", config).used_ids)
-    optimizer = executor.prepare(model, PRECISIONS[name], config, used_ids)
+    optimizer = executor.prepare(model, PRECISIONS[name], config, executor.used_ids(config))
     losses: list[float] = []
     objective = executor._objective(config, model, split)
     amp = MixedPrecision(PRECISIONS[name], EMULATED, CPU)

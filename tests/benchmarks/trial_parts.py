@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 from workload import Workload, study_content
@@ -63,11 +62,10 @@ def assemble(
     change_weights(model)
     objective = executor._objective(config, model, train_split)
     precision = PRECISIONS[config.fp_precision]
-    used_ids = np.unique(np.concatenate([train_split.used_ids, validation_split.used_ids, [pad_id]]))
     return TrialParts(
         config,
         model,
-        executor.prepare(model, precision, config, used_ids),
+        executor.prepare(model, precision, config, executor.used_ids(config)),
         objective,
         mixed_precision(precision, executor.amp, executor.device),
         train_split,
