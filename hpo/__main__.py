@@ -1,5 +1,5 @@
 """`python -m hpo`."""
 
-from hpo.cli import main
+from hpo.cli.commands import main
 
 main()

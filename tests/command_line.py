@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import hpo
-from hpo.cli import main
+from hpo.cli.commands import main
 
 ROOT = Path(hpo.__file__).parents[1]
 

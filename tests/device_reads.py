@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hpo.data.tokenized_split import Batch
 from hpo.device import DeviceInfo
-from hpo.tokens import Batch
 
 READS = {
     "_local_scalar_dense",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpo.study_reference import study_reference
+from study_reference import study_reference
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- reference: made by `make reference` -->\n", "<!-- end of reference -->\n"

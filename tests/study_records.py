@@ -8,7 +8,7 @@ import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hpo.study_record import EvaluationRow, StudyRecord, TrialRecord
+from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord
 
 DEVICE = {
     "type": "cpu",

@@ -10,8 +10,8 @@ import typer
 import yaml
 from readme import BEGIN, END, README, with_reference
 
-from hpo.cli import app
-from hpo.study_config import load_study
+from hpo.cli.commands import app
+from hpo.config.study_config import load_study
 
 TEXT = README.read_text()
 ROOT = README.parent

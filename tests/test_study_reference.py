@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from hpo.study_reference import study_reference
-from hpo.trial_settings import TrialSettings
+from study_reference import study_reference
+
+from hpo.config.trial_settings import TrialSettings
 
 
 def test_every_key_stands_in_a_row_with_its_meaning() -> None:

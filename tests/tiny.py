@@ -9,14 +9,14 @@ import numpy as np
 import torch
 import yaml
 
+from hpo.config.study_config import StudyConfig, load_study
+from hpo.data.tasks import LossOptions, Task
+from hpo.data.tokenized_split import Batch
 from hpo.device import DeviceInfo
-from hpo.executor import Executor
-from hpo.model import MultitaskModel
-from hpo.precision import PRECISIONS, AmpConfig
-from hpo.study_config import StudyConfig, load_study
-from hpo.tasks import LossOptions, Task
-from hpo.tokens import Batch
-from hpo.train import Objective
+from hpo.models.multitask import MultitaskModel
+from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.training.loop import Objective
+from hpo.trial.executor import Executor
 
 ENCODER: dict[str, Any] = {
     "model_type": "bert",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpo.model import MultitaskModel, build_model
-from hpo.tasks import Task
+from hpo.data.tasks import Task
+from hpo.models.multitask import MultitaskModel, build_model
 
 LABEL = Task("label", "single_label", ("a", "b", "c"))
 SPANS = Task("spans", "token_classification", ("x", "y"))

@@ -16,14 +16,14 @@ from typing import Any
 
 import optuna
 
-from hpo.search_space import suggest
-from hpo.slots import Lease, Worker
-from hpo.storage import EvaluationRow, Storage, open_storage
-from hpo.study_config import StudyConfig
-from hpo.worker import RunSummary, run_worker, stop_on_signals
+from hpo.config.search_space import suggest
+from hpo.config.study_config import StudyConfig
+from hpo.study.leases import Lease, Worker
+from hpo.study.storage import EvaluationRow, Storage, open_storage
+from hpo.study.worker import RunSummary, run_worker, stop_on_signals
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
-CONTEXT.set_forkserver_preload(["hpo.worker", "hpo.study_config", "psycopg", "alembic.context"])
+CONTEXT.set_forkserver_preload(["hpo.study.worker", "hpo.config.study_config", "psycopg", "alembic.context"])
 
 SPACE: dict[str, Any] = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},

@@ -78,9 +78,9 @@ def seconds_to_first_step(content: Mapping[str, Any]) -> float:
 def many_trials(content: Mapping[str, Any], num_trials: int, settled_after: int = 5) -> dict[str, float]:
     """`num_trials` in one worker: its resident memory after the last over that after the fifth, less 1,
     and `seconds_outside`."""
-    from hpo.storage import open_storage
-    from hpo.study_config import load_study
-    from hpo.worker import TrialEvent, run_study
+    from hpo.config.study_config import load_study
+    from hpo.study.storage import open_storage
+    from hpo.study.worker import TrialEvent, run_study
 
     _write({**content, "n_trials": num_trials})
     resident: list[int] = []
@@ -102,7 +102,7 @@ def many_trials(content: Mapping[str, Any], num_trials: int, settled_after: int 
 
 def read_trials(name: str) -> list[Any]:
     """The finished trials of the study in this folder's database."""
-    from hpo.storage import open_storage
+    from hpo.study.storage import open_storage
 
     with open_storage(STORAGE, create=False) as storage:
         return list(storage.read_study(name).trials)

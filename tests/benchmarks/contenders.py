@@ -39,7 +39,7 @@ from absolute import (
 from torch import Tensor, nn
 from workload import DROPOUT, LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, Workload, study_content
 
-from hpo.compilation import CompileClock
+from hpo.training.compilation import CompileClock
 
 WARMUP_STEPS = 3
 SEED = 42
@@ -176,9 +176,9 @@ class StepClock:
 
 def run_hpo(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
     """Ours: the trial executor, as a study runs it."""
+    from hpo.config.study_config import load_study
     from hpo.device import probe_device
-    from hpo.executor import Executor
-    from hpo.study_config import load_study
+    from hpo.trial.executor import Executor
 
     study = folder / f"{workload.name}-{precision}.yaml"
     study.write_text(yaml.safe_dump(study_content(workload, folder, precision)))
@@ -201,8 +201,8 @@ def run_hpo(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
 
 def _product_share(executor: Any, workload: Workload, throughput: Mapping[str, float]) -> float:
     """FLOP/s of training over those of the bare matrix products, measured now."""
-    from hpo.model import training_flops
-    from hpo.trial_config import build_trial_config
+    from hpo.config.trial_config import build_trial_config
+    from hpo.models.multitask import training_flops
 
     model = executor.build_model(build_trial_config(executor.study, {}, "fp32", executor.amp))
     examples, tokens = throughput["train_examples_per_second"], throughput["train_tokens_per_second"]
@@ -304,7 +304,7 @@ def run_hpo_study(folder: Path, workload: Workload, precision: str) -> dict[str,
     """Ours: `hpo run` on a grid of learning rates, from an empty folder."""
     from typer.testing import CliRunner
 
-    from hpo.cli import app
+    from hpo.cli.commands import app
 
     content = grid_content(folder, workload, precision, STUDY_LEARNING_RATES)
     with _empty_folder():

@@ -10,9 +10,9 @@
 A row is printed when it is measured, so what a limit of time cuts off is the end alone; a failure is a row
 with its reason. The measurements run one after the other in one process, in a fresh one after a crash and
 after one that took too long. Rates are real tokens (no padding) per second after the first steps, utilisation
-is of the data sheet's peak (`hpo.telemetry.peak_flops`; empty where that is not known), memory is the peak of
-the allocator (of the process, on a CPU), compile is all seconds of the compiler. Steps in which something
-compiled count in neither side's rate.
+is of the data sheet's peak (`hpo.training.throughput.peak_flops`; empty where that is not known), memory is
+the peak of the allocator (of the process, on a CPU), compile is all seconds of the compiler. Steps in which
+something compiled count in neither side's rate.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ def _workload(encoder: str) -> Workload:
 
 
 def _executor(folder: Path, device: str, encoder: str, precision: str, mode: str) -> Any:
+    from hpo.config.study_config import load_study
     from hpo.device import probe_device
-    from hpo.executor import Executor
-    from hpo.study_config import load_study
+    from hpo.trial.executor import Executor
 
     path = folder / f"{encoder}-{precision}-{mode}.yaml"
     content = study_content(_workload(encoder), folder / encoder, precision, device=device, compile=mode)
@@ -161,14 +161,14 @@ def _train_split(folder: Path, device: str, encoder: str) -> Any:
 
 
 def _config(executor: Any) -> Any:
-    from hpo.trial_config import build_trial_config
+    from hpo.config.trial_config import build_trial_config
 
     return build_trial_config(executor.study, {}, "fp32", executor.amp)
 
 
 @cache
 def _flops_per_token(folder: Path, device: str, encoder: str) -> float:
-    from hpo.model import training_flops
+    from hpo.models.multitask import training_flops
 
     executor = _executor(folder, device, encoder, "fp32", "none")
     split = executor.tokens("train", _config(executor))
@@ -179,8 +179,8 @@ def _flops_per_token(folder: Path, device: str, encoder: str) -> float:
 
 def _utilization(folder: Path, device: str, cell: Cell, tokens_per_second: float) -> float | None:
     from hpo.device import probe_device
-    from hpo.precision import PRECISIONS as TABLE
-    from hpo.telemetry import peak_flops
+    from hpo.precision.table import PRECISIONS as TABLE
+    from hpo.training.throughput import peak_flops
 
     precision = TABLE[cell.precision]
     kind = "float8" if precision.float8 else "tf32" if precision.tf32 else precision.linear_dtype
@@ -297,7 +297,7 @@ def trials_per_hour(
     folder: Path, device: str, workload: Workload, num_workers: int, num_trials: int, seconds: float
 ) -> dict[str, Any]:
     """A study with `hpo run --workers-per-device`, from its first trial's start to its last one's end."""
-    from hpo.storage import open_storage
+    from hpo.study.storage import open_storage
 
     work = folder / f"workers-{num_workers}"
     work.mkdir()

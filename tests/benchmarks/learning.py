@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from trial_parts import assemble, config_of, executor_of
 from workload import LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, write_workload
 
-from hpo.amp import MixedPrecision
-from hpo.executor import Executor
-from hpo.model import MultitaskModel
-from hpo.precision import PRECISIONS
-from hpo.telemetry import ThroughputMeter
-from hpo.tokens import training_batches
-from hpo.train import Progress, predict_logits, train
-from hpo.trial_config import TrialConfig
+from hpo.config.trial_config import TrialConfig
+from hpo.data.tokenized_split import training_batches
+from hpo.models.multitask import MultitaskModel
+from hpo.precision.amp import MixedPrecision
+from hpo.precision.table import PRECISIONS
+from hpo.training.loop import Progress, predict_logits, train
+from hpo.training.throughput import ThroughputMeter
+from hpo.trial.executor import Executor
 
 WORKLOAD = WORKLOADS["short"]
 SAME_BATCHES_SEED = 42

@@ -24,7 +24,7 @@ from pathlib import Path
 from workload import WORKLOADS, write_workload
 
 from hpo.device import probe_device
-from hpo.precision import support
+from hpo.precision.table import support
 
 CONTENDERS = Path(__file__).with_name("contenders.py")
 

@@ -19,11 +19,11 @@ import optuna
 from optuna.trial import Trial, TrialState
 from search_table import Row, Table
 
-from hpo.sampler_config import PrunerConfig, SamplerConfig
-from hpo.samplers import build_pruner, build_sampler
-from hpo.search_space import suggest
-from hpo.slots import CONSTRAINT, INFEASIBLE
-from hpo.study_config import StudyConfig
+from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+from hpo.config.search_space import suggest
+from hpo.config.study_config import StudyConfig
+from hpo.study.leases import CONSTRAINT, INFEASIBLE
+from hpo.study.samplers import build_pruner, build_sampler
 
 TARGET = 0.99
 MAX_TRIALS = 300

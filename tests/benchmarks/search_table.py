@@ -21,8 +21,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hpo.search_space import grid
-from hpo.study_config import StudyConfig, load_study
+from hpo.config.search_space import grid
+from hpo.config.study_config import StudyConfig, load_study
 
 SPACES = Path(__file__).with_name("spaces")
 _ORDER_SEED = 0
@@ -142,7 +142,7 @@ def tabulate(name: str) -> None:
     import torch
 
     from hpo.device import probe_device
-    from hpo.executor import Executor
+    from hpo.trial.executor import Executor
 
     study = load_space(name)
     device = probe_device(study.device)
@@ -247,7 +247,7 @@ def _header(study: StudyConfig, name: str, machine: str, num_threads: int) -> di
 
 def _support(study: StudyConfig) -> dict[str, str]:
     from hpo.device import probe_device
-    from hpo.precision import support
+    from hpo.precision.table import support
 
     device = probe_device(study.device)
     searched = study.search_space.get("fp_precision")

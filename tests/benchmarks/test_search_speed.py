@@ -12,7 +12,7 @@ from search_fidelity import after_evaluation, better_half, between_precisions, r
 from search_replay import PLAIN_TPE, TARGET, TRAINER, Contender, ours, replay
 from search_table import Row, Table, configurations, load_table, table_names
 
-from hpo.sampler_config import PrunerConfig
+from hpo.config.sampler_config import PrunerConfig
 
 NO_PRUNER = PrunerConfig(name="none")
 

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/tokenizing.py hpo|datasets NUM_ROWS FOLDER
 
-hpo        `hpo.token_cache.load_tokenized`: ids, characters and truth of all tasks, written to the disk
+hpo        `hpo.data.token_cache.load_tokenized`: ids, characters and truth of all tasks, written to the disk
 datasets   `Dataset.map` of Hugging Face in batches on 2 processes with the same tokenizer: ids alone,
            written to its Arrow cache; its texts lie in FOLDER as Arrow before the clock starts
 
@@ -55,11 +55,11 @@ class TimedRows(Sequence[Any]):
 
 def run_hpo(num_rows: int, folder: Path) -> dict[str, Any]:
     """Ours, into an empty cache in `folder`."""
-    from hpo.data import load_data
-    from hpo.data_config import DataConfig
-    from hpo.model import load_tokenizer
-    from hpo.token_cache import load_tokenized
-    from hpo.tokens import Windowing
+    from hpo.config.data_config import DataConfig
+    from hpo.data.dataset import load_data
+    from hpo.data.token_cache import load_tokenized
+    from hpo.data.tokenized_split import Windowing
+    from hpo.models.multitask import load_tokenizer
 
     content = {"source": "synthetic", "synthetic": {"num_train": num_rows}}
     dataset = load_data(DataConfig.model_validate(content))
@@ -88,7 +88,7 @@ def write_texts(num_rows: int, folder: Path) -> None:
     """The same posts as a data set of Hugging Face, where it is not there yet."""
     from datasets import Dataset, disable_progress_bars
 
-    from hpo.synthetic import SyntheticRows
+    from hpo.data.synthetic import SyntheticRows
 
     def texts() -> Iterator[dict[str, str]]:
         for row in SyntheticRows("train", num_rows):

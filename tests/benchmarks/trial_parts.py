@@ -11,15 +11,15 @@ import torch
 import yaml
 from workload import Workload, study_content
 
-from hpo.amp import MixedPrecision
+from hpo.config.study_config import load_study
+from hpo.config.trial_config import TrialConfig, build_trial_config
+from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import probe_device
-from hpo.executor import Executor
-from hpo.model import MultitaskModel
-from hpo.precision import PRECISIONS
-from hpo.study_config import load_study
-from hpo.tokens import TokenizedSplit
-from hpo.train import Objective
-from hpo.trial_config import TrialConfig, build_trial_config
+from hpo.models.multitask import MultitaskModel
+from hpo.precision.amp import MixedPrecision
+from hpo.precision.table import PRECISIONS
+from hpo.training.loop import Objective
+from hpo.trial.executor import Executor
 
 
 @dataclass

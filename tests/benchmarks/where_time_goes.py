@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 from trial_parts import TrialParts, assemble, config_of, executor_of
 from workload import WORKLOADS, write_workload
 
+from hpo.data.tokenized_split import collate, training_batches
 from hpo.device import probe_device
-from hpo.precision import PRECISION_NAMES, support
-from hpo.tokens import collate, training_batches
-from hpo.train import Progress, accumulate_gradients, apply_gradients, predict_logits
+from hpo.precision.table import PRECISION_NAMES, support
+from hpo.training.loop import Progress, accumulate_gradients, apply_gradients, predict_logits
 
 SEED = 42
 NUM_WARMUP_STEPS = 3

@@ -17,8 +17,8 @@ from typing import Any
 
 from real_sets import REAL_SETS
 
-from hpo.examples import Example
-from hpo.synthetic import TASKS_JSON, SyntheticRows
+from hpo.data.examples import Example
+from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpo.data import DataSet, load_data
-from hpo.data_config import DataConfig
+from hpo.config.data_config import DataConfig
+from hpo.data.dataset import DataSet, load_data
 from hpo.errors import DataError
 
 TASKS = {

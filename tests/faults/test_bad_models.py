@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import BertModel, GPT2Config, GPT2Model, T5Config, T5Model, ViTConfig, ViTModel
 
-from hpo.encoder import load_encoder, load_tokenizer, resolve_encoder
+from hpo.data.tasks import Task
 from hpo.errors import InputError, ModelError
-from hpo.model import MultitaskModel, apply_compile, build_model
-from hpo.tasks import Task
+from hpo.models.encoder import load_encoder, load_tokenizer, resolve_encoder
+from hpo.models.multitask import MultitaskModel, apply_compile, build_model
 
 TASKS = (Task("label", "single_label", ("a", "b")),)
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

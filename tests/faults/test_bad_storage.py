@@ -17,9 +17,9 @@ import sqlalchemy as sa
 from postgres import PASSWORD, USER, PostgresServer
 from worker_process import CONTEXT, study
 
-from hpo.database import explain
 from hpo.errors import HpoError, RunError, StorageError
-from hpo.storage import open_storage
+from hpo.study.database import explain
+from hpo.study.storage import open_storage
 
 
 def refusal(url: str, **options: Any) -> HpoError:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from hpo.config.study_config import load_study
+from hpo.config.study_file import read_study_file
 from hpo.errors import StudyFileError
-from hpo.study_config import load_study
-from hpo.study_file import read_study_file
 
 BASE = "name: s\ndata: {source: synthetic}\n"
 

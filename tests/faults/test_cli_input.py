@@ -16,8 +16,8 @@ from command_line import Finished, hpo_command, ok
 from postgres import PASSWORD, PostgresServer
 from tiny import write_study
 
-from hpo.encoder import load_encoder, load_tokenizer
-from hpo.storage import open_storage
+from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.study.storage import open_storage
 
 Prepare = Callable[[Path], object]
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
@@ -336,7 +336,7 @@ def test_full_disk_during_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpo.checkpoint.save_file", full)
+    monkeypatch.setattr("hpo.training.checkpoint.save_file", full)
     failed = hpo_command(tmp_path, "run", "tiny.yaml")
     assert failed.exit_code == 1
     assert "could not be written: [Errno 28] No space left on device. Free some space" in failed.err

@@ -11,7 +11,7 @@ import pytest
 import worker_process
 from worker_process import check_done, notes, study
 
-from hpo.storage import open_storage
+from hpo.study.storage import open_storage
 
 
 @pytest.mark.parametrize("place", worker_process.PLACES)

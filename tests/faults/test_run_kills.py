@@ -10,9 +10,9 @@ import pytest
 from command_line import finish, hpo_command, ok, start_hpo, wait_until
 from tiny import write_study
 
-from hpo.process import process_start
-from hpo.storage import open_storage
-from hpo.study_record import StudyRecord, TrialRecord
+from hpo.study.process import process_start
+from hpo.study.storage import open_storage
+from hpo.study.study_record import StudyRecord, TrialRecord
 
 NUM_STEPS = 60
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from hpo.errors import InputError
-from hpo.executor import Executor
-from hpo.model import MultitaskModel, encoder_layers
+from hpo.models.multitask import MultitaskModel, encoder_layers
+from hpo.trial.executor import Executor
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def compile_layers_alone(model: MultitaskModel, *_: Any) -> None:
 def test_a_shape_that_comes_up_in_a_step_is_charged_as_compilation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpo.executor.apply_compile", compile_layers_alone)
+    monkeypatch.setattr("hpo.trial.executor.apply_compile", compile_layers_alone)
     before_training = []
     compile_ = Executor._compile
 
@@ -108,7 +108,7 @@ def test_a_trial_of_nothing_but_compilation_has_no_throughput(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched: bool
 ) -> None:
     """Where it may be the settings of this trial alone, the study goes on."""
-    monkeypatch.setattr("hpo.executor.apply_compile", compile_layers_alone)
+    monkeypatch.setattr("hpo.trial.executor.apply_compile", compile_layers_alone)
     scopes = {"compile_scope": {"type": "categorical", "choices": ["model", "layers"]}}
     space = scopes if searched else {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3}}
     executor = throughput_executor(tmp_path, max_steps=1, search_space=space)
@@ -128,7 +128,7 @@ def test_a_trial_of_nothing_but_compilation_has_no_throughput(
 def test_throughput_may_come_after_the_first_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpo.executor.apply_compile", compile_layers_alone)
+    monkeypatch.setattr("hpo.trial.executor.apply_compile", compile_layers_alone)
     values: list[float] = []
     result = throughput_executor(tmp_path, max_steps=2).run(
         {"learning_rate": 1e-3}, tmp_path / "trial", "trial", lambda scored: values.extend(scored.values)

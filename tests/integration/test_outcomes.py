@@ -12,15 +12,15 @@ import pytest
 import torch
 from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
 
-from hpo.checkpoint import CheckpointStore
+from hpo.data.tasks import loss_sum
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, ModelError, Pruned
-from hpo.executor import Executor
-from hpo.model import MultitaskModel
-from hpo.tasks import loss_sum
-from hpo.telemetry import TrialResult
-from hpo.trained_model import score_checkpoint
-from hpo.trial_log import ScoredEvaluation
+from hpo.models.multitask import MultitaskModel
+from hpo.training.checkpoint import CheckpointStore
+from hpo.training.throughput import TrialResult
+from hpo.trial.best_model import score_checkpoint
+from hpo.trial.executor import Executor
+from hpo.trial.telemetry import ScoredEvaluation
 
 # Weights so large that the feed-forward layers pass fp16's largest number; LayerNorm hides it from fp32.
 OVERFLOWING = ENCODER | {"initializer_range": 300.0}
@@ -130,15 +130,15 @@ def test_nonfinite_in_one_task_only(
     def broken(task: Any, *args: Any) -> torch.Tensor:
         return loss_sum(task, *args) * (float("nan") if task.name == "evidence" else 1.0)
 
-    monkeypatch.setattr("hpo.train.loss_sum", broken)
-    monkeypatch.setattr("hpo.executor.Executor._compatibility", passing_check)
+    monkeypatch.setattr("hpo.training.loop.loss_sum", broken)
+    monkeypatch.setattr("hpo.trial.executor.Executor._compatibility", passing_check)
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     assert result.outcome == "nonfinite"
     assert result.reason.endswith("First in: evidence.")
 
 
 def passing_check(*_: Any) -> Any:
-    from hpo.compat import Compatibility, Measurement
+    from hpo.trial.compat import Compatibility, Measurement
 
     return Compatibility("ok", (), Measurement("fp32"))
 
@@ -223,7 +223,7 @@ def test_failed_keeps_the_traceback(
         raise ValueError("a bug")
 
     monkeypatch.setattr(MultitaskModel, "forward", broken)
-    monkeypatch.setattr("hpo.executor.Executor._compatibility", passing_check)
+    monkeypatch.setattr("hpo.trial.executor.Executor._compatibility", passing_check)
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     assert (result.outcome, result.reason) == ("failed", "ValueError: a bug")
     assert result.traceback is not None
@@ -287,7 +287,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_was_there(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpo.checkpoint.save_file", full)
+    monkeypatch.setattr("hpo.training.checkpoint.save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         executor.run(params, tmp_path / "trial", "t")
     monkeypatch.undo()
@@ -329,7 +329,7 @@ def test_thresholds_follow_the_objective(tmp_path: Path, monkeypatch: pytest.Mon
         seen.append(args[3])
         return real(*args)
 
-    monkeypatch.setattr("hpo.train.choose_decisions", spy)
+    monkeypatch.setattr("hpo.training.loop.choose_decisions", spy)
     run(
         tiny_executor(tmp_path, objective={"metric": "criteria/f1_micro"}), tmp_path, {"fp_precision": "fp32"}
     )

@@ -10,9 +10,9 @@ import pytest
 from command_line import hpo_command, ok
 from tiny import write_study
 
-from hpo.storage import open_storage
-from hpo.study_record import StudyRecord
-from hpo.tables import summary_by_precision, trials_table
+from hpo.report.tables import summary_by_precision, trials_table
+from hpo.study.storage import open_storage
+from hpo.study.study_record import StudyRecord
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
 TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -182,7 +182,7 @@ def test_a_study_without_any_complete_trial_has_failed(
     assert "has ended without a complete trial. The last one ended as unsupported: `tf32`" in finished.err
 
     write_study(tmp_path, name="broken", max_retries=0)
-    monkeypatch.setattr("hpo.executor.build_optimizer", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("hpo.trial.executor.build_optimizer", lambda *_, **__: 1 / 0)
     finished = hpo_command(tmp_path, "run", "tiny.yaml")
     assert finished.exit_code == 1
     assert "The last one ended as failed: ZeroDivisionError: division by zero\nTraceback" in finished.err

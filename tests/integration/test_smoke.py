@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpo.ranking import best_trials
-from hpo.report import write_report
-from hpo.storage import open_storage
-from hpo.study_config import load_study
-from hpo.tables import summary_by_precision
-from hpo.worker import run_study
+from hpo.config.study_config import load_study
+from hpo.report.report import write_report
+from hpo.report.tables import summary_by_precision
+from hpo.study.ranking import best_trials
+from hpo.study.storage import open_storage
+from hpo.study.worker import run_study
 
 STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
 

@@ -19,11 +19,11 @@ import worker_process
 from worker_process import result, study
 
 from hpo import executor as executor_module
-from hpo.executor import Executor
-from hpo.search_space import suggest
-from hpo.slots import Lease
-from hpo.storage import EvaluationRow, Storage, open_storage
-from hpo.worker import run_worker, trial_runner
+from hpo.config.search_space import suggest
+from hpo.study.leases import Lease
+from hpo.study.storage import EvaluationRow, Storage, open_storage
+from hpo.study.worker import run_worker, trial_runner
+from hpo.trial.executor import Executor
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,181 @@
+"""The tables a person sees in the terminal. Everything here draws what others computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hpo.cli.progress import OUTCOME_STYLES
+from hpo.report.formats import describe_params, format_metric, format_number, precision_facts
+from hpo.report.readable import precision_comparison, readable_summary
+from hpo.study.ranking import by_first_objective, complete_trials
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from hpo.study.study_record import StudyRecord
+    from hpo.trial.verify import PrecisionCheck
+
+
+def print_summary(record: StudyRecord) -> None:
+    """The table by precision, the best configuration, and where to look next."""
+    console = Console()
+    if any(trial.ended for trial in record.trials):
+        console.print(_precision_table(record, console))
+    print_best(record)
+    if complete_trials(record):
+        name = escape(record.name)
+        hints = (f"hpo report {name}", f"hpo dashboard {name}", f"hpo best {name} --evaluate test")
+        console.print(f"[dim]{'   '.join(hints)}[/dim]", soft_wrap=True)
+
+
+def _precision_table(record: StudyRecord, console: Console) -> Table:
+    """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
+    title = f"{record.name}: by requested precision"
+    table = dataframe_table(precision_comparison(record), title)
+    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+        return table
+    brief = readable_summary(record, brief=True)
+    medians = [column for column in brief if column.endswith(", median")]
+    brief = brief.drop(columns=["trials", "wasted", *medians])
+    brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
+    table = dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
+    for column in table.columns:
+        column.no_wrap = column.header != "outcomes"
+    return table
+
+
+def print_best(record: StudyRecord) -> None:
+    """The best trial (with several objectives, the Pareto front): values, parameters, precision facts."""
+    console = Console(highlight=False)
+    best = by_first_objective(record)
+    if not best:
+        console.print(f"No complete trial{f' of {len(record.trials)}' if record.trials else ' yet'}.")
+    for trial in best:
+        values = ", ".join(
+            f"{metric} {format_metric(metric, value)}"
+            for metric, value in zip(record.metric_names, trial.values or (), strict=True)
+        )
+        console.print(Text.assemble(("best ", "bold"), f"trial {trial.number}: ", (values, "bold green")))
+        for line in (describe_params(trial.params, in_full=True), precision_facts(trial)):
+            if console.is_terminal:
+                console.print(Padding(Text(line), (0, 0, 0, 5)))
+            else:
+                console.print(Text(f"     {line}"), soft_wrap=True)
+
+
+def print_metrics(metrics: Mapping[str, Mapping[str, float]], title: str) -> None:
+    """{task: {metric: value}} as a table."""
+    table = _table("task", "metric", "value", title=title)
+    for task, values in metrics.items():
+        for metric, value in values.items():
+            table.add_row(escape(task), metric, format_metric(metric, value))
+    Console().print(table)
+
+
+def print_trial(record: Mapping[str, Any]) -> None:
+    """What `hpo train` shows of the record of one trial."""
+    console = Console(highlight=False)
+    telemetry = record["telemetry"]
+    if telemetry.get("metrics"):
+        print_metrics(telemetry["metrics"], "Best evaluation")
+    outcome = record["outcome"]
+    head = Text(outcome, style=OUTCOME_STYLES.get(outcome, ""))
+    console.print(Text.assemble(head, f": {record['outcome_reason']}" if record["outcome_reason"] else ""))
+    for metric, value in (record["values"] or {}).items():
+        console.print(f"{escape(metric)}: {format_metric(metric, value)}")
+    for key, value in record.items():
+        if key.startswith(("fp_precision", "train_", "peak_")):
+            text = format_metric(key, value) if isinstance(value, float | int) else str(value)
+            console.print(f"{key}: {text}", markup=False)
+
+
+def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
+    """Trials by outcome, live workers, rate and estimated end, and the best so far."""
+    console = Console(highlight=False)
+    slots = status["trials"]
+    console.print(
+        f"[bold]{escape(record.name)}[/bold]: {slots['done']} of {status['n_trials']} trials done, "
+        f"{slots['running']} running, {slots['open']} to come"
+    )
+    if status["outcomes"]:
+        counts = _table("outcome", "trials")
+        for outcome, count in status["outcomes"].items():
+            counts.add_row(Text(outcome, style=OUTCOME_STYLES.get(outcome, "")), str(count))
+        console.print(counts)
+        states = (f"{count} {state}" for state, count in status["states"].items())
+        console.print(f"In Optuna: {', '.join(states)}.", style="dim")
+    if status["workers"]:
+        workers = _table("live worker", "trial", "last seen")
+        for worker in status["workers"]:
+            trial = "" if worker["trial"] is None else str(worker["trial"])
+            workers.add_row(worker["id"], trial, worker["last_seen"])
+        console.print(workers)
+    stranded = slots["running"] - sum(worker["trial"] is not None for worker in status["workers"])
+    if stranded:
+        console.print(f"Trials whose worker is gone: {stranded}. The next worker goes on with them.")
+    elif not status["workers"]:
+        console.print("No live worker.")
+    if status["trials_per_hour"]:
+        console.print(f"Rate: {format_number(status['trials_per_hour'])} trials an hour.")
+    if status["estimated_end"]:
+        console.print(f"Estimated end: {status['estimated_end']}.")
+    print_best(record)
+
+
+def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: str) -> None:
+    """What this machine does with each precision."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{escape(device)}[/bold]")
+    table = _table("precision", "support", "verdict", "logits\nerror", "gradient\ncosine", "speed", "memory")
+    for check in checks:
+        measured = check.compatibility.measurement if check.compatibility else None
+        errors = list(measured.logits_relative_error.values()) if measured else []
+        style = {"native": "green", "emulated": "yellow"}.get(check.support.level, "red")
+        table.add_row(
+            check.name,
+            Text(check.support.level, style=style),
+            check.compatibility.verdict if check.compatibility else "",
+            f"{max(errors):.1e}" if errors else "",
+            "" if measured is None or measured.gradient_cosine is None else f"{measured.gradient_cosine:.4f}",
+            "" if measured is None or measured.speed_ratio is None else f"{measured.speed_ratio:.2f}x",
+            "" if measured is None or measured.memory_ratio is None else f"{measured.memory_ratio:.2f}x",
+        )
+    console.print(table)
+    console.print("Speed and memory against fp32, forward and backward of the check's batch.", style="dim")
+    notes = Table.grid(padding=(0, 2))
+    notes.add_column(no_wrap=True)
+    for check in checks:
+        if check.note:
+            notes.add_row(check.name, escape(check.note))
+    if notes.row_count:
+        console.print(notes)
+    console.print(Text(advice, style="bold"))
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    return Table(
+        *map(escape, columns),
+        title=None if title is None else escape(title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
+    """A table of text cells; columns whose cells are all empty are left out."""
+    shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
+    table = _table(*shown, title=title)
+    for column in table.columns:
+        column.overflow = "fold"  # a number that is cut is another number
+    for row in frame[shown].itertuples(index=False):
+        table.add_row(*(escape(str(cell)) for cell in row))
+    return table

@@ -1,0 +1,182 @@
+"""What a person sees in the terminal while a study runs.
+
+Where the output is no terminal (a log file, a batch job), a line per finished trial takes the place of the
+progress bars. A run shows this before its first trial, so nothing here imports pandas.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from hpo.config.trial_config import build_trial_config
+from hpo.report.formats import describe_params, format_metric
+from hpo.study.ranking import best_trials
+
+if TYPE_CHECKING:
+    import threading
+
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.study_record import StudyRecord
+    from hpo.study.worker import TrialEvent
+
+OUTCOME_STYLES = {
+    "complete": "green",
+    "pruned": "yellow",
+    "preempted": "yellow",
+    "unsupported": "magenta",
+    "incompatible": "magenta",
+    "nonfinite": "magenta",
+    "oom": "magenta",
+    "failed": "bold red",
+}
+
+
+class StudyDisplay:
+    """Progress of a running study: a bar for the study, one for each trial in hand, and the best so far.
+
+    A context manager; give `update` to the workers as `on_event`. Where the output is not a terminal it is
+    one line for each trial that ended. Quiet: nothing.
+
+    Args:
+        record: the study before this run.
+        num_done: how many of the study's trials are done now, those of other workers included.
+        stop: set when the run was told to stop.
+    """
+
+    def __init__(
+        self,
+        config: StudyConfig,
+        record: StudyRecord,
+        num_done: Callable[[], int],
+        *,
+        stop: threading.Event | None = None,
+        quiet: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console(quiet=quiet)
+        self._config = config
+        self._objective = config.objective[0]
+        self._num_done = num_done
+        self._stop = stop
+        self._best: tuple[float, int] | None = None
+        for trial in best_trials(record):
+            self._note_best(trial.values, trial.number)
+        self._study = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("trials"),
+            TimeElapsedColumn(),
+            console=self._console,
+        )
+        self._study.add_task(
+            escape(config.name), total=sum(record.slots.values()), completed=record.slots["done"]
+        )
+        self._trials = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            TextColumn("{task.percentage:3.0f}%"),
+            TextColumn("{task.fields[value]}"),
+            TextColumn(
+                "{task.fields[params]}",
+                style="dim",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            console=self._console,
+            expand=True,
+        )
+        self._tasks: dict[int, TaskID] = {}
+        self._num_evaluations: Counter[int] = Counter()
+        self._live = Live(
+            console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
+        )
+
+    def __enter__(self) -> StudyDisplay:
+        if self._console.is_terminal and not self._console.quiet:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, event: TrialEvent) -> None:
+        """Show that a trial began, was evaluated or ended."""
+        if event.kind == "started":
+            self._tasks[event.number] = self._trials.add_task(
+                f"trial {event.number}", total=1.0, value="", params=escape(describe_params(event.params))
+            )
+        elif event.kind == "evaluated":
+            self._num_evaluations[event.number] += 1
+            if event.number in self._tasks and event.values:
+                value = f"{self._objective.metric} {self._format(event.values[0])}"
+                self._trials.update(
+                    self._tasks[event.number], completed=self._budget_used(event), value=escape(value)
+                )
+        else:
+            if (task := self._tasks.pop(event.number, None)) is not None:
+                self._trials.remove_task(task)
+            self._study.update(self._study.task_ids[0], completed=self._num_done())
+            if event.outcome == "complete":
+                self._note_best(event.values, event.number)
+            self._print_finished(event)
+
+    def _budget_used(self, event: TrialEvent) -> float:
+        """As the trial says; of one in another process, the share of its evaluations."""
+        if event.budget_used is not None:
+            return event.budget_used
+        num = self._config.evaluation.count(build_trial_config(self._config, event.params, "fp32").epochs)
+        return min(1.0, self._num_evaluations[event.number] / num)
+
+    def _format(self, value: float) -> str:
+        return format_metric(self._objective.metric, value)
+
+    def _note_best(self, values: Sequence[float] | None, number: int) -> None:
+        if not values:
+            return
+        sign = 1 if self._objective.direction == "maximize" else -1
+        if self._best is None or sign * values[0] > sign * self._best[0]:
+            self._best = (values[0], number)
+
+    def _print_finished(self, event: TrialEvent) -> None:
+        values = ", ".join(
+            format_metric(objective.metric, value)
+            for objective, value in zip(self._config.objective, event.values or (), strict=False)
+        )
+        head = Text.assemble(
+            f"trial {event.number:>3}  ", (f"{event.outcome:<12}", OUTCOME_STYLES.get(event.outcome, ""))
+        )
+        params = describe_params(event.params)
+        if not self._console.is_terminal:
+            line = Text("  ").join(Text(part) for part in (head.plain, values, params, event.reason) if part)
+            self._console.print(line, soft_wrap=True)
+            return
+        rest = Text.assemble((values, "bold"), "  " if values else "", params)
+        if event.reason:
+            rest.append(f"\n{event.reason}", style="dim")
+        line_table = Table.grid(padding=(0, 1))
+        line_table.add_column(no_wrap=True)
+        line_table.add_row(head, rest)
+        self._console.print(line_table)
+
+    def _render(self) -> Group:
+        best = Text("best so far: none yet", style="dim")
+        if self._best is not None:
+            text = f"best so far: {self._objective.metric} {self._format(self._best[0])}"
+            best = Text(f"{text} (trial {self._best[1]})", style="bold")
+        trials: RenderableType = self._trials
+        if not self._tasks:
+            trials = Text("getting ready: data, encoder, precision", style="dim")
+        parts: list[RenderableType] = [trials, self._study, best]
+        if self._stop is not None and self._stop.is_set():
+            text = "Stopping when the checkpoint is written. Ctrl-C again ends at once, without one."
+            parts.append(Text(text, style="yellow"))
+        return Group(*parts)

@@ -1,0 +1,202 @@
+"""Which data a study trains on: where it is, which columns hold what, how much of it, how texts are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from hpo.config.study_file import Problem, refused, show, validation_error
+from hpo.config.trial_settings import Count, Section
+from hpo.errors import did_you_mean
+
+TASK_KINDS = (
+    "single_label",
+    "multi_label",
+    "token_classification",
+    "span_extraction",
+    "span_per_label",
+    "regression",
+)
+
+
+def _path(value: Any, info: ValidationInfo) -> Any:
+    """A path of a study file is relative to that file."""
+    if not isinstance(value, (str, Path)) or not str(value).strip():
+        raise ValueError(f"must be a path, but got {show(value)}.")
+    folder = (info.context or {}).get("folder", Path())
+    return Path(folder, Path(value).expanduser()).absolute()
+
+
+def _hub_name(value: Any, info: ValidationInfo) -> Any:
+    """An id of the hub, or a folder, which as every path of a study file is relative to that file."""
+    folder = (info.context or {}).get("folder")
+    if folder is not None and isinstance(value, str) and value and Path(folder, value).is_dir():
+        return str(Path(folder, value).absolute())
+    return value
+
+
+StudyPath = Annotated[Path, BeforeValidator(_path)]
+
+
+class FilesConfig(Section):
+    """One file for each split, where they do not have the usual names."""
+
+    train: StudyPath | None = Field(None, description="Training split.")
+    validation: StudyPath | None = Field(None, description="Validation split.")
+    test: StudyPath | None = Field(None, description="Test split.")
+
+
+class ColumnsConfig(Section):
+    """Which column holds what (csv, parquet, hub)."""
+
+    id: str | None = Field(None, description="Column with a unique id; left out, the row's number.")
+    text: str = Field("text", description="Column with the text.")
+    labels: dict[str, str] = Field(
+        default_factory=dict,
+        description="Task name to column: a class or number; several classes as a list or `a|b`.",
+    )
+    spans: dict[str, str] = Field(
+        default_factory=dict, description="Span or task name to column of spans, as `[[start, end], ...]`."
+    )
+
+
+class HubConfig(Section):
+    """A data set of the Hugging Face hub."""
+
+    name: Annotated[str, BeforeValidator(_hub_name)] = Field(
+        description="Id of the data set, or a local folder that `datasets` loads."
+    )
+    config: str | None = Field(None, description="Configuration of the data set.")
+    revision: str | None = Field(None, description="Commit, tag or branch.")
+    splits: dict[Literal["train", "validation", "test"], str] = Field(
+        default_factory=dict, description="Split here to split there; left out, the same names."
+    )
+
+
+class LimitsConfig(Section):
+    """At most so many examples of a split."""
+
+    train: Count | None = Field(None, description="Training split.")
+    validation: Count | None = Field(None, description="Validation split.")
+    test: Count | None = Field(None, description="Test split.")
+
+
+class SyntheticConfig(Section):
+    """Generated clinical-style posts with criteria and evidence."""
+
+    num_train: Count = Field(2000, description="Training examples.")
+    num_validation: Count = Field(300, description="Validation examples.")
+    num_test: Count = Field(300, description="Test examples.")
+    seed: int = Field(0, ge=0, description="Seed of the generator.")
+    min_sentences: Count = Field(2, description="Sentences of the shortest posts.")
+    max_sentences: Count = Field(
+        6, description="Sentences of the longest posts; more where evidence needs it."
+    )
+    label_noise: float = Field(0.02, ge=0, le=1, description="Chance that a criterion's label is missed.")
+
+    @model_validator(mode="after")
+    def _check_sentences(self) -> SyntheticConfig:
+        if self.min_sentences > self.max_sentences:
+            came = f"{self.min_sentences} and {self.max_sentences}"
+            raise refused(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {came}.")
+        return self
+
+
+class DataConfig(Section):
+    """The data set."""
+
+    SOURCE_KEYS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "synthetic": ("synthetic",),
+        "jsonl": ("path", "files", "tasks"),
+        "csv": ("path", "files", "tasks", "columns"),
+        "parquet": ("path", "files", "tasks", "columns"),
+        "hub": ("hub", "tasks", "columns"),
+    }
+    source: Literal["synthetic", "jsonl", "csv", "parquet", "hub"] = Field(
+        description="Where the examples come from."
+    )
+    path: StudyPath | None = Field(
+        None, description="Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."
+    )
+    files: FilesConfig = Field(default_factory=FilesConfig, description="Files with other names.")
+    tasks: Path | dict[str, Any] | None = Field(
+        None,
+        description="The tasks: a path, or `{task: {kind: ..., classes: [...]}}` here. Left out, the "
+        "`tasks.json` in `path`.",
+    )
+    columns: ColumnsConfig = Field(default_factory=ColumnsConfig, description="Columns (csv, parquet, hub).")
+    hub: HubConfig | None = Field(None, description="Data set of the hub.")
+    synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig, description="Sizes and seed.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Use only a part.")
+    validation_fraction: float = Field(
+        0.1, gt=0, lt=1, description="Share of training examples for validation when there is no such split."
+    )
+    test_fraction: float = Field(
+        0.0, ge=0, lt=1, description="Share of training examples for testing when there is no such split."
+    )
+    long_text: Literal["truncate", "window"] = Field(
+        "truncate", description="A text over `max_length`: cut it, or cover it with overlapping windows."
+    )
+    stride: int = Field(64, ge=0, description="Tokens that neighbouring windows share.")
+    pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = Field(
+        None, description="Two named segments of the text, encoded as a pair."
+    )
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _check_tasks(cls, value: Any, info: ValidationInfo) -> Any:
+        """Tasks in the study file get the form of a `tasks.json`: `{"tasks": {name: task}}`."""
+        if value is None or isinstance(value, (str, Path)):
+            return None if value is None else _path(value, info)
+        if not isinstance(value, Mapping):
+            raise refused((), f"must be a path or a mapping of task names to tasks, but got {show(value)}.")
+        wrapped = isinstance(value.get("tasks"), Mapping) and "kind" not in value["tasks"]
+        tasks, above = (value["tasks"], ("tasks",)) if wrapped else (value, ())
+        problems = [] if tasks else [Problem(above, "there must be at least one task.")]
+        for name, task in tasks.items():
+            if not isinstance(task, Mapping):
+                problems.append(Problem((*above, name), f"must be a mapping with `kind`, got {show(task)}."))
+            elif task.get("kind") not in TASK_KINDS:
+                kinds = ", ".join(TASK_KINDS)
+                message = (
+                    f"unknown kind {show(task['kind'])}.{did_you_mean(str(task['kind']), TASK_KINDS)}"
+                    if "kind" in task
+                    else f"must be given: one of {kinds}."
+                )
+                problems.append(Problem((*above, name, "kind"), message))
+        if problems:
+            raise validation_error(problems)
+        return dict(value) if wrapped else {"tasks": dict(value)}
+
+    @model_validator(mode="after")
+    def _check_source(self) -> DataConfig:
+        problems = []
+        own = set(chain.from_iterable(self.SOURCE_KEYS.values()))
+        for key in sorted(own - set(self.SOURCE_KEYS[self.source])):
+            if getattr(self, key) == type(self).model_fields[key].get_default(call_default_factory=True):
+                continue
+            users = ", ".join(source for source, keys in self.SOURCE_KEYS.items() if key in keys)
+            problems.append(Problem((key,), f"is read with source {users}, but the source is {self.source}."))
+        if "path" in self.SOURCE_KEYS[self.source]:
+            if self.path is None and self.files.train is None:
+                problems.append(
+                    Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
+                )
+            elif self.path is None and self.tasks is None:
+                problems.append(
+                    Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
+                )
+        if self.source == "hub":
+            missing = [key for key in ("hub", "tasks") if getattr(self, key) is None]
+            problems += [Problem((key,), "must be given for source hub.") for key in missing]
+        if self.validation_fraction + self.test_fraction >= 1:
+            problems.append(
+                Problem(("test_fraction",), "validation and test must leave a part for training.")
+            )
+        if problems:
+            raise validation_error(problems)
+        return self

@@ -1,0 +1,432 @@
+"""A study: what is searched for, on which data, with which model, how long, and what each trial may vary.
+
+`load_study` reads it from a study file. Everything that can be known to be wrong without data, model or
+device is refused here, all of it at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from hpo.config.data_config import ColumnsConfig, DataConfig, SyntheticConfig
+from hpo.config.distributions import (
+    CategoricalDistribution,
+    Distribution,
+    FloatDistribution,
+    parse_search_space,
+)
+from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+from hpo.config.study_file import Problem, problems_of, read_study_file, refused, show, validation_error
+from hpo.config.trial_settings import (
+    BUDGETS,
+    DEFAULT_EPOCHS,
+    LOSS_WEIGHT,
+    Count,
+    Encoder,
+    Section,
+    Switch,
+    TrialSettings,
+)
+from hpo.errors import InputError, StudyFileError, did_you_mean
+from hpo.precision.table import AmpConfig
+
+__all__ = [
+    "AmpConfig",
+    "CheckpointConfig",
+    "ColumnsConfig",
+    "CompatConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "PrunerConfig",
+    "SamplerConfig",
+    "StudyConfig",
+    "SyntheticConfig",
+    "TrialSettings",
+    "load_study",
+]
+
+SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
+MEASURED_METRICS = (
+    "train_examples_per_second",
+    "train_tokens_per_second",
+    "evaluation_examples_per_second",
+    "peak_memory_bytes",
+)
+"""What an objective may name of what a trial costs."""
+
+
+def _study_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError(f"must be letters, digits, `.`, `_` and `-`, at most 100, but got {show(name)}.")
+    return name
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, Mapping) else value
+
+
+StudyName = Annotated[str, AfterValidator(_study_name)]
+
+
+class ObjectiveConfig(Section):
+    """What a trial is judged by. A list of these makes a study with several objectives."""
+
+    metric: str = Field(
+        "score",
+        description="`score` (mean of the tasks' primary metrics), `<task>/<metric>` such as "
+        "`criteria/f1_micro`, `train_examples_per_second`, `train_tokens_per_second`, "
+        "`evaluation_examples_per_second` or `peak_memory_bytes`.",
+    )
+    direction: Literal["maximize", "minimize"] = Field("maximize", description="Which way is better.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ObjectiveConfig:
+        known = ("score", *MEASURED_METRICS)
+        if "/" not in self.metric and self.metric not in known:
+            hint = did_you_mean(self.metric, known)
+            raise refused(
+                ("metric",), f"unknown metric {show(self.metric)}; one of a task is `task/name`.{hint}"
+            )
+        if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
+            raise refused(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
+        return self
+
+
+class ModelConfig(Section):
+    """The encoder."""
+
+    encoder: Encoder = Field(
+        "minilm",
+        description="`minilm` (comes with the package), a hub id, a local folder, or a mapping with the "
+        "config of a fresh encoder: `model_type`, that type's keys, and `tokenizer`.",
+    )
+    revision: str | None = Field(None, description="Commit, tag or branch on the hub.")
+    trust_remote_code: Switch = Field(False, description="Run the Python code that comes with the encoder.")
+
+
+class CompatConfig(Section):
+    """Bounds of the check that a precision works with this model, on a dummy batch against fp32."""
+
+    enabled: Switch = Field(True, description="Check before training.")
+    degraded_logits_relative_error: float = Field(
+        0.1, gt=0, description="`degraded` above this error of a head's logits."
+    )
+    incompatible_logits_relative_error: float = Field(
+        0.5, gt=0, description="`incompatible` above this error of a head's logits."
+    )
+    degraded_gradient_cosine: float = Field(
+        0.95, ge=-1, le=1, description="`degraded` below this cosine between the gradients."
+    )
+    incompatible_gradient_cosine: float = Field(
+        0.5, ge=-1, le=1, description="`incompatible` below this cosine between the gradients."
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> CompatConfig:
+        if self.degraded_logits_relative_error > self.incompatible_logits_relative_error:
+            raise refused(
+                ("degraded_logits_relative_error",), "must be <= `incompatible_logits_relative_error`."
+            )
+        if self.degraded_gradient_cosine < self.incompatible_gradient_cosine:
+            raise refused(("degraded_gradient_cosine",), "must be >= `incompatible_gradient_cosine`.")
+        return self
+
+
+class EvaluationConfig(Section):
+    """When and how a trial is evaluated on the validation split."""
+
+    per_epoch: Count = Field(
+        1, description="Evaluations in each of the trial's `epochs`; in the whole trial with another budget."
+    )
+    per_trial: Count | None = Field(
+        None,
+        description="Evaluations in the whole trial, spread evenly over its budget; goes before `per_epoch`.",
+    )
+    batch_tokens: Count = Field(8192, description="Tokens of one batch, padding included.")
+
+    def count(self, epochs: float | None) -> int:
+        """Evaluations of a trial of so many epochs; None: its budget is another."""
+        return self.per_trial or math.ceil(epochs or 1) * self.per_epoch
+
+
+class CheckpointConfig(Section):
+    """What is kept of a trial."""
+
+    top_k: Annotated[int, Field(ge=0)] = Field(
+        3, description="Best trials of a study that keep their weights."
+    )
+    every_seconds: float = Field(30.0, gt=0, description="Seconds between checkpoints of a running trial.")
+
+
+class StudyConfig(Section):
+    """A study."""
+
+    name: StudyName = Field(description="Name of the study in the database.")
+    objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_list)] = Field(
+        (ObjectiveConfig(),), description="What is optimised; a list of them for several objectives."
+    )
+    sampler: SamplerConfig = Field(SamplerConfig(), description="Which configuration is tried next.")
+    pruner: PrunerConfig = Field(
+        PrunerConfig(),
+        description="When a trial stops early. Left out: `asha` with `reduction_factor: 2` and "
+        "`min_resource: 2`, or 3 where a trial has more than four evaluations; `none` where there are "
+        "several objectives, the objective is no metric of the model, or the trials' budget is searched.",
+    )
+    n_trials: Count = Field(20, description="Trials of the study, over all workers.")
+    timeout: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds after which a worker starts no further trial."
+    )
+    max_retries: Annotated[int, Field(ge=0)] = Field(
+        1, description="How often a `failed` trial is tried again; other outcomes never are."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="`auto` takes CUDA where there is one."
+    )
+    data: DataConfig = Field(description="The data set.")
+    model: ModelConfig = Field(ModelConfig(), description="The encoder.")
+    training: TrialSettings = Field(TrialSettings(), description="Settings that are the same in all trials.")
+    amp: AmpConfig = Field(AmpConfig(), description="Mixed precision and loss scaling.")
+    compat: CompatConfig = Field(CompatConfig(), description="Check that a precision works before training.")
+    evaluation: EvaluationConfig = Field(
+        EvaluationConfig(), description="Evaluation on the validation split."
+    )
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="What is kept of a trial.")
+    search_space: dict[str, Distribution] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="Settings that are searched, each with its distribution.",
+    )
+    path: Path = Field(Path("study.yaml"), exclude=True, description="The study file; not a key of it.")
+
+    def definition(self) -> dict[str, Any]:
+        """The study as JSON, as the database keeps it; `StudyConfig.model_validate` reads it again."""
+        given_only = ("model", "training", "amp")
+        dumped = self.model_dump(mode="json", exclude={"path", *given_only})
+        return (
+            dumped
+            | {key: getattr(self, key).model_dump(mode="json", exclude_unset=True) for key in given_only}
+            | {"sampler": self.sampler.definition(), "pruner": self.pruner.definition()}
+        )
+
+    def completed(self, stored: Mapping[str, Any]) -> StudyConfig:
+        """The study with what its file leaves out of `sampler` and `pruner` as in `stored`, a `definition`.
+
+        Defaults are for new studies: a study that was made before one was changed goes on as it began.
+
+        Raises InputError.
+        """
+        sampler = self.sampler if "sampler" in self.model_fields_set else SamplerConfig()
+        pruner = self.pruner if "pruner" in self.model_fields_set else PrunerConfig()
+        return self.model_copy(
+            update={
+                "sampler": sampler.completed(stored["sampler"]),
+                "pruner": pruner.completed(stored["pruner"]),
+            }
+        )
+
+    def check_grid(self) -> None:
+        """Raise InputError where a grid has fewer combinations than there shall be trials."""
+        if self.sampler.name == "grid" and self.n_trials > (size := grid_size(self.search_space)):
+            raise InputError(
+                f"the grid has {size} combinations, but the study shall have {self.n_trials} trials. Lower "
+                "`n_trials`, or give `--n-trials`."
+            )
+
+    @model_validator(mode="after")
+    def _choose_pruner(self) -> StudyConfig:
+        """That of a study that names none; `tests/benchmarks/search_speed.py` compares it with others.
+
+        The first evaluation of a trial says too little of its end to stop it there, and the second less than
+        the third. Trials of different budgets are not at the same point of it at the same evaluation.
+        """
+        if (
+            "pruner" in self.model_fields_set
+            or len(self.objective) != 1
+            or self.objective[0].metric in MEASURED_METRICS
+            or any(budget in self.search_space for budget in BUDGETS)
+        ):
+            return self
+        training = self.training
+        has_other_budget = training.max_steps is not None or training.max_seconds is not None
+        epochs = training.epochs or (None if has_other_budget else DEFAULT_EPOCHS)
+        min_resource = 3 if self.evaluation.count(epochs) > 4 else 2
+        chosen = PrunerConfig(name="asha", min_resource=min_resource, reduction_factor=2)
+        self.__dict__["pruner"] = chosen  # frozen, and still not a key that the file gives
+        return self
+
+    @field_validator("objective")
+    @classmethod
+    def _check_objectives(cls, objectives: tuple[ObjectiveConfig, ...]) -> tuple[ObjectiveConfig, ...]:
+        if not objectives:
+            raise refused((), "there must be at least one objective.")
+        metrics = [objective.metric for objective in objectives]
+        for index, metric in enumerate(metrics):
+            if metric in metrics[:index]:
+                raise refused((index, "metric"), f"{show(metric)} is there twice. Keep one.")
+        return objectives
+
+    @field_validator("sampler")
+    @classmethod
+    def _check_sampler(cls, sampler: SamplerConfig, info: ValidationInfo) -> SamplerConfig:
+        if sampler.name == "cmaes" and len(info.data.get("objective", ())) > 1:
+            raise refused(("name",), "cmaes takes one objective. Use tpe, gp or nsga2.")
+        return sampler
+
+    @field_validator("pruner")
+    @classmethod
+    def _check_pruner(cls, pruner: PrunerConfig, info: ValidationInfo) -> PrunerConfig:
+        if pruner.name != "none" and len(info.data.get("objective", ())) > 1:
+            raise refused(("name",), "must be `none` with several objectives: Optuna cannot prune by them.")
+        return pruner
+
+    @field_validator("training")
+    @classmethod
+    def _check_training(cls, training: TrialSettings, info: ValidationInfo) -> TrialSettings:
+        if "encoder" in training.model_fields_set and "encoder" in _given("model", info):
+            raise refused(("encoder",), "is given too as `model.encoder`. Keep one.")
+        return training
+
+    @field_validator("amp")
+    @classmethod
+    def _check_amp(cls, amp: AmpConfig, info: ValidationInfo) -> AmpConfig:
+        if twice := sorted(amp.model_fields_set & _given("training", info)):
+            raise refused((twice[0],), f"is given too as `training.{twice[0]}`. Keep one.")
+        return amp
+
+    @field_validator("search_space", mode="before")
+    @classmethod
+    def _check_search_space(cls, raw: Any, info: ValidationInfo) -> dict[str, Distribution]:
+        space, problems = parse_search_space(raw)
+        if isinstance(raw, Mapping):
+            problems += _fixed_and_searched(raw, info)
+        problems += _sampler_problems(space, info)
+        problems += _stride_problems(space, info)
+        if problems:
+            raise validation_error(problems)
+        return space
+
+
+def _given(section: str, info: ValidationInfo) -> set[str]:
+    """The keys that the study gives in `section`, also where the section itself is not valid."""
+    if section in info.data:
+        model = info.data[section]
+        keys, loss_weight = set(model.model_fields_set), getattr(model, "loss_weight", None)
+    else:
+        raw = (info.context or {}).get("content", {}).get(section)
+        keys, loss_weight = (set(raw), raw.get("loss_weight")) if isinstance(raw, Mapping) else (set(), None)
+    weighted = loss_weight if isinstance(loss_weight, Mapping) else {}
+    return keys | {f"{LOSS_WEIGHT}{task}" for task in weighted}
+
+
+def _fixed_and_searched(space: Mapping[str, Any], info: ValidationInfo) -> Iterator[Problem]:
+    for section in ("training", "model", "amp"):
+        for name in space:
+            if name in _given(section, info):
+                yield Problem((name,), f"is fixed too, as `{section}.{name}`. Fix it or search it, not both.")
+    searched = [budget for budget in BUDGETS if budget in space]
+    fixed = [budget for budget in BUDGETS if budget in _given("training", info) and budget not in searched]
+    if len(searched) > 1 or (searched and fixed):
+        both = " and ".join([*searched, *(f"training.{budget}" for budget in fixed)])
+        yield Problem((searched[0],), f"a trial has one budget, but this study gives {both}. Keep one.")
+
+
+def _sampler_problems(space: Mapping[str, Distribution], info: ValidationInfo) -> Iterator[Problem]:
+    sampler = info.data["sampler"].name if "sampler" in info.data else None
+    if sampler == "cmaes":
+        numeric = [
+            name
+            for name, distribution in space.items()
+            if not isinstance(distribution, CategoricalDistribution)
+            and distribution.low < distribution.high
+            and not distribution.when
+        ]
+        if len(numeric) < 2:
+            came = " and ".join(numeric) or "none"
+            yield Problem(
+                (), f"cmaes needs two float or int settings without `when`, but has {came}. Use tpe."
+            )
+    if sampler != "grid":
+        return
+    is_finite = True
+    for name, distribution in space.items():
+        if distribution.when:
+            yield Problem((name, "when"), "a grid combines all values: `when` would run some of them twice.")
+        if isinstance(distribution, FloatDistribution) and distribution.step is None:
+            is_finite = False
+            yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
+    if is_finite and info.data.get("n_trials", 0) > (size := grid_size(space)):
+        yield Problem((), f"the grid has {size} combinations, fewer than `n_trials`. Lower `n_trials`.")
+
+
+def grid_size(space: Mapping[str, Distribution]) -> int:
+    """How many combinations of values a grid over the space has."""
+    return math.prod(len(distribution.grid()) for distribution in space.values())
+
+
+def _stride_problems(space: Mapping[str, Distribution], info: ValidationInfo) -> Iterator[Problem]:
+    data, training, searched = info.data.get("data"), info.data.get("training"), space.get("max_length")
+    if data is None or training is None or data.long_text != "window":
+        return
+    if isinstance(searched, CategoricalDistribution):
+        shortest = min(searched.choices)
+    else:
+        shortest = searched.low if searched else training.max_length
+    if data.stride > shortest // 2:
+        yield Problem(
+            ("max_length",) if searched else (),
+            f"`data.stride` must be at most half of `max_length`, but is {data.stride} of {shortest}.",
+        )
+
+
+def load_study(name_or_path: str | Path, studies_dir: Path | None = None) -> StudyConfig:
+    """The study called `name_or_path` in `studies/`, or in the YAML file of that path.
+
+    `studies/` is the one in the working folder, else the one of the project. Raises StudyFileError, which
+    lists every problem of the file.
+    """
+    path = _find(name_or_path, studies_dir)
+    file = read_study_file(path)
+    content = file.content
+    context = {"folder": path.parent, "content": content}
+    problems = []
+    if "path" in content:
+        problems.append(Problem(("path",), "there is no such key. Did you mean `data.path`?"))
+    try:
+        study = StudyConfig.model_validate({**content, "path": path}, context=context)
+    except ValidationError as error:
+        problems += problems_of(error, StudyConfig, content)
+    if problems or file.problems:
+        raise file.error(problems)
+    return study
+
+
+def _find(name_or_path: str | Path, studies_dir: Path | None) -> Path:
+    given = Path(name_or_path)
+    if given.suffix in (".yaml", ".yml") or len(given.parts) != 1:
+        return given.expanduser()
+    folders = [studies_dir] if studies_dir else [Path("studies"), Path(__file__).parents[2] / "studies"]
+    folders = list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
+    for folder in folders:
+        if (folder / f"{given}.yaml").is_file():
+            return folder / f"{given}.yaml"
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    hint = did_you_mean(str(given), known) if known else ""
+    listed = f" Studies: {', '.join(known)}." if "Known" not in hint else ""
+    places = " and ".join(str(folder) for folder in folders)
+    raise StudyFileError(f"there is no study {show(str(given))} in {places}.{hint}{listed}")

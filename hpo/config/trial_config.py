@@ -1,0 +1,118 @@
+"""The configuration of one trial: what its study fixes, what was suggested, and defaults for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from hpo.config.study_config import StudyConfig
+from hpo.config.study_file import parse_yaml_value, problems_of
+from hpo.config.trial_settings import (
+    BUDGETS,
+    DEFAULT_EPOCHS,
+    Encoder,
+    PrecisionName,
+    TrialSettings,
+    is_setting,
+    setting_names,
+    setting_value,
+)
+from hpo.errors import InputError, did_you_mean
+from hpo.precision.table import AmpConfig
+
+SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+class TrialConfig(TrialSettings):
+    """The settings of one trial with nothing left open. Exactly one budget is not None."""
+
+    fp_precision: PrecisionName = Field(description="The precision asked for, by its canonical name.")
+    encoder: Encoder = Field(description="As in the study; a folder is absolute.")
+    amp: AmpConfig = Field(description="The study's, with the scaler settings of this trial.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_budget(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and all(data.get(budget) is None for budget in BUDGETS):
+            return {**data, "epochs": DEFAULT_EPOCHS}
+        return data
+
+
+def build_trial_config(
+    study: StudyConfig, params: Mapping[str, Any], default_precision: str, amp: AmpConfig | None = None
+) -> TrialConfig:
+    """The configuration of a trial of `study` that was given `params`.
+
+    Args:
+        study: its `training` holds where `params` says nothing, then the defaults.
+        params: values by the names of settings, `loss_weight.<task>` included.
+        default_precision: the precision of a trial whose study neither fixes nor searches one.
+        amp: the study's `amp` with its preset applied; the study's own when left out.
+
+    Raises InputError when a value is not one that its setting takes.
+    """
+    settings = study.training.model_dump(exclude_unset=True)
+    if any(params.get(budget) is not None for budget in BUDGETS):
+        settings = {name: value for name, value in settings.items() if name not in BUDGETS}
+    loss_weight = settings.pop("loss_weight", {})
+    settings |= {f"loss_weight.{task}": weight for task, weight in loss_weight.items()}
+    settings |= params
+    settings["fp_precision"] = settings.get("fp_precision") or default_precision
+    encoder = settings.get("encoder") or study.model.encoder
+    settings["encoder"] = _absolute_encoder(encoder, study.path.parent)
+    scaler = {name: settings[name] for name in SCALER_SETTINGS if settings.get(name) is not None}
+    try:
+        checked = TrialConfig.model_validate(settings | {"amp": amp or study.amp})
+    except ValidationError as error:
+        raise InputError(
+            "\n".join(
+                f"{'.'.join(map(str, problem.where))}: {problem.message}"
+                for problem in problems_of(error, TrialConfig, settings)
+            )
+        ) from None
+    return checked.model_copy(update={"amp": checked.amp.model_copy(update=scaler)})
+
+
+def _absolute_encoder(encoder: str | Mapping[str, Any], folder: Path) -> str | dict[str, Any]:
+    """An encoder or tokenizer that is a folder beside the study file, as an absolute path."""
+    if isinstance(encoder, Mapping):
+        if not isinstance(encoder.get("tokenizer"), str):
+            return dict(encoder)
+        return {**encoder, "tokenizer": _absolute_encoder(encoder["tokenizer"], folder)}
+    path = Path(folder, Path(encoder).expanduser())
+    return str(path.resolve()) if path.is_dir() else encoder
+
+
+def parse_params(given: Sequence[str]) -> dict[str, Any]:
+    """The settings of `--param name=value`, each value written as in a study file.
+
+    A folder given as `encoder` is relative to the working folder. Raises InputError, which lists every
+    problem.
+    """
+    params: dict[str, Any] = {}
+    problems = []
+    for text in given:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals:
+            problems.append(f"--param {text}: must be written as name=value.")
+        elif not is_setting(name):
+            problems.append(f"--param {text}: there is no such setting.{did_you_mean(name, setting_names())}")
+        elif name in params:
+            problems.append(f"--param {text}: {name} is given twice.")
+        else:
+            try:
+                params[name] = setting_value(name, parse_yaml_value(value))
+            except ValidationError as error:
+                params[name] = None
+                problems += [f"--param {text}: {p.message}" for p in problems_of(error, None, None)]
+    if len([budget for budget in BUDGETS if params.get(budget) is not None]) > 1:
+        problems.append(f"--param: a trial has one budget; give one of {', '.join(BUDGETS)}.")
+    if problems:
+        raise InputError("\n".join(problems))
+    if params.get("encoder") is not None:
+        params["encoder"] = _absolute_encoder(params["encoder"], Path.cwd())
+    return params

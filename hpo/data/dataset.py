@@ -1,0 +1,269 @@
+"""Where examples come from: jsonl, csv and parquet files, `datasets`, or the generator.
+
+Whatever the source, a row is brought into the form of a jsonl line and goes through one check
+(`hpo.data.examples.RowChecker`); all problems of all files are reported together.
+
+A split that is not there is drawn from the training rows by a hash of the row's group, or of its id where it
+has none: the same rows whatever their order, and a group stays together. `limits` keep the rows with the
+smallest hashes: a sample, not the file's head, and a larger limit keeps the rows of a smaller one.
+Refused as a whole: an id that comes twice in any of the splits, a group in two splits, a split without
+rows, and a task that no row of a training or validation split is annotated for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpo.config.data_config import DataConfig
+from hpo.data.examples import DataProblems, Example, RowChecker
+from hpo.data.sources import SPLITS, Reader, file_readers, hub_readers, nearest_file
+from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
+from hpo.data.tasks import Task, parse_tasks
+from hpo.errors import DataError
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """The checked examples of every split. The training split of `synthetic` is made row by row when read;
+    all others are lists."""
+
+    tasks: tuple[Task, ...]
+    splits: Mapping[str, Sequence[Example]]
+    fingerprint: str
+    """Hash of all examples: the same content has the same fingerprint wherever it lies."""
+
+
+def load_data(config: DataConfig) -> DataSet:
+    """Read and check the whole data set. Raises DataError, for bad rows with all the first 20 in it."""
+    if config.source == "synthetic":
+        return _generate(config)
+    try:
+        return _load(config)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or config.path}: cannot be read: {error.strerror or error}."
+        ) from None
+
+
+def _load(config: DataConfig) -> DataSet:
+    specs, where, passed_over = _read_tasks(config)
+    readers = (
+        hub_readers(config.hub, config.columns, specs)
+        if config.hub is not None
+        else file_readers(config.source, config.path, dict(config.files), config.columns, specs)
+    )
+    tasks = parse_tasks({"tasks": _with_inferred_classes(specs, readers["train"])}, where)
+    splits = _checked(readers, RowChecker(tasks, config.pair_segments, passed_over))
+    splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
+    splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
+    _check_annotated(splits, tasks, {split: reader.name for split, reader in readers.items()})
+    tasks = _standardised(tasks, splits["train"])
+    return DataSet(tasks, splits, _fingerprint(tasks, splits))
+
+
+def _generate(config: DataConfig) -> DataSet:
+    settings = config.synthetic
+    limits = {split: getattr(config.limits, split) or sys.maxsize for split in SPLITS}
+    sizes = {split: min(getattr(settings, f"num_{split}"), limits[split]) for split in SPLITS}
+    made = {
+        split: SyntheticRows(
+            split, size, settings.seed, settings.min_sentences, settings.max_sentences, settings.label_noise
+        )
+        for split, size in sizes.items()
+    }
+    # The distribution is known by its first rows; a million need not be made for it.
+    tasks = _standardised(parse_tasks(TASKS_JSON, "synthetic"), made["train"][:10_000])
+    identity = (GENERATOR_VERSION, sizes, settings.model_dump(exclude={f"num_{split}" for split in SPLITS}))
+    fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
+    splits: dict[str, Sequence[Example]] = {"train": made["train"]}
+    splits |= {split: list(made[split]) for split in SPLITS[1:]}
+    return DataSet(tasks, splits, fingerprint)
+
+
+# Tasks
+
+
+def _read_tasks(config: DataConfig) -> tuple[dict[str, Any], str, tuple[Task, ...]]:
+    """The tasks by name as they are written, where that is, and the data's tasks that are left out."""
+    beside = None if config.path is None else config.path / "tasks.json"
+    if isinstance(config.tasks, Mapping):
+        specs = dict(config.tasks["tasks"])
+        passed_over: tuple[Task, ...] = ()
+        if beside is not None and beside.is_file():
+            known = parse_tasks(_read_json(beside), str(beside))
+            passed_over = tuple(task for task in known if task.name not in specs)
+        return specs, "data.tasks", passed_over
+    path = config.tasks or beside
+    assert path is not None  # DataConfig has seen to it.
+    if not path.is_file():
+        raise DataError(
+            f"{path}: no such file. It must say what is annotated, or give the tasks in the study's "
+            f"`data.tasks`.{nearest_file(path)}"
+        )
+    content = _read_json(path)
+    inner = content.get("tasks", content) if isinstance(content, Mapping) else content
+    if not isinstance(inner, Mapping) or not inner:
+        parse_tasks(content, str(path))
+        raise DataError(f"{path}: `tasks` must be a mapping of tasks.")
+    return dict(inner), str(path), ()
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path}: must be JSON, but {error}.") from None
+
+
+def _with_inferred_classes(specs: Mapping[str, Any], train: Reader) -> dict[str, Any]:
+    """Fill in the classes that a label task leaves out: those of the training rows, sorted.
+
+    Evidence without span names is evidence for all classes of its task.
+    """
+    found: dict[str, set[str]] = {
+        name: set()
+        for name, spec in specs.items()
+        if isinstance(spec, Mapping)
+        and spec.get("kind") in ("single_label", "multi_label")
+        and "classes" not in spec
+    }
+    if found:
+        for row in train.rows():
+            line = row.row
+            labels = line.get("labels") if isinstance(line, dict) else None
+            for name in found:
+                value = labels.get(name) if isinstance(labels, dict) else None
+                of_row = value if isinstance(value, list) else [value]
+                found[name].update(label for label in of_row if isinstance(label, str) and label)
+    completed = {
+        name: {**spec, "classes": sorted(found[name])} if name in found else spec
+        for name, spec in specs.items()
+    }
+    for name, spec in completed.items():
+        if isinstance(spec, Mapping) and spec.get("kind") == "span_per_label" and "span_names" not in spec:
+            of = completed.get(str(spec.get("evidence_for")))
+            if isinstance(of, Mapping) and "classes" in of:
+                completed[name] = {**spec, "span_names": of["classes"]}
+    return completed
+
+
+def _standardised(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]:
+    """Give regression tasks the mean and standard deviation of their training targets."""
+
+    def with_moments(task: Task) -> Task:
+        if task.kind != "regression":
+            return task
+        values = np.array([e.labels[task.name] for e in train if task.name in e.labels], dtype=np.float64)
+        return replace(task, target_mean=float(values.mean()), target_std=float(values.std()) or 1.0)
+
+    return tuple(with_moments(task) for task in tasks)
+
+
+# The set as a whole
+
+
+def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
+    problems = DataProblems()
+    splits: dict[str, list[Example]] = {}
+    first_seen: dict[str, tuple[Reader, int]] = {}
+    group_split: dict[str, str] = {}
+    for split, reader in readers.items():
+        examples: list[Example] = []
+        for row in reader.rows():
+            example, found = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
+            if example is not None:
+                before = first_seen.setdefault(example.id, (reader, row.number))
+                if before != (reader, row.number):
+                    found = [
+                        f"`id` must be unique, but `{example.id}` is that of {before[0].where(before[1])} too"
+                    ]
+                elif example.group is not None and group_split.setdefault(example.group, split) != split:
+                    other = group_split[example.group]
+                    found = [
+                        f"a group must stay in one split, but `{example.group}` is in {other} and {split}"
+                    ]
+                else:
+                    examples.append(example)
+            if found:
+                problems.add(reader.where(row.number), found)
+        splits[split] = examples
+    problems.raise_if_any()
+    for split, examples in splits.items():
+        if not examples:
+            raise DataError(f"{readers[split].name}: the {split} split must have rows, but it is empty.")
+    return splits
+
+
+def _hash01(purpose: str, key: str) -> float:
+    """A number in [0, 1) that depends on the two strings alone."""
+    digest = hashlib.blake2b(f"{purpose}\0{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+def _drawn_splits(
+    splits: Mapping[str, list[Example]], validation_fraction: float, test_fraction: float
+) -> dict[str, list[Example]]:
+    validation_share = 0.0 if "validation" in splits else validation_fraction
+    test_share = 0.0 if "test" in splits else test_fraction
+    if not validation_share and not test_share:
+        return dict(splits)
+    drawn: dict[str, list[Example]] = {split: [] for split in SPLITS}
+    for example in splits["train"]:
+        position = _hash01("split", example.group or example.id)
+        if position < validation_share:
+            drawn["validation"].append(example)
+        elif position < validation_share + test_share:
+            drawn["test"].append(example)
+        else:
+            drawn["train"].append(example)
+    given = {split: rows for split, rows in splits.items() if split != "train"}
+    wanted = ("train", *(["validation"] if validation_share else []), *(["test"] if test_share else []))
+    for split in wanted:
+        if not drawn[split]:
+            raise DataError(
+                f"{len(splits['train'])} training rows are too few to draw a {split} split from. "
+                f"Give a {split} file or change data.{'validation' if split == 'train' else split}_fraction."
+            )
+    made = {split: drawn[split] for split in wanted} | given
+    return {split: made[split] for split in SPLITS if split in made}
+
+
+def _limited(examples: list[Example], limit: int | None) -> list[Example]:
+    if limit is None or limit >= len(examples):
+        return examples
+    position = [_hash01("limit", example.id) for example in examples]
+    kept = sorted(sorted(range(len(examples)), key=position.__getitem__)[:limit])
+    return [examples[i] for i in kept]
+
+
+def _check_annotated(
+    splits: Mapping[str, list[Example]], tasks: Sequence[Task], names: Mapping[str, str]
+) -> None:
+    for split in ("train", "validation"):
+        for task in tasks:
+            if not any(task.name in example.annotated for example in splits[split]):
+                where = names.get(split, names["train"])
+                raise DataError(
+                    f"{where}: task `{task.name}` must be annotated in a row of the {split} split, "
+                    f"but none of its {len(splits[split])} rows has it. Leave the task out or annotate it."
+                )
+
+
+def _fingerprint(tasks: Sequence[Task], splits: Mapping[str, Iterable[Example]]) -> str:
+    digest = hashlib.blake2b(repr(tasks).encode(), digest_size=16)
+    for split, examples in splits.items():
+        digest.update(split.encode())
+        for example in examples:
+            # A set's order changes from process to process, so it is sorted.
+            truth = (example.labels, example.spans, example.alt_spans, sorted(example.annotated))
+            content = (example.id, example.text, example.segments, example.group, truth)
+            digest.update(repr(content).encode(errors="surrogatepass"))
+    return digest.hexdigest()

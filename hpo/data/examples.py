@@ -1,0 +1,328 @@
+"""What one labelled example is, and which rows are refused.
+
+A row that contradicts itself or the tasks trains a model on something that nobody meant, so every row is
+checked once, when it is read, and nothing after this file has to doubt a label or an offset. All problems of
+all rows are collected before the first one is reported: see `DataProblems`.
+
+A label or a span key that is absent means "not annotated", which is no problem: the row then has no part in
+that task's loss and metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from itertools import pairwise
+
+from hpo.data.tasks import Task
+from hpo.errors import DataError, did_you_mean
+
+ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
+MAX_LISTED = 20
+SPAN_KINDS = ("token_classification", "span_extraction", "span_per_label")
+
+Span = tuple[int, int]
+Label = str | list[str] | float
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One text with its truth.
+
+    Spans are `(start, end)` in characters of `text`, end exclusive, sorted, without white space at either
+    end: predictions have none either, and tokens do not tell.
+    """
+
+    id: str
+    text: str
+    labels: Mapping[str, Label]
+    spans: Mapping[str, Sequence[Span]]
+    segments: Mapping[str, Span] = field(default_factory=dict)
+    alt_spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    annotated: frozenset[str] = frozenset()
+    """Names of the tasks whose truth this row holds. `span_per_label` needs both its spans and the classes
+    that they are evidence for."""
+    group: str | None = None
+
+
+class DataProblems:
+    """Bad rows and files of a data set, raised together as one `DataError`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._listed: list[str] = []
+
+    def add(self, where: str, problems: Iterable[str]) -> None:
+        """Count one bad row; `where` is its file and line."""
+        self.count += 1
+        if self.count <= MAX_LISTED:
+            self._listed.append(f"{where}: {'; '.join(problems)}")
+
+    def raise_if_any(self) -> None:
+        if not self.count:
+            return
+        rows = "1 bad row" if self.count == 1 else f"{self.count} bad rows"
+        first = f" (the first {MAX_LISTED} are listed)" if self.count > MAX_LISTED else ""
+        raise DataError("\n  ".join([f"{rows} in the data{first}; mend or remove:", *self._listed]))
+
+
+class RowChecker:
+    """Turns raw rows into examples of `tasks`, or says what is wrong with them.
+
+    `passed_over` are tasks that the data has and the study leaves out.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        pair_segments: tuple[str, str] | None = None,
+        passed_over: Sequence[Task] = (),
+    ) -> None:
+        self._tasks = {task.name: task for task in tasks}
+        self._classes = {task.name: frozenset(task.labels) for task in tasks}
+        self._span_tasks = [task for task in tasks if task.kind in SPAN_KINDS]
+        self._span_names = frozenset(name for task in self._span_tasks for name in task.labels)
+        self._all_span_tasks = frozenset(task.name for task in self._span_tasks)
+        self._pair_segments = pair_segments
+        self._labels_passed_over = frozenset(task.name for task in passed_over)
+        self._spans_passed_over = frozenset(name for task in passed_over for name in task.labels)
+
+    def check(
+        self, row: object, span_tasks: frozenset[str] | None = None
+    ) -> tuple[Example | None, list[str]]:
+        """Return the example and no problems, or None and the row's problems.
+
+        `span_tasks` names the span tasks that this row is annotated for; without it, a row with the key
+        `spans` is annotated for all of them and a row without it for none.
+        """
+        problems: list[str] = []
+        if not isinstance(row, dict):
+            return None, [f"a row must be a JSON object, but got {_show(row)}"]
+        problems += [
+            f"unknown key `{key}`. Did you mean `{hint}`?"
+            for key in row
+            if key not in ROW_KEYS and (hint := _misspelt(str(key))) is not None and hint not in row
+        ]
+
+        row_id = row.get("id")
+        if isinstance(row_id, int) and not isinstance(row_id, bool):
+            row_id = str(row_id)
+        if not isinstance(row_id, str) or not row_id:
+            problems.append(f"`id` must be a non-empty string, but got {_show_key(row, 'id')}")
+        text = row.get("text")
+        if not isinstance(text, str):
+            problems.append(f"`text` must be a string, but got {_show_key(row, 'text')}")
+        elif not text.strip():
+            problems.append("`text` is empty")
+        elif not _is_unicode(text):
+            problems.append("`text` holds half of a surrogate pair (a broken \\u escape)")
+        group = row.get("group")
+        if group is not None and not isinstance(group, str):
+            problems.append(f"`group` must be a string, but got {_show(group)}")
+
+        labels = self._labels(row.get("labels"), problems)
+        if not isinstance(text, str) or not text.strip():
+            return None, problems
+        spans = self._spans("spans", row.get("spans"), text, problems)
+        alt_spans = self._spans("alt_spans", row.get("alt_spans"), text, problems)
+        segments = self._segments(row.get("segments"), text, problems)
+        if span_tasks is None:
+            span_tasks = self._all_span_tasks if row.get("spans") is not None else frozenset()
+        annotated = set(labels)
+        for task in self._span_tasks:
+            if task.name in span_tasks and (task.evidence_for is None or task.evidence_for in labels):
+                annotated.add(task.name)
+            self._check_task_spans(task, labels, spans, segments, problems)
+        if problems:
+            return None, problems
+        return (
+            Example(
+                id=str(row_id),
+                text=text,
+                labels=labels,
+                spans=spans,
+                segments=segments,
+                alt_spans=alt_spans,
+                annotated=frozenset(annotated),
+                group=group,
+            ),
+            problems,
+        )
+
+    def _labels(self, given: object, problems: list[str]) -> dict[str, Label]:
+        labels: dict[str, Label] = {}
+        if given is None:
+            return labels
+        if not isinstance(given, dict):
+            problems.append(f"`labels` must be an object of task: value, but got {_show(given)}")
+            return labels
+        for name, value in given.items():
+            task = self._tasks.get(name)
+            if task is None and name in self._labels_passed_over:
+                continue
+            if task is None or task.kind in SPAN_KINDS:
+                known = [n for n, t in self._tasks.items() if t.kind not in SPAN_KINDS]
+                what = "unknown task" if task is None else f"`{task.kind}` is annotated in `spans`, not here"
+                problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known) if known else ''}")
+            elif value is None:
+                continue
+            elif task.kind == "regression":
+                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                    problems.append(f"labels.{name} must be a finite number, but got {_show(value)}")
+                else:
+                    labels[name] = float(value)
+            elif task.kind == "single_label":
+                if not isinstance(value, str):
+                    problems.append(f"labels.{name} must be one class as a string, but got {_show(value)}")
+                elif value not in self._classes[name]:
+                    problems.append(f"labels.{name}: unknown class `{value}`.{self._nearest(task, value)}")
+                else:
+                    labels[name] = value
+            else:
+                labels[name] = self._classes_of(task, value, problems)
+        return labels
+
+    def _classes_of(self, task: Task, value: object, problems: list[str]) -> list[str]:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            problems.append(f"labels.{task.name} must be a list of classes, but got {_show(value)}")
+            return []
+        unknown = [item for item in value if item not in self._classes[task.name]]
+        if unknown:
+            problems.append(
+                f"labels.{task.name}: unknown class `{unknown[0]}`.{self._nearest(task, unknown[0])}"
+            )
+        elif len(set(value)) < len(value):
+            problems.append(f"labels.{task.name} names a class twice: {_show(value)}")
+        return value
+
+    def _nearest(self, task: Task, value: str) -> str:
+        return did_you_mean(value, task.labels)
+
+    def _spans(self, key: str, given: object, text: str, problems: list[str]) -> dict[str, list[Span]]:
+        spans: dict[str, list[Span]] = {}
+        if given is None:
+            return spans
+        if not isinstance(given, dict):
+            problems.append(f"`{key}` must be an object of name: [[start, end], ...], but got {_show(given)}")
+            return spans
+        for name, pairs in given.items():
+            if name not in self._span_names:
+                # A set without a span task may still carry spans: nothing reads them.
+                if not self._span_tasks or name in self._spans_passed_over:
+                    continue
+                hint = did_you_mean(str(name), sorted(self._span_names))
+                problems.append(f"{key}.{name}: unknown span name.{hint}")
+                continue
+            if not isinstance(pairs, list):
+                problems.append(f"{key}.{name} must be a list of [start, end], but got {_show(pairs)}")
+                continue
+            found = [span for pair in pairs if (span := _span(f"{key}.{name}", pair, text, problems))]
+            if len(set(found)) < len(found):
+                problems.append(f"{key}.{name} has the same span twice: {_show(pairs)}")
+            if found:
+                spans[name] = sorted(found)
+        return spans
+
+    def _segments(self, given: object, text: str, problems: list[str]) -> dict[str, Span]:
+        segments: dict[str, Span] = {}
+        if given is not None and not isinstance(given, dict):
+            problems.append(f"`segments` must be an object of name: [start, end], but got {_show(given)}")
+        elif given:
+            for name, pair in given.items():
+                if span := _span(f"segments.{name}", pair, text, problems):
+                    segments[str(name)] = span
+        for name in self._pair_segments or ():
+            if name not in segments and not (isinstance(given, dict) and name in given):
+                hint = did_you_mean(name, sorted(segments)) if segments else ""
+                problems.append(f"`segments` must have `{name}` (data.pair_segments names it).{hint}")
+        return segments
+
+    def _check_task_spans(
+        self,
+        task: Task,
+        labels: Mapping[str, Label],
+        spans: Mapping[str, Sequence[Span]],
+        segments: Mapping[str, Span],
+        problems: list[str],
+    ) -> None:
+        """Rules of one span task that need more than one span, or the labels, to be seen."""
+        of_task = [(start, end, name) for name in task.labels for start, end in spans.get(name, ())]
+        if not of_task:
+            return
+        if task.kind == "span_extraction":
+            if len(of_task) > 1:
+                problems.append(f"`{task.name}` takes one span a row, but got {len(of_task)}")
+            if task.inside_segment is not None:
+                low, high = segments.get(task.inside_segment, (0, 0))
+                for start, end, name in of_task:
+                    if not low <= start < end <= high:
+                        problems.append(
+                            f"spans.{name}: [{start}, {end}] must lie inside segment "
+                            f"`{task.inside_segment}` [{low}, {high}]"
+                        )
+        elif task.kind == "token_classification" and not task.spans_may_overlap:
+            of_task.sort()
+            for (a, b, name), (c, d, other) in pairwise(of_task):
+                if c < b:
+                    problems.append(
+                        f"spans.{name} [{a}, {b}] and spans.{other} [{c}, {d}] overlap, but `{task.name}` "
+                        "has spans_may_overlap: false"
+                    )
+        elif task.evidence_for is not None and task.evidence_for in labels:
+            held = labels[task.evidence_for]
+            classes = held if isinstance(held, list) else [held]
+            problems += [
+                f"spans.{name} is evidence for a class that labels.{task.evidence_for} does not name"
+                for name in sorted({name for _, _, name in of_task}.difference(map(str, classes)))
+            ]
+
+
+def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | None:
+    if (
+        not isinstance(pair, list | tuple)
+        or len(pair) != 2
+        or not all(isinstance(offset, int) and not isinstance(offset, bool) for offset in pair)
+    ):
+        problems.append(f"{where}: a span must be [start, end] in whole characters, but got {_show(pair)}")
+        return None
+    start, end = pair
+    if not 0 <= start < end:
+        problems.append(f"{where}: 0 <= start < end must hold, but got [{start}, {end}]")
+    elif end > len(text):
+        problems.append(f"{where}: [{start}, {end}] must lie inside the text of {len(text)} characters")
+    elif text[start:end].isspace():
+        problems.append(f"{where}: [{start}, {end}] covers only white space")
+    else:
+        inner = text[start:end].strip()
+        start = text.index(inner, start)
+        return start, start + len(inner)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _misspelt(key: str) -> str | None:
+    """Return the row key that `key` was probably meant to be; other unknown keys are the user's own notes."""
+    near = get_close_matches(key.lower(), ROW_KEYS, n=1, cutoff=0.75)
+    return near[0] if near else None
+
+
+def _is_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _show_key(row: Mapping[str, object], key: str) -> str:
+    return _show(row[key]) if key in row else "no such key"
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

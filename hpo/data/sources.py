@@ -1,0 +1,286 @@
+"""Rows of a data set as its files have them, each brought into the form of a jsonl line.
+
+In columns (csv, parquet, hub) a class is a string, several classes are a list, a JSON list, or `a|b`; spans
+are a list or JSON list of [start, end], or, in a column for a whole task, {name: [[start, end], ...]}. An
+empty cell means "not annotated", whatever the task; no class and no span at all are written `[]`. Without
+a column of ids, the split and the row's number are the id.
+
+A row that cannot be read is no error here: it is a row with problems, reported with all others.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from hpo.config.data_config import ColumnsConfig, HubConfig
+from hpo.data.examples import SPAN_KINDS
+from hpo.errors import DataError, did_you_mean
+
+SPLITS = ("train", "validation", "test")
+TaskSpecs = Mapping[str, Any]
+"""Task name to its entry in `tasks.json`, not yet checked."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row as it was read; `problems` say why `row` cannot be used."""
+
+    number: int
+    row: object
+    problems: Sequence[str] = ()
+    span_tasks: frozenset[str] | None = None
+    """The span tasks that the row is annotated for; None: all, if it has spans."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The rows of one split, read anew with every call of `rows`."""
+
+    name: str
+    separator: str
+    rows: Callable[[], Iterator[Row]]
+
+    def where(self, number: int) -> str:
+        """File and line, or row, of a row."""
+        return f"{self.name}{self.separator}{number}"
+
+
+def file_readers(
+    source: str,
+    folder: Path | None,
+    files: Mapping[str, Path | None],
+    columns: ColumnsConfig,
+    specs: TaskSpecs,
+) -> dict[str, Reader]:
+    """Readers of the splits that are there: `files`, or else `<folder>/<split>.<source>`."""
+    readers: dict[str, Reader] = {}
+    for split in SPLITS:
+        given = files.get(split)
+        path = given or (None if folder is None else folder / f"{split}.{source}")
+        if path is None or not (given or path.exists() or split == "train"):
+            continue
+        if not path.is_file():
+            raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
+        readers[split] = _file_reader(source, path, split, columns, specs)
+    return readers
+
+
+def _file_reader(source: str, path: Path, split: str, columns: ColumnsConfig, specs: TaskSpecs) -> Reader:
+    if source == "jsonl":
+        return Reader(str(path), ":", lambda: _jsonl_rows(path))
+    if source == "csv":
+        return Reader(str(path), ":", lambda: _csv_rows(path, split, columns, specs))
+    return Reader(str(path), " row ", lambda: _parquet_rows(path, split, columns, specs))
+
+
+def nearest_file(path: Path) -> str:
+    """Say which file of the folder was probably meant."""
+    if not path.parent.is_dir():
+        return f" There is no folder {path.parent}."
+    names = sorted(item.name for item in path.parent.iterdir() if item.is_file())
+    return did_you_mean(path.name, names[:50]) if names else f" {path.parent} is empty."
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.strip():
+                continue
+            try:
+                yield Row(number, json.loads(line))
+            except (ValueError, RecursionError) as error:
+                yield Row(number, None, [f"must be one JSON object in UTF-8, but {error}"])
+
+
+def _csv_rows(path: Path, split: str, columns: ColumnsConfig, specs: TaskSpecs) -> Iterator[Row]:
+    csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file, strict=True)
+            header = next(lines, [])
+            layout = _Columns(columns, specs, header, str(path), split)
+            end = lines.line_num
+            for number, cells in enumerate(lines, start=1):
+                line, end = end + 1, lines.line_num
+                if not cells:
+                    continue
+                if len(cells) != len(header):
+                    problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
+                    yield Row(line, None, [problem])
+                else:
+                    yield layout.row(line, number, dict(zip(header, cells, strict=True)))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: must be UTF-8, but {error}.") from None
+    except csv.Error as error:
+        raise DataError(f"{path}:{lines.line_num}: must be CSV, but {error}.") from None
+
+
+def _parquet_rows(path: Path, split: str, columns: ColumnsConfig, specs: TaskSpecs) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+        layout = _Columns(columns, specs, file.schema_arrow.names, str(path), split)
+        batches = file.iter_batches(columns=layout.names)
+        for number, cells in enumerate(chain.from_iterable(b.to_pylist() for b in batches), start=1):
+            yield layout.row(number, number, cells)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: must be a parquet file, but {error}.") from None
+
+
+def hub_readers(hub: HubConfig, columns: ColumnsConfig, specs: TaskSpecs) -> dict[str, Reader]:
+    """Readers of the splits of a data set that `datasets` loads."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
+    except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(error).__name__}: {reason} "
+            "It must be the id of a public data set, or a local folder."
+        ) from None
+    splits = {str(ours): theirs for ours, theirs in hub.splits.items()}
+    readers: dict[str, Reader] = {}
+    for split in SPLITS:
+        name = splits.get(split, split)
+        if name not in loaded:
+            if split in splits or split == "train":
+                raise DataError(
+                    f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."
+                    f"{did_you_mean(name, sorted(map(str, loaded)))}"
+                )
+            continue
+        readers[split] = _hub_reader(f"{hub.name}[{name}]", split, loaded[name], columns, specs)
+    return readers
+
+
+def _hub_reader(where: str, split: str, table: Any, columns: ColumnsConfig, specs: TaskSpecs) -> Reader:
+    layout = _Columns(columns, specs, table.column_names, where, split)
+    table = table.select_columns(layout.names)
+    # Classes are stored as numbers where the data set names them; their names are what tasks use.
+    names = {
+        column: list(names)
+        for column, feature in table.features.items()
+        if (names := getattr(getattr(feature, "feature", feature), "names", None))
+    }
+
+    def named(column: str, value: Any) -> Any:
+        if column not in names or value is None:
+            return value
+        if isinstance(value, list):
+            return [names[column][item] for item in value]
+        return names[column][value] if value >= 0 else None  # -1 is how `datasets` writes "no label".
+
+    def rows() -> Iterator[Row]:
+        for number, cells in enumerate(table, start=1):
+            yield layout.row(number, number, {c: named(c, value) for c, value in cells.items()})
+
+    return Reader(where, " row ", rows)
+
+
+class _Columns:
+    """Turns the cells of a table's row into the form of a jsonl line."""
+
+    def __init__(
+        self, columns: ColumnsConfig, specs: TaskSpecs, header: Sequence[str], where: str, split: str
+    ) -> None:
+        self._columns = columns
+        self._split = split
+        specs = {name: spec for name, spec in specs.items() if isinstance(spec, Mapping)}
+        self._kinds = {name: spec.get("kind") for name, spec in specs.items()}
+        self._span_names: dict[str, list[str] | None] = {
+            name: list(spec["span_names"]) if isinstance(spec.get("span_names"), list) else None
+            for name, spec in specs.items()
+            if self._kinds[name] in SPAN_KINDS
+        }
+        for task in columns.labels:
+            if task not in specs or task in self._span_names:
+                known = [name for name in specs if name not in self._span_names]
+                raise DataError(
+                    f"data.columns.labels: no task with labels is called `{task}`.{_hint(task, known)}"
+                )
+        for name in columns.spans:
+            if not self._tasks_of(name):
+                known = sorted(
+                    {*self._span_names, *(n for of in self._span_names.values() for n in of or ())}
+                )
+                raise DataError(f"data.columns.spans: no task has spans called `{name}`.{_hint(name, known)}")
+        names = [columns.id, columns.text, *columns.labels.values(), *columns.spans.values()]
+        self.names = [name for name in dict.fromkeys(names) if name is not None]
+        for name in self.names:
+            if name not in header:
+                raise DataError(f"{where}: has no column `{name}`.{_hint(name, header)}")
+
+    def row(self, line: int, number: int, cells: Mapping[str, Any]) -> Row:
+        problems: list[str] = []
+        labels: dict[str, Any] = {}
+        for task, column in self._columns.labels.items():
+            if not _is_empty(cells[column]):
+                labels[task] = _label(self._kinds[task], cells[column], f"column {column}", problems)
+        spans: dict[str, Any] = {}
+        annotated = set(self._span_names) if self._columns.spans else set()
+        for name, column in self._columns.spans.items():
+            value = cells[column]
+            if _is_empty(value):
+                annotated -= self._tasks_of(name)
+                continue
+            if isinstance(value, str):
+                value = _parsed(value, f"column {column}", problems)
+            if isinstance(value, Mapping):
+                spans |= {key: pairs for key, pairs in value.items() if pairs}
+            elif value:
+                of_task = self._span_names.get(name) or ()
+                spans[of_task[0] if len(of_task) == 1 else name] = value
+        row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
+        row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
+        return Row(line, row, problems, frozenset(annotated))
+
+    def _tasks_of(self, name: str) -> set[str]:
+        """The task of this name, or all that have a span name of it (None: not said, so any)."""
+        if name in self._span_names:
+            return {name}
+        return {task for task, names in self._span_names.items() if names is None or name in names}
+
+
+def _hint(name: str, known: Sequence[str]) -> str:
+    return did_you_mean(name, known) if known else ""
+
+
+def _is_empty(cell: Any) -> bool:
+    return cell is None or (isinstance(cell, str) and not cell.strip())
+
+
+def _label(kind: Any, cell: Any, where: str, problems: list[str]) -> Any:
+    if kind == "single_label" and isinstance(cell, int):
+        return str(cell)
+    if not isinstance(cell, str):
+        return cell
+    if kind == "regression":
+        try:
+            return float(cell)
+        except ValueError:
+            return cell
+    if kind == "multi_label":
+        if cell.lstrip().startswith("["):
+            return _parsed(cell, where, problems)
+        return [part.strip() for part in cell.split("|")]
+    return cell
+
+
+def _parsed(cell: str, where: str, problems: list[str]) -> Any:
+    try:
+        return json.loads(cell)
+    except ValueError as error:
+        problems.append(f"{where} must be JSON, but {error}")
+        return None

@@ -1,0 +1,164 @@
+"""Tokenise once, share by all trials and workers.
+
+A tokenised split lies as .npy files in a folder named by a hash of everything that it depends on: the
+examples, the tasks, the tokenizer, and how long texts are cut. The folder is written under another name and
+renamed when it is whole and on the disk, so it is there whole or not at all; one that is damaged all the
+same (a copy that was cut short) is noticed by its sizes and made again. The files are mapped, not read, so
+eight workers hold one copy in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from filelock import FileLock
+
+from hpo.data.dataset import DataSet
+from hpo.data.examples import Example
+from hpo.data.token_arrays import Concatenation, split_of_arrays
+from hpo.data.tokenization import tokenize_chunks
+from hpo.data.tokenized_split import AnyArray, TokenizedSplit, Windowing
+from hpo.errors import RunError
+from hpo.models.encoder import tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT_VERSION = 2
+"""To be raised when the arrays, or how they are made, change their meaning."""
+_CONTENTS = "contents.json"
+
+
+def load_tokenized(
+    dataset: DataSet,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    windowing: Windowing,
+    cache_dir: Path,
+) -> TokenizedSplit:
+    """Return a split of the data set in tokens, from the cache where it is there.
+
+    Several processes may ask at once: one does the work, the others wait. Raises what `tokenize_split`
+    raises, and RunError when the cache cannot be written.
+    """
+    examples = dataset.splits[split]
+    folder = cache_dir / _key(dataset, split, tokenizer, windowing)
+    if (cached := _read(folder, examples)) is not None:
+        return cached
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if (cached := _read(folder, examples)) is not None:
+                return cached
+            _write(folder, tokenize_chunks(examples, dataset.tasks, tokenizer, windowing))
+    except OSError as error:
+        raise RunError(
+            f"the token cache could not be written: {error}. Free space or make {cache_dir} writable."
+        ) from error
+    if (written := _read(folder, examples)) is None:
+        raise RunError(f"the token cache {folder} was written but cannot be read. Look after its disk.")
+    return written
+
+
+def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windowing: Windowing) -> str:
+    probe = tokenizer("a", "b", truncation=False, padding=False)
+    parts = (
+        FORMAT_VERSION,
+        dataset.fingerprint,
+        dataset.tasks,
+        split,
+        tokenizer_fingerprint(tokenizer),
+        probe["input_ids"],
+        tokenizer.model_input_names,
+        windowing if windowing.long_text == "window" else replace(windowing, stride=0),
+    )
+    return f"{split}-{hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
+
+
+class _ArrayFile:
+    """A .npy file that grows along its first axis. The type is that of the first array appended."""
+
+    def __init__(self, path: Path, first: AnyArray) -> None:
+        self.dtype = first.dtype
+        self.shape = (0, *first.shape[1:])
+        self._file = path.open("wb")
+        self._write_header()
+
+    def _write_header(self) -> None:
+        """NumPy leaves room in the header for the first axis to grow, so that its size stays the same."""
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def append(self, array: AnyArray) -> None:
+        if (array.dtype, array.shape[1:]) != (self.dtype, self.shape[1:]):
+            raise ValueError(
+                f"{self._file.name} holds {self.dtype} {self.shape}, not {array.dtype} {array.shape}"
+            )
+        self._file.write(array.tobytes())
+        self.shape = (self.shape[0] + len(array), *self.shape[1:])
+
+    def finish(self) -> None:
+        """Write how long it has become, and see to it that all of it is on the disk."""
+        self._file.seek(0)
+        self._write_header()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
+    unfinished = folder.with_name(f"{folder.name}.unfinished")  # Ours alone: the lock is held.
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
+    concatenation = Concatenation()
+    files: dict[str, _ArrayFile] = {}
+    try:
+        with ExitStack() as opened:
+            for chunk in chunks:
+                for name, array in concatenation.next(chunk).items():
+                    if name not in files:
+                        files[name] = _ArrayFile(unfinished / f"{name}.npy", array)
+                        opened.callback(files[name].close)
+                    files[name].append(array)
+            for file in files.values():
+                file.finish()
+        arrays = {name: [file.dtype.str, list(file.shape)] for name, file in files.items()}
+        with (unfinished / _CONTENTS).open("w") as contents:
+            json.dump({"totals": concatenation.totals, "arrays": arrays}, contents)
+            contents.flush()
+            os.fsync(contents.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
+    """Map the arrays of a cached split; None where it is not there or not whole."""
+    try:
+        contents = json.loads((folder / _CONTENTS).read_bytes())
+        arrays = {
+            name: _map(folder / f"{name}.npy", dtype, shape)
+            for name, (dtype, shape) in contents["arrays"].items()
+        }
+        return split_of_arrays(examples, arrays, contents["totals"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _map(path: Path, dtype: str, shape: list[int]) -> AnyArray:
+    array: AnyArray = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.dtype.str != dtype or list(array.shape) != shape:
+        raise ValueError(f"{path} does not hold what the cache says")
+    return array.view(np.ndarray)

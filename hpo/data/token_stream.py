@@ -1,0 +1,141 @@
+"""Texts as streams of tokens, each token with the characters that it stands for.
+
+The fast tokenizer says for every token which characters it stands for. Byte-level and SentencePiece
+tokenizers count the space before a word to the word's token; white space at a token's edges is therefore
+taken off, and a span becomes the smallest run of tokens that covers it. A text is tokenised without special
+tokens; where those stand is asked of the tokenizer with a probe, so that a stream can be cut anywhere.
+
+Suffixes: T tokens of all texts one after the other; E texts; S spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpo.data.tokenized_split import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SPACES = np.zeros(0x3002, dtype=bool)
+_SPACES[[code for code in range(0x3001) if chr(code).isspace()]] = True
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The special tokens that a tokenizer puts around one text or a pair, and the type id of each piece."""
+
+    prefix: tuple[int, ...]
+    middle: tuple[int, ...]
+    suffix: tuple[int, ...]
+    type_ids: tuple[int, int, int, int, int] | None  # of prefix, first, middle, second, suffix
+
+    @property
+    def num_special(self) -> int:
+        """Special tokens of one window."""
+        return len(self.prefix) + len(self.middle) + len(self.suffix)
+
+
+def probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> Layout:
+    """Ask the tokenizer which special tokens it puts where."""
+    texts = ("a", "b") if pair else ("a",)
+    probe = tokenizer(*texts, truncation=False, padding=False, return_token_type_ids=True)
+    segment = probe.sequence_ids(0)
+    ids, types = probe["input_ids"], probe.get("token_type_ids")
+    last = 1 if pair else 0
+    begin, end = segment.index(0), len(segment) - segment[::-1].index(last)
+    inner = [i for i in range(begin, end) if segment[i] is None]
+    type_ids = None
+    if pair and types is not None and "token_type_ids" in tokenizer.model_input_names:
+        type_ids = (types[0], types[begin], types[inner[0]] if inner else 0, types[end - 1], types[-1])
+    return Layout(
+        prefix=tuple(ids[:begin]),
+        middle=tuple(ids[i] for i in inner),
+        suffix=tuple(ids[end:]),
+        type_ids=type_ids,
+    )
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Tokens of many texts one after the other, without special tokens; those of text e are
+    `start_E1[e] : start_E1[e + 1]`."""
+
+    ids_T: IntArray
+    char_start_T: IntArray
+    char_end_T: IntArray
+    start_E1: IntArray
+
+    @property
+    def count_E(self) -> IntArray:
+        """Tokens of each text."""
+        return np.diff(self.start_E1)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offset_E: IntArray) -> TokenStream:
+    """Tokenise `texts`, which begin at character `offset_E` of their examples."""
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        truncation=False,
+        padding=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    count_E = np.fromiter(map(len, encoded["input_ids"]), dtype=np.int64, count=len(texts))
+    total = int(count_E.sum())
+    ids_T = np.fromiter(chain.from_iterable(encoded["input_ids"]), dtype=np.int32, count=total)
+    flat = chain.from_iterable(chain.from_iterable(encoded["offset_mapping"]))
+    start_T, end_T = np.fromiter(flat, dtype=np.int64, count=2 * total).reshape(total, 2).T
+    start_T, end_T = _without_outer_space(texts, count_E, start_T, end_T)
+    offset_T = np.repeat(offset_E, count_E)
+    return TokenStream(
+        ids_T=ids_T,
+        char_start_T=(start_T + offset_T).astype(np.int32),
+        char_end_T=(end_T + offset_T).astype(np.int32),
+        start_E1=np.concatenate([[0], np.cumsum(count_E)]),
+    )
+
+
+def _without_outer_space(
+    texts: Sequence[str], count_E: IntArray, start_T: IntArray, end_T: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Take white space off the edges of every token; one that is all white space becomes empty."""
+    code = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
+    is_space = np.append(_SPACES[np.minimum(code, len(_SPACES) - 1)], False)
+    length_E = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
+    base_T = np.repeat(np.cumsum(length_E) - length_E, count_E)
+    start_T, end_T = start_T + base_T, end_T + base_T
+    while (leading_T := (start_T < end_T) & is_space[start_T]).any():
+        start_T = start_T + leading_T
+    while (trailing_T := (start_T < end_T) & is_space[end_T - 1]).any():
+        end_T = end_T - trailing_T
+    return start_T - base_T, end_T - base_T
+
+
+def covering_tokens(
+    stream: TokenStream, example_S: IntArray, start_S: IntArray, end_S: IntArray
+) -> tuple[IntArray, IntArray]:
+    """First and last token, counted from their text's first, of the smallest run that covers each span.
+
+    Where no token stands for any character of the span, first > last.
+    """
+    # One key orders the characters of all examples, so that one binary search serves all spans.
+    width = np.int64(1) << 32
+    base_T = np.repeat(np.arange(len(stream.count_E)) * width, stream.count_E)
+    # Characters that the tokenizer reorders would break the order; a token then counts from its first
+    # character seen from the left, and to its last seen from the right.
+    end_T = np.maximum.accumulate(base_T + stream.char_end_T)
+    start_T = np.minimum.accumulate((base_T + stream.char_start_T)[::-1])[::-1]
+    base_S = example_S * width
+    first_S = np.searchsorted(end_T, base_S + start_S, side="right")
+    last_S = np.searchsorted(start_T, base_S + end_S, side="left") - 1
+    offset_S = stream.start_E1[example_S]
+    return first_S - offset_S, last_S - offset_S

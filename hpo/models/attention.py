@@ -1,0 +1,228 @@
+"""Attention with dropout on a CPU, a few texts at a time.
+
+PyTorch's fused attention has no dropout on a CPU. Asked for it, `scaled_dot_product_attention` computes the
+scores of the whole batch in fp32, tensors of tens of megabytes that go to memory and back for every
+operation. Here the batch is cut into pieces whose scores stay in the processor's cache, each without its
+padding, and masks come from random bits (see `dropout`). With P = softmax(scale Q K'), M the mask of what is
+kept and D = P * M / (1 - p):
+
+    O = D V        dV = D' dO        dP = (dO V') * M / (1 - p)        dS = P * (dP - sum(dP * P))
+    dQ = scale dS K                  dK = scale dS' Q
+
+Under autocast Q, K and V have its dtype, as in PyTorch. Scores and softmax are fp32; P, which meets V, is
+rounded to the dtype of V.
+
+Among transformers' attention functions this is `hpo_sdpa`, and it is what `attention: sdpa` runs. Where it
+is not for a case (a GPU, no dropout, a mask that is not padding at the end of texts, compiled code),
+it is PyTorch's own. `rehearsal` runs it without dropout, so that a check of the precision checks what trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
+
+from hpo.models.dropout import RandomBits, is_fast_here, masked
+
+NAME = "hpo_sdpa"
+
+OTHER_ATTENTION = ("is_causal", "position_bias", "softcap", "s_aux")
+"""Options of transformers' attention functions that change what is computed."""
+
+PIECE_ELEMENTS = 2**20
+"""Scores computed at a time, at most, where a piece has more than one text: 4 MiB."""
+
+DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout")
+"""The names that configurations give to the dropout of attention weights."""
+
+_is_rehearsal = ContextVar("is_rehearsal", default=False)
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Inside, models in evaluation mode use the attention that they use in training, dropping nothing."""
+    token = _is_rehearsal.set(True)
+    try:
+        yield
+    finally:
+        _is_rehearsal.reset(token)
+
+
+def attend_with_fast_dropout(encoder: Any) -> None:
+    """Let an encoder that was loaded with `sdpa` run it by `attention_forward`, where its layers can."""
+    if encoder.config._attn_implementation == "sdpa" and encoder._supports_attention_backend:
+        AttentionInterface.register(NAME, attention_forward)
+        AttentionMaskInterface.register(NAME, attention_mask)
+        encoder.set_attn_implementation(NAME)
+
+
+def attention_mask(
+    *,
+    q_length: int,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    **options: Any,
+) -> Tensor | None:
+    """The mask that transformers hands on to `attention_forward`, [B, 1, L, L], True at what is seen.
+
+    Padding alone is the same for all queries, and is repeated without copying: stride 0 tells it from others.
+    """
+    if (
+        mask_function is bidirectional_mask_function
+        and attention_mask is not None
+        and attention_mask.ndim == 2
+        and attention_mask.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    ):
+        seen_BL = attention_mask.bool()
+        if allow_is_bidirectional_skip and seen_BL.all():
+            return None
+        return seen_BL[:, None, None, :].expand(-1, 1, q_length, -1)
+    mask: Tensor | None = sdpa_mask(
+        q_length=q_length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        # A GPU would have to be waited for, to know that there is no padding.
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip
+        and (attention_mask is None or attention_mask.device.type == "cpu"),
+        **options,
+    )
+    return mask
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of [B, H, L, E] queries, keys and values: [B, L, H, E]. See the head of this file."""
+    lengths = None
+    is_plain = not getattr(module, "is_causal", True) and not any(
+        options.get(name) is not None for name in OTHER_ATTENTION
+    )
+    is_rehearsed = _is_rehearsal.get() and not module.training and _drops_in_training(module)
+    same_shape = query.shape == key.shape == value.shape
+    if is_plain and (0 < dropout < 1 or is_rehearsed) and same_shape and is_fast_here(query, key, value):
+        lengths = _text_lengths(query, attention_mask)
+    if lengths is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return output, None
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    with torch.autocast("cpu", enabled=False):
+        attended: Tensor = _DropoutAttention.apply(  # type: ignore[no-untyped-call]
+            query, key, value, lengths, scale, dropout
+        )
+    return attended, None
+
+
+def _drops_in_training(module: torch.nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    return any(getattr(config, key, None) for key in DROPOUT_KEYS)
+
+
+def _text_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
+    """The tokens of each text where the mask is padding at its end, and nothing else; otherwise None."""
+    num_texts, _, length, _ = query.shape
+    if mask is None:
+        return [length] * num_texts
+    if mask.dtype != torch.bool or mask.shape[:2] != (num_texts, 1) or mask.stride(2) != 0:
+        return None
+    mask_BL = mask[:, 0, 0, :]
+    lengths_B = mask_BL.sum(dim=1)
+    is_at_end = torch.equal(mask_BL, torch.arange(length) < lengths_B[:, None])
+    return lengths_B.tolist() if is_at_end else None
+
+
+def _pieces(lengths: Sequence[int], num_heads: int) -> Iterator[tuple[slice, int]]:
+    """Texts that are computed together, and the longest of them."""
+    start = 0
+    while start < len(lengths):
+        end, longest = start + 1, lengths[start]
+        while end < len(lengths):
+            wider = max(longest, lengths[end])
+            if (end + 1 - start) * num_heads * wider**2 > PIECE_ELEMENTS:
+                break
+            end, longest = end + 1, wider
+        yield slice(start, end), longest
+        start = end
+
+
+def _heads(texts: slice, length: int, *tensors: Tensor) -> Iterator[Tensor]:
+    """Of [B, H, L, E] tensors the heads of these texts, one after the other, up to a length."""
+    return (tensor[texts, :, :length].flatten(0, 1) for tensor in tensors)
+
+
+def _kept(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else masked(values, mask)
+
+
+class _DropoutAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, p: float
+    ) -> Tensor:
+        num_texts, num_heads, length, size = query.shape
+        bits = RandomBits()
+        pieces = list(_pieces(lengths, num_heads))
+        output_BLHE = query.new_zeros(num_texts, length, num_heads, size)
+        saved = []
+        for texts, longest in pieces:
+            q, k, v = _heads(texts, longest, query, key, value)
+            q, k = q.float(), k.float()
+            scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
+            own = lengths[texts]
+            if min(own) < longest:
+                padding = torch.arange(longest) >= torch.tensor(own)[:, None]
+                by_text = scores.unflatten(0, (-1, num_heads))
+                by_text.masked_fill_(padding[:, None, None, :], torch.finfo(scores.dtype).min)
+            weights = scores.softmax(dim=-1).to(v.dtype)
+            mask = bits.keep_mask(weights.shape, p) if p else None
+            attended = torch.bmm(_kept(weights, mask), v).mul_(1 / (1 - p))
+            output_BLHE[texts, :longest] = attended.unflatten(0, (-1, num_heads)).transpose(1, 2)
+            saved += [weights, mask]
+        ctx.save_for_backward(query, key, value, *saved)
+        ctx.pieces, ctx.scale, ctx.p = pieces, scale, p
+        return output_BLHE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *saved = ctx.saved_tensors
+        (gradient_BLHE,) = gradients
+        num_texts, num_heads, length, size = query.shape
+        # In the layout of the linear layers' outputs, of which query, key and value are transposed views.
+        of_query, of_key, of_value = (
+            query.new_zeros(num_texts, length, num_heads, size).transpose(1, 2) for _ in range(3)
+        )
+        for (texts, longest), weights, mask in zip(ctx.pieces, saved[::2], saved[1::2], strict=True):
+            q, k, v, gradient = _heads(texts, longest, query, key, value, gradient_BLHE.transpose(1, 2))
+            gradient = gradient * (1 / (1 - ctx.p))
+            of_weights = _kept(torch.bmm(gradient, v.transpose(1, 2)), mask)
+            of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
+            for whole, piece in (
+                (of_value, torch.bmm(_kept(weights, mask).transpose(1, 2), gradient)),
+                (of_query, torch.bmm(of_scores, k).mul_(ctx.scale)),
+                (of_key, torch.bmm(of_scores.transpose(1, 2), q).mul_(ctx.scale)),
+            ):
+                whole[texts, :, :longest] = piece.unflatten(0, (-1, num_heads))
+        return of_query, of_key, of_value, None, None, None

@@ -1,0 +1,351 @@
+"""A precision at work: backend flags, weights, autocast, loss scaling, and what was observed.
+
+`MixedPrecision` holds the numeric state of one trial. The training loop calls the same methods in the
+same order whatever the precision is; where a precision needs nothing, autocast and scaler are no-ops.
+
+Nothing here waits for the device between steps: whether a loss or a gradient was finite is counted in
+tensors on the device and read by `check`, every few steps on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpo.device import DeviceInfo
+from hpo.errors import Nonfinite
+from hpo.precision.table import PRECISIONS, AmpConfig, Precision
+
+NONFINITE_PATIENCE = 3
+"""Steps in a row whose loss or (without loss scaling) gradients are not finite before a trial ends."""
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+
+
+@contextlib.contextmanager
+def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
+    """Set how products that stay in fp32 are computed, and put the old flags back at the end.
+
+    Under `fp32` they are IEEE fp32 whatever the config says: cuDNN's default is TF32.
+    """
+    reduced = precision.autocast is not None
+    fp32_precision = "tf32" if precision.tf32 or (reduced and config.tf32) else "ieee"
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    backends: list[tuple[Any, str, Any]] = [
+        (torch.backends.cuda.matmul, "fp32_precision", fp32_precision),
+        (cudnn.conv, "fp32_precision", fp32_precision),
+        (cudnn.rnn, "fp32_precision", fp32_precision),
+        # A CPU has no TF32; left at its default, oneDNN may take bf16 for fp32 products.
+        (mkldnn.matmul, "fp32_precision", "ieee"),
+        (cudnn, "benchmark", bool(config.cudnn_benchmark)),
+    ]
+    before = [(holder, name, getattr(holder, name)) for holder, name, _ in backends]
+    for holder, name, value in backends:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for holder, name, value in before:
+            setattr(holder, name, value)
+
+
+def tf32_is_on() -> bool:
+    """Whether fp32 matrix products on CUDA use TF32 now."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
+    """Give the model the weights of the precision: bf16 ones, or float8 linear layers.
+
+    torchao's float8 layers need both dimensions to be multiples of 16; others stay as they are, and
+    `float8_linears` among the observed facts says how many were converted. The number of tokens, which
+    gradient products need in multiples of 16 too, is padded by torchao. No GPU has run this yet.
+    """
+    if precision.float8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        def fits(module: nn.Module, _name: str) -> bool:
+            return (
+                isinstance(module, nn.Linear)
+                and module.in_features % 16 == 0
+                and module.out_features % 16 == 0
+            )
+
+        converted: nn.Module = convert_to_float8_training(
+            model, module_filter_fn=fits, config=Float8LinearConfig(pad_inner_dim=True)
+        )
+        return converted
+    return model.to(getattr(torch, precision.weights))
+
+
+def is_matmul_module(module: nn.Module) -> bool:
+    """Whether the module owns a weight matrix that a precision should reach: no embeddings, no norms."""
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag, *_NORMS)):
+        return False
+    return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
+
+
+class Observation:
+    """The output dtypes that were really seen at the modules with weight matrices."""
+
+    def __init__(self) -> None:
+        self.dtype_of: dict[str, str] = {}
+        self.float8_linears = 0
+
+    def telemetry(self, *, compiled: bool) -> dict[str, Any]:
+        return {
+            "linear_dtypes": dict(Counter(self.dtype_of.values())),
+            "tf32": tf32_is_on(),
+            "compiled": compiled,
+            "float8_linears": self.float8_linears,
+        }
+
+    def disagreement(self, precision: Precision) -> str:
+        """Why what was seen is not `precision`; empty when it is."""
+        others = {name: dtype for name, dtype in self.dtype_of.items() if dtype != precision.linear_dtype}
+        if others:
+            some = ", ".join(f"{name} ({dtype})" for name, dtype in list(others.items())[:3])
+            return (
+                f"{len(others)} of {len(self.dtype_of)} linear layers did not compute in "
+                f"{precision.linear_dtype}: {some}{', ...' if len(others) > 3 else ''}."
+            )
+        if precision.float8 and self.float8_linears == 0:
+            return "no linear layer was converted to float8."
+        if precision.tf32 != tf32_is_on() and precision.autocast is None:
+            return f"TF32 is {'on' if tf32_is_on() else 'off'}."
+        return ""
+
+
+@contextlib.contextmanager
+def observe(model: nn.Module) -> Iterator[Observation]:
+    """Record the output dtype of every module with a weight matrix that runs inside the block."""
+    seen = Observation()
+    handles = []
+
+    def hook_for(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor):
+                seen.dtype_of[name] = str(first.dtype).removeprefix("torch.")
+
+        return hook
+
+    for name, module in model.named_modules():
+        if is_matmul_module(module):
+            handles.append(module.register_forward_hook(hook_for(name)))
+            seen.float8_linears += type(module).__name__ == "Float8Linear"
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class AmpStatistics:
+    """Since the last reset. The scale is fp16's loss scale; None where there is no loss scaling."""
+
+    num_steps: int = 0
+    scale_min: float | None = None
+    scale_mean: float | None = None
+    scale_max: float | None = None
+    skipped_steps: int | None = 0
+    """None where they were not counted (`track_stats: false`)."""
+    fp32_fallbacks: int = 0
+
+
+class MixedPrecision:
+    """Autocast, loss scaling, fp32 fallback and finiteness of one trial's training."""
+
+    def __init__(self, precision: Precision, config: AmpConfig, device: DeviceInfo) -> None:
+        self.precision = precision
+        self.config = config
+        self.device = device
+        self.scaler = torch.amp.GradScaler(
+            device.type,
+            init_scale=config.init_scale,
+            growth_factor=config.growth_factor,
+            backoff_factor=config.backoff_factor,
+            growth_interval=config.growth_interval,
+            enabled=precision.loss_scaling,
+        )
+        self._one = torch.ones((), device=device.torch_device)
+        self._epoch_fallbacks = 0
+        zero = torch.zeros((), device=device.torch_device)
+        self._losses_in_a_row, self._gradients_in_a_row, self._overflows_at_floor = zero, zero, zero.clone()
+        self._skipped, self._scale_sum, self._scale_min, self._scale_max = zero, zero, zero, zero
+        self.reset_statistics()
+
+    def autocast(self, *, enabled: bool = True) -> torch.autocast:
+        dtype = self.precision.autocast
+        return torch.autocast(
+            self.device.type,
+            dtype=getattr(torch, dtype) if dtype else torch.bfloat16,
+            enabled=enabled and dtype is not None,
+        )
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Autocast without gradients. Enter it once for all batches: until it ends, it keeps what it converts
+        of the weights, but for frozen ones. In `torch.inference_mode` (of 2.13) it would keep nothing.
+        """
+        with torch.no_grad(), self.autocast():
+            yield
+
+    def loss(self, model: nn.Module, compute: Callable[[Callable[..., Any]], Tensor]) -> Tensor:
+        """`compute(model)` under autocast; once more in fp32 if it is not finite and the config says so.
+
+        Only the forward pass is repeated under fp32's flags; the backward pass has the trial's.
+
+        Raises Nonfinite when the repeats of this epoch are used up.
+        """
+        with self.autocast():
+            loss = compute(model)
+        if not self.config.fallback_to_fp32 or not self._is_reduced() or bool(torch.isfinite(loss)):
+            return loss
+        self._epoch_fallbacks += 1
+        if self._epoch_fallbacks > self.config.max_fp32_fallbacks:
+            raise Nonfinite(
+                f"more than {self.config.max_fp32_fallbacks} micro-batches of one epoch were not finite "
+                f"under {self.precision.name} (amp.max_fp32_fallbacks)."
+            )
+        self._fp32_fallbacks += 1
+        with self.autocast(enabled=False), backend_flags(PRECISIONS["fp32"], self.config):
+            return compute(_in_float32(model))
+
+    def _is_reduced(self) -> bool:
+        """Whether there is an fp32 to fall back to; float8 layers stay float8 without autocast too."""
+        return self.precision.linear_dtype != "float32" and not self.precision.float8
+
+    def scale_value(self) -> Tensor:
+        """The loss scale as a tensor on the device; 1 where there is no loss scaling."""
+        scaled: Tensor = self.scaler.scale(self._one)
+        return scaled
+
+    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> None:
+        """Count, on the device, whether this step's loss and unscaled gradients were finite."""
+        bad_loss = ~torch.isfinite(loss.detach())
+        bad_gradient = ~torch.isfinite(gradient_norm.detach())
+        self._losses_in_a_row = (self._losses_in_a_row + 1) * bad_loss
+        if not self.precision.loss_scaling:
+            self._gradients_in_a_row = (self._gradients_in_a_row + 1) * bad_gradient
+            return
+        scale = self.scale_value()
+        self._overflows_at_floor += bad_gradient & (scale <= self.config.min_scale)
+        if self.config.track_stats is not False:
+            self._skipped += bad_gradient
+            self._scale_sum += scale
+            self._scale_min = torch.minimum(self._scale_min, scale)
+            self._scale_max = torch.maximum(self._scale_max, scale)
+            self._num_steps += 1
+
+    def check(self) -> None:
+        """Raise Nonfinite if the training cannot recover. Waits for the device."""
+        losses, gradients, floor = torch.stack(
+            [self._losses_in_a_row, self._gradients_in_a_row, self._overflows_at_floor]
+        ).tolist()
+        if floor:
+            raise Nonfinite(
+                f"gradients overflowed with the loss scale at its floor of {self.config.min_scale:g} "
+                "(amp.min_scale)."
+            )
+        if losses >= NONFINITE_PATIENCE:
+            raise Nonfinite(f"the loss was not finite in {int(losses)} steps in a row.")
+        if gradients >= NONFINITE_PATIENCE:
+            raise Nonfinite(f"the gradients were not finite in {int(gradients)} steps in a row.")
+
+    def start_epoch(self) -> None:
+        """Give the fp32 fallback its allowance anew."""
+        self._epoch_fallbacks = 0
+
+    def update_amp_config(self, **changes: Any) -> None:
+        """Change `AmpConfig` keys between epochs; a new `init_scale` becomes the scale at once.
+
+        Raises pydantic's ValidationError for an unknown key or a value out of range. What decides the
+        precision itself cannot change inside a trial: ValueError.
+        """
+        fixed = set(changes) & {
+            "preset",
+            "on_unsupported",
+            "allow_emulated",
+            "memory_fraction",
+            "tf32",
+            "cudnn_benchmark",
+        }
+        if fixed:
+            raise ValueError(f"{', '.join(sorted(fixed))} cannot change inside a trial.")
+        self.config = AmpConfig.model_validate(self.config.model_dump() | changes)
+        if not self.precision.loss_scaling:
+            return
+        self.scaler.set_growth_factor(self.config.growth_factor)
+        self.scaler.set_backoff_factor(self.config.backoff_factor)
+        self.scaler.set_growth_interval(self.config.growth_interval)
+        if "init_scale" in changes:
+            state = self.scaler.state_dict() | {"scale": self.config.init_scale, "_growth_tracker": 0}
+            self.scaler.load_state_dict(state)
+
+    def statistics(self) -> AmpStatistics:
+        """What was counted since the last reset. Waits for the device."""
+        if not self._num_steps:
+            untracked = self.precision.loss_scaling and self.config.track_stats is False
+            return AmpStatistics(skipped_steps=None if untracked else 0, fp32_fallbacks=self._fp32_fallbacks)
+        return AmpStatistics(
+            num_steps=self._num_steps,
+            scale_min=float(self._scale_min),
+            scale_mean=float(self._scale_sum) / self._num_steps,
+            scale_max=float(self._scale_max),
+            skipped_steps=int(self._skipped),
+            fp32_fallbacks=self._fp32_fallbacks,
+        )
+
+    def reset_statistics(self) -> None:
+        zero = torch.zeros((), device=self.device.torch_device)
+        self._num_steps = 0
+        self._fp32_fallbacks = 0
+        self._skipped = zero.clone()
+        self._scale_sum = zero.clone()
+        self._scale_min = zero + math.inf
+        self._scale_max = zero - math.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: plain numbers."""
+        return {
+            "scaler": dict(self.scaler.state_dict()),
+            "epoch_fallbacks": self._epoch_fallbacks,
+            "num_steps": self._num_steps,
+            "fp32_fallbacks": self._fp32_fallbacks,
+            "skipped": float(self._skipped),
+            "scale_sum": float(self._scale_sum),
+            "scale_min": float(self._scale_min),
+            "scale_max": float(self._scale_max),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a checkpoint's state; one without a scaler leaves this one as it was made."""
+        if state.get("scaler") and self.precision.loss_scaling:
+            self.scaler.load_state_dict(state["scaler"])
+        device = self.device.torch_device
+        self._epoch_fallbacks = state.get("epoch_fallbacks", 0)
+        self._num_steps = state.get("num_steps", 0)
+        self._fp32_fallbacks = state.get("fp32_fallbacks", 0)
+        self._skipped = torch.tensor(state.get("skipped", 0.0), device=device)
+        self._scale_sum = torch.tensor(state.get("scale_sum", 0.0), device=device)
+        self._scale_min = torch.tensor(state.get("scale_min", math.inf), device=device)
+        self._scale_max = torch.tensor(state.get("scale_max", -math.inf), device=device)
+
+
+def _in_float32(model: nn.Module) -> Callable[..., Any]:
+    """`model` computing with fp32 copies of its weights; gradients reach the weights themselves."""
+    weights = {
+        name: parameter.float() if parameter.is_floating_point() else parameter
+        for name, parameter in model.named_parameters()
+    }
+    return lambda *args, **kwargs: torch.func.functional_call(model, weights, args, kwargs)

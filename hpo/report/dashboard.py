@@ -1,0 +1,174 @@
+"""optuna-dashboard with our notes and charts in it.
+
+The dashboard reads and writes the study, deletes it too, and asks nobody who they are. So it listens on
+loopback unless told otherwise, and answers only requests that name this server as their host: a page on
+another site that points its own name at 127.0.0.1 (DNS rebinding) gets nothing. It runs inside our
+process, on the storage that is already open: `optuna-dashboard URL` would show the database's password in
+the process list.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from hpo.errors import InputError
+from hpo.report.caveats import notices
+from hpo.report.charts import all_charts
+from hpo.report.figures import plotly_figure
+from hpo.report.formats import format_metric, precision_facts
+from hpo.report.readable import precision_comparison
+from hpo.study.ranking import best_trials, complete_trials
+from hpo.study.storage import open_storage
+
+if TYPE_CHECKING:
+    import optuna
+
+    from hpo.study.study_record import StudyRecord
+
+NOTE_END = "*Above is written by `hpo` and replaced each time; what you write below this line is kept.*"
+
+MAX_HOVER_POINTS = 500
+"""The dashboard's charts are rows of 2 KB in the database; beyond this many points they carry no texts."""
+
+
+MAX_TIMELINE_ROWS = 16
+"""A chart's place in the dashboard has one size; more rows would not be readable in it."""
+
+
+def publish(study: optuna.Study, record: StudyRecord) -> None:
+    """Put the metric names, our note and our charts into the study, over those published before.
+
+    What a person wrote into the study's note stays, below ours.
+    """
+    from optuna_dashboard import get_note, save_note, save_plotly_graph_object
+
+    with warnings.catch_warnings():
+        # Optuna has called `set_metric_names` experimental since 3.2.
+        warnings.simplefilter("ignore")
+        study.set_metric_names(list(record.metric_names))
+    before = get_note(study)
+    theirs = before.partition(NOTE_END)[2] if NOTE_END in before else before
+    save_note(study, f"{study_note(record)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
+    for chart in all_charts(record, MAX_TIMELINE_ROWS):
+        if chart.absent:
+            figure = plotly_figure(chart).add_annotation(
+                text=chart.absent, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper"
+            )
+        else:
+            figure = plotly_figure(chart)
+        if sum(len(series.x) for series in chart.series) > MAX_HOVER_POINTS:
+            figure.update_traces(hovertext=None, hoverinfo="x+y")
+        save_plotly_graph_object(study, figure, graph_object_id=chart.key)
+
+
+def study_note(record: StudyRecord) -> str:
+    """What a person should know first, in Markdown: the best, the table by precision, how to read it."""
+    lines = [f"# {_escape(record.name)}", "", "## Best", ""]
+    best = best_trials(record)
+    for trial in best:
+        values = ", ".join(
+            f"{_escape(metric)} **{format_metric(metric, value)}**"
+            for metric, value in zip(record.metric_names, trial.values or (), strict=True)
+        )
+        parameters = ", ".join(f"{name} = {value}" for name, value in trial.params.items())
+        lines += [f"- Trial {trial.number}: {values}. {_escape(parameters)}."]
+        lines += [f"  Precision: {_escape(precision_facts(trial))}"]
+    if not best:
+        lines += [f"None yet: {len(record.trials)} trials, none complete."]
+    lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(record)), ""]
+    lines += ["## How to read this", ""]
+    lines += [f"- {notice.text} {notice.advice}" for notice in notices(record)]
+    lines.append(
+        f"- {len(complete_trials(record))} of {len(record.trials)} trials are complete. Trials that ended as "
+        "`nonfinite`, `incompatible`, `unsupported` or `oom` are PRUNED here; the user attribute `outcome` "
+        "says which and `outcome_reason` why."
+    )
+    lines.append(
+        "- This note and the charts with a key by precision or outcome show the study as it was when "
+        "`hpo dashboard` was started; the dashboard's own charts are live."
+    )
+    return "\n".join(lines)
+
+
+def _markdown_table(table: Any) -> str:
+    if table.empty:
+        return "There is no trial yet."
+    header = [_escape(str(name)) for name in table.columns]
+    rows = [[_escape(str(cell)) for cell in row] for row in table.itertuples(index=False)]
+    lines = [header, [":---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _escape(text: str) -> str:
+    """Text without meaning in Markdown; line breaks would end a table's row."""
+    escaped = "".join(f"\\{character}" if character in r"\`*_{}[]<>|#~" else character for character in text)
+    return re.sub(r"[\r\n]+", " ", escaped)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name in the base class)
+        """Requests are not news."""
+
+
+def dashboard_server(storage_url: str, host: str, port: int, artifact_dir: Path | None) -> WSGIServer:
+    """A server that is bound and listening, not yet serving; port 0 takes a free one.
+
+    Raises StorageError when the database cannot be used, InputError when the address cannot be bound.
+    """
+    from optuna.artifacts import FileSystemArtifactStore
+    from optuna_dashboard import wsgi
+
+    artifacts = None
+    if artifact_dir is not None:
+        artifact_dir.mkdir(parents=True, exist_ok=True)
+        artifacts = FileSystemArtifactStore(artifact_dir)
+    storage = open_storage(storage_url, create=False)
+    app = wsgi(storage.optuna, artifact_store=artifacts)
+    try:
+        return make_server(host, port, _only_named(app, host), server_class=_Server, handler_class=_Handler)
+    except OSError as error:
+        storage.close()
+        raise InputError(
+            f"the dashboard must be able to listen on {host}:{port}, but: {error.strerror}. "
+            "Choose another --port."
+        ) from error
+
+
+Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
+
+
+def _only_named(app: Any, host: str) -> Application:
+    """`app` for requests whose Host header is an address, `localhost`, or the host we were told."""
+
+    def guarded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if is_named(environ.get("HTTP_HOST", ""), host):
+            answer: Iterable[bytes] = app(environ, start_response)
+            return answer
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [b"This server is asked for under a name that is not its own.\n"]
+
+    return guarded
+
+
+def is_named(header: str, host: str) -> bool:
+    """Whether a Host header names a server at `host`: by address, as localhost, or by that very name."""
+    name = header.rsplit(":", 1)[0] if not header.endswith("]") else header
+    name = name.strip("[]").lower()
+    if name in ("localhost", host.lower()):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

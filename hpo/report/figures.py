@@ -1,0 +1,163 @@
+"""Draws charts: plotly for the report and the dashboard, matplotlib for the PNG files.
+
+In a browser a reader points at a trial to see what it was. plotly makes PNGs by running a Chrome browser,
+which a compute node does not have; matplotlib needs neither browser nor display.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpo.report.charts import Chart
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+GRID_COLOR = "#E3E6EA"
+
+TEXT_COLOR = "#22272E"
+
+DASHES = {True: "dash", False: "solid"}
+
+PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
+
+MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
+
+
+def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
+    """The chart for a browser: `standalone` with its title, at the size of whatever holds it.
+
+    Names are escaped: plotly reads a part of HTML in every text.
+    """
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for series in chart.series:
+        common: dict[str, Any] = {
+            "name": html.escape(series.name),
+            "x": list(series.x),
+            "y": list(series.y),
+            "legendgroup": html.escape(series.group or series.name),
+            "showlegend": series.in_legend,
+            "hovertext": list(series.hover) or None,
+            "hoverinfo": "text" if series.hover else "name+y",
+        }
+        if series.draw == "bars":
+            common["x"] = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
+            style: dict[str, Any] = {"marker_color": series.color, "width": chart.bar_width}
+            figure.add_bar(**common, base=list(series.x_start), orientation="h", **style)
+        elif series.draw == "points":
+            triangle = series.markers[0].startswith("triangle")
+            marker: dict[str, Any] = {
+                "color": series.color,
+                "symbol": series.markers[0],
+                "size": 12 if triangle else 10,
+            }
+            marker |= {"opacity": 0.9, "line": {"width": 0.8, "color": "#333333"}}
+            figure.add_scatter(**common, mode="markers", marker=marker)
+        else:
+            figure.add_scatter(
+                **common,
+                mode="lines+markers" if series.with_markers else "lines",
+                marker={"symbol": series.markers[0], "size": 6},
+                line={
+                    "color": series.color,
+                    "width": 1.8,
+                    "dash": DASHES[series.dashed],
+                    "shape": PLOTLY_STEPS[series.draw],
+                },
+            )
+    axis = {"gridcolor": GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": "#9AA4AF"}
+    legend = {"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom"}
+    figure.update_layout(
+        template="none",
+        barmode="overlay",
+        font={"family": "system-ui, sans-serif", "size": 13, "color": TEXT_COLOR},
+        hoverlabel={"align": "left"},
+        xaxis={**axis, "title": {"text": html.escape(chart.x_label)} if chart.x_label else None},
+        yaxis={**axis, "title": {"text": html.escape(chart.y_label)} if chart.y_label else None},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+    )
+    if standalone:
+        figure.update_layout(
+            title={"text": html.escape(chart.title), "x": 0.01},
+            margin={"l": 8, "r": 12, "t": 48, "b": 8},
+            legend={**legend, "yref": "container", "y": 0},
+        )
+    else:
+        figure.update_layout(
+            height=chart.height, margin={"l": 8, "r": 12, "t": 8, "b": 8}, legend={**legend, "y": 1.02}
+        )
+    if chart.x_log:
+        figure.update_xaxes(type="log")
+    if chart.x_ticks:
+        figure.update_xaxes(**_category_axis(chart.x_ticks), showgrid=False)
+    if chart.y_ticks:
+        figure.update_yaxes(**_category_axis(chart.y_ticks), showgrid=False, tickfont_size=11)
+    return figure
+
+
+def _category_axis(names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "tickmode": "array",
+        "tickvals": list(range(len(names))),
+        "ticktext": [html.escape(name) for name in names],
+        "range": [-0.6, len(names) - 0.4],
+    }
+
+
+def png(chart: Chart) -> bytes:
+    """The chart as a PNG of 1440 pixels width. Needs no display and no browser."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # A `$` in a metric's name is a dollar sign, not the start of a formula.
+    with rc_context({"text.parse_math": False, "font.size": 11, "axes.edgecolor": "#9AA4AF"}):
+        figure = Figure(figsize=(9, max(3.2, chart.height / 85)), dpi=160, layout="constrained")
+        axes = figure.add_subplot()
+        for series in chart.series:
+            label = series.name if series.in_legend else None
+            if series.draw == "bars":
+                widths = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
+                style: dict[str, Any] = {"color": series.color, "height": chart.bar_width, "label": label}
+                axes.barh(series.y, widths, left=series.x_start, **style)
+            elif series.draw == "points":
+                style = {"s": 52, "alpha": 0.9, "color": series.color, "marker": series.markers[1]}
+                style |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
+                axes.scatter(series.x, series.y, label=label, linewidths=0.7, **style)
+            else:
+                axes.plot(
+                    series.x,
+                    series.y,
+                    color=series.color,
+                    linewidth=1.5,
+                    linestyle="--" if series.dashed else "-",
+                    drawstyle=MATPLOTLIB_STEPS[series.draw],
+                    marker=series.markers[1] if series.with_markers else None,
+                    markersize=4,
+                    label=label,
+                )
+        axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
+        figure.suptitle(chart.title, x=0.01, horizontalalignment="left", fontsize=13)
+        axes.set_axisbelow(True)
+        axes.grid(True, axis="x" if chart.y_ticks else "y" if chart.x_ticks else "both", color=GRID_COLOR)
+        axes.spines[["top", "right"]].set_visible(False)
+        if chart.x_log:
+            axes.set_xscale("log")
+        if chart.x_ticks:
+            axes.set_xticks(range(len(chart.x_ticks)), chart.x_ticks)
+            axes.set_xlim(-0.6, len(chart.x_ticks) - 0.4)
+        if chart.y_ticks:
+            axes.set_yticks(range(len(chart.y_ticks)), chart.y_ticks)
+            axes.set_ylim(-0.6, len(chart.y_ticks) - 0.4)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower left", ncols=min(6, max(1, len(labels))), frameon=False
+        )
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()

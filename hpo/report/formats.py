@@ -1,0 +1,91 @@
+"""Numbers and precision facts as text for people: the command line, the report and the dashboard use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hpo.study.ranking import is_number
+
+if TYPE_CHECKING:
+    from hpo.study.study_record import TrialRecord
+
+
+def format_metric(metric: str, value: Any) -> str:
+    """An objective's value: bytes with their unit, everything else as a number."""
+    return format_bytes(value) if metric.endswith("_bytes") else format_number(value)
+
+
+def format_number(value: Any) -> str:
+    """About four significant digits: 0.8214, 152.3, 12 840, 3e-05."""
+    if not is_number(value):
+        return "–"
+    number = float(value)
+    if number == 0 or abs(number) >= 1000:
+        return f"{number:,.0f}".replace(",", "\u202f")
+    return f"{number:.4g}"
+
+
+def format_bytes(value: Any) -> str:
+    """Binary units: 512 MiB, 1.43 GiB."""
+    if not is_number(value):
+        return "–"
+    mebibytes = float(value) / 2**20
+    return f"{mebibytes:.0f} MiB" if mebibytes < 1000 else f"{mebibytes / 1024:.3g} GiB"
+
+
+def format_seconds(value: Any) -> str:
+    """0.4 s, 12 s, 3 min 20 s, 2 h 05 min."""
+    if not is_number(value):
+        return "–"
+    seconds = float(value)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 1:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def precision_facts(trial: TrialRecord) -> str:
+    """One sentence: what was requested, what ran, what was observed, and whether these agree."""
+    precision = trial.telemetry.get("precision") or {}
+    if not precision:
+        return "Nothing about its precision is stored."
+    observed = precision.get("observed") or {}
+    seen = [
+        f"{count} linear layers gave {dtype}"
+        for dtype, count in (observed.get("linear_dtypes") or {}).items()
+    ]
+    if observed.get("float8_linears"):
+        seen.append(f"{observed['float8_linears']} float8 layers")
+    if "tf32" in observed:
+        seen.append(f"TF32 {'on' if observed['tf32'] else 'off'}")
+    if "compiled" in observed:
+        seen.append("compiled" if observed["compiled"] else "not compiled")
+    agrees = precision.get("agrees")
+    verdict = "not compared" if agrees is None else "they agree" if agrees else "they do NOT agree"
+    sentence = (
+        f"requested {precision.get('requested')}, effective {precision.get('effective')} "
+        f"({precision.get('support')}), observed: {', '.join(seen) or 'nothing'}; {verdict}"
+    )
+    reason = precision.get("reason")
+    return f"{sentence} ({reason.rstrip('.')})." if reason else f"{sentence}."
+
+
+def format_value(value: Any) -> str:
+    """A parameter as one would write it in a study file; floats in full, so that it can be repeated."""
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def describe_params(params: Mapping[str, Any], *, in_full: bool = False) -> str:
+    """`fp_precision=bf16 learning_rate=0.000314`; numbers with three digits unless `in_full`."""
+    show = format_value if in_full else _three_digits
+    return " ".join(f"{name}={show(value)}" for name, value in params.items())
+
+
+def _three_digits(value: Any) -> str:
+    if isinstance(value, float) and not (value.is_integer() and abs(value) < 1e6):
+        return f"{value:.3g}"
+    return f"{value:.0f}" if isinstance(value, float) else format_value(value)

@@ -1,0 +1,289 @@
+"""A study as tables. The report, its figures, the dashboard and the command line all read these, so every
+number has one definition.
+
+What is counted where decides whether a comparison of precisions is honest:
+
+- A trial belongs to the precision that was *requested*. Its metric, speed and memory count there only when
+  that precision is what ran (requested = effective, and the dtypes observed agree). A trial that fell back
+  is counted among the trials and left out of the statistics.
+- A trial that shared its device is left out of speed. Speeds of different devices are never put together:
+  a study that ran on several has one row for each precision and device.
+- Wasted time is time in trials that ended without an answer: neither `complete` nor `pruned`, and not
+  still going on (running, waiting, preempted).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from hpo.precision.table import PRECISION_NAMES
+from hpo.study.ranking import is_number, trial_outcome
+
+if TYPE_CHECKING:
+    from hpo.study.study_record import StudyRecord, TrialRecord
+
+OUTCOMES = (
+    "complete",
+    "pruned",
+    "nonfinite",
+    "incompatible",
+    "unsupported",
+    "oom",
+    "failed",
+    "preempted",
+    "running",
+    "waiting",
+)
+
+WASTED = ("nonfinite", "incompatible", "unsupported", "oom", "failed")
+
+
+def trials_table(record: StudyRecord) -> pd.DataFrame:
+    """One row per trial: outcome, precision facts, cost, `objective.<metric>`, `param.<name>`.
+
+    `counts` says whether the trial stands for its requested precision, `counts_for_speed` whether its
+    throughput may be compared. `start_seconds` and `end_seconds` are relative to the study's first trial.
+    """
+    fixed_precision = (record.definition.get("training") or {}).get("fp_precision")
+    starts = [trial.started for trial in record.trials if trial.started]
+    first_start = min(starts) if starts else None
+    rows = [_trial_row(record, trial, fixed_precision, first_start) for trial in record.trials]
+    columns = [*_TRIAL_COLUMNS, *map(objective_column, record.metric_names)]
+    params = {key: None for row in rows for key in row if key.startswith("param.")}
+    return pd.DataFrame(rows, columns=[*columns, *params])
+
+
+def objective_column(metric: str) -> str:
+    """The column of an objective's values: its name alone may be that of a measured quantity."""
+    return f"objective.{metric}"
+
+
+_TRIAL_COLUMNS = (
+    "number",
+    "outcome",
+    "reason",
+    "precision",
+    "effective",
+    "support",
+    "agrees",
+    "disagreement",
+    "counts",
+    "counts_for_speed",
+    "compatibility",
+    "device",
+    "shared",
+    "worker",
+    "start_seconds",
+    "end_seconds",
+    "seconds",
+    "train_examples_per_second",
+    "train_tokens_per_second",
+    "evaluation_examples_per_second",
+    "peak_memory_bytes",
+    "device_utilization",
+    "skipped_steps",
+    "fp32_fallbacks",
+    "num_steps",
+)
+
+
+def _trial_row(
+    record: StudyRecord, trial: TrialRecord, fixed_precision: str | None, first_start: datetime | None
+) -> dict[str, Any]:
+    telemetry = trial.telemetry
+    precision = telemetry.get("precision") or {}
+    device = telemetry.get("device") or {}
+    throughput = telemetry.get("throughput") or {}
+    requested = precision.get("requested") or trial.params.get("fp_precision") or fixed_precision or "auto"
+    effective = precision.get("effective")
+    agrees = precision.get("agrees")
+    counts = effective == requested and agrees is not False
+    examples_per_second = throughput.get("train_examples_per_second")
+    shared = bool(device.get("shared"))
+    outcome = trial_outcome(trial)
+    start = _seconds_between(first_start, trial.started)
+    row: dict[str, Any] = {
+        "number": trial.number,
+        "outcome": outcome,
+        "reason": trial.reason or "",
+        "precision": requested,
+        "effective": effective,
+        "support": "unsupported" if outcome == "unsupported" else precision.get("support"),
+        "agrees": agrees,
+        "disagreement": precision.get("reason") or "",
+        "counts": counts,
+        "counts_for_speed": counts and not shared and is_number(examples_per_second),
+        "compatibility": (telemetry.get("compatibility") or {}).get("verdict"),
+        "device": device.get("name"),
+        "shared": shared,
+        "worker": worker_of(trial),
+        "start_seconds": start,
+        "end_seconds": _seconds_between(first_start, trial.ended),
+        "seconds": trial_seconds(trial),
+        "train_examples_per_second": examples_per_second,
+        "train_tokens_per_second": throughput.get("train_tokens_per_second"),
+        "evaluation_examples_per_second": throughput.get("evaluation_examples_per_second"),
+        "peak_memory_bytes": telemetry.get("peak_memory_bytes"),
+        "device_utilization": telemetry.get("device_utilization"),
+        "skipped_steps": (telemetry.get("scaler") or {}).get("skipped_steps"),
+        "fp32_fallbacks": telemetry.get("fp32_fallbacks"),
+        "num_steps": telemetry.get("num_steps"),
+    }
+    values = trial.values or (None,) * len(record.metric_names)
+    row.update(zip(map(objective_column, record.metric_names), values, strict=True))
+    row.update({f"param.{name}": _plain(value) for name, value in trial.params.items()})
+    return row
+
+
+def trial_seconds(trial: TrialRecord) -> float | None:
+    """Seconds of work in the trial. For one that was interrupted, from begin to end would count the time
+    that it waited: there it is the training and evaluation of all its runs."""
+    if trial.telemetry.get("resumed_from_step") is None:
+        return trial.seconds
+    parts = [trial.telemetry.get(f"{part}_seconds") or 0.0 for part in ("train", "evaluation")]
+    return sum(parts) or trial.seconds
+
+
+def worker_of(trial: TrialRecord) -> str:
+    """Who ran the trial, as stored; empty when that is not known."""
+    return str(trial.attributes.get("worker") or "")
+
+
+def summary_by_precision(record: StudyRecord) -> pd.DataFrame:
+    """One row per requested precision, and per device where the study ran on several.
+
+    Columns: `precision`, `device`, `support` (native, emulated, unsupported), `trials`, one count per
+    outcome, `fell_back`, `best_<metric>` and `median_<metric>` over the `complete` trials that count,
+    `measured` (trials that speed and memory are from), median, min and max of
+    `train_examples_per_second`, `train_tokens_per_second` and `peak_memory_bytes`, `skipped_steps` and
+    `fp32_fallbacks` (sums), `seconds`, `wasted_seconds`, `share_of_time` (of the study's, 0 to 1).
+    Missing numbers are NaN.
+    """
+    trials = trials_table(record)
+    devices = sorted(trials["device"].dropna().unique())
+    if len(devices) > 1:
+        trials["device"] = trials["device"].fillna("not known")
+    else:
+        trials["device"] = devices[0] if devices else ""
+    total_seconds = float(pd.to_numeric(trials["seconds"]).sum())
+    groups = sorted(
+        trials.groupby(["precision", "device"]),
+        key=lambda item: (precision_order(item[0][0]), item[0][1]),
+    )
+    rows = [
+        {"precision": precision, "device": device, **_summary_row(record, group, total_seconds)}
+        for (precision, device), group in groups
+    ]
+    return pd.DataFrame(rows, columns=["precision", "device", *_summary_columns(record)])
+
+
+def _summary_row(record: StudyRecord, group: pd.DataFrame, total_seconds: float) -> dict[str, Any]:
+    counted = group[group["counts"].astype(bool)]
+    complete = counted[counted["outcome"] == "complete"]
+    seconds = pd.to_numeric(group["seconds"])
+    row: dict[str, Any] = {
+        "support": ", ".join(sorted(group["support"].dropna().unique())),
+        "trials": len(group),
+        **{outcome: int((group["outcome"] == outcome).sum()) for outcome in OUTCOMES},
+        "fell_back": int((group["effective"].notna() & (group["effective"] != group["precision"])).sum()),
+    }
+    for metric, direction in zip(record.metric_names, record.directions, strict=True):
+        values = pd.to_numeric(complete[objective_column(metric)])
+        row[f"best_{metric}"] = values.max() if direction == "maximize" else values.min()
+        row[f"median_{metric}"] = values.median()
+    trained = counted[counted["train_examples_per_second"].notna()]
+    for_speed = counted[counted["counts_for_speed"].astype(bool)]
+    row["measured"] = len(for_speed)
+    for quantity, trials in (
+        ("train_examples_per_second", for_speed),
+        ("train_tokens_per_second", for_speed),
+        ("peak_memory_bytes", trained),
+    ):
+        values = pd.to_numeric(trials[quantity])
+        row |= {f"{quantity}_{name}": getattr(values, name)() for name in ("median", "min", "max")}
+    row["skipped_steps"] = int(pd.to_numeric(counted["skipped_steps"]).sum())
+    row["fp32_fallbacks"] = int(pd.to_numeric(counted["fp32_fallbacks"]).sum())
+    row["seconds"] = float(seconds.sum())
+    row["wasted_seconds"] = float(seconds[group["outcome"].isin(WASTED)].sum())
+    row["share_of_time"] = row["seconds"] / total_seconds if total_seconds else math.nan
+    return row
+
+
+def _summary_columns(record: StudyRecord) -> list[str]:
+    metrics = [f"{name}_{metric}" for metric in record.metric_names for name in ("best", "median")]
+    spreads = [
+        f"{quantity}_{name}"
+        for quantity in ("train_examples_per_second", "train_tokens_per_second", "peak_memory_bytes")
+        for name in ("median", "min", "max")
+    ]
+    tail = ["skipped_steps", "fp32_fallbacks", "seconds", "wasted_seconds", "share_of_time"]
+    return ["support", "trials", *OUTCOMES, "fell_back", *metrics, "measured", *spreads, *tail]
+
+
+def evaluations_table(record: StudyRecord) -> pd.DataFrame:
+    """One row per evaluation of a trial: trial, precision, step, epoch, seconds, speed, every metric."""
+    precision = trials_table(record).set_index("number")["precision"]
+    rows = [
+        {
+            "number": trial.number,
+            "precision": precision[trial.number],
+            "step": row.step,
+            "epoch": row.epoch,
+            "seconds": row.seconds,
+            "train_examples_per_second": row.train_examples_per_second,
+            "train_tokens_per_second": row.train_tokens_per_second,
+            **flat_metrics(row.metrics),
+        }
+        for trial in record.trials
+        for row in trial.evaluations
+    ]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["number", "precision", "step", "epoch"])
+
+
+def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"criteria": {"f1_macro": 0.5}, "score": 0.5}` -> `{"criteria/f1_macro": 0.5, "score": 0.5}`."""
+    flat: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}/{metric}": number for metric, number in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
+    """Every metric of every task of one trial: task, metric, value."""
+    metrics = trial.telemetry.get("metrics") or {}
+    rows = [
+        {"task": task, "metric": metric, "value": value}
+        for task, values in metrics.items()
+        for metric, value in values.items()
+    ]
+    return pd.DataFrame(rows, columns=["task", "metric", "value"])
+
+
+def reasons_table(record: StudyRecord) -> pd.DataFrame:
+    """Every trial that is not complete, and why."""
+    trials = trials_table(record)
+    rest = trials[trials["outcome"] != "complete"]
+    return rest[["number", "precision", "outcome", "seconds", "reason"]].reset_index(drop=True)
+
+
+def precision_order(precision: str) -> tuple[int, str]:
+    """Sorts precisions as in the table of precisions, unknown names last."""
+    known = precision in PRECISION_NAMES
+    return (PRECISION_NAMES.index(precision) if known else len(PRECISION_NAMES), precision)
+
+
+def _plain(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | tuple | dict) else value
+
+
+def _seconds_between(start: datetime | None, end: datetime | None) -> float | None:
+    return (end - start).total_seconds() if start and end else None

@@ -1,0 +1,64 @@
+"""How the trials of a study ended, and which of them are best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hpo.study.study_record import StudyRecord, TrialRecord
+
+
+def trial_outcome(trial: TrialRecord) -> str:
+    """The stored outcome, or the one that the Optuna state stands for while none is stored."""
+    if trial.outcome:
+        return trial.outcome
+    return {"fail": "failed"}.get(trial.state.lower(), trial.state.lower())
+
+
+def complete_trials(record: StudyRecord) -> list[TrialRecord]:
+    """Trials that were trained and evaluated, each with finite values."""
+    return [
+        trial
+        for trial in record.trials
+        if trial_outcome(trial) == "complete" and trial.values and all(map(is_number, trial.values))
+    ]
+
+
+def best_trials(record: StudyRecord) -> list[TrialRecord]:
+    """The best complete trial; with several objectives, all trials of the Pareto front. Maybe none."""
+    complete = complete_trials(record)
+    if not complete:
+        return []
+    values = np.array([trial.values for trial in complete], dtype=float)
+    if len(record.metric_names) == 1:
+        return [complete[int((values * loss_signs(record.directions)).argmin())]]
+    front = pareto_front(values, record.directions)
+    return [trial for trial, on_front in zip(complete, front, strict=True) if on_front]
+
+
+def by_first_objective(record: StudyRecord) -> list[TrialRecord]:
+    """The best trial; with several objectives the Pareto front, best first by the first of them."""
+    sign = -1 if record.directions[0] == "maximize" else 1
+    return sorted(best_trials(record), key=lambda trial: sign * trial.values[0] if trial.values else 0.0)
+
+
+def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
+    """bool [N]: rows of `values` [N, K] that no other row equals or beats in all K and beats in one."""
+    losses = values * loss_signs(directions)
+    return np.array(
+        [not ((losses <= row).all(axis=1) & (losses < row).any(axis=1)).any() for row in losses], dtype=bool
+    )
+
+
+def loss_signs(directions: Sequence[str]) -> np.ndarray:
+    """Factors that make lower better."""
+    return np.array([-1.0 if direction == "maximize" else 1.0 for direction in directions])
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

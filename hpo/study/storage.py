@@ -1,0 +1,505 @@
+"""The study in its database: its definition, its size, and what its trials store.
+
+Optuna keeps the trials; tables of our own beside them (see `schema`) keep the definition, so that a changed
+search space is refused before the first trial, the slots and workers (see `slots`), every evaluation, and
+the compatibility checks that workers share. Little is written, because each call costs a commit: one JSON
+attribute for the telemetry of a trial instead of thirty attributes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import optuna
+import sqlalchemy as sa
+from optuna.exceptions import StorageInternalError
+from optuna.trial import TrialState
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import SQLAlchemyError
+
+from hpo.config.search_space import space_diff, space_hash
+from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
+from hpo.json_safe import json_safe
+from hpo.study import schema, study_record
+from hpo.study.database import exclusive, explain, is_outage, open_database, redact, storage_url
+from hpo.study.process import this_machine
+from hpo.study.schema import compat, evaluations, slots, studies, worker_devices, workers
+from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+
+__all__ = [
+    "EvaluationRow",
+    "Storage",
+    "StudyRecord",
+    "TrialRecord",
+    "WorkerRecord",
+    "open_storage",
+    "redact",
+    "storage_url",
+]
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+_TOKEN_ATTR, _DATA_ATTR = "hpo:token", "hpo:data"
+
+CHANGEABLE = (
+    "n_trials",
+    "timeout",
+    "max_retries",
+    "sampler",
+    "pruner",
+    "device",
+    "checkpoint",
+    "amp.memory_fraction",
+)
+"""Keys of the study file that may change before a study is resumed: its results still compare."""
+
+
+def open_storage(
+    url: str,
+    *,
+    create: bool = True,
+    lease_seconds: float = 60.0,
+    patience_seconds: float = 300.0,
+    busy_seconds: float = 60.0,
+) -> Storage:
+    """Connect to the study database at `url` and make its tables where they are missing.
+
+    Args:
+        create: False for commands that only read: an absent database is an error then.
+        lease_seconds: a worker on another machine that was silent for so long is taken for dead.
+        patience_seconds: how long a call waits for a database that went away (restart, network).
+        busy_seconds: how long a write waits for other processes (SQLite).
+
+    Raises:
+        StorageError: the database cannot be used as it is named.
+        RunError: it can, but not now.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    backend = open_database(url, schema.metadata, create=create, busy_seconds=busy_seconds)
+    return Storage(url, backend, lease_seconds=lease_seconds, patience_seconds=patience_seconds)
+
+
+class Storage:
+    """An open study database."""
+
+    def __init__(
+        self,
+        url: str,
+        backend: optuna.storages.RDBStorage,
+        *,
+        lease_seconds: float = 60.0,
+        patience_seconds: float = 300.0,
+    ) -> None:
+        self.url = url
+        self.engine: sa.Engine = backend.engine
+        self.optuna = optuna.storages.get_storage(backend)  # caches finished trials
+        self.lease_seconds = lease_seconds
+        self._patience_seconds = patience_seconds
+        seconds = (
+            "extract(epoch from clock_timestamp())::float8"
+            if self.engine.dialect.name == "postgresql"
+            else "(julianday('now') - 2440587.5) * 86400.0"
+        )
+        # The database's clock: those of the workers' machines may differ.
+        self.now: sa.ColumnElement[float] = sa.literal_column(seconds, sa.Float)
+
+    def __enter__(self) -> Storage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; a later call opens new ones."""
+        self.engine.dispose()
+
+    def persist(self, action: Callable[[], T]) -> T:
+        """Run `action`, again if the database was away meanwhile: it must bear being run twice."""
+        deadline = time.monotonic() + self._patience_seconds
+        while True:
+            try:
+                return action()
+            except (SQLAlchemyError, StorageInternalError) as error:
+                if not is_outage(error):
+                    raise explain(self.url, error) from error
+                if time.monotonic() > deadline:
+                    raise RunError(str(explain(self.url, error))) from error
+                _logger.warning("The database is away; trying again. (%s)", explain(self.url, error))
+            time.sleep(min(1.0, self._patience_seconds / 10))
+
+    def insert(self, table: sa.Table) -> postgresql.Insert | sqlite.Insert:
+        """An INSERT that knows `on_conflict_do_update` and `on_conflict_do_nothing`."""
+        if self.engine.dialect.name == "postgresql":
+            return postgresql.insert(table)
+        return sqlite.insert(table)
+
+    # Studies
+
+    def create_or_resume_study(self, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
+        """Return the study of `config`, made if it is not there, with one slot for each of `n_trials`.
+
+        Args:
+            resize: False for a worker that joins: the stored `n_trials` stays as it is.
+
+        Raises:
+            StudyChangedError: the stored study was made with another search space or definition.
+        """
+
+        def action() -> optuna.Study:
+            with exclusive(self.engine):
+                return self._create_or_resume(config, resize)
+
+        return self.persist(action)
+
+    def _create_or_resume(self, config: StudyConfig, resize: bool) -> optuna.Study:
+        definition = json.dumps(config.definition(), sort_keys=True)
+        study = optuna.create_study(
+            study_name=config.name,
+            storage=self.optuna,
+            directions=[objective.direction for objective in config.objective],
+            load_if_exists=True,
+        )
+        study_id = self.optuna.get_study_id_from_name(config.name)
+        token = self.optuna.get_study_system_attrs(study_id).get(_TOKEN_ATTR)
+        with self.engine.begin() as connection:
+            row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
+            if row is not None and row.token != token:
+                # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
+                _delete_rows(connection, config.name)
+                row = None
+            if row is None:
+                if token is None and study.get_trials(deepcopy=False):
+                    raise StorageError(
+                        f"The study `{config.name}` in {redact(self.url)} was not made by hpo. "
+                        "Give yours another `name`, or use another database."
+                    )
+                token = uuid.uuid4().hex
+                connection.execute(
+                    sa.insert(studies).values(
+                        name=config.name,
+                        token=token,
+                        definition=definition,
+                        space_hash=space_hash(config.search_space),
+                        n_trials=config.n_trials,
+                        created=self.now,
+                    )
+                )
+                n_trials = config.n_trials
+            else:
+                stored = json.loads(row.definition)
+                refuse_changes(config.name, stored, json.loads(definition))
+                completed = config.completed(stored)
+                n_trials = config.n_trials if resize else row.n_trials
+                if resize:
+                    completed.check_grid()
+                    definition = json.dumps(completed.definition(), sort_keys=True)
+                    connection.execute(
+                        sa.update(studies)
+                        .where(studies.c.name == config.name)
+                        .values(definition=definition, n_trials=n_trials)
+                    )
+            dropped = self._resize(connection, config.name, n_trials)
+        if row is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([objective.metric for objective in config.objective])
+            # Last: a study without its token was not made to the end, and the next run begins it anew.
+            self.optuna.set_study_system_attr(study_id, _TOKEN_ATTR, token)
+        for number in dropped:
+            reason = f"n_trials was lowered to {n_trials}"
+            study_trial = self.optuna.get_trial_id_from_study_id_trial_number(study_id, number)
+            self.optuna.set_trial_user_attr(study_trial, "outcome", "preempted")
+            self.optuna.set_trial_user_attr(study_trial, "outcome_reason", reason)
+            study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+        return study
+
+    def _resize(self, connection: sa.Connection, name: str, n_trials: int) -> list[int]:
+        """Add or drop open slots; return the numbers of the unfinished trials of dropped ones."""
+        of_study = slots.c.study == name
+        count, last = connection.execute(
+            sa.select(sa.func.count(), sa.func.max(slots.c.slot)).where(of_study)
+        ).one()
+        if count < n_trials:
+            first = -1 if last is None else last
+            rows = [{"study": name, "slot": first + 1 + i, "state": "open"} for i in range(n_trials - count)]
+            connection.execute(sa.insert(slots), rows)
+        dropped = []
+        if count > n_trials:
+            surplus = connection.execute(
+                sa.select(slots.c.slot, slots.c.trial_number)
+                .where(of_study, slots.c.state == "open")
+                .order_by(slots.c.trial_number.is_(None).desc(), slots.c.slot.desc())
+                .limit(count - n_trials)
+            ).all()
+            for row in surplus:
+                gone = connection.execute(
+                    sa.delete(slots).where(of_study, slots.c.slot == row.slot, slots.c.state == "open")
+                )
+                if gone.rowcount and row.trial_number is not None:
+                    dropped.append(row.trial_number)
+        return dropped
+
+    def completed(self, config: StudyConfig) -> StudyConfig:
+        """Return `config` with what its file leaves out of sampler and pruner as the stored study has it."""
+
+        def action() -> StudyConfig:
+            query = sa.select(studies.c.definition).where(studies.c.name == config.name)
+            with self.engine.connect() as connection:
+                return config.completed(json.loads(connection.execute(query).scalar_one()))
+
+        return self.persist(action)
+
+    def has_study(self, name: str) -> bool:
+        """Whether there is a study `name`."""
+
+        def action() -> bool:
+            with self.engine.connect() as connection:
+                query = sa.select(studies.c.name).where(studies.c.name == name)
+                return connection.execute(query).one_or_none() is not None
+
+        return self.persist(action)
+
+    def discard_untried_study(self, name: str) -> None:
+        """Remove the study `name`, whose definition proved to be wrong, if no trial of it got anywhere.
+
+        It stays if a trial has ended or has an evaluation, and while a worker has one.
+        """
+
+        def action() -> None:
+            with exclusive(self.engine):
+                trials = self.load_study(name).get_trials(deepcopy=False)
+                evaluated = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
+                running = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.state == "running")
+                with self.engine.connect() as connection:
+                    used = connection.execute(evaluated).first() or connection.execute(running).first()
+                if not used and not any(trial.state.is_finished() for trial in trials):
+                    optuna.delete_study(study_name=name, storage=self.optuna)
+                    with self.engine.begin() as connection:
+                        _delete_rows(connection, name)
+
+        self.persist(action)
+
+    def load_study(self, name: str) -> optuna.Study:
+        """Return the stored study `name`, for reading.
+
+        Raises:
+            StorageError: there is none; the message names the nearest.
+        """
+
+        def action() -> optuna.Study:
+            with self.engine.connect() as connection:
+                names = list(connection.execute(sa.select(studies.c.name)).scalars())
+            if name not in names:
+                hint = did_you_mean(name, sorted(names)) if names else " It holds no study."
+                raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
+            return optuna.load_study(study_name=name, storage=self.optuna)
+
+        return self.persist(action)
+
+    def study_token(self, name: str) -> str:
+        """Return what tells this study from a deleted one of the same name."""
+
+        def action() -> str:
+            with self.engine.connect() as connection:
+                query = sa.select(studies.c.token).where(studies.c.name == name)
+                return str(connection.execute(query).scalar_one())
+
+        return self.persist(action)
+
+    def bind_data(self, name: str, fingerprint: str) -> None:
+        """Note which data the study `name` is made with; after its first evaluation it takes no other.
+
+        The data's path is part of the definition, but a file may be edited in its place.
+
+        Raises:
+            StudyChangedError: the study was made with data of another fingerprint.
+            StorageError: there is no such study.
+        """
+        self.load_study(name)
+
+        def action() -> None:
+            with exclusive(self.engine):
+                study_id = self.optuna.get_study_id_from_name(name)
+                query = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
+                with self.engine.connect() as connection:
+                    is_evaluated = connection.execute(query).first() is not None
+                bound = self.optuna.get_study_system_attrs(study_id).get(_DATA_ATTR)
+                if bound is None or not is_evaluated:
+                    self.optuna.set_study_system_attr(study_id, _DATA_ATTR, fingerprint)
+
+        self.persist(action)
+        self.check_data(name, fingerprint)
+
+    def check_data(self, name: str, fingerprint: str) -> None:
+        """Raise StudyChangedError where the study was made with data of another fingerprint."""
+
+        def action() -> str | None:
+            study_id = self.optuna.get_study_id_from_name(name)
+            bound: str | None = self.optuna.get_study_system_attrs(study_id).get(_DATA_ATTR)
+            return bound
+
+        if self.persist(action) not in (None, fingerprint):
+            raise StudyChangedError(
+                f"The data of the study `{name}` have changed since it was made, though they lie where they "
+                "lay, so its results would not compare. Restore them, or give the study another `name`."
+            )
+
+    def read_study(self, name: str) -> StudyRecord:
+        """Read everything stored about the study `name`.
+
+        Raises:
+            StorageError: there is none; the message names the nearest.
+        """
+        study_id = self.optuna.get_study_id_from_name(self.load_study(name).study_name)
+
+        def action() -> StudyRecord:
+            with self.engine.connect() as connection:
+                return study_record.read_study(connection, study_id, name, self.now, self.lease_seconds)
+
+        return self.persist(action)
+
+    def slot_counts(self, name: str) -> dict[str, int]:
+        """Return how many slots of the study are `open`, `running` and `done`."""
+
+        def action() -> dict[str, int]:
+            query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
+            with self.engine.connect() as connection:
+                found = {row[0]: int(row[1]) for row in connection.execute(query.group_by(slots.c.state))}
+            return {state: found.get(state, 0) for state in ("open", "running", "done")}
+
+        return self.persist(action)
+
+    def has_other_workers_on(self, device: str) -> bool:
+        """Whether another process works on any study of this database on this machine's `device`.
+
+        The device is a `DeviceInfo.identity`. A worker that did not say where it runs counts.
+        """
+        here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
+        there = sa.or_(worker_devices.c.device == device, worker_devices.c.device.is_(None))
+        others = (
+            sa.select(workers, self.now.label("now"))
+            .join_from(workers, worker_devices, worker_devices.c.worker == workers.c.id, isouter=True)
+            .where(*here, there)
+        )
+
+        def action() -> bool:
+            with self.engine.connect() as connection:
+                rows = connection.execute(others).all()
+            return any(study_record.is_alive(row, self.lease_seconds) for row in rows)
+
+        return self.persist(action)
+
+    # What a trial stores
+
+    def report_evaluation(
+        self, trial: optuna.trial.Trial, index: int, value: float | None, row: EvaluationRow
+    ) -> bool:
+        """Store one evaluation and return whether the pruner would stop the trial.
+
+        Those of later steps go: a worker that died made them, after the checkpoint from which the trial
+        went on.
+
+        Args:
+            index: counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of
+                different batch sizes at the same share of their budget.
+            value: the objective; None, NaN and infinity are not reported to Optuna, nor is anything in a
+                study with several objectives, which Optuna cannot prune.
+        """
+        values = {
+            "epoch": row.epoch,
+            "seconds": row.seconds,
+            "metrics": json.dumps(json_safe(row.metrics)),
+            "train_examples_per_second": json_safe(row.train_examples_per_second),
+            "train_tokens_per_second": json_safe(row.train_tokens_per_second),
+        }
+        key = {"study": trial.study.study_name, "trial_number": trial.number, "step": row.step}
+        single = len(trial.study.directions) == 1
+
+        def action() -> bool:
+            if single and value is not None and math.isfinite(value):
+                with warnings.catch_warnings():  # a resumed trial comes to the same step again
+                    warnings.filterwarnings("ignore", message=".*already reported")
+                    trial.report(value, index)
+            statement = self.insert(evaluations).values(**key, **values)
+            same_trial = (evaluations.c[column] == key[column] for column in ("study", "trial_number"))
+            abandoned = sa.delete(evaluations).where(*same_trial, evaluations.c.step > row.step)
+            with self.engine.begin() as connection:
+                connection.execute(abandoned)
+                connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
+            return single and trial.should_prune()
+
+        return self.persist(action)
+
+    # Compatibility cache
+
+    def get_compat(self, key: str) -> dict[str, Any] | None:
+        """Return the result of the compatibility check stored under `key`, if there is one."""
+
+        def action() -> dict[str, Any] | None:
+            with self.engine.connect() as connection:
+                found = connection.execute(sa.select(compat.c.result).where(compat.c.key == key)).scalar()
+            return None if found is None else dict(json.loads(found))
+
+        return self.persist(action)
+
+    def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Store a result unless another worker was first; return the one that is stored."""
+        values = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
+
+        def action() -> None:
+            with self.engine.begin() as connection:
+                connection.execute(self.insert(compat).values(**values).on_conflict_do_nothing())
+
+        self.persist(action)
+        stored = self.get_compat(key)
+        assert stored is not None
+        return stored
+
+
+def _delete_rows(connection: sa.Connection, name: str) -> None:
+    """Delete what our own tables hold about the study `name`."""
+    columns = (studies.c.name, slots.c.study, evaluations.c.study)
+    for column in columns:
+        connection.execute(sa.delete(column.table).where(column == name))
+
+
+def refuse_changes(name: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise StudyChangedError where two definitions of the study differ in what its results depend on."""
+    lines = space_diff(stored["search_space"], given["search_space"])
+    what = "search space" if lines else "definition"
+    for key in sorted((stored.keys() | given.keys()) - {"search_space"}):
+        lines += _differences(key, _without_folders(stored.get(key)), _without_folders(given.get(key)))
+    if lines:
+        raise StudyChangedError(
+            f"The stored study `{name}` has another {what} than the study file, so its results would not "
+            "compare. Restore the file, or give the study another `name`.\n  " + "\n  ".join(lines)
+        )
+
+
+def _without_folders(value: Any) -> Any:
+    """Keep of absolute paths only the last part: the same data may lie elsewhere on another machine."""
+    if isinstance(value, Mapping):
+        return {key: _without_folders(item) for key, item in value.items()}
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def _differences(key: str, stored: Any, given: Any) -> list[str]:
+    if stored == given or key in CHANGEABLE:
+        return []
+    if isinstance(stored, Mapping) and isinstance(given, Mapping):
+        keys = sorted(stored.keys() | given.keys())
+        return [line for k in keys for line in _differences(f"{key}.{k}", stored.get(k), given.get(k))]
+    return [f"~ {key}: {json.dumps(stored)} -> {json.dumps(given)}"]

@@ -1,0 +1,278 @@
+"""From logits to predictions: class names, numbers, and spans of characters.
+
+Logits come for a whole split as flat float32 arrays in window order: [W, C] of sequence tasks, [T, K] of
+token tasks (`hpo.training.spans`). Windows of one long text are joined: the mean of log-probabilities
+(single_label), the largest probability (multi_label: a criterion met anywhere is met), the mean
+(regression).
+
+What a decision needs beyond the logits (a probability threshold, a null offset) is chosen on the
+validation split by `choose_decision` and kept with the model as a `Decision`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpo.data.tasks import Task
+from hpo.training.metrics import AnnotatedText, answer_row, score, span_f1_scores, span_overlap_f1
+from hpo.training.spans import (
+    BoolArray,
+    Evidence,
+    FloatArray,
+    IntArray,
+    TokenWindows,
+    best_answers,
+    bio_spans,
+    sigmoid,
+)
+
+EVIDENCE_THRESHOLDS = tuple(np.arange(1, 10) / 10)
+EVIDENCE_MERGE_GAPS = (0, 2, 5)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What turns a task's scores into predictions; a kind uses what it needs and ignores the rest.
+
+    `threshold`: multi_label and span_per_label predict what has a probability above it.
+    `null_offset`: span_extraction answers when the answer's logits exceed those of no answer by more.
+    `merge_gap`: span_per_label joins two runs with at most so many tokens between them.
+    """
+
+    threshold: float = 0.5
+    null_offset: float = 0.0
+    merge_gap: int = 0
+
+
+def choose_decisions(
+    tasks: Sequence[Task],
+    logits: Mapping[str, FloatArray],
+    split: TokenWindows,
+    metrics: Mapping[str, str] | None = None,
+) -> dict[str, Decision]:
+    """Choose every task's decision on a split; `metrics` maps a task to the metric to maximise."""
+    decisions: dict[str, Decision] = {}
+    predictions: dict[str, list[Any]] = {}
+    for task in _evidence_last(tasks):
+        given = logits[task.name]
+        labels = predictions[task.evidence_for] if task.evidence_for else None
+        decisions[task.name] = choose_decision(task, given, split, labels, (metrics or {}).get(task.name))
+        predictions[task.name] = (
+            [] if task.evidence_for else decode(task, given, split, decisions[task.name], labels)
+        )
+    return {task.name: decisions[task.name] for task in tasks}
+
+
+def decode_tasks(
+    tasks: Sequence[Task],
+    logits: Mapping[str, FloatArray],
+    split: TokenWindows,
+    decisions: Mapping[str, Decision],
+) -> dict[str, list[Any]]:
+    """Decode every task, evidence after the task whose predicted classes it belongs to."""
+    predictions: dict[str, list[Any]] = {}
+    for task in _evidence_last(tasks):
+        labels = predictions[task.evidence_for] if task.evidence_for else None
+        predictions[task.name] = decode(task, logits[task.name], split, decisions[task.name], labels)
+    return {task.name: predictions[task.name] for task in tasks}
+
+
+def score_tasks(
+    tasks: Sequence[Task], predictions: Mapping[str, Sequence[Any]], examples: Sequence[AnnotatedText]
+) -> dict[str, dict[str, float]]:
+    """Score every task: {task: {metric: value}}."""
+    return {task.name: score(task, predictions[task.name], examples) for task in tasks}
+
+
+def _evidence_last(tasks: Sequence[Task]) -> list[Task]:
+    return sorted(tasks, key=lambda task: task.evidence_for is not None)
+
+
+def decode(
+    task: Task,
+    logits: FloatArray,
+    split: TokenWindows,
+    decision: Decision,
+    predicted_labels: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Return one prediction an example, in the order of `split.examples`.
+
+    single_label a class, multi_label a list of classes, regression a number in raw units, the span kinds
+    a sorted list of (name, start, end) in characters. span_per_label finds spans for
+    `predicted_labels`, the predictions of its `evidence_for` task, alone. NaN logits give some
+    prediction, not an error: look for them before.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        match task.kind:
+            case "single_label":
+                best_E = _mean_of_windows(_log_softmax(logits), split).argmax(axis=1)
+                return [task.labels[best] for best in best_E]
+            case "multi_label":
+                above_EC = sigmoid(_max_of_windows(logits, split)) > decision.threshold
+                return [[task.labels[c] for c in np.flatnonzero(above_C)] for above_C in above_EC]
+            case "regression":
+                output_E = _mean_of_windows(logits, split)[:, 0]
+                return [float(y) for y in output_E * (task.target_std or 1.0) + task.target_mean]
+            case "token_classification":
+                return bio_spans(task, logits, split)
+            case "span_extraction":
+                answers, margin_E = best_answers(task, logits, split)
+                above_E = margin_E > decision.null_offset
+                return [spans if above else [] for spans, above in zip(answers, above_E, strict=True)]
+            case _:
+                evidence = Evidence.of(task, logits, split, predicted_labels)
+                return evidence.spans(decision.threshold, decision.merge_gap)
+
+
+def choose_decision(
+    task: Task,
+    logits: FloatArray,
+    split: TokenWindows,
+    predicted_labels: Sequence[Any] | None = None,
+    metric: str | None = None,
+) -> Decision:
+    """Return the decision that maximises a metric of the task (default: its primary one) on this split.
+
+    Only the rows annotated for the task count; without any, or for a kind with nothing to decide, it is
+    `Decision()`.
+    """
+    metric = metric or task.primary_metric
+    rows = np.array([task.name in example.annotated for example in split.examples], bool)
+    if not rows.any():
+        return Decision()
+    with np.errstate(invalid="ignore", over="ignore"):
+        if task.kind == "multi_label":
+            return _choose_threshold(task, logits, split, rows, metric)
+        if task.kind == "span_extraction":
+            return _choose_null_offset(task, logits, split, rows, metric)
+        if task.kind == "span_per_label":
+            return _choose_evidence(task, logits, split, predicted_labels, rows, metric)
+    return Decision()
+
+
+# Sequence tasks
+
+
+def _mean_of_windows(values_WC: FloatArray, split: TokenWindows) -> NDArray[np.float64]:
+    num_examples = len(split.examples)
+    sum_EC = np.zeros((num_examples, values_WC.shape[1]))
+    np.add.at(sum_EC, split.window_example_W, values_WC)
+    windows_E = np.bincount(split.window_example_W, minlength=num_examples)
+    return sum_EC / np.maximum(windows_E, 1)[:, None]
+
+
+def _max_of_windows(values_WC: FloatArray, split: TokenWindows) -> NDArray[np.float64]:
+    max_EC = np.full((len(split.examples), values_WC.shape[1]), -np.inf)
+    np.maximum.at(max_EC, split.window_example_W, values_WC)
+    return max_EC
+
+
+def _log_softmax(logits: FloatArray) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def _choose_threshold(
+    task: Task, logits: FloatArray, split: TokenWindows, rows: BoolArray, metric: str
+) -> Decision:
+    """Try 141 thresholds evenly spaced in log-odds: rare classes may all stay under a probability of 0.05."""
+    grid_G = np.linspace(-7, 7, 141)
+    scores_NC = np.nan_to_num(_max_of_windows(logits, split)[rows], nan=-np.inf)
+    index = {label: c for c, label in enumerate(task.labels)}
+    true_NC = np.zeros(scores_NC.shape, bool)
+    for true_C, row in zip(true_NC, np.flatnonzero(rows).tolist(), strict=True):
+        true_C[[index[label] for label in split.examples[row].labels[task.name]]] = True
+    # passed_NC: how many thresholds a score is above. Tails of histograms of it count, for each
+    # threshold and class, the predicted positives and the right ones.
+    passed_NC = np.searchsorted(grid_G, scores_NC)
+    predicted_GC, hits_GC = _above(passed_NC, len(grid_G)), _above(passed_NC, len(grid_G), true_NC)
+    total_GC = predicted_GC + true_NC.sum(axis=0)
+    if metric == "exact_match":
+        needed_N = np.where(true_NC, passed_NC, len(grid_G)).min(axis=1)
+        refused_N = np.where(true_NC, 0, passed_NC).max(axis=1)
+        g = np.arange(len(grid_G))[:, None]
+        value_G = ((g < needed_N) & (g >= refused_N)).mean(axis=1)
+    elif metric == "f1_micro":
+        value_G = 2 * hits_GC.sum(axis=1) / np.maximum(total_GC.sum(axis=1), 1)
+    else:
+        f1_GC = 2 * hits_GC / np.maximum(total_GC, 1)
+        value_G = f1_GC.sum(axis=1) / np.maximum((total_GC > 0).sum(axis=1), 1)
+    best = np.flatnonzero(value_G == value_G.max())
+    nearest_half = best[np.abs(grid_G[best]).argmin()]
+    return Decision(threshold=float(sigmoid(grid_G[nearest_half])))
+
+
+def _above(passed_NC: IntArray, num_thresholds: int, where_NC: BoolArray | None = None) -> IntArray:
+    """Count, for each threshold g and class, the rows (of `where_NC`) with passed > g: [G, C]."""
+    num_classes = passed_NC.shape[1]
+    cell_NC = passed_NC * num_classes + np.arange(num_classes)
+    cells = cell_NC.ravel() if where_NC is None else cell_NC[where_NC]
+    histogram = np.bincount(cells, minlength=(num_thresholds + 1) * num_classes)
+    histogram = histogram.reshape(num_thresholds + 1, num_classes)
+    return np.asarray(histogram[::-1].cumsum(axis=0)[::-1][1:])
+
+
+# Token tasks
+
+
+def _choose_null_offset(
+    task: Task, logits: FloatArray, split: TokenWindows, rows: BoolArray, metric: str
+) -> Decision:
+    """Answer the rows with the largest margins: try every number of them."""
+    answers, margin_E = best_answers(task, logits, split)
+    chosen = np.flatnonzero(rows).tolist()
+    with_N5 = np.array([answer_row(task, answers[e], split.examples[e]) for e in chosen])
+    without_N5 = np.array([answer_row(task, [], split.examples[e]) for e in chosen])
+    if metric.endswith("_answerable"):
+        return Decision(null_offset=float(np.nan_to_num(margin_E, neginf=0).min()) - 1)
+    possible = np.isfinite(margin_E[chosen])
+    order = np.flatnonzero(possible)[np.argsort(-margin_E[chosen][possible], kind="stable")]
+    margin_K = margin_E[chosen][order]
+    if len(order) == 0:
+        return Decision()
+    hits_K1, exact_K1, overlap_K1 = (
+        without_N5[:, i].sum() + np.concatenate([[0.0], (with_N5 - without_N5)[order, i].cumsum()])
+        for i in range(3)
+    )
+    answered_K1 = np.arange(len(order) + 1)
+    value_K1 = {
+        "span_f1": 2 * hits_K1 / np.maximum(with_N5[:, 3].sum() + answered_K1, 1),
+        "exact_match": exact_K1,
+        "span_overlap_f1": overlap_K1,
+    }[metric]
+    # Rows of equal margins are answered together or not at all.
+    offset_K1 = np.concatenate([[margin_K[0] + 1], (margin_K[1:] + margin_K[:-1]) / 2, [margin_K[-1] - 1]])
+    splits_tie_K1 = np.concatenate([[False], margin_K[1:] == margin_K[:-1], [False]])
+    return Decision(null_offset=float(offset_K1[np.where(splits_tie_K1, -np.inf, value_K1).argmax()]))
+
+
+def _choose_evidence(
+    task: Task,
+    logits: FloatArray,
+    split: TokenWindows,
+    predicted_labels: Sequence[Any] | None,
+    rows: BoolArray,
+    metric: str,
+) -> Decision:
+    """Try thresholds and gaps; between equal values the better overlap decides (exact spans may all be 0)."""
+    evidence = Evidence.of(task, logits, split, predicted_labels)
+    chosen = np.flatnonzero(rows).tolist()
+    examples = [split.examples[row] for row in chosen]
+
+    def value(decision: Decision) -> tuple[float, float]:
+        found = evidence.spans(decision.threshold, decision.merge_gap)
+        spans = [found[row] for row in chosen]
+        overlap = span_overlap_f1(task, spans, examples)
+        return span_f1_scores(task, spans, examples).get(metric, overlap), overlap
+
+    candidates = [
+        Decision(threshold=float(threshold), merge_gap=gap)
+        for threshold in EVIDENCE_THRESHOLDS
+        for gap in EVIDENCE_MERGE_GAPS
+    ]
+    return max(candidates, key=value)

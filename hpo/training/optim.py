@@ -1,0 +1,351 @@
+"""Optimisers, the learning rates of their parameter groups, and the schedule.
+
+Which rate a parameter gets: heads `head_learning_rate`; the encoder's highest layer `learning_rate`, each
+layer below it `layerwise_lr_decay` times the one above, the embeddings the lowest (discriminative
+fine-tuning: Howard and Ruder 2018, arXiv 1801.06146). Biases and norms are not decayed.
+
+A schedule is a factor of these rates, a function of the share of the budget that is used up. So a budget
+of seconds works like one of steps, and a resumed trial needs no scheduler state.
+
+bf16 weights and the optimiser. A bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 %
+of the difference a step, which bf16 rounds away: the moment would stay where it is. So the state is kept
+in fp32 and only the weights are rounded (`Float32State`). What remains is the rounding of the weights: an
+update of less than half a unit in the last place, about 1/512 of the weight, is lost. Gradients have the
+dtype of their weights: they are accumulated over micro-batches and clipped in bf16, before they get here
+(on a CPU by a norm in fp32). That is what `bf16-true` means, and what a study finds out about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adam import adam
+
+from hpo.errors import InputError, did_you_mean
+from hpo.models.multitask import MultitaskModel, parameter_depths
+from hpo.precision.weight_copies import ReducedWeight
+
+OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
+SCHEDULES = ("linear", "cosine", "constant")
+CHUNK_ELEMENTS = 2**24
+"""Weights that `Float32State` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
+CACHED_ELEMENTS = 2**19
+"""Weights that `OnePassAdam` steps at a time, or one matrix: with gradients and moments, 10 MB of a cache."""
+
+
+def parameter_groups(
+    model: MultitaskModel,
+    *,
+    learning_rate: float,
+    head_learning_rate: float | None = None,
+    weight_decay: float = 0.01,
+    layerwise_lr_decay: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Return the groups of the trainable parameters, for `build_optimizer`.
+
+    Each has `name`, `params`, `lr`, `initial_lr` (what the schedule's factor applies to) and
+    `weight_decay`, which is 0 for parameters with less than two dimensions (biases, norms, log variances).
+    `head_learning_rate` None is `learning_rate`. Raises ModelError where a decay below 1 meets an encoder
+    whose layers are not known.
+    """
+    head_rate = learning_rate if head_learning_rate is None else head_learning_rate
+    depths = parameter_depths(model) if layerwise_lr_decay != 1.0 else {}
+    highest = max(depths.values(), default=1) - 1
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if not name.startswith("encoder."):
+            part, rate = "heads", head_rate
+        elif not depths or depths[name] > highest:
+            part, rate = "encoder", learning_rate
+        else:
+            depth = depths[name]
+            part = f"layer {depth}" if depth else "embeddings"
+            rate = learning_rate * layerwise_lr_decay ** (highest - depth)
+        decays = parameter.ndim >= 2
+        group = groups.setdefault(
+            (part, decays),
+            {
+                "name": part if decays else f"{part}, no decay",
+                "params": [],
+                "lr": rate,
+                "initial_lr": rate,
+                "weight_decay": weight_decay if decays else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+    return list(groups.values())
+
+
+def build_optimizer(
+    name: str,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    reduced: Mapping[Tensor, ReducedWeight] | None = None,
+) -> Optimizer:
+    """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
+
+    `reduced` are the weights with copies in a shorter dtype, whose gradients are in it; none of them may be
+    given to an optimiser that does not read such (`reads_short_gradients`).
+
+    adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
+    adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
+    adafactor   factored second moments; the rate is relative to the size of each weight matrix, weight
+            decay is decoupled with the rate before that, and `betas` are not used: the second moment's
+            decay rises as 1 - step^-0.8 (Shazeer and Stern 2018, arXiv 1804.04235; torch.optim.Adafactor)
+    lion    the sign of a momentum, decoupled weight decay (Chen et al. 2023, arXiv 2302.06675); with the
+            `betas` as they are, though the paper's are (0.9, 0.99)
+    sgd     the first of `betas` is the momentum, 0 for none, and the second is not used; weight decay as
+            an L2 term in the gradient
+
+    adamw, adam and sgd use torch's fused kernels on CPU and CUDA.
+    """
+    if name not in OPTIMIZERS:
+        raise InputError(f"optimizer: unknown `{name}`.{did_you_mean(name, OPTIMIZERS)}")
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    # Every group names its own rate. The default is not used, but torch checks it.
+    options: dict[str, Any] = {"lr": 0.0}
+    if name in ("adamw", "adam", "sgd"):
+        options["fused"] = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+    if name in ("adamw", "adam", "lion"):
+        options["betas"] = betas
+    if name == "sgd":
+        options["momentum"] = betas[0]
+    optimizer_class = {
+        "adamw": torch.optim.AdamW,
+        "adam": torch.optim.Adam,
+        "adafactor": torch.optim.Adafactor,
+        "lion": Lion,
+        "sgd": torch.optim.SGD,
+    }[name]
+
+    if reduced:
+        if not reads_short_gradients(name):
+            raise ValueError(
+                f"reduced weights must have an optimiser that reads bf16 gradients, but {name} does not."
+            )
+        return OnePassAdam(groups, reduced, decoupled_weight_decay=name == "adamw", **options)
+
+    def build(groups: Iterable[Mapping[str, Any]]) -> Optimizer:
+        return cast(Optimizer, optimizer_class([dict(group) for group in groups], **options))
+
+    if all(parameter.dtype == torch.float32 for parameter in parameters):
+        return build(groups)
+    return Float32State(groups, build)
+
+
+def reads_short_gradients(name: str) -> bool:
+    """Whether `build_optimizer` makes one of this name that takes bf16 gradients of fp32 weights."""
+    return name in ("adamw", "adam")
+
+
+def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
+    """Set every group's `lr` to `factor` times its `initial_lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+
+
+def schedule_factor(schedule: str, progress: float, warmup_ratio: float = 0.0) -> float:
+    """Return the learning rate's factor at `progress`, the share of the budget that is used up.
+
+    The factor rises linearly from 0 over the first `warmup_ratio` of the budget. After that: `linear` and
+    `cosine` fall from 1 to 0 at the end, `constant` stays at 1. Progress outside [0, 1] counts as its
+    nearer end: the last step of a budget in seconds may overrun it.
+    """
+    if schedule not in SCHEDULES:
+        raise InputError(f"schedule: unknown `{schedule}`.{did_you_mean(schedule, SCHEDULES)}")
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup_ratio:
+        return progress / warmup_ratio
+    remaining = (1.0 - progress) / (1.0 - warmup_ratio) if warmup_ratio < 1.0 else 1.0
+    if schedule == "linear":
+        return remaining
+    if schedule == "cosine":
+        return 0.5 * (1.0 - math.cos(math.pi * remaining))
+    return 1.0
+
+
+class Lion(Optimizer):
+    """Lion: the update is the sign of a mean of momentum and gradient (Chen et al. 2023, arXiv 2302.06675).
+
+        u = sign(beta1 m + (1 - beta1) g);  w = w - lr (u + weight_decay w);  m = beta2 m + (1 - beta2) g
+
+    Every weight moves by `lr`, so rates are 3 to 10 times smaller and weight decays larger than AdamW's
+    (the paper, section 5).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = _loss_of(closure)
+        for group in self.param_groups:
+            weights = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not weights:
+                continue
+            gradients = [weight.grad for weight in weights]
+            momenta = [
+                self.state[weight].setdefault("momentum", torch.zeros_like(weight)) for weight in weights
+            ]
+            beta1, beta2 = group["betas"]
+            updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+        return loss
+
+
+class OnePassAdam(torch.optim.Adam):
+    """Adam on a CPU over weights with reduced copies, in one pass over memory instead of three.
+
+    A gradient in the copy's dtype becomes fp32, the weight is stepped and its copy written while they are in
+    the processor's caches. Step and state are those of `torch.optim.Adam` with `fused=True`.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        reduced: Mapping[Tensor, ReducedWeight],
+        **options: Any,
+    ) -> None:
+        super().__init__([dict(group) for group in groups], **options)
+        self._reduced = reduced
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient, divided by `grad_scale` where that is set."""
+        loss = _loss_of(closure)
+        for group in self.param_groups:
+            lists: list[list[Any]] = [[], [], [], [], [], []]
+            self._init_group(group, *lists)  # type: ignore[no-untyped-call]
+            for piece in _pieces(lists[0], CACHED_ELEMENTS):
+                weights, gradients, means, squares, maxima, steps = (values[piece] for values in lists)
+                adam(
+                    weights,
+                    [gradient.float() for gradient in gradients],
+                    means,
+                    squares,
+                    maxima,
+                    steps,
+                    fused=True,
+                    grad_scale=getattr(self, "grad_scale", None),
+                    found_inf=getattr(self, "found_inf", None),
+                    decoupled_weight_decay=group["decoupled_weight_decay"],
+                    amsgrad=group["amsgrad"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=group["maximize"],
+                )
+                torch.autograd.graph.increment_version(weights)  # which fused steps leave out
+                for weight in weights:
+                    if weight in self._reduced:
+                        self._reduced[weight].refresh()
+        return loss
+
+
+class Float32State(Optimizer):
+    """An optimiser that steps in fp32 over weights in a shorter dtype.
+
+    `build` makes the inner optimiser from groups whose parameters are fp32 stand-ins. A step copies
+    weights and gradients into the stand-ins, lets the inner optimiser step, and rounds the weights back
+    to nearest. Between steps the stand-ins hold no memory; in a step at most `CHUNK_ELEMENTS` of them (or
+    one tensor, if that is larger) do, so that the saving of short weights is not lost in the step.
+    Parameters that are fp32 already are stepped in place.
+
+    To the outside this is an optimiser over the real weights: `zero_grad`, `GradScaler.unscale_` and
+    learning rates see these. The state is the inner optimiser's.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        build: Callable[[Iterable[Mapping[str, Any]]], Optimizer],
+    ) -> None:
+        super().__init__([dict(group) for group in groups], {})
+        stand_ins = [
+            {**group, "params": [_stand_in(weight.device) for weight in group["params"]]}
+            for group in self.param_groups
+        ]
+        self.inner = build(stand_ins)
+        self._copy_options(self.inner.param_groups, self.param_groups)
+        pairs = [
+            (weight, stand_in)
+            for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True)
+            for weight, stand_in in zip(group["params"], inner_group["params"], strict=True)
+        ]
+        self.chunks = [pairs[piece] for piece in _pieces((weight for weight, _ in pairs), CHUNK_ELEMENTS)]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        loss = _loss_of(closure)
+        self._copy_options(self.param_groups, self.inner.param_groups)
+        for chunk in self.chunks:
+            with_gradient = [pair for pair in chunk if pair[0].grad is not None]
+            for weight, stand_in in with_gradient:
+                stand_in.data = weight.detach().to(torch.float32)
+                stand_in.grad = cast(Tensor, weight.grad).to(torch.float32)
+            # The inner optimiser passes over every parameter without a gradient: all of the other chunks.
+            self.inner.step()
+            for weight, stand_in in with_gradient:
+                weight.copy_(stand_in)
+                stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimiser's state; learning rates are those of this optimiser."""
+        self._copy_options(self.param_groups, self.inner.param_groups)
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.inner.load_state_dict(state_dict)
+        self._copy_options(self.inner.param_groups, self.param_groups)
+
+    @staticmethod
+    def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        for from_group, to_group in zip(source, target, strict=True):
+            to_group.update({key: value for key, value in from_group.items() if key != "params"})
+
+
+def _loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What the `closure` of `Optimizer.step` gives, which is called before the step."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _stand_in(device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(0, dtype=torch.float32, device=device))
+
+
+def _pieces(weights: Iterable[Tensor], num_elements: int) -> Iterator[slice]:
+    """Cut the weights into slices of at most so many elements, or of one weight that is larger."""
+    start, end, room = 0, 0, num_elements
+    for end, weight in enumerate(weights, start=1):
+        if weight.numel() > room and end - 1 > start:
+            yield slice(start, end - 1)
+            start, room = end - 1, num_elements
+        room -= weight.numel()
+    if end > start:
+        yield slice(start, end)

@@ -1,0 +1,75 @@
+"""The model that a trial left behind: its best checkpoint, scored on a split or exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpo.config.trial_config import TrialConfig
+from hpo.errors import DataError, RunError, did_you_mean
+from hpo.models.multitask import MultitaskModel, export_model
+from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
+from hpo.precision.table import PRECISIONS, Precision, resolve
+from hpo.training.checkpoint import CheckpointStore
+from hpo.training.decoding import Decision
+from hpo.training.loop import evaluate
+from hpo.trial.executor import Executor
+from hpo.trial.telemetry import ScoredEvaluation
+
+
+def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
+    """{task: {metric: value}} of a trial's best checkpoint, with the decisions chosen on validation.
+
+    It is scored under the precision that the trial ran. Raises RunError when the checkpoint is gone or
+    damaged, DataError when there is no such split, Unsupported when this device cannot run the precision.
+    """
+    splits = executor.dataset.splits
+    if split not in splits:
+        raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
+    model, config, precision, decisions = _best_model(executor, folder)
+    resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
+    with backend_flags(precision, config.amp):
+        metrics, _ = evaluate(
+            model,
+            executor.tokens(split, config),
+            executor.tasks,
+            MixedPrecision(precision, config.amp, executor.device),
+            executor.study.evaluation.batch_tokens,
+            executor.pad_id(config),
+            decisions,
+        )
+    return metrics
+
+
+def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
+    """Write a trial's best checkpoint as a folder that transformers and `hpo.models.multitask.load_exported` load.
+
+    Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
+    """
+    model, config, precision, decisions = _best_model(executor, folder)
+    return export_model(
+        model,
+        executor.tokenizer(config),
+        out_dir,
+        max_length=config.max_length,
+        attention=config.attention,
+        precision=precision.name,
+        decisions=decisions,
+    )
+
+
+def _best_model(
+    executor: Executor, folder: Path
+) -> tuple[MultitaskModel, TrialConfig, Precision, dict[str, Decision]]:
+    best = CheckpointStore(folder).best()
+    if best is None:
+        raise RunError(
+            f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
+            "trial ran, and checkpoint.top_k says how many trials keep theirs."
+        )
+    config = TrialConfig.model_validate_json(best.state["config"])
+    precision = PRECISIONS[best.state["precision"]]
+    model = executor.build_model(config)
+    prepare_model(model, precision)
+    model.load_state_dict(best.weights)
+    decisions = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation.decisions
+    return model, config, precision, decisions

@@ -1,0 +1,68 @@
+"""What an objective can name, and its value at an evaluation.
+
+score                        the mean of the tasks' primary metrics
+<task>/<metric>              one metric of one task
+train_examples_per_second    or another of `study_config.MEASURED_METRICS`: what the trial costs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from hpo.config.study_config import MEASURED_METRICS
+from hpo.data.tasks import Task
+from hpo.errors import InputError, did_you_mean
+
+
+def metric_names(tasks: Sequence[Task]) -> list[str]:
+    """All that an objective can name."""
+    return [
+        "score",
+        *(f"{task.name}/{metric}" for task in tasks for metric in task.metrics),
+        *MEASURED_METRICS,
+    ]
+
+
+def check_metric(metric: str, tasks: Sequence[Task]) -> None:
+    """Raise InputError unless an objective can name this metric."""
+    known = metric_names(tasks)
+    if metric not in known:
+        raise InputError(
+            f"objective.metric: no task of this study has {metric!r}.{did_you_mean(metric, known)}"
+        )
+
+
+def objective_value(
+    metric: str,
+    metrics: Mapping[str, Mapping[str, float]],
+    tasks: Sequence[Task],
+    extra: Mapping[str, float | None],
+) -> float:
+    """The value of one objective: `score` is the mean of the tasks' primary metrics.
+
+    `extra` are the measured ones; None, and so NaN, is what no step has given yet. Raises InputError when
+    the evaluation did not give a metric, because no row of the split was labelled.
+    """
+    if metric == "score":
+        primary = [
+            metrics[task.name][task.primary_metric]
+            for task in tasks
+            if task.primary_metric in metrics[task.name]
+        ]
+        value = sum(primary) / len(primary) if primary else None
+    elif "/" in metric:
+        task_name, _, name = metric.partition("/")
+        value = metrics[task_name].get(name)
+    else:
+        measured = extra[metric]
+        return math.nan if measured is None else measured
+    if value is None or not math.isfinite(value):
+        raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
+    return value
+
+
+def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
+    """{task: metric} of the objectives that name one: what the task's thresholds are chosen for."""
+    named = (objective.partition("/") for objective in reversed(objectives) if "/" in objective)
+    return {task: metric for task, _, metric in named}

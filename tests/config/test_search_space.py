@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+
+from hpo.config.distributions import Distribution, parse_search_space
+from hpo.config.search_space import (
+    grid,
+    is_searched,
+    space_diff,
+    space_hash,
+    space_to_json,
+    suggest,
+)
+
+RAW: dict[str, Any] = {
+    # A child before its parent: the order of the file must not matter.
+    "init_scale": {"type": "categorical", "choices": [1024, 65536], "when": {"fp_precision": "16-mixed"}},
+    "growth_interval": {
+        "type": "int",
+        "low": 100,
+        "high": 2000,
+        "log": True,
+        "when": {"init_scale": [1024], "fp_precision": "fp16"},
+    },
+    "fp_precision": {"type": "categorical", "choices": ["none", "bf16-mixed", "fp16"]},
+    "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
+    "head_dropout": {"type": "float", "low": 0.0, "high": 0.5, "step": 0.1},
+    "batch_size": {"type": "int", "low": 8, "high": 32, "step": 8},
+    "betas": {"type": "categorical", "choices": [[0.9, 0.99], [0.9, 0.999]]},
+    "encoder": {"type": "categorical", "choices": ["minilm", {"model_type": "bert", "hidden_size": 32}]},
+    "dropout": {"type": "categorical", "choices": [None, 0.1]},
+    "loss_weight.criteria": {"type": "float", "low": 0.5, "high": 2.0},
+}
+
+
+def parse(raw: Mapping[str, Any]) -> dict[str, Distribution]:
+    space, problems = parse_search_space(raw)
+    assert problems == []
+    return space
+
+
+def test_choices_are_held_as_the_settings_hold_them() -> None:
+    space = parse(RAW)
+    assert space["fp_precision"].grid() == ("fp32", "bf16", "fp16")
+    assert space["init_scale"].grid() == (1024.0, 65536.0)
+    assert space["init_scale"].when == {"fp_precision": ("fp16",)}
+    assert space["betas"].grid() == ((0.9, 0.99), (0.9, 0.999))
+
+
+def test_suggest_gives_values_that_trials_take_under_the_settings_own_names() -> None:
+    space = parse(RAW)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    seen: dict[str, set[str]] = {}
+    for _ in range(60):
+        trial = study.ask()
+        params = suggest(space, trial)
+        assert set(params) == set(trial.params)
+        assert ("init_scale" in params) == (params["fp_precision"] == "fp16")
+        assert ("growth_interval" in params) == (params.get("init_scale") == 1024.0)
+        for name, value in params.items():
+            seen.setdefault(name, set()).add(str(value))
+        study.tell(trial, 0.0)
+    assert set(seen) == set(RAW)
+    assert seen["betas"] == {"(0.9, 0.99)", "(0.9, 0.999)"}
+    assert seen["encoder"] == {"minilm", "{'model_type': 'bert', 'hidden_size': 32}"}
+    assert seen["dropout"] == {"None", "0.1"}
+    assert seen["batch_size"] == {"8", "16", "24", "32"}
+
+
+def test_optuna_holds_numbers_as_such_and_lists_and_mappings_as_json() -> None:
+    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1)).ask()
+    suggest(parse(RAW), trial)
+    held = trial.distributions
+    assert held["betas"].choices == ("[0.9, 0.99]", "[0.9, 0.999]")  # type: ignore[attr-defined]
+    encoders = ("minilm", '{"hidden_size": 32, "model_type": "bert"}')
+    assert held["encoder"].choices == encoders  # type: ignore[attr-defined]
+    assert held["learning_rate"] == optuna.distributions.FloatDistribution(1e-5, 1e-3, log=True)
+    assert held["batch_size"] == optuna.distributions.IntDistribution(8, 32, step=8)
+    assert held["head_dropout"] == optuna.distributions.FloatDistribution(0.0, 0.5, step=0.1)
+
+
+def test_enqueued_params_come_back() -> None:
+    space = parse({"betas": RAW["betas"], "learning_rate": RAW["learning_rate"]})
+    study = optuna.create_study()
+    study.enqueue_trial({"betas": "[0.9, 0.999]", "learning_rate": 3e-4})
+    assert suggest(space, study.ask()) == {"betas": (0.9, 0.999), "learning_rate": 3e-4}
+
+
+def test_the_grid_is_what_optunas_grid_sampler_takes() -> None:
+    names = ("fp_precision", "head_dropout", "batch_size", "betas")
+    space = parse({name: RAW[name] for name in names})
+    values = grid(space)
+    assert values["head_dropout"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
+    assert values["batch_size"] == [8, 16, 24, 32]
+    study = optuna.create_study(sampler=optuna.samplers.GridSampler(values))
+    study.optimize(lambda trial: float(suggest(space, trial)["batch_size"]), n_trials=500)
+    configurations = {tuple(trial.params.items()) for trial in study.trials}
+    assert len(configurations) == len(study.trials) == 3 * 6 * 4 * 2
+
+
+def test_is_searched() -> None:
+    space = parse(RAW)
+    assert is_searched(space, ("pooling", "batch_size"))
+    assert not is_searched(space, ("pooling", "max_length"))
+
+
+def test_the_hash_names_what_is_searched() -> None:
+    space = parse(RAW)
+    assert space_hash(space) == space_hash(dict(reversed(space.items())))
+    assert space_hash(space) == space_hash(parse(space_to_json(space)))
+    same = RAW | {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "16-mixed"]}}
+    assert space_hash(space) == space_hash(parse(same))
+    # Optuna refuses other choices and another order of them, so both are other spaces.
+    reordered = RAW | {"fp_precision": {"type": "categorical", "choices": ["bf16", "fp32", "fp16"]}}
+    narrower = RAW | {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-4, "log": True}}
+    assert len({space_hash(parse(raw)) for raw in (RAW, reordered, narrower)}) == 3
+
+
+def test_the_hash_is_the_same_from_version_to_version() -> None:
+    assert (
+        space_hash(parse({"batch_size": {"type": "categorical", "choices": [8, 16]}})) == "ff17bbc38bf61f90"
+    )
+
+
+def test_the_diff_reads_as_a_person_would_say_it() -> None:
+    old = {
+        "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
+        "batch_size": {"type": "categorical", "choices": [8, 16]},
+        "pooling": {"type": "categorical", "choices": ["cls"]},
+        "seed": {"type": "categorical", "choices": [1, 2]},
+        "max_length": {"type": "categorical", "choices": [64, 128]},
+    }
+    new = {
+        "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-2, "log": True},
+        "batch_size": {"type": "categorical", "choices": [8, 32], "when": {"seed": 1}},
+        "head_type": {"type": "categorical", "choices": ["mlp"]},
+        "seed": {"type": "int", "low": 1, "high": 2},
+        "max_length": {"type": "categorical", "choices": [64, 128]},
+    }
+    old, new = space_to_json(parse(old)), space_to_json(parse(new))
+    assert space_diff(old, old) == []
+    assert space_diff(old, new) == [
+        "- pooling: categorical, choices `[cls]`",
+        "+ head_type: categorical, choices `[mlp]`",
+        "~ learning_rate: high `0.001` -> `0.01`",
+        "~ batch_size: choices `[8, 16]` -> `[8, 32]`",
+        "~ batch_size: when `{}` -> `{seed: [1]}`",
+        "~ seed: categorical, choices `[1, 2]` -> int, low `1`, high `2`",
+    ]

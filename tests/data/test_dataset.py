@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpo.config.data_config import DataConfig
+from hpo.data.dataset import DataSet, load_data
+from hpo.data.synthetic import SyntheticRows
+
+TASKS = {"tasks": {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}}
+
+
+def rows(count: int, first: int = 0, **more: Any) -> list[dict[str, Any]]:
+    tone = ("calm", "angry")
+    return [
+        {"id": f"row{i}", "text": f"text {i}", "labels": {"tone": tone[i % 2]}, **more}
+        for i in range(first, first + count)
+    ]
+
+
+def write(folder: Path, tasks: object = TASKS, **splits: list[dict[str, Any]]) -> Path:
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    for split, lines in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def load(folder: Path, **options: Any) -> DataSet:
+    return load_data(DataConfig.model_validate({"source": "jsonl", "path": str(folder), **options}))
+
+
+def ids(dataset: DataSet, split: str) -> list[str]:
+    return [example.id for example in dataset.splits[split]]
+
+
+def test_a_row_becomes_an_example(tmp_path: Path) -> None:
+    line = {
+        "id": "a",
+        "text": "Who? Ann, café.",
+        "labels": {"tone": "calm", "topics": [], "grade": 2},
+        "spans": {"person": [[5, 8]], "place": [[10, 14]]},
+        "group": "g",
+        "segments": {"question": [0, 4]},
+        "alt_spans": {"person": [[5, 9], [5, 8]]},
+    }
+    tasks = {
+        "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
+        "topics": {"kind": "multi_label", "classes": ["work"]},
+        "grade": {"kind": "regression"},
+        "names": {"kind": "token_classification", "span_names": ["person", "place"]},
+        "proof": {"kind": "span_per_label", "span_names": ["work"], "evidence_for": "topics"},
+    }
+    dataset = load(
+        write(tmp_path, {"tasks": tasks}, train=[line], validation=[{**line, "id": "v", "group": None}])
+    )
+    example = dataset.splits["train"][0]
+    assert (example.id, example.text, example.group) == ("a", "Who? Ann, café.", "g")
+    assert example.labels == {"tone": "calm", "topics": [], "grade": 2.0}
+    assert example.spans == {"person": [(5, 8)], "place": [(10, 14)]}
+    assert example.segments == {"question": (0, 4)}
+    assert example.alt_spans == {"person": [(5, 8), (5, 9)]}
+    assert example.annotated == set(tasks)
+    assert [task.name for task in dataset.tasks] == list(tasks)
+    assert list(dataset.splits) == ["train", "validation"]
+
+
+def test_white_space_around_a_span_is_taken_off(tmp_path: Path) -> None:
+    tasks = {"names": {"kind": "token_classification", "span_names": ["person"]}}
+    line = {"id": "a", "text": "see  Ann B,\n now", "spans": {"person": [[3, 10], [11, 16]]}}
+    dataset = load(write(tmp_path, {"tasks": tasks}, train=[line], validation=[{**line, "id": "v"}]))
+    assert dataset.splits["train"][0].spans == {"person": [(5, 10), (13, 16)]}
+
+
+def test_evidence_counts_as_annotated_only_with_its_classes(tmp_path: Path) -> None:
+    tasks = {
+        "topics": {"kind": "multi_label", "classes": ["work"]},
+        "proof": {"kind": "span_per_label", "span_names": ["work"], "evidence_for": "topics"},
+    }
+    base = {"id": "a", "text": "work", "labels": {"topics": ["work"]}, "spans": {"work": [[0, 4]]}}
+    lines = [base, {**base, "id": "b", "labels": {}}, {"id": "c", "text": "x", "labels": {"topics": []}}]
+    dataset = load(write(tmp_path, {"tasks": tasks}, train=lines, validation=[{**base, "id": "v"}]))
+    assert [sorted(example.annotated) for example in dataset.splits["train"]] == [
+        ["proof", "topics"],
+        [],
+        ["topics"],
+    ]
+
+
+def test_absent_splits_are_drawn_by_id_whatever_the_order(tmp_path: Path) -> None:
+    options = {"validation_fraction": 0.2, "test_fraction": 0.1}
+    dataset = load(write(tmp_path, train=rows(2000)), **options)
+    sizes = {split: len(examples) for split, examples in dataset.splits.items()}
+    assert sum(sizes.values()) == 2000
+    assert sizes["validation"] == pytest.approx(400, abs=60)
+    assert sizes["test"] == pytest.approx(200, abs=50)
+    again = load(write(tmp_path, train=rows(2000)[::-1]), **options)
+    for split in sizes:
+        assert ids(again, split) == ids(dataset, split)[::-1]
+
+
+def test_a_drawn_split_keeps_groups_together(tmp_path: Path) -> None:
+    lines = [{**line, "group": f"g{i // 10}"} for i, line in enumerate(rows(400))]
+    dataset = load(write(tmp_path, train=lines), validation_fraction=0.3)
+    groups = [{example.group for example in examples} for examples in dataset.splits.values()]
+    assert len(groups) == 2
+    assert not groups[0] & groups[1]
+
+
+def test_only_the_absent_split_is_drawn(tmp_path: Path) -> None:
+    write(tmp_path, train=rows(300), test=rows(10, first=1000))
+    dataset = load(tmp_path, validation_fraction=0.2, test_fraction=0.2)
+    assert list(dataset.splits) == ["train", "validation", "test"]
+    assert ids(dataset, "test") == [f"row{i}" for i in range(1000, 1010)]
+    assert len(dataset.splits["train"]) + len(dataset.splits["validation"]) == 300
+
+
+def test_limits_sample_the_file_and_larger_ones_keep_the_sample(tmp_path: Path) -> None:
+    write(tmp_path, train=rows(500), validation=rows(20, first=1000))
+    small = load(tmp_path, limits={"train": 50})
+    large = load(tmp_path, limits={"train": 100, "validation": 99})
+    assert [len(small.splits["train"]), len(large.splits["train"]), len(large.splits["validation"])] == [
+        50,
+        100,
+        20,
+    ]
+    assert set(ids(small, "train")) < set(ids(large, "train"))
+    assert ids(large, "train") == sorted(ids(large, "train"), key=lambda name: int(name[3:]))
+    assert max(int(name[3:]) for name in ids(small, "train")) > 250
+
+
+def test_classes_left_out_are_those_of_the_training_rows_sorted(tmp_path: Path) -> None:
+    tasks = {
+        "tone": {"kind": "single_label"},
+        "topics": {"kind": "multi_label"},
+        "proof": {"kind": "span_per_label", "evidence_for": "topics"},
+    }
+    line = {"text": "work", "spans": {"b": [[0, 4]]}}
+    train = [
+        {**line, "id": "1", "labels": {"tone": "z", "topics": ["b", "a"]}},
+        {**line, "id": "2", "labels": {"tone": "y", "topics": ["b"]}},
+    ]
+    write(tmp_path, {"tasks": tasks}, train=train, validation=[{**train[0], "id": "3"}])
+    found = {task.name: task.labels for task in load(tmp_path).tasks}
+    assert found == {"tone": ("y", "z"), "topics": ("a", "b"), "proof": ("a", "b")}
+
+
+def test_tasks_of_the_study_leave_others_of_the_data_out(tmp_path: Path) -> None:
+    tasks = {
+        **TASKS["tasks"],
+        "grade": {"kind": "regression"},
+        "names": {"kind": "token_classification", "span_names": ["person"]},
+        "places": {"kind": "token_classification", "span_names": ["place"]},
+    }
+    more = {"labels": {"tone": "calm", "grade": 1}, "spans": {"person": [[0, 4]], "place": [[0, 4]]}}
+    write(tmp_path, {"tasks": tasks}, train=rows(2, **more), validation=rows(2, first=5, **more))
+    dataset = load(tmp_path, tasks={"tone": tasks["tone"], "places": tasks["places"]})
+    assert [task.name for task in dataset.tasks] == ["tone", "places"]
+    assert dataset.splits["train"][0].labels == {"tone": "calm"}
+    assert dataset.splits["train"][0].spans == {"place": [(0, 4)]}
+
+
+def test_a_regression_task_knows_the_moments_of_its_training_targets(tmp_path: Path) -> None:
+    grades = [1.0, 2.0, 6.0]
+    train = [{"id": str(i), "text": "x", "labels": {"grade": grade}} for i, grade in enumerate(grades)]
+    train.append({"id": "unlabelled", "text": "x", "labels": {}})
+    validation = [{"id": "v", "text": "x", "labels": {"grade": 1000}}]
+    write(tmp_path, {"tasks": {"grade": {"kind": "regression"}}}, train=train, validation=validation)
+    (task,) = load(tmp_path).tasks
+    assert (task.target_mean, task.target_std) == (np.mean(grades), np.std(grades))
+
+
+def test_files_and_tasks_may_have_other_names(tmp_path: Path) -> None:
+    write(tmp_path, train=rows(3), validation=rows(2, first=5))
+    (tmp_path / "train.jsonl").rename(tmp_path / "a.txt")
+    (tmp_path / "tasks.json").rename(tmp_path / "b.json")
+    files = {"train": str(tmp_path / "a.txt")}
+    assert len(load(tmp_path, files=files, tasks=str(tmp_path / "b.json")).splits["train"]) == 3
+    assert len(load(tmp_path, files=files, tasks=TASKS["tasks"]).splits["train"]) == 3
+
+
+def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
+    path = write(tmp_path, train=rows(3), validation=rows(2, first=5)) / "train.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))
+    assert ids(load(tmp_path), "train") == ["row0", "row1", "row2"]
+
+
+def test_the_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    splits = {"train": rows(3), "validation": rows(2, first=5)}
+    first = load(write(tmp_path / "a", **splits)).fingerprint
+    second = write(tmp_path / "b", **splits)
+    assert load(second).fingerprint == first
+    write(second, train=[{**splits["train"][0], "text": "other"}, *splits["train"][1:]])
+    assert load(second).fingerprint != first
+
+
+def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
+    tasks = {name: {"kind": "multi_label", "classes": ["a", "b"]} for name in "pqrstuvw"}
+    lines = [{"id": str(i), "text": "x", "labels": {name: ["a", "b"] for name in tasks}} for i in range(2)]
+    write(tmp_path, {"tasks": tasks}, train=lines[:1], validation=lines[1:])
+    code = (
+        "from hpo.data.dataset import load_data; from hpo.config.data_config import DataConfig; import sys;"
+        "print(load_data(DataConfig.model_validate({'source': 'jsonl', 'path': sys.argv[1]})).fingerprint)"
+    )
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        assert output.strip() == load(tmp_path).fingerprint
+
+
+def test_synthetic_data_comes_in_the_configured_sizes() -> None:
+    def generated(**synthetic: Any) -> DataSet:
+        sizes = {"num_train": 50, "num_validation": 20, "num_test": 10, **synthetic}
+        return load_data(DataConfig.model_validate({"source": "synthetic", "synthetic": sizes}))
+
+    dataset = generated()
+    assert {split: len(examples) for split, examples in dataset.splits.items()} == {
+        "train": 50,
+        "validation": 20,
+        "test": 10,
+    }
+    assert list(dataset.splits["train"]) == SyntheticRows("train", 99)[:50]
+    assert [task.kind for task in dataset.tasks] == [
+        "multi_label",
+        "span_per_label",
+        "single_label",
+        "regression",
+    ]
+    burden = next(task for task in dataset.tasks if task.name == "burden")
+    assert burden.target_std > 1
+    assert generated().fingerprint == dataset.fingerprint
+    assert generated(seed=1).fingerprint != dataset.fingerprint
+    assert generated(num_train=51).fingerprint != dataset.fingerprint
+
+
+def test_limits_hold_for_synthetic_data() -> None:
+    config = DataConfig.model_validate({"source": "synthetic", "limits": {"train": 30, "test": 5}})
+    assert [len(examples) for examples in load_data(config).splits.values()] == [30, 300, 5]

@@ -1,0 +1,222 @@
+"""csv, parquet and hub give the same examples as jsonl."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hpo.config.data_config import DataConfig
+from hpo.data.dataset import DataSet, load_data
+
+TASKS = {
+    "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
+    "topics": {"kind": "multi_label", "classes": ["work", "home|garden"]},
+    "grade": {"kind": "regression"},
+    "names": {"kind": "token_classification", "span_names": ["person", "place"]},
+    "answer": {"kind": "span_extraction", "span_names": ["reply"]},
+    "proof": {"kind": "span_per_label", "span_names": ["work", "home|garden"], "evidence_for": "topics"},
+}
+LINES: list[dict[str, Any]] = [
+    {
+        "id": "a",
+        "text": 'Ann works\nin Rome, "she" says',
+        "labels": {"tone": "calm", "topics": ["work"], "grade": 1.5},
+        "spans": {"person": [[0, 3]], "place": [[13, 17]], "reply": [[4, 9]], "work": [[0, 9]]},
+    },
+    {
+        "id": "b",
+        "text": "nothing here",
+        "labels": {"tone": "angry", "topics": [], "grade": -2.0},
+        "spans": {},
+    },
+    {"id": "c", "text": "not annotated", "labels": {}},
+]
+COLUMNS = {
+    "id": "key",
+    "text": "body",
+    "labels": {"tone": "tone", "topics": "topics", "grade": "grade"},
+    "spans": {"person": "person", "place": "place", "answer": "reply", "proof": "proof"},
+}
+
+
+def cells(line: dict[str, Any]) -> dict[str, Any]:
+    """A line as a table's row, with lists where a table can hold them."""
+    labels, spans = line["labels"], line.get("spans")
+    row = {"key": line["id"], "body": line["text"], **{task: labels.get(task) for task in COLUMNS["labels"]}}
+    for name in ("person", "place", "reply"):
+        row[name] = None if spans is None else spans.get(name, [])
+    row["proof"] = (
+        None if spans is None else json.dumps({name: spans[name] for name in ("work",) if name in spans})
+    )
+    return row
+
+
+def as_text(row: dict[str, Any]) -> dict[str, str]:
+    """A table's row as csv has it: empty where there is nothing, JSON for lists."""
+    return {
+        key: "" if value is None else json.dumps(value) if isinstance(value, list) else str(value)
+        for key, value in row.items()
+    }
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(as_text(row) for row in rows)
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def load(source: str, folder: Path, **options: Any) -> DataSet:
+    at = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
+    config = {"source": source, "tasks": TASKS, "columns": COLUMNS, **at, **options}
+    return load_data(DataConfig.model_validate(config))
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> DataSet:
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    for split, suffix in (("train", ""), ("validation", "v")):
+        lines = [json.dumps({**line, "id": line["id"] + suffix}) for line in LINES]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    return load_data(DataConfig.model_validate({"source": "jsonl", "path": str(folder), "tasks": TASKS}))
+
+
+def write_splits(source: str, folder: Path) -> None:
+    write, suffix = (write_csv, "csv") if source == "csv" else (write_parquet, "parquet")
+    for split, ending in (("train", ""), ("validation", "v")):
+        rows = [{**cells(line), "key": line["id"] + ending} for line in LINES]
+        write(folder / f"{split}.{suffix}", rows)
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet", "hub"])
+def test_every_source_gives_the_same_examples(
+    source: str, reference: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_splits(source, folder)
+    dataset = load(source, folder)
+    assert dataset.tasks == reference.tasks
+    assert dataset.splits == reference.splits
+    assert dataset.fingerprint == reference.fingerprint
+
+
+def one_csv(folder: Path, header: str, *rows: str, tasks: dict[str, Any], **columns: Any) -> DataSet:
+    for split in ("train", "validation"):
+        (folder / f"{split}.csv").write_text("\n".join([header, *rows]) + "\n")
+    config = {"source": "csv", "path": str(folder), "tasks": tasks, "columns": columns}
+    return load_data(DataConfig.model_validate(config))
+
+
+def test_several_classes_may_be_joined_by_bars(tmp_path: Path) -> None:
+    dataset = one_csv(
+        tmp_path,
+        "text,topics",
+        "one,a|b",
+        "two,[]",
+        "three,",
+        "four, c",
+        tasks={"topics": {"kind": "multi_label"}},
+        labels={"topics": "topics"},
+    )
+    assert [example.labels.get("topics") for example in dataset.splits["train"]] == [
+        ["a", "b"],
+        [],
+        None,
+        ["c"],
+    ]
+    assert dataset.tasks[0].labels == ("a", "b", "c")
+
+
+def test_without_a_column_of_ids_the_row_numbers_are_the_ids(tmp_path: Path) -> None:
+    tasks = {"grade": {"kind": "regression"}}
+    dataset = one_csv(tmp_path, "text,grade", "one,1", "two,2e0", tasks=tasks, labels={"grade": "grade"})
+    assert [example.id for example in dataset.splits["train"]] == ["train-1", "train-2"]
+    assert [example.id for example in dataset.splits["validation"]] == ["validation-1", "validation-2"]
+    assert [example.labels["grade"] for example in dataset.splits["train"]] == [1.0, 2.0]
+
+
+def test_an_empty_cell_of_spans_leaves_its_task_open(tmp_path: Path) -> None:
+    tasks = {
+        "names": {"kind": "token_classification", "span_names": ["person"]},
+        "places": {"kind": "token_classification", "span_names": ["place"]},
+    }
+    dataset = one_csv(
+        tmp_path,
+        "text,person,place",
+        'Ann in Rome,"[[0, 3]]","[[7, 11]]"',
+        'Ann in Rome,"[[0, 3]]",',
+        "Ann in Rome,,[]",
+        tasks=tasks,
+        spans={"person": "person", "places": "place"},
+    )
+    annotated = [sorted(example.annotated) for example in dataset.splits["train"]]
+    assert annotated == [["names", "places"], ["names"], ["places"]]
+    assert dataset.splits["train"][0].spans == {"person": [(0, 3)], "place": [(7, 11)]}
+
+
+def test_classes_stored_as_numbers_get_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "tone": datasets.ClassLabel(names=["calm", "angry"]),
+            "topics": datasets.List(datasets.ClassLabel(names=["work", "home"])),
+        }
+    )
+    rows = {"text": ["one", "two", "three"], "tone": [1, 0, -1], "topics": [[1], [0, 1], []]}
+    table = datasets.Dataset.from_dict(rows, features=features)
+    (tmp_path / "set").mkdir()
+    table.to_parquet(tmp_path / "set" / "train.parquet")
+    table.to_parquet(tmp_path / "set" / "dev.parquet")
+    config = {
+        "source": "hub",
+        "hub": {"name": str(tmp_path / "set"), "splits": {"validation": "validation"}},
+        "tasks": {"tone": {"kind": "single_label"}, "topics": {"kind": "multi_label"}},
+        "columns": {"labels": {"tone": "tone", "topics": "topics"}},
+    }
+    dataset = load_data(DataConfig.model_validate(config))
+    assert [example.labels for example in dataset.splits["validation"]] == [
+        {"tone": "angry", "topics": ["home"]},
+        {"tone": "calm", "topics": ["work", "home"]},
+        {"topics": []},
+    ]
+
+
+@pytest.mark.parametrize(("name", "is_folder"), [("set", True), ("owner/set", False)])
+def test_a_local_folder_in_place_of_a_hub_id_is_relative_to_the_study_file(
+    tmp_path: Path, name: str, is_folder: bool
+) -> None:
+    (tmp_path / "set").mkdir()
+    config = {"source": "hub", "hub": {"name": name}, "tasks": {"tone": {"kind": "single_label"}}}
+    hub = DataConfig.model_validate(config, context={"folder": tmp_path}).hub
+    assert hub is not None
+    assert hub.name == (str(tmp_path / name) if is_folder else name)
+
+
+def test_whole_numbers_may_be_classes_of_a_table(tmp_path: Path) -> None:
+    rows = [{"text": "one", "stars": 1}, {"text": "two", "stars": 5}]
+    for split in ("train", "validation"):
+        write_parquet(tmp_path / f"{split}.parquet", rows)
+    config = {
+        "source": "parquet",
+        "path": str(tmp_path),
+        "tasks": {"stars": {"kind": "single_label"}},
+        "columns": {"labels": {"stars": "stars"}},
+    }
+    dataset = load_data(DataConfig.model_validate(config))
+    assert dataset.tasks[0].labels == ("1", "5")
+    assert [example.labels["stars"] for example in dataset.splits["train"]] == ["1", "5"]

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+
+import pytest
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
+from sklearn.multiclass import OneVsRestClassifier
+
+from hpo.data.examples import Example, RowChecker
+from hpo.data.synthetic import CRITERIA, GENERATOR_VERSION, TASKS_JSON, SyntheticRows
+from hpo.data.tasks import parse_tasks
+
+
+def test_a_larger_set_begins_with_the_rows_of_a_smaller_one() -> None:
+    assert list(SyntheticRows("train", 20)) == SyntheticRows("train", 500)[:20]
+
+
+def test_a_row_is_the_same_however_it_is_read() -> None:
+    rows = SyntheticRows("train", 10)
+    assert rows[7] == list(rows)[7] == rows[-3] == rows[5:9][2]
+    with pytest.raises(IndexError, match="row 10 of 10"):
+        rows[10]
+
+
+@pytest.mark.parametrize("other", [SyntheticRows("train", 50, seed=1), SyntheticRows("test", 50)])
+def test_seed_and_split_give_other_rows(other: SyntheticRows) -> None:
+    texts = {row.text for row in SyntheticRows("train", 50)}
+    assert not texts & {row.text for row in other}
+
+
+def test_rows_are_those_of_this_generator_version() -> None:
+    """Changed rows need a new GENERATOR_VERSION: token caches know the rows by it."""
+    content = repr([(row.text, row.labels, row.spans) for row in SyntheticRows("train", 200)])
+    digest = hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+    assert (GENERATOR_VERSION, digest) == (1, "c90e8caddf7fce29")
+
+
+def test_rows_pass_the_check_of_every_other_source() -> None:
+    checker = RowChecker(parse_tasks(TASKS_JSON, "synthetic"))
+    for row in SyntheticRows("train", 300):
+        raw = {
+            **asdict(row),
+            "spans": {name: [list(span) for span in spans] for name, spans in row.spans.items()},
+        }
+        del raw["segments"], raw["alt_spans"], raw["annotated"]
+        example, problems = checker.check(raw)
+        assert (example, problems) == (row, [])
+
+
+def test_labels_evidence_severity_and_score_agree() -> None:
+    for row in SyntheticRows("train", 500):
+        held = row.labels["criteria"]
+        assert isinstance(held, list)
+        assert set(held) == set(row.spans)
+        assert (
+            row.labels["severity"]
+            == ["none", "mild", "mild", "moderate", "moderate", *["severe"] * 4][len(held)]
+        )
+        assert len(held) - 0.5 <= float(str(row.labels["burden"])) <= 3 * len(held) + 0.5
+        for spans in row.spans.values():
+            for start, end in spans:
+                sentence = row.text[start:end]
+                assert sentence[-1] in ".!"
+                assert start == 0 or row.text[start - 1] in " \n"
+                assert sentence[0].isupper() or row.text.lower() == row.text
+
+
+def test_every_criterion_and_severity_occurs_and_texts_differ() -> None:
+    rows = list(SyntheticRows("train", 2000))
+    counts = {name: sum(name in row.spans for row in rows) for name in CRITERIA}
+    assert min(counts.values()) > 100
+    assert {row.labels["severity"] for row in rows} == {"none", "mild", "moderate", "severe"}
+    assert len({row.text for row in rows}) > 1990
+
+
+def test_sentence_bounds_hold() -> None:
+    short = SyntheticRows("train", 100, min_sentences=1, max_sentences=2)
+    long = SyntheticRows("train", 100, min_sentences=20, max_sentences=20)
+    assert max(len(row.text) for row in short[:20]) < min(len(row.text) for row in long[:20])
+
+
+def test_label_noise_takes_labels_away_and_adds_some() -> None:
+    def held(label_noise: float) -> list[Example]:
+        return list(SyntheticRows("train", 300, label_noise=label_noise))
+
+    # The same posts: noise changes what the annotator saw, not what was written.
+    for clean, noisy in zip(held(0.0), held(1.0), strict=True):
+        assert clean.text == noisy.text
+        assert not set(clean.spans) & set(noisy.spans)
+    assert any(row.spans for row in held(1.0))
+
+
+def test_words_alone_tell_much_but_not_all() -> None:
+    """A linear model on TF-IDF learns something, and leaves room for one that reads who, when and whether."""
+    train, test = list(SyntheticRows("train", 1000)), list(SyntheticRows("test", 300))
+    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    features = vectorizer.fit_transform(row.text for row in train)
+    truth = [[int(name in row.spans) for name in CRITERIA] for row in train]
+    model = OneVsRestClassifier(LogisticRegression(C=10)).fit(features, truth)
+    predicted = model.predict(vectorizer.transform(row.text for row in test))
+    f1 = f1_score([[int(name in row.spans) for name in CRITERIA] for row in test], predicted, average="macro")
+    assert 0.6 < f1 < 0.9

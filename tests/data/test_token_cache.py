@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_tokenizers import tiny_tokenizer
+
+import hpo.data.token_cache
+from hpo.config.data_config import DataConfig
+from hpo.data.dataset import DataSet, load_data
+from hpo.data.token_cache import load_tokenized
+from hpo.data.tokenization import tokenize_chunks, tokenize_split
+from hpo.data.tokenized_split import TokenizedSplit, Windowing
+from hpo.errors import RunError
+
+SYNTHETIC = {"source": "synthetic", "synthetic": {"num_train": 40, "num_validation": 20, "num_test": 1}}
+
+
+@pytest.fixture
+def dataset() -> DataSet:
+    return load_data(DataConfig.model_validate(SYNTHETIC))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each time that a split is really tokenised."""
+    times: list[int] = []
+
+    def counted(*args: object) -> Iterator[TokenizedSplit]:
+        times.append(1)
+        return tokenize_chunks(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hpo.token_cache, "tokenize_chunks", counted)
+    return times
+
+
+def load(dataset: DataSet, cache: Path, split: str = "train", **changes: object) -> TokenizedSplit:
+    windowing = replace(Windowing(64), **changes)  # type: ignore[arg-type]
+    return load_tokenized(dataset, split, tiny_tokenizer("wordpiece"), windowing, cache)
+
+
+def assert_same(one: TokenizedSplit, other: TokenizedSplit) -> None:
+    for name in (
+        "input_ids_T",
+        "char_start_T",
+        "char_end_T",
+        "owned_T",
+        "window_start_W1",
+        "window_example_W",
+    ):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    for name in ("targets", "annotated"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        assert ours.keys() == theirs.keys()
+        for task in ours:
+            np.testing.assert_array_equal(ours[task], theirs[task])
+    assert one.spans.keys() == other.spans.keys()
+    for task in one.spans:
+        np.testing.assert_array_equal(one.spans[task].rows_S4, other.spans[task].rows_S4)
+        np.testing.assert_array_equal(one.spans[task].start_W1, other.spans[task].start_W1)
+    assert (one.max_length, one.num_cut_examples, dict(one.num_lost_spans)) == (
+        other.max_length,
+        other.num_cut_examples,
+        dict(other.num_lost_spans),
+    )
+
+
+def test_a_split_is_tokenised_once_and_then_mapped(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
+    direct = tokenize_split(
+        dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), Windowing(64)
+    )
+    for _ in range(2):
+        cached = load(dataset, tmp_path)
+        assert_same(cached, direct)
+        assert isinstance(cached.input_ids_T.base, np.memmap)
+        assert cached.examples is dataset.splits["train"]
+    assert len(made) == 1
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("long_text", ["truncate", "window"])
+def test_a_split_written_in_chunks_is_the_whole(
+    long_text: str, dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windowing = Windowing(32, long_text, 8)
+    tokenizer = tiny_tokenizer("wordpiece")
+    whole = tokenize_split(dataset.splits["train"], dataset.tasks, tokenizer, windowing)
+    monkeypatch.setattr("hpo.data.tokenization._CHUNK", 7)
+    cached = load(dataset, tmp_path, max_length=32, long_text=long_text, stride=8)
+    assert_same(cached, whole)
+    assert sum(whole.num_lost_spans.values()) > 0
+    for path in tmp_path.glob("*/*.npy"):
+        array = np.load(path)
+        assert path.stat().st_size == array.nbytes + 128, "a header as NumPy writes it, and nothing else"
+
+
+def test_a_cache_that_cannot_be_read_back_says_so(
+    dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hpo.token_cache, "_read", lambda *_: None)
+    with pytest.raises(RunError, match=r"was written but cannot be read\. Look after its disk\."):
+        load(dataset, tmp_path)
+
+
+CHANGES: dict[str, Callable[[DataSet], tuple[DataSet, dict[str, object]]]] = {
+    "split": lambda data: (data, {"split": "validation"}),
+    "max_length": lambda data: (data, {"max_length": 32}),
+    "long_text": lambda data: (data, {"long_text": "window"}),
+    "content": lambda data: (replace(data, fingerprint="other"), {}),
+    "tasks": lambda data: (replace(data, tasks=data.tasks[:1]), {}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_tokens_depend_on_makes_another_cache(
+    change: str, dataset: DataSet, tmp_path: Path, made: list[int]
+) -> None:
+    load(dataset, tmp_path)
+    other, options = CHANGES[change](dataset)
+    load(other, tmp_path, **options)
+    assert len(made) == 2
+
+
+def test_another_tokenizer_makes_another_cache(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
+    for family in ("wordpiece", "byte_level", "byte_level_with_spaces"):
+        load_tokenized(dataset, "train", tiny_tokenizer(family), Windowing(64), tmp_path)
+    assert len(made) == 3
+
+
+def test_stride_matters_to_windows_alone_and_earlier_calls_to_nothing(
+    dataset: DataSet, tmp_path: Path, made: list[int]
+) -> None:
+    load(dataset, tmp_path)
+    tiny_tokenizer("wordpiece")("a b c", truncation=True, max_length=3, padding="max_length")
+    load(dataset, tmp_path, stride=7)
+    assert len(made) == 1
+    load(dataset, tmp_path, long_text="window", stride=7)
+    load(dataset, tmp_path, long_text="window", stride=8)
+    assert len(made) == 3
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "input_ids_T.npy"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def emptied(folder: Path) -> None:
+    (folder / "owned_T.npy").write_bytes(b"")
+
+
+def file_lost(folder: Path) -> None:
+    (folder / "target.severity.npy").unlink()
+
+
+def contents_lost(folder: Path) -> None:
+    (folder / "contents.json").unlink()
+
+
+def contents_cut(folder: Path) -> None:
+    path = folder / "contents.json"
+    path.write_text(path.read_text()[:30])
+
+
+def other_array(folder: Path) -> None:
+    np.save(folder / "char_end_T.npy", np.zeros(3, dtype=np.int32))
+
+
+@pytest.mark.parametrize("damage", [cut_short, emptied, file_lost, contents_lost, contents_cut, other_array])
+def test_a_damaged_cache_is_made_again(
+    damage: Callable[[Path], None], dataset: DataSet, tmp_path: Path, made: list[int]
+) -> None:
+    direct = tokenize_split(
+        dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), Windowing(64)
+    )
+    load(dataset, tmp_path)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    damage(folder)
+    assert_same(load(dataset, tmp_path), direct)
+    assert_same(load(dataset, tmp_path), direct)
+    assert len(made) == 2
+
+
+def test_what_a_killed_process_left_is_not_in_the_way(dataset: DataSet, tmp_path: Path) -> None:
+    load(dataset, tmp_path)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    folder.rename(unfinished)
+    (unfinished / "contents.json").unlink()
+    assert load(dataset, tmp_path).num_windows == 40
+    assert not unfinished.exists()
+
+
+def test_threads_and_processes_that_start_together_do_the_work_once(dataset: DataSet, tmp_path: Path) -> None:
+    """Four processes, each with two threads, wait at a gate and then ask at once."""
+    code = """
+import json, sys, threading
+from pathlib import Path
+sys.path[:0] = [sys.argv[2]]
+import hpo.data.token_cache
+from tiny_tokenizers import tiny_tokenizer
+from hpo.data.dataset import load_data
+from hpo.config.data_config import DataConfig
+from hpo.data.tokenized_split import Windowing
+made, sums = [], []
+tokenize = hpo.token_cache.tokenize_chunks
+hpo.token_cache.tokenize_chunks = lambda *args: made.append(1) or tokenize(*args)
+dataset = load_data(DataConfig.model_validate(json.loads(sys.argv[3])))
+def load():
+    split = hpo.token_cache.load_tokenized(
+        dataset, "train", tiny_tokenizer("wordpiece"), Windowing(64), Path(sys.argv[1])
+    )
+    sums.append(int(split.input_ids_T.sum()))
+tiny_tokenizer("wordpiece")
+threads = [threading.Thread(target=load) for _ in range(2)]
+print("ready", flush=True)
+sys.stdin.readline()
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(json.dumps([len(made), sums]))
+"""
+    arguments = [str(tmp_path), str(Path(__file__).parents[1]), json.dumps(SYNTHETIC)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    results = [json.loads(process.communicate("go\n")[0]) for process in processes]
+    expected = int(load(dataset, tmp_path).input_ids_T.sum())
+    assert sum(times for times, _ in results) == 1
+    assert all(sums == [expected] * 2 for _, sums in results)
+
+
+def test_a_cache_that_cannot_be_written_says_so(dataset: DataSet, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(
+        RunError, match=r"the token cache could not be written: .*Free space or make .* writable"
+    ):
+        load(dataset, blocked / "tokens")

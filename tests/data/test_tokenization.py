@@ -1,0 +1,469 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_tokenizers import FAMILIES, tiny_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from hpo.config.data_config import DataConfig
+from hpo.data.dataset import load_data
+from hpo.data.examples import Example
+from hpo.data.synthetic import TASKS_JSON, SyntheticRows
+from hpo.data.tasks import Task, parse_tasks
+from hpo.data.tokenization import tokenize_split
+from hpo.data.tokenized_split import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
+from hpo.errors import DataError, ModelError
+
+NAMES = Task("names", "token_classification", ("x", "y"), spans_may_overlap=True)
+ANSWER = Task("answer", "span_extraction", ("x",))
+WINDOWED = {"long_text": "window"}
+
+WORDS = [
+    "Ann",
+    "works",
+    "in",
+    "Rome",
+    "again",
+    "café",
+    "naïve",
+    "Zoë",
+    "3.50",
+    "€",
+    "日本語",
+    "😔",
+    "👩‍👩‍👧",
+    "ﬁne",
+    "e\u0301t\u00e9",
+]
+GAPS = [" ", " ", " ", "  ", "\n", "\t", ", ", "-", "\u00a0", " \u3000 ", ""]
+
+
+def example(text: str, number: int = 0, **more: Any) -> Example:
+    spans = more.pop("spans", {})
+    return Example(
+        f"e{number}", text, more.pop("labels", {}), spans, annotated=frozenset(["names", "answer"]), **more
+    )
+
+
+def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
+    while text[start].isspace():
+        start += 1
+    while text[end - 1].isspace():
+        end -= 1
+    return start, end
+
+
+def random_examples(count: int, seed: int, words: int = 30) -> list[Example]:
+    """Texts of words, symbols and odd spaces, with spans between any two characters."""
+    draw = random.Random(seed)
+    examples = []
+    for number in range(count):
+        text = "".join(draw.choice(WORDS) + draw.choice(GAPS) for _ in range(draw.randint(1, words))).strip()
+        spans: dict[str, list[tuple[int, int]]] = {"x": [], "y": []}
+        for _ in range(6):
+            start, end = sorted((draw.randrange(len(text)), draw.randint(1, len(text))))
+            end = min(end, start + draw.choice([1, 3, 10, 40]))
+            if start < end and not text[start:end].isspace():
+                spans[draw.choice("xy")].append(trimmed(text, start, end))
+        examples.append(
+            example(text, number, spans={name: sorted(set(found)) for name, found in spans.items()})
+        )
+    return examples
+
+
+def shown_spans(split: TokenizedSplit, task: str) -> Iterator[tuple[int, int, int, int, int]]:
+    """(window, label, first and last token in the whole split, cut) of every span of every window."""
+    spans = split.spans[task]
+    for window in range(split.num_windows):
+        for label, first, last, cut in spans.rows_S4[spans.start_W1[window] : spans.start_W1[window + 1]]:
+            begin = split.window_start_W1[window]
+            yield window, int(label), int(begin + first), int(begin + last), int(cut)
+
+
+def touched(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> list[int]:
+    """Tokens of the whole text that share a character other than white space with the span, found slowly."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]
+    inside = {i for i in range(start, end) if not text[i].isspace()}
+    return [number for number, (a, b) in enumerate(offsets) if inside & set(range(a, b))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_span_is_the_smallest_run_of_tokens_that_covers_it(family: str) -> None:
+    tokenizer = tiny_tokenizer(family)
+    examples = random_examples(60, seed=1)
+    split = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=4096))
+    assert split.num_windows == len(examples)
+    found = {}
+    for window, label, first, last, cut in shown_spans(split, "names"):
+        assert cut == 0
+        found.setdefault((window, label), []).append((first, last))
+    num_spans = num_exact = 0
+    for number, row in enumerate(examples):
+        begin = split.window_start_W1[number]
+        text_tokens = np.flatnonzero(split.char_start_T[begin : split.window_start_W1[number + 1]] >= 0)
+        for label, name in enumerate(NAMES.labels):
+            expected = []
+            for start, end in row.spans[name]:
+                numbers = touched(tokenizer, row.text, start, end)
+                if not numbers:  # Nothing that the tokenizer keeps, such as a joiner alone.
+                    continue
+                first, last = begin + text_tokens[min(numbers)], begin + text_tokens[max(numbers)]
+                expected.append((first, last))
+                covered = int(split.char_start_T[first]), int(split.char_end_T[last])
+                num_exact += covered == (start, end)
+                num_spans += 1
+            assert sorted(found.get((number, label), [])) == sorted(expected)
+    assert num_spans > 200
+    # Spans here begin and end inside words as well, where no run of tokens can be exact.
+    assert num_exact > num_spans / 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spans_of_whole_words_come_back_exactly(family: str) -> None:
+    text = "  Ann works\nin Rome,\u00a0and  the lazy\tdog sleeps"
+    words = ["Ann works", "Rome", "lazy\tdog", "in Rome", "sleeps"]
+    spans = [(text.index(word), text.index(word) + len(word)) for word in words]
+    split = tokenize_split(
+        [example(text, spans={"x": spans})], [NAMES], tiny_tokenizer(family), Windowing(512)
+    )
+    back = [
+        text[split.char_start_T[first] : split.char_end_T[last]]
+        for _, _, first, last, _ in shown_spans(split, "names")
+    ]
+    assert sorted(back) == sorted(words)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stride", [0, 1, 7])
+def test_windows_own_every_token_once_and_in_order(family: str, stride: int) -> None:
+    tokenizer = tiny_tokenizer(family)
+    examples = random_examples(40, seed=2)
+    whole = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=4096))
+    split = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=24, stride=stride, **WINDOWED))
+    assert split.num_windows > len(examples)
+    assert split.lengths_W.max() <= 24
+    example_T = np.repeat(split.window_example_W, split.lengths_W)
+    owned = split.owned_T
+    for name in ("input_ids_T", "char_start_T", "char_end_T"):
+        assert np.array_equal(getattr(split, name)[owned], getattr(whole, name)[whole.owned_T])
+    assert np.array_equal(example_T[owned], np.repeat(whole.window_example_W, whole.lengths_W)[whole.owned_T])
+    assert np.array_equal(whole.owned_T, whole.char_start_T >= 0)
+    # Special tokens belong to nobody; the others of a window stand between them as in a short text.
+    assert not (owned & (split.char_start_T < 0)).any()
+    assert split.num_cut_examples == 0
+
+
+def test_a_token_is_owned_by_the_window_that_shows_most_around_it() -> None:
+    text = " ".join("abcdefghijklmnopqrst")  # 20 tokens
+    split = tokenize_split(
+        [example(text)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=12, stride=4, **WINDOWED)
+    )
+    windows = np.split(np.arange(split.num_tokens), split.window_start_W1[1:-1])
+    shown = ["".join(text[split.char_start_T[t]] for t in w if split.char_start_T[t] >= 0) for w in windows]
+    owned = ["".join(text[split.char_start_T[t]] for t in w if split.owned_T[t]) for w in windows]
+    assert shown == ["abcdefghij", "ghijklmnop", "mnopqrst"]
+    assert owned == ["abcdefgh", "ijklmn", "opqrst"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_windows_are_those_of_the_tokenizer_itself(family: str) -> None:
+    tokenizer = tiny_tokenizer(family)
+    examples = random_examples(20, seed=3)
+    split = tokenize_split(examples, [], tokenizer, Windowing(max_length=20, stride=5, **WINDOWED))
+    theirs = tokenizer(
+        [row.text for row in examples],
+        truncation=True,
+        max_length=20,
+        stride=5,
+        return_overflowing_tokens=True,
+    )
+    ours = np.split(split.input_ids_T, split.window_start_W1[1:-1])
+    assert [ids.tolist() for ids in ours] == theirs["input_ids"]
+    assert split.window_example_W.tolist() == theirs["overflow_to_sample_mapping"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_truncation_is_that_of_the_tokenizer_itself(family: str) -> None:
+    tokenizer = tiny_tokenizer(family)
+    examples = random_examples(20, seed=4)
+    split = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=20))
+    theirs = tokenizer([row.text for row in examples], truncation=True, max_length=20)["input_ids"]
+    assert [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])] == theirs
+    assert split.num_cut_examples == sum(
+        len(tokenizer(row.text, verbose=False)["input_ids"]) > 20 for row in examples
+    )
+
+
+def test_a_span_over_the_cut_is_clipped_and_one_behind_it_is_lost() -> None:
+    text = "a b c d e f g h"
+    spans = {"x": [(2, 5), (6, 11)], "y": [(12, 15)]}
+    rows = [example(text, spans=spans)]
+    split = tokenize_split(rows, [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=6))  # a b c d
+    assert [(label, first, last, cut) for _, label, first, last, cut in shown_spans(split, "names")] == [
+        (0, 2, 3, 0),
+        (0, 4, 4, ENDS_AFTER),
+    ]
+    assert split.num_lost_spans == {"names": 2}
+    assert split.num_cut_examples == 1
+
+
+def test_a_span_over_a_window_s_edge_is_clipped_in_both() -> None:
+    rows = [example("a b c d e f g h", spans={"x": [(4, 11)]})]  # c d e f
+    split = tokenize_split(rows, [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=6, **WINDOWED))
+    assert [
+        (window, first - int(split.window_start_W1[window]), last - int(split.window_start_W1[window]), cut)
+        for window, _, first, last, cut in shown_spans(split, "names")
+    ] == [(0, 3, 4, ENDS_AFTER), (1, 1, 2, BEGINS_BEFORE)]
+    assert split.num_lost_spans == {"names": 1}
+
+
+def test_an_answer_is_in_the_windows_that_hold_it_whole() -> None:
+    rows = [
+        example("a b c d e f g h", spans={"x": [(6, 9)]}),  # d e
+        example("a b c d e f g h", 1),
+        Example("not annotated", "a b", {}, {}),
+    ]
+    split = tokenize_split(
+        rows, [ANSWER], tiny_tokenizer("wordpiece"), Windowing(max_length=6, stride=2, **WINDOWED)
+    )
+    # Windows: abcd cdef efgh, twice, and ab.
+    assert split.targets["answer"].tolist() == [[0, 0], [2, 3], [0, 0], *[[0, 0]] * 3, [-100, -100]]
+    assert split.annotated["answer"].tolist() == [True] * 6 + [False]
+
+
+PAIR = ("question", "context")
+
+
+def pair_example(question: str, context: str, answer: str = "", number: int = 0) -> Example:
+    text = f"{question}\n{context}"
+    start = len(question) + 1 + context.index(answer)
+    return example(
+        text,
+        number,
+        spans={"x": [(start, start + len(answer))]} if answer else {},
+        segments={"question": (0, len(question)), "context": (len(question) + 1, len(text))},
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
+    tokenizer = tiny_tokenizer(family)
+    rows = [
+        pair_example(
+            "What is the capital?", "Paris is the capital of France and the lazy dog sleeps.", "dog", 0
+        ),
+        pair_example("Who works?", "Ann works in Rome.", "Ann", 1),
+    ]
+    split = tokenize_split(
+        rows, [NAMES], tokenizer, Windowing(max_length=30, stride=4, pair_segments=PAIR, **WINDOWED)
+    )
+    questions, contexts = ([row.text[slice(*row.segments[name])] for row in rows] for name in PAIR)
+    theirs = tokenizer(
+        questions,
+        contexts,
+        truncation="only_second",
+        max_length=30,
+        stride=4,
+        return_overflowing_tokens=True,
+        return_token_type_ids=True,
+    )
+    assert [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])] == theirs[
+        "input_ids"
+    ]
+    if "token_type_ids" in tokenizer.model_input_names:
+        assert split.type_ids_T is not None
+        types = [ids.tolist() for ids in np.split(split.type_ids_T, split.window_start_W1[1:-1])]
+        assert types == theirs["token_type_ids"]
+    answers = [
+        rows[split.window_example_W[window]].text[split.char_start_T[first] : split.char_end_T[last]]
+        for window, _, first, last, cut in shown_spans(split, "names")
+        if cut == 0
+    ]
+    assert set(answers) == {"dog", "Ann"}
+    # The question is repeated in every window and owned once; every character is owned by one token at most.
+    for number, row in enumerate(rows):
+        of_row = np.repeat(split.window_example_W, split.lengths_W) == number
+        owned = [
+            (int(a), int(b))
+            for a, b in zip(
+                split.char_start_T[of_row & split.owned_T],
+                split.char_end_T[of_row & split.owned_T],
+                strict=True,
+            )
+        ]
+        assert "".join(row.text[a:b] for a, b in owned) == "".join(row.text.split())
+
+
+def test_only_encoders_that_take_type_ids_get_them() -> None:
+    rows = [pair_example("a", "b c")]
+    wordpiece, byte_level = (
+        tokenize_split(rows, [], tiny_tokenizer(family), Windowing(30, pair_segments=PAIR)).type_ids_T
+        for family in ("wordpiece", "byte_level")
+    )
+    assert wordpiece is not None
+    assert wordpiece.tolist() == [0, 0, 0, 1, 1, 1]
+    assert tokenize_split(rows, [], tiny_tokenizer("wordpiece"), Windowing(30)).type_ids_T is None
+    assert (byte_level is None) == ("token_type_ids" not in tiny_tokenizer("byte_level").model_input_names)
+
+
+def test_a_long_question_takes_at_most_half_of_the_room() -> None:
+    row = pair_example("q " * 40 + "q", "a b c d e f g h", "g")
+    split = tokenize_split(
+        [row], [ANSWER], tiny_tokenizer("wordpiece"), Windowing(13, stride=2, pair_segments=PAIR, **WINDOWED)
+    )
+    assert split.lengths_W.tolist() == [13, 13]  # [CLS] 5 q [SEP] 5 of the context [SEP]
+    assert split.num_cut_examples == 1
+    start, end = split.targets["answer"][-1] + split.window_start_W1[-2]
+    assert row.text[split.char_start_T[start] : split.char_end_T[end]] == "g"
+
+
+def test_all_targets_of_a_window_are_those_of_its_example() -> None:
+    tasks = [
+        Task("tone", "single_label", ("calm", "angry")),
+        Task("topics", "multi_label", ("work", "home", "garden")),
+        Task("proof", "span_per_label", ("home", "work"), evidence_for="topics"),
+        Task("grade", "regression"),
+    ]
+    rows = [
+        Example(
+            "a",
+            "a b c d e f",
+            {"tone": "angry", "topics": ["work", "home"], "grade": 2.5},
+            {"work": [(0, 3)]},
+            annotated=frozenset(["tone", "topics", "proof", "grade"]),
+        ),
+        Example("b", "a b", {"topics": []}, {}, annotated=frozenset(["topics"])),
+        Example("c", "a b", {}, {}),
+    ]
+    split = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(max_length=5, **WINDOWED))
+    assert split.window_example_W.tolist() == [0, 0, 1, 2]
+    assert split.targets["tone"].tolist() == [1, 1, -100, -100]
+    assert split.targets["topics"].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0], [-1, -1, -1]]
+    assert split.targets["proof"].tolist() == [[0, 1], [0, 1], [0, 0], [0, 0]]
+    np.testing.assert_array_equal(split.targets["grade"], [2.5, 2.5, np.nan, np.nan])
+    assert split.annotated["proof"].tolist() == [True, True, False, False]
+
+
+def test_chunks_of_a_large_split_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = parse_tasks(TASKS_JSON, "synthetic")
+    rows = SyntheticRows("train", 25)
+    whole = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(48, stride=8, **WINDOWED))
+    monkeypatch.setattr("hpo.data.tokenization._CHUNK", 7)
+    joined = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(48, stride=8, **WINDOWED))
+    for name in (
+        "input_ids_T",
+        "char_start_T",
+        "char_end_T",
+        "owned_T",
+        "window_start_W1",
+        "window_example_W",
+    ):
+        assert np.array_equal(getattr(joined, name), getattr(whole, name))
+        assert getattr(joined, name).dtype == getattr(whole, name).dtype
+    for task in tasks:
+        np.testing.assert_array_equal(joined.targets[task.name], whole.targets[task.name])
+        assert np.array_equal(joined.annotated[task.name], whole.annotated[task.name])
+    assert np.array_equal(joined.spans["evidence"].rows_S4, whole.spans["evidence"].rows_S4)
+    assert np.array_equal(joined.spans["evidence"].start_W1, whole.spans["evidence"].start_W1)
+    assert joined.num_lost_spans == whole.num_lost_spans
+    assert joined.examples is rows
+
+
+def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
+    split = tokenize_split(
+        [example("\u200b"), example("a", 1)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(16)
+    )
+    assert split.lengths_W.tolist() == [2, 3]
+    assert split.owned_T.tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 3}, "max_length must leave room for text beside 2 special tokens, but got 3"),
+        (
+            {"max_length": 10, "stride": 8, **WINDOWED},
+            "data.stride, the overlap of two windows, must be less than the 8 tokens of text that a window",
+        ),
+    ],
+)
+def test_lengths_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        tokenize_split([example("a " * 20)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(**options))
+
+
+def test_a_stride_is_no_matter_where_no_text_is_long() -> None:
+    split = tokenize_split(
+        [example("a b c")], [], tiny_tokenizer("wordpiece"), Windowing(10, stride=64, **WINDOWED)
+    )
+    assert split.num_windows == 1
+    assert split.owned_T.tolist() == [False, True, True, True, False]
+
+
+def test_tokenizers_that_cannot_be_used_are_refused() -> None:
+    with pytest.raises(ModelError, match="puts none before a text"):
+        tokenize_split([example("a")], [ANSWER], tiny_tokenizer("suffix_only"), Windowing(16))
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(
+        ModelError, match="must be a fast one, which knows the characters of its tokens, but Slow"
+    ):
+        tokenize_split([example("a")], [NAMES], Slow(), Windowing(16))  # type: ignore[arg-type]
+
+
+# Real sets
+
+
+@pytest.mark.parametrize(
+    ("name", "split_name", "num_spans", "num_inexact"),
+    [
+        ("snips", "validation", 1794, 2),
+        ("snips", "test", 1790, 0),
+        ("nlupp", "train", 1382, 0),
+        ("sgd", "validation", 1220, 0),
+        ("squad2", "validation", 309, 1),
+        ("squad2", "test", 298, 0),
+    ],
+)
+def test_spans_of_real_sets_come_back_exactly(
+    name: str, split_name: str, num_spans: int, num_inexact: int, real_set: Callable[[str], Path]
+) -> None:
+    """The inexact ones begin or end inside a word: "L.a|Joseph" (twice) and "Australia|ns"."""
+    pair = PAIR if name == "squad2" else None
+    config = {"source": "jsonl", "path": str(real_set(name)), "pair_segments": pair}
+    dataset = load_data(DataConfig.model_validate(config))
+    rows: Sequence[Example] = dataset.splits[split_name]
+    split = tokenize_split(
+        rows,
+        dataset.tasks,
+        tiny_tokenizer("wordpiece"),
+        Windowing(256, stride=64, pair_segments=pair, **WINDOWED),
+    )
+    (task,) = (task for task in dataset.tasks if task.name in split.spans)
+    assert split.num_lost_spans[task.name] == 0
+    back = {
+        (
+            int(split.window_example_W[window]),
+            task.labels[label],
+            int(split.char_start_T[first]),
+            int(split.char_end_T[last]),
+        )
+        for window, label, first, last, cut in shown_spans(split, task.name)
+        if cut == 0
+    }
+    true = {
+        (e, label, *span)
+        for e, row in enumerate(rows)
+        for label in task.labels
+        for span in row.spans.get(label, ())
+    }
+    assert (len(true), len(true - back), len(back - true)) == (num_spans, num_inexact, num_inexact)

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import tiny_executor
+from tiny_encoders import FAMILIES
+from torch import Tensor, nn
+
+import hpo.models.attention
+from hpo.data.tasks import Task
+from hpo.models.attention import NAME, attention_forward, rehearsal
+from hpo.models.dropout import RandomBits
+from hpo.models.encoder import load_encoder
+from hpo.models.multitask import build_model
+
+HEADS, SIZE, P = 3, 8, 0.2
+LENGTHS = [9, 4, 9, 1, 7]
+
+
+class Encoder(nn.Module):
+    """A module as transformers hands it to an attention function."""
+
+    is_causal = False
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    """Query, key and value [B, H, L, E] as views of [B, L, H, E], and the mask of padding."""
+    torch.manual_seed(1)
+    shape = (len(LENGTHS), max(LENGTHS), HEADS, SIZE)
+    tensors = [torch.randn(shape).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
+    seen_BL = torch.arange(shape[1]) < torch.tensor(LENGTHS)[:, None]
+    return tensors, seen_BL[:, None, None, :].expand(-1, 1, shape[1], -1)
+
+
+def reference(tensors: list[Tensor], mask: Tensor, drop: list[Tensor], scale: float) -> Tensor:
+    """Plain attention in fp64, with the masks that were drawn, text by text: [B, L, H, E]."""
+    query, key, value = (tensor.double() for tensor in tensors)
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(-1)
+    keep = torch.zeros_like(weights)
+    for text, length in enumerate(LENGTHS):
+        keep[text, :, :length, :length] = drop[text][:, :length, :length].double()
+    return ((weights * keep / (1 - P)) @ value).transpose(1, 2)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The masks that are drawn, one [H, L, L] a text, 1 where kept."""
+    masks: list[Tensor] = []
+    draw = RandomBits.keep_mask
+
+    def keep_mask(self: RandomBits, shape: Any, p: float) -> Tensor:
+        mask = draw(self, shape, p)
+        masks.extend((mask != 0).unflatten(0, (-1, HEADS)))
+        return mask
+
+    monkeypatch.setattr(RandomBits, "keep_mask", keep_mask)
+    return masks
+
+
+@pytest.mark.parametrize("piece_elements", [1, 2 * HEADS * 81, 2**20])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
+def test_output_and_gradients_are_those_of_plain_attention(
+    dtype: torch.dtype,
+    tolerance: float,
+    piece_elements: int,
+    drawn: list[Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hpo.attention, "PIECE_ELEMENTS", piece_elements)
+    tensors, mask = inputs(dtype)
+    output, weights = attention_forward(Encoder(), *tensors, mask, dropout=P, scaling=0.3)
+    assert weights is None
+    assert output.dtype == dtype
+    expected = reference(tensors, mask, drawn, 0.3)
+    assert len(drawn) == len(LENGTHS)
+    real_BL = mask[:, 0, 0]
+    torch.testing.assert_close(output[real_BL].double(), expected[real_BL], rtol=tolerance, atol=tolerance)
+    upstream = torch.randn_like(expected) * real_BL[:, :, None, None]
+    for ours, theirs in zip(
+        torch.autograd.grad(output, tensors, upstream.to(dtype)),
+        torch.autograd.grad(expected, tensors, upstream.to(dtype).double()),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=2 * tolerance)
+
+
+def test_without_padding_there_is_no_mask(drawn: list[Tensor]) -> None:
+    (query, key, value), _ = inputs()
+    output, _ = attention_forward(Encoder(), query, key, value, None, dropout=P)
+    keep = torch.stack(drawn).double() / (1 - P)
+    weights = (query.double() @ key.double().transpose(-1, -2) * SIZE**-0.5).softmax(-1)
+    expected = ((weights * keep) @ value.double()).transpose(1, 2)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_under_autocast_it_computes_in_the_autocast_dtype() -> None:
+    tensors, mask = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, _ = attention_forward(Encoder(), *tensors, mask, dropout=P)
+    assert output.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(output.float().sum(), tensors)
+    assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
+
+
+def test_large_scores_do_not_overflow_in_fp16(drawn: list[Tensor]) -> None:
+    tensors, mask = inputs(torch.float16)
+    query, key, value = tensors[0] * 5000, tensors[1] * 20, tensors[2]
+    output, _ = attention_forward(Encoder(), query, key, value, mask, dropout=P, scaling=1.0)
+    assert drawn
+    assert torch.matmul(query, key.transpose(-1, -2)).isinf().any()
+    assert output.isfinite().all()
+
+
+def test_a_rehearsal_runs_the_kernel_and_drops_nothing(drawn: list[Tensor]) -> None:
+    model = build_model("minilm", (Task("slots", "token_classification", ("a",)),), max_length=16).eval()
+    ids_BL = torch.randint(1000, 2000, (2, 9))
+    mask_BL = (torch.arange(9) < torch.tensor([9, 5])[:, None]).long()
+    calls = []
+    apply = hpo.attention._DropoutAttention.apply
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            hpo.attention._DropoutAttention, "apply", lambda *args: calls.append(args[-1]) or apply(*args)
+        )
+        plain = model(ids_BL, mask_BL)["slots"]
+        assert not calls
+        with rehearsal():
+            rehearsed = model(ids_BL, mask_BL)["slots"]
+    assert calls == [0.0] * 6
+    assert not drawn
+    real_BL = mask_BL.bool()
+    torch.testing.assert_close(rehearsed[real_BL], plain[real_BL], rtol=1e-4, atol=1e-5)
+
+
+def test_the_check_of_a_precision_rehearses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    apply = hpo.attention._DropoutAttention.apply
+    monkeypatch.setattr(
+        hpo.attention._DropoutAttention, "apply", lambda *args: calls.append(args[-1]) or apply(*args)
+    )
+    executor = tiny_executor(tmp_path, training={"max_steps": 1, "attention_dropout": 0.1, "max_length": 32})
+    assert executor.check_precision("bf16", repeats=1).verdict == "ok"
+    assert set(calls) == {0.0}
+
+
+class Causal(nn.Module):
+    is_causal = True
+
+
+@pytest.mark.parametrize(
+    "case", ["no dropout", "causal", "another mask", "padding in front", "an option", "one mask for all"]
+)
+def test_other_cases_are_pytorchs_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("this case is not ours")
+
+    monkeypatch.setattr(hpo.attention._DropoutAttention, "apply", refuse)
+    (query, key, value), mask = inputs()
+    module: nn.Module = Encoder()
+    dropout, options = P, {}
+    if case == "no dropout":
+        dropout = 0.0
+    elif case == "causal":
+        module = Causal()
+    elif case == "another mask":
+        mask = mask.contiguous()
+    elif case == "padding in front":
+        mask = mask.flip(-1)[:, :, :1].expand_as(mask)
+    elif case == "one mask for all":
+        mask = mask[1:2]
+    else:
+        options = {"is_causal": False}
+    torch.manual_seed(5)
+    output, _ = attention_forward(module, query, key, value, mask, dropout=dropout, scaling=0.3, **options)
+    torch.manual_seed(5)
+    expected = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=0.3)
+    torch.testing.assert_close(output, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoders_give_what_their_own_attention_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With masks that keep everything, in training, padding and short texts included."""
+    monkeypatch.setattr(
+        RandomBits, "keep_mask", lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16)
+    )
+    calls = []
+    apply = hpo.attention._DropoutAttention.apply
+    monkeypatch.setattr(
+        hpo.attention._DropoutAttention, "apply", lambda *args: calls.append(1) or apply(*args)
+    )
+    task = Task("slots", "token_classification", ("a",))
+    settings = {"max_length": 12, "dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 1e-9}
+    torch.manual_seed(0)
+    config, attention = FAMILIES[family]
+    model = build_model(config, (task,), attention=attention, **settings)  # type: ignore[arg-type]
+    ids_BL = torch.randint(5, 100, (4, 12))
+    mask_BL = (torch.arange(12) < torch.tensor([12, 3, 7, 12])[:, None]).long()
+    trained = model(ids_BL, mask_BL)["slots"]
+    assert bool(calls) == (model.encoder.config._attn_implementation == NAME)
+    evaluated = model.eval()(ids_BL, mask_BL)["slots"]
+    if calls:
+        real_BL = mask_BL.bool()
+        torch.testing.assert_close(trained[real_BL], evaluated[real_BL], rtol=1e-4, atol=1e-5)
+
+
+def test_minilm_uses_it_for_sdpa_and_only_for_that() -> None:
+    assert load_encoder("minilm").config._attn_implementation == NAME
+    assert load_encoder("minilm", attention="eager").config._attn_implementation == "eager"
+
+
+def test_a_batch_without_padding_needs_no_mask_in_evaluation() -> None:
+    encoder = load_encoder("minilm")
+    ids_BL = torch.randint(1000, 2000, (2, 6))
+    whole = encoder(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL)).last_hidden_state
+    padded_BL = F.pad(ids_BL, (0, 3))
+    padded = encoder(input_ids=padded_BL, attention_mask=(padded_BL != 0).long()).last_hidden_state
+    torch.testing.assert_close(whole, padded[:, :6], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_encoders import FAMILIES
+from torch import Tensor, nn
+
+from hpo.data.tasks import Task
+from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
+from hpo.models.multitask import MultitaskModel, build_model
+from hpo.training.optim import build_optimizer, parameter_groups, schedule_factor, set_learning_rate
+
+TASKS = (Task("tags", "multi_label", ("x", "y")),)
+USED = np.array([7, 9, 30, 31, 90])
+NUM_STEPS = 6
+
+
+def model_of(family: str = "bert", seed: int = 0) -> MultitaskModel:
+    torch.manual_seed(seed)
+    config, attention = FAMILIES[family]
+    dropout = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
+    return build_model(config, TASKS, max_length=8, attention=attention, **dropout)
+
+
+def optimizer_of(model: MultitaskModel, name: str) -> torch.optim.Optimizer:
+    rate = 0.05 if name == "sgd" else 0.01
+    return build_optimizer(name, parameter_groups(model, learning_rate=rate, weight_decay=0.1))
+
+
+def train(model: MultitaskModel, optimizer: Any, steps: range = range(NUM_STEPS)) -> list[float]:
+    """Some steps with clipping, a schedule and one step that the loss scaler skips."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        ids_BL = torch.from_numpy(USED)[torch.randint(len(USED), (4, 8), generator=generator)]
+        set_learning_rate(optimizer, schedule_factor("linear", step / NUM_STEPS))
+        optimizer.zero_grad()
+        loss = model(ids_BL, torch.ones_like(ids_BL))["tags"].square().mean()
+        scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_result_is_that_of_training_the_whole_table(family: str, name: str) -> None:
+    whole, compact = model_of(family), model_of(family)
+    compact_vocabulary(compact, name, USED)
+    table: Any = compact.encoder.get_input_embeddings()
+    assert isinstance(table, CompactEmbedding)
+    assert len(table.weight) < 10
+    losses = train(whole, optimizer_of(whole, name))
+    torch.testing.assert_close(train(compact, optimizer_of(compact, name)), losses, rtol=1e-6, atol=0)
+    ours, theirs = whole_state(compact), whole_state(whole)
+    assert ours.keys() == theirs.keys()
+    before = model_of(family).state_dict()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-7, msg=key)
+    (embedding,) = (key for key in ours if key.endswith("word_embeddings.weight") or "tok_embeddings" in key)
+    assert not torch.equal(ours[embedding][60], before[embedding][60]), "a row without gradient decays"
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(name: str) -> None:
+    through = model_of()
+    compact_vocabulary(through, name, USED)
+    train(through, optimizer_of(through, name))
+
+    first = model_of()
+    compact_vocabulary(first, name, USED)
+    optimizer = optimizer_of(first, name)
+    train(first, optimizer, range(3))
+    again = model_of()
+    compact_vocabulary(again, name, USED)
+    again.load_state_dict(whole_state(first))
+    resumed = optimizer_of(again, name)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(again, resumed, range(3, NUM_STEPS))
+    for key, value in whole_state(through).items():
+        torch.testing.assert_close(again.state_dict()[key], value, rtol=1e-5, atol=1e-7, msg=key)
+
+
+def test_a_whole_model_loads_the_state() -> None:
+    compact, whole = model_of(), model_of(seed=1)
+    compact_vocabulary(compact, "adamw", USED)
+    train(compact, optimizer_of(compact, "adamw"))
+    whole.load_state_dict(compact.state_dict())
+    ids_BL = torch.from_numpy(USED)[None]
+    seen_BL = torch.ones_like(ids_BL)
+    torch.testing.assert_close(whole.eval()(ids_BL, seen_BL), compact.eval()(ids_BL, seen_BL))
+
+
+def test_every_row_may_be_used() -> None:
+    model = model_of()
+    before = whole_state(model)
+    num_rows = model.encoder.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    compact_vocabulary(model, "adamw", np.arange(num_rows))
+    model.load_state_dict(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_an_unused_id_is_an_error_and_not_another_row() -> None:
+    model = model_of()
+    compact_vocabulary(model, "adamw", USED)
+    with pytest.raises(IndexError):
+        model(torch.tensor([[8]]), torch.ones(1, 1, dtype=torch.int64))
+
+
+def test_encoders_without_one_table_are_left_alone() -> None:
+    config = {"model_type": "canine", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = build_model(config, TASKS, max_length=16, attention="eager")
+    with pytest.raises(NotImplementedError):
+        model.encoder.get_input_embeddings()  # type: ignore[operator]
+    names = set(model.state_dict())
+    compact_vocabulary(model, "adamw", USED)
+    assert set(model.state_dict()) == names
+
+
+def tied(model: MultitaskModel) -> None:
+    model.extra = nn.Linear(1, 1)
+    model.extra.weight = model.encoder.get_input_embeddings().weight  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "change"),
+    [
+        ("adam", lambda _: None),
+        ("adafactor", lambda _: None),
+        ("adamw", lambda model: model.encoder.get_input_embeddings().requires_grad_(False)),
+        ("adamw", lambda model: setattr(model.encoder.get_input_embeddings(), "max_norm", 1.0)),
+        ("adamw", tied),
+        ("adamw", lambda model: model.bfloat16()),
+    ],
+)
+def test_where_the_result_would_differ_nothing_is_done(optimizer: str, change: Any) -> None:
+    model = model_of()
+    change(model)
+    compact_vocabulary(model, optimizer, USED)
+    assert type(model.encoder.get_input_embeddings()) is nn.Embedding  # type: ignore[operator]

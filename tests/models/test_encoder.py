@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_encoders import BERT, FAMILIES, make_batch
+from torch import nn
+
+from hpo import encoder as encoder_module
+from hpo.errors import ModelError
+from hpo.models.attention import NAME as DROPOUT_ATTENTION
+from hpo.models.encoder import (
+    MINILM_HUB_ID,
+    encoder_layers,
+    load_encoder,
+    load_tokenizer,
+    max_positions,
+    resolve_encoder,
+    takes_type_ids,
+    tokenizer_fingerprint,
+)
+
+# transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `save_pretrained` writes it: config, weights, tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    module: Any = load_encoder(BERT)
+    module.save_pretrained(folder)
+    load_tokenizer(BERT).save_pretrained(folder)
+    return folder
+
+
+# Names.
+
+
+def test_minilm_is_the_package_and_without_it_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = resolve_encoder("minilm")
+    assert isinstance(package, str)
+    assert (Path(package) / "model.safetensors").is_file()
+    monkeypatch.setattr(encoder_module.importlib.util, "find_spec", lambda _name: None)
+    assert resolve_encoder("minilm") == MINILM_HUB_ID
+
+
+def test_a_folder_is_relative_to_the_study(bert_folder: Path) -> None:
+    resolved = resolve_encoder("tiny", base_dir=bert_folder.parent)
+    assert resolved == str(bert_folder)
+    assert resolve_encoder(resolved, base_dir="/elsewhere") == resolved
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "microsoft/deberta-v3-base", "a/b.c_d-1"])
+def test_a_hub_id_stays_as_it_is(name: str) -> None:
+    assert resolve_encoder(name) == name
+
+
+def test_an_inline_configuration_gets_a_tokenizer() -> None:
+    resolved = resolve_encoder(BERT)
+    assert resolved == {**BERT, "tokenizer": resolve_encoder("minilm")}
+    assert resolve_encoder(resolved) == resolved
+
+
+# Loading.
+
+
+def test_a_folder_loads_its_own_weights_in_fp32(bert_folder: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(bert_folder, half)
+    weights = {name: value.bfloat16() for name, value in load_file(bert_folder / "model.safetensors").items()}
+    save_file(weights, half / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+
+    loaded = dict(load_encoder(str(half)).named_parameters())
+
+    assert {parameter.dtype for parameter in loaded.values()} == {torch.float32}
+    for name, value in weights.items():
+        torch.testing.assert_close(loaded[name], value.float(), rtol=0, atol=0)
+
+
+def test_sharded_weights_load(bert_folder: Path, tmp_path: Path) -> None:
+    module: Any = load_encoder(str(bert_folder))
+    module.save_pretrained(tmp_path / "sharded", max_shard_size="1MB")
+    shutil.copy(bert_folder / "tokenizer.json", tmp_path / "sharded")
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
+    loaded = load_encoder(str(tmp_path / "sharded"))
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
+def test_a_fresh_encoder_depends_on_the_seed_alone() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return next(load_encoder(BERT).parameters())
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_a_fresh_encoder_takes_vocabulary_and_special_tokens_from_the_tokenizer() -> None:
+    # RoBERTa's own padding id is 1; with it positions of minilm's padding (id 0) would be counted.
+    config: Any = load_encoder({**BERT, "model_type": "roberta"}).config
+    assert (config.vocab_size, config.pad_token_id) == (30522, 0)
+    bigger: Any = load_encoder({**BERT, "vocab_size": 30528}).config
+    assert bigger.vocab_size == 30528
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> None:
+    config, attention = FAMILIES[family]
+
+    def rates(**settings: float) -> dict[str, float]:
+        module = load_encoder(config, attention=attention, **settings)
+        found = {name: part.p for name, part in module.named_modules() if isinstance(part, nn.Dropout)}
+        # These two keep the rate of attention dropout as a number.
+        for name, part in module.named_modules():
+            for attribute in ("attention_dropout", "dropout_prob"):
+                if isinstance(getattr(part, attribute, None), float):
+                    found[f"{name}.{attribute}"] = getattr(part, attribute)
+        return found
+
+    own = rates()
+    hidden = rates(dropout=0.25)
+    weights = rates(attention_dropout=0.35)
+    both = rates(dropout=0.25, attention_dropout=0.35)
+    of_hidden = {name for name in own if hidden[name] != own[name]}
+    of_weights = {name for name in own if weights[name] != own[name]}
+    assert of_hidden
+    assert of_weights
+    assert not of_hidden & of_weights
+    assert {hidden[name] for name in of_hidden} == {0.25}
+    assert {weights[name] for name in of_weights} == {0.35}
+    assert {name: both[name] for name in of_hidden | of_weights} == {
+        **dict.fromkeys(of_hidden, 0.25),
+        **dict.fromkeys(of_weights, 0.35),
+    }
+
+
+def test_dropout_makes_training_random_and_zero_makes_it_exact() -> None:
+    def spread(**settings: float) -> float:
+        torch.manual_seed(0)
+        module = load_encoder(BERT, **settings).train()
+        with torch.no_grad():
+            first, second = (module(*make_batch()).last_hidden_state for _ in range(2))
+        return (first - second).abs().max().item()
+
+    assert spread(dropout=0.0, attention_dropout=0.0) == 0
+    assert spread(dropout=0.1, attention_dropout=0.0) > 0
+    assert spread(dropout=0.0, attention_dropout=0.1) > 0
+
+
+def test_attention_implementations_agree_and_are_what_was_asked_for() -> None:
+    outputs = {}
+    for attention, implementation in (("sdpa", DROPOUT_ATTENTION), ("eager", "eager")):
+        torch.manual_seed(0)
+        module: Any = load_encoder(BERT, attention=attention)
+        assert module.config._attn_implementation == implementation
+        input_ids, mask = make_batch()
+        outputs[attention] = module(input_ids, mask).last_hidden_state[mask.bool()]
+    torch.testing.assert_close(outputs["sdpa"], outputs["eager"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_encoders_own_pooler_is_frozen() -> None:
+    trained = {name for name, parameter in load_encoder(BERT).named_parameters() if parameter.requires_grad}
+    assert trained
+    assert not any(name.startswith("pooler.") for name in trained)
+
+
+# What an encoder says about itself.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoder_layers_finds_the_blocks(family: str) -> None:
+    config, attention = FAMILIES[family]
+    module = load_encoder(config, attention=attention)
+    layers = encoder_layers(module)
+    assert len(layers) == 2
+    assert type(layers[0]) is type(layers[1])
+    # A block holds attention and feed-forward: at least 4 D D + 2 D F weights.
+    assert sum(parameter.numel() for parameter in layers[0].parameters()) >= 4 * 32 * 32 + 2 * 32 * 64
+
+
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    [
+        ("bert", 64),
+        ("roberta", 63),
+        ("distilbert", 64),
+        ("modernbert", 64),
+        ("deberta-v2", None),
+        ("mpnet", 62),
+        ("electra", 64),
+    ],
+)
+def test_max_positions(family: str, positions: int | None) -> None:
+    config, attention = FAMILIES[family]
+    module = load_encoder(config, attention=attention)
+    assert max_positions(module) == positions
+    # The limit is the real one: it runs, and for tables of positions one more token does not.
+    input_ids, mask = make_batch((positions or 200,))
+    assert module(input_ids, mask).last_hidden_state.shape == (1, positions or 200, 32)
+    if positions and family != "modernbert":
+        with pytest.raises((IndexError, RuntimeError)):
+            module(*make_batch((positions + 1,)))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "taken"),
+    [
+        ("bert", {}, True),
+        ("electra", {}, True),
+        ("roberta", {"type_vocab_size": 1}, False),
+        ("deberta-v2", {"type_vocab_size": 0}, False),
+        ("distilbert", {}, False),
+        ("modernbert", {}, False),
+        ("mpnet", {}, False),
+    ],
+)
+def test_only_encoders_with_segments_take_type_ids(family: str, options: dict[str, int], taken: bool) -> None:
+    config, attention = FAMILIES[family]
+    assert takes_type_ids(load_encoder({**config, **options}, attention=attention)) is taken
+
+
+# Tokenizers.
+
+
+def test_tokenizer_fingerprint_is_of_the_tokenizer_and_not_of_its_last_call(bert_folder: Path) -> None:
+    tokenizer = load_tokenizer("minilm")
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["some text"] * 2, truncation=True, max_length=3, padding=True)
+    assert tokenizer_fingerprint(tokenizer) == before
+    assert tokenizer_fingerprint(load_tokenizer(str(bert_folder))) == before
+    tokenizer.add_tokens(["[PII]"])
+    assert tokenizer_fingerprint(tokenizer) != before
+
+
+# Output and the hub.
+
+LOAD_TWICE = """
+from hpo.models.encoder import load_encoder, load_tokenizer
+for _ in range(2):
+    load_tokenizer({encoder!r})
+    load_encoder({encoder!r})
+"""
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_loading_prints_nothing() -> None:
+    done = run_python(LOAD_TWICE.format(encoder="minilm"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves one folder as the hub model `someone/tiny`, and remembers every request."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHubHandler)
+        self.folder = folder
+        self.requests: list[str] = []
+
+
+class FakeHubHandler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_GET(self) -> None:
+        self.server.requests.append(f"{self.command} {self.path}")
+        path = self.path.split("?")[0]
+        files = {file.name: file.read_bytes() for file in self.server.folder.iterdir()}
+        if path.startswith("/api/models/someone/tiny/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": f"{len(content):040x}"}
+                for name, content in files.items()
+            ]
+            self.answer(json.dumps(tree).encode())
+        elif path.endswith("/revision/v9"):
+            self.answer(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
+        elif path.startswith("/api/models/someone/gated"):
+            self.answer(b"{}", 403, {"X-Error-Code": "GatedRepo"})
+        elif path.startswith("/api/models/someone/tiny"):
+            siblings = [{"rfilename": name} for name in files]
+            self.answer(json.dumps({"id": "someone/tiny", "sha": SHA, "siblings": siblings}).encode())
+        elif path.startswith("/someone/tiny/resolve/") and path.split("/")[-1] in files:
+            self.answer(files[path.split("/")[-1]])
+        else:
+            self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{len(body):040x}"')
+        self.send_header("X-Repo-Commit", SHA)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_hub(bert_folder: Path, tmp_path: Path) -> Iterator[FakeHub]:
+    folder = tmp_path / "served"
+    shutil.copytree(bert_folder, folder)
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights in another format")
+    (folder / "model.onnx").write_bytes(b"and another")
+    server = FakeHub(folder)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_hub_model_is_downloaded_once_and_then_needs_no_hub(fake_hub: FakeHub, tmp_path: Path) -> None:
+    endpoint = f"http://127.0.0.1:{fake_hub.server_port}"
+    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
+    code = LOAD_TWICE.format(encoder="someone/tiny")
+
+    first = run_python(code, **environment)
+    assert (first.returncode, first.stdout, first.stderr) == (0, "", "")
+    fetched = [request.split("/")[-1] for request in fake_hub.requests if request.startswith("GET /someone")]
+    assert sorted(fetched) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+    fake_hub.requests.clear()
+    second = run_python(code, **environment)
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    assert fake_hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("someone/else", None, "the hub has no such public model"),
+        ("someone/gated", None, "only to those who accepted its terms"),
+        ("someone/tiny", "v9", "no revision `v9` on the hub. Check model.revision"),
+    ],
+)
+def test_what_the_hub_refuses_is_said(
+    fake_hub: FakeHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    revision: str | None,
+    message: str,
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{fake_hub.server_port}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(name, revision=revision)

@@ -1,0 +1,595 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_encoders import BERT, FAMILIES, LABEL, SPANS, TASKS, make_batch, make_model, scalar_loss
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer
+
+from hpo import model as model_module
+from hpo.data.tasks import TASK_KINDS, Task
+from hpo.errors import ModelError
+from hpo.models.multitask import (
+    COMPILE_MODES,
+    POOLINGS,
+    AttentionPooling,
+    MultitaskModel,
+    apply_compile,
+    compiled_modules,
+    encoder_layers,
+    export_model,
+    load_exported,
+    load_tokenizer,
+    parameter_depths,
+    pool_cls,
+    pool_max,
+    pool_mean,
+    training_flops,
+)
+from hpo.training.decoding import Decision
+
+# transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+KIND_TASKS = (
+    Task("single", "single_label", ("a", "b", "c")),
+    Task("multi", "multi_label", ("a", "b")),
+    Task("number", "regression"),
+    Task("joint", "token_classification", ("x", "y")),
+    Task("overlapping", "token_classification", ("x", "y"), spans_may_overlap=True),
+    Task("answer", "span_extraction", ("answer",)),
+    Task("evidence", "span_per_label", ("a", "b"), evidence_for="multi"),
+)
+
+
+def family_model(family: str, **settings: Any) -> MultitaskModel:
+    config, attention = FAMILIES[family]
+    return make_model(config, attention=attention, **settings)
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+# Logits.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_have_the_shape_of_their_kind(family: str) -> None:
+    assert {task.kind for task in KIND_TASKS} == set(TASK_KINDS)
+    logits = family_model(family, tasks=KIND_TASKS)(*make_batch((12, 7)))
+    assert {name: tuple(value.shape) for name, value in logits.items()} == {
+        "single": (2, 3),
+        "multi": (2, 2),
+        "number": (2, 1),
+        "joint": (2, 12, 5),
+        "overlapping": (2, 12, 6),
+        "answer": (2, 12, 2),
+        "evidence": (2, 12, 2),
+    }
+    assert all(value.dtype == torch.float32 for value in logits.values())
+
+
+def test_any_task_name_works() -> None:
+    tasks = tuple(Task(name, "regression") for name in ("type", "keys", "a.b", "", "encoder", "forward"))
+    model = make_model(tasks=tasks, loss_weighting="uncertainty")
+    assert list(model(*make_batch())) == [task.name for task in tasks]
+    log_variance = model.log_variance
+    assert log_variance is not None
+    assert list(log_variance) == [task.name for task in tasks]
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_does_not_change_logits(family: str, pooling: str) -> None:
+    model = family_model(family, pooling=pooling).eval()
+    alone_ids, alone_mask = make_batch((7,), seed=3)
+    padded_ids, padded_mask = make_batch((7, 16), seed=3)
+    with torch.no_grad():
+        alone = model(alone_ids, alone_mask)
+        padded = model(padded_ids, padded_mask)
+    torch.testing.assert_close(padded["label"][:1], alone["label"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(padded["spans"][:1, :7], alone["spans"], rtol=1e-5, atol=1e-5)
+
+
+def test_type_ids_reach_encoders_that_know_segments_and_no_others() -> None:
+    input_ids, mask = make_batch()
+    type_ids = (torch.arange(12) > 5).long().expand(2, 12)
+    for family, matters in (("bert", True), ("distilbert", False), ("mpnet", False)):
+        model = family_model(family).eval()
+        plain = model(input_ids, mask)["label"]
+        assert torch.equal(model(input_ids, mask, torch.zeros_like(type_ids))["label"], plain)
+        assert torch.equal(model(input_ids, mask, type_ids)["label"], plain) is not matters
+
+
+def test_minilm_gives_the_sentence_vectors_it_is_known_for() -> None:
+    model = make_model("minilm", pooling="mean", max_length=32).eval()
+    tokenizer = load_tokenizer("minilm")
+    texts = ["A man is eating food.", "Someone eats a meal.", "The stock market fell sharply."]
+    encoded = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model.encoder(**encoded).last_hidden_state
+        vectors = nn.functional.normalize(pool_mean(hidden, encoded["attention_mask"]))
+    similar = vectors @ vectors.T
+    assert similar[0, 1] > 0.6
+    assert similar[0, 2] < 0.2
+
+
+# Pooling.
+
+
+def pool_by_hand(pooling: str, hidden: Tensor, mask: Tensor, score: nn.Linear) -> Tensor:
+    rows = []
+    for row, length in zip(hidden, mask.sum(1).tolist(), strict=True):
+        real = row[:length]
+        if pooling == "attention":
+            weight = torch.softmax(real @ score.weight.to(real.dtype)[0], dim=0)
+            rows.append((weight[:, None] * real).sum(0))
+        else:
+            rows.append({"cls": real[0], "mean": real.mean(0), "max": real.amax(0)}[pooling])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_pooling_is_what_it_says(pooling: str) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 9, 8) - 5  # all far below zero: a maximum that saw padding would be 0
+    mask = (torch.arange(9) < torch.tensor([9, 4, 1])[:, None]).long()
+    hidden = hidden * mask[:, :, None] + (1 - mask[:, :, None]) * 1e4
+    attention = AttentionPooling(8)
+    pool = {"cls": pool_cls, "mean": pool_mean, "max": pool_max, "attention": attention}[pooling]
+    expected = pool_by_hand(pooling, hidden.double(), mask, attention.score)
+    torch.testing.assert_close(pool(hidden, mask).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "attention"])
+def test_pooling_sums_in_fp32_and_gives_back_the_dtype_it_got(pooling: str) -> None:
+    torch.manual_seed(0)
+    hidden = (1 + torch.rand(1, 4096, 8)).bfloat16()
+    mask = torch.ones(1, 4096, dtype=torch.int64)
+    attention = AttentionPooling(8)
+    nn.init.zeros_(attention.score.weight)
+    attention.bfloat16()
+    pooled = (pool_mean if pooling == "mean" else attention)(hidden, mask)
+    assert pooled.dtype == torch.bfloat16
+    # Only the last rounding is left. 4096 values added up in bf16 would stop at 256.
+    assert torch.equal(pooled, hidden.double().mean(1).bfloat16())
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_pooling_setting_changes_the_sequence_head_only(pooling: str) -> None:
+    model = make_model(pooling=pooling).eval()
+    reference = make_model(pooling="mean").eval()
+    model.load_state_dict(reference.state_dict(), strict=False)
+    logits, expected = model(*make_batch()), reference(*make_batch())
+    assert torch.equal(logits["spans"], expected["spans"])
+    assert torch.equal(logits["label"], expected["label"]) is (pooling == "mean")
+    extra = set(model.state_dict()) - set(reference.state_dict())
+    assert extra == ({"pool.score.weight"} if pooling == "attention" else set())
+
+
+# Heads.
+
+
+def test_linear_head_is_one_layer_and_mlp_has_the_hidden_size() -> None:
+    linear = shapes(make_model(head_type="linear", head_hidden_size=48).heads)
+    assert linear == {"0.1.weight": (3, 32), "0.1.bias": (3,), "1.1.weight": (5, 32), "1.1.bias": (5,)}
+    mlp = shapes(make_model(head_type="mlp", head_hidden_size=48).heads)
+    assert mlp == {
+        "0.1.weight": (48, 32),
+        "0.1.bias": (48,),
+        "0.4.weight": (3, 48),
+        "0.4.bias": (3,),
+        "1.1.weight": (48, 32),
+        "1.1.bias": (48,),
+        "1.4.weight": (5, 48),
+        "1.4.bias": (5,),
+    }
+
+
+def test_mlp_head_computes_gelu_of_a_hidden_layer() -> None:
+    model = make_model(head_type="mlp", head_hidden_size=48, pooling="cls").eval()
+    pooled = model.encoder(*make_batch()).last_hidden_state[:, 0]
+    first, second = model.heads[0][1], model.heads[0][4]
+    by_hand = nn.functional.gelu(pooled @ first.weight.T + first.bias) @ second.weight.T + second.bias
+    torch.testing.assert_close(model(*make_batch())["label"], by_hand)
+
+
+@pytest.mark.parametrize("head_type", ["linear", "mlp"])
+def test_head_dropout_acts_in_the_heads_only_and_only_in_training(head_type: str) -> None:
+    def rates(value: float) -> dict[str, float]:
+        model = make_model(head_type=head_type, head_dropout=value)
+        return {name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout)}
+
+    low, high = rates(0.0), rates(0.4)
+    changed = {name for name in low if low[name] != high[name]}
+    assert changed
+    assert all(name.startswith("heads.") for name in changed)
+    assert {high[name] for name in changed} == {0.4}
+
+    model = make_model(head_type=head_type, head_dropout=0.4, dropout=0.0, attention_dropout=0.0)
+    with torch.no_grad():
+        assert not torch.equal(model(*make_batch())["label"], model(*make_batch())["label"])
+        model.eval()
+        assert torch.equal(model(*make_batch())["label"], model(*make_batch())["label"])
+
+
+def test_head_settings_leave_the_encoder_as_it_is() -> None:
+    def encoder(**settings: Any) -> dict[str, Tensor]:
+        return state(make_model(**settings).encoder)
+
+    plain = encoder()
+    for settings in ({"head_type": "mlp"}, {"pooling": "attention"}, {"loss_weighting": "uncertainty"}):
+        other = encoder(**settings)
+        assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+def test_loss_weighting_uncertainty_adds_one_parameter_a_task_and_changes_no_logits() -> None:
+    fixed, uncertain = make_model().eval(), make_model(loss_weighting="uncertainty").eval()
+    assert fixed.log_variance is None
+    assert uncertain.log_variance is not None
+    assert {name: value.item() for name, value in uncertain.log_variance.items()} == {
+        "label": 0.0,
+        "spans": 0.0,
+    }
+    added = dict(uncertain.named_parameters()).keys() - dict(fixed.named_parameters()).keys()
+    assert added == {"log_variances.0", "log_variances.1"}
+    for name, logits in fixed(*make_batch()).items():
+        assert torch.equal(logits, uncertain(*make_batch())[name])
+    # The mapping holds the trained parameters, not copies.
+    assert uncertain.log_variance["spans"] is uncertain.log_variances[1]
+
+
+def test_the_same_seed_gives_the_same_model() -> None:
+    first, again, other = (state(make_model("minilm", seed=seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    differ = {name for name in first if not torch.equal(first[name], other[name])}
+    assert differ == {"heads.0.1.weight", "heads.1.1.weight"}
+
+
+# Depth and freezing.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameter_depths_put_every_parameter_in_its_place(family: str) -> None:
+    model = family_model(family, pooling="attention", loss_weighting="uncertainty")
+    depths = parameter_depths(model)
+    assert depths.keys() == dict(model.named_parameters()).keys()
+    layers = encoder_layers(model.encoder)
+    for number, layer in enumerate(layers, start=1):
+        of_layer = {id(parameter) for parameter in layer.parameters()}
+        found = {depths[name] for name, value in model.named_parameters() if id(value) in of_layer}
+        assert found == {number}
+    lowest = {name for name, depth in depths.items() if depth == 0}
+    assert any("word_embeddings" in name or "tok_embeddings" in name for name in lowest)
+    highest = {name.split(".")[0] for name, depth in depths.items() if depth == 3}
+    assert {"heads", "pool", "log_variances"} <= highest
+    outside = {name for name, depth in depths.items() if depth == 3 and name.startswith("encoder.")}
+    expected = {"modernbert": {"encoder.final_norm.weight"}}
+    assert {name for name in outside if ".pooler." not in name} == expected.get(family, set())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("freeze_layers", [0, 1, 2])
+def test_freeze_layers_keeps_the_lowest_layers_and_trains_the_rest(family: str, freeze_layers: int) -> None:
+    model = family_model(family, freeze_layers=freeze_layers, pooling="attention")
+    depths, before = parameter_depths(model), state(model)
+    optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=1.0)
+    scalar_loss(model).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        if ".pooler." in name or (freeze_layers and depths[name] <= freeze_layers):
+            assert parameter.grad is None, name
+            assert torch.equal(parameter, before[name]), name
+        elif "key.bias" not in name and "k.bias" not in name and "k_lin.bias" not in name:
+            # (A bias of the keys adds the same to all scores of a query: its gradient is 0.)
+            assert not torch.equal(parameter, before[name]), name
+
+
+def test_freeze_layers_changes_no_logits() -> None:
+    free, frozen = make_model().eval(), make_model(freeze_layers=2).eval()
+    assert torch.equal(free(*make_batch())["label"], frozen(*make_batch())["label"])
+
+
+# Memory and speed settings that must not change results.
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mpnet"])
+@pytest.mark.parametrize("freeze_layers", [0, 1])
+def test_gradient_checkpointing_runs_layers_twice_and_gives_the_same_gradients(
+    family: str, freeze_layers: int
+) -> None:
+    gradients, calls = {}, {}
+    for checkpointing in (False, True):
+        model = family_model(family, gradient_checkpointing=checkpointing, freeze_layers=freeze_layers)
+        count: list[int] = []
+        linear = next(
+            part for part in encoder_layers(model.encoder)[-1].modules() if isinstance(part, nn.Linear)
+        )
+        linear.register_forward_hook(lambda *_args, count=count: count.append(1))
+        scalar_loss(model, seed=5).backward()
+        gradients[checkpointing] = {
+            name: value.grad for name, value in model.named_parameters() if value.grad is not None
+        }
+        calls[checkpointing] = len(count)
+    assert calls == {False: 1, True: 2}
+    assert gradients[False].keys() == gradients[True].keys()
+    for name, gradient in gradients[False].items():
+        torch.testing.assert_close(gradients[True][name], gradient, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", COMPILE_MODES[1:])
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_compile_takes_what_the_scope_says(
+    mode: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def fake_compile(function: Any, **options: Any) -> Any:
+        asked.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    for scope, names in (
+        ("model", [""]),
+        ("layers", ["encoder.encoder.layer.0", "encoder.encoder.layer.1"]),
+    ):
+        asked.clear()
+        model = make_model()
+        keys = list(model.state_dict())
+        assert compiled_modules(model) == []
+        assert apply_compile(model, mode, scope, dynamic) is model
+        assert compiled_modules(model) == names
+        assert asked == [{"mode": mode, "dynamic": dynamic}] * len(names)
+        assert list(model.state_dict()) == keys
+
+
+def test_compile_none_does_nothing() -> None:
+    model = make_model()
+    assert compiled_modules(apply_compile(model, "none", "model")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["model", "layers"])
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_model_gives_the_same_logits_and_gradients(scope: str) -> None:
+    one_layer = {**BERT, "num_hidden_layers": 1}
+    plain = make_model(one_layer, dropout=0.0, attention_dropout=0.0, head_dropout=0.0, tasks=(LABEL,))
+    compiled = copy.deepcopy(plain)
+    apply_compile(compiled, "default", scope)
+    for name, logits in plain(*make_batch()).items():
+        torch.testing.assert_close(compiled(*make_batch())[name], logits, rtol=1e-5, atol=1e-5)
+    scalar_loss(plain).backward()
+    scalar_loss(compiled).backward()
+    for (name, expected), (_, parameter) in zip(
+        plain.named_parameters(), compiled.named_parameters(), strict=True
+    ):
+        if expected.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+# FLOPs.
+
+
+def test_training_flops_is_the_sum_over_layers_and_heads() -> None:
+    layer = 4 * (32 * 32 + 32) + (32 * 64 + 64) + (64 * 32 + 32) + 4 * 32
+    tokens, sequences = 1000, 50
+    attention = 12 * 32 * (tokens / sequences) * tokens
+    heads = 6 * (3 * 32 + 3) * sequences + 6 * (5 * 32 + 5) * tokens
+    model = make_model()
+    assert training_flops(model, tokens, sequences) == 2 * (6 * layer * tokens + attention) + heads
+    frozen = make_model(freeze_layers=1)
+    assert training_flops(frozen, tokens, sequences) == (1 + 1 / 3) * (6 * layer * tokens + attention) + heads
+    assert training_flops(model, 0, 0) == 0
+
+
+def test_training_flops_agrees_with_torchs_count_of_matrix_products() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = make_model(
+        {**BERT, "hidden_size": 64, "intermediate_size": 256}, attention="eager", tasks=(SPANS,)
+    )
+    input_ids, mask = make_batch((16,) * 4)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids, mask)["spans"].sum().backward()
+    # The count leaves out biases and norms, the estimate counts the products of the embedding's gradient.
+    assert training_flops(model, 64, 4) == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_training_flops_is_unknown_where_the_layers_are() -> None:
+    albert = {**BERT, "model_type": "albert", "embedding_size": 16}
+    assert training_flops(make_model(albert), 100, 10) is None
+
+
+# Export.
+
+
+def spoil(model: MultitaskModel) -> MultitaskModel:
+    """Move every weight a little, so that nothing equals what a fresh load would give."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "minilm"])
+def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "pooling": "attention",
+        "head_type": "mlp",
+        "head_hidden_size": 24,
+        "head_dropout": 0.2,
+        "dropout": 0.15,
+        "loss_weighting": "uncertainty",
+        "tasks": KIND_TASKS,
+    }
+    model = spoil(
+        make_model("minilm", **settings) if family == "minilm" else family_model(family, **settings)
+    )
+    tokenizer = load_tokenizer("minilm")
+    decisions = {"multi": Decision(threshold=0.25), "single": {}}
+    attention = "sdpa" if family == "minilm" else FAMILIES[family][1]
+    export_model(
+        model,
+        tokenizer,
+        tmp_path / "export",
+        max_length=16,
+        attention=attention,
+        precision="bf16",
+        decisions=decisions,
+    )
+    loaded, loaded_tokenizer, metadata = load_exported(tmp_path / "export")
+
+    assert loaded.tasks == KIND_TASKS
+    assert not loaded.training
+    assert metadata["decisions"]["multi"]["threshold"] == 0.25
+    assert (metadata["max_length"], metadata["attention"], metadata["precision"]) == (16, attention, "bf16")
+    assert model.encoder.config._attn_implementation == loaded.encoder.config._attn_implementation
+    text = "Anxious and tired, [SEP] can't sleep"
+    assert loaded_tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert {name: part.p for name, part in loaded.named_modules() if isinstance(part, nn.Dropout)} == {
+        name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout)
+    }
+    with torch.no_grad():
+        for name, logits in model(*make_batch()).items():
+            assert torch.equal(loaded(*make_batch())[name], logits), name
+        of_transformers = AutoModel.from_pretrained(
+            tmp_path / "export", attn_implementation=metadata["attention"]
+        )
+        hidden = of_transformers(*make_batch()).last_hidden_state
+        assert torch.equal(hidden, model.encoder(*make_batch()).last_hidden_state)
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "export")(text)["input_ids"] == tokenizer(text)["input_ids"]
+    )
+
+
+def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
+    model = spoil(make_model()).bfloat16()
+    export_model(
+        model,
+        load_tokenizer("minilm"),
+        tmp_path / "x",
+        max_length=16,
+        attention="sdpa",
+        precision="bf16-true",
+    )
+    loaded, _, _ = load_exported(tmp_path / "x")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.float()), name
+
+
+def exported(folder: Path, max_length: int = 16) -> Path:
+    """An export of a fresh model."""
+    return export_model(
+        make_model(),
+        load_tokenizer("minilm"),
+        folder,
+        max_length=max_length,
+        attention="sdpa",
+        precision="fp32",
+    )
+
+
+def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    exported(folder)
+    exported(folder, max_length=12)
+    assert load_exported(folder)[2]["max_length"] == 12
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "chapter1.tex").write_text("...")
+    with pytest.raises(ModelError, match="needs a folder of its own"):
+        exported(other)
+    assert [path.name for path in other.iterdir()] == ["chapter1.tex"]
+
+
+def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "x"
+    exported(folder)
+
+    def full_disk(*_args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(model_module, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        exported(folder, max_length=12)
+    assert load_exported(folder)[2]["max_length"] == 16
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_exported_files_can_be_read_by_others(tmp_path: Path) -> None:
+    folder = exported(tmp_path / "x")
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+    assert set(modes.values()) == {modes["hpo.json"]}
+
+
+@pytest.mark.parametrize("lost", ["hpo.json", "heads.safetensors", "model.safetensors", "config.json"])
+def test_an_export_with_a_file_missing_is_refused(lost: str, tmp_path: Path) -> None:
+    folder = exported(tmp_path / "x")
+    (folder / lost).unlink()
+    with pytest.raises(ModelError, match=str(folder)):
+        load_exported(folder)
+
+
+def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = exported(tmp_path / "x")
+    metadata = json.loads((folder / "hpo.json").read_text())
+    (folder / "hpo.json").write_text(json.dumps({**metadata, "head_type": "mlp"}))
+    with pytest.raises(ModelError, match=r"heads.safetensors must fit hpo.json"):
+        load_exported(folder)
+    (folder / "hpo.json").write_text(json.dumps({**metadata, "format": 99}))
+    with pytest.raises(ModelError, match="must have format 1, but it has 99"):
+        load_exported(folder)
+
+
+# The class over any encoder.
+
+
+def test_the_model_takes_any_module_with_hidden_states() -> None:
+    class Embedder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(hidden_size=8)
+            self.table = nn.Embedding(30522, 8)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+            return SimpleNamespace(last_hidden_state=self.table(input_ids) * attention_mask[..., None])
+
+    logits = MultitaskModel(Embedder(), (LABEL,))(*make_batch(), torch.zeros(2, 12, dtype=torch.int64))
+    assert logits["label"].shape == (2, 3)
+
+
+def test_tasks_are_kept_in_order() -> None:
+    assert list(make_model(tasks=TASKS[::-1])(*make_batch())) == ["spans", "label"]
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("how", ["autocast", "weights"])
+def test_the_model_runs_in_every_dtype_and_stays_near_fp32(
+    pooling: str, dtype: torch.dtype, how: str
+) -> None:
+    model = make_model(pooling=pooling, head_type="mlp").eval()
+    with torch.no_grad():
+        expected = model(*make_batch())
+        if how == "weights":
+            model.to(dtype)
+        with torch.autocast("cpu", dtype=dtype, enabled=how == "autocast"):
+            logits = model(*make_batch())
+    for name, value in logits.items():
+        assert value.dtype == dtype
+        error = (value.float() - expected[name]).norm() / expected[name].norm()
+        assert 0 < error < (0.05 if dtype == torch.bfloat16 else 0.01), name

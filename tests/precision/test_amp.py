@@ -1,0 +1,230 @@
+"""Autocast, scaling, fallback and finiteness against plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tiny import CPU, CPU_PRECISIONS, EMULATED, tiny_batch, tiny_model
+from torch import Tensor, nn
+
+from hpo.errors import Nonfinite
+from hpo.precision.amp import (
+    NONFINITE_PATIENCE,
+    MixedPrecision,
+    backend_flags,
+    is_matmul_module,
+    observe,
+    prepare_model,
+    tf32_is_on,
+)
+from hpo.precision.table import PRECISIONS, AmpConfig
+
+FINITE, INF = torch.tensor(1.0), torch.tensor(math.inf)
+
+
+def mixed(name: str, **changes: Any) -> MixedPrecision:
+    return MixedPrecision(PRECISIONS[name], EMULATED.model_copy(update=changes), CPU)
+
+
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_every_linear_layer_computes_in_the_precision(name: str) -> None:
+    model = prepare_model(tiny_model(), PRECISIONS[name])
+    batch = tiny_batch()
+    with observe(model) as seen, mixed(name).autocast():
+        model(batch.input_ids_BL, batch.attention_mask_BL)
+    assert len(seen.dtype_of) == 5  # the encoder's and one a head
+    assert set(seen.dtype_of.values()) == {PRECISIONS[name].linear_dtype}
+    assert seen.disagreement(PRECISIONS[name]) == ""
+
+
+def test_what_was_observed_is_not_what_was_asked_for() -> None:
+    model = tiny_model()
+    batch = tiny_batch()
+    with observe(model) as seen:
+        model(batch.input_ids_BL, batch.attention_mask_BL)
+    assert "5 of 5 linear layers did not compute in bfloat16: encoder.dense (float32)" in seen.disagreement(
+        PRECISIONS["bf16"]
+    )
+
+
+def test_hooks_are_gone_after_observing() -> None:
+    model = tiny_model()
+    with observe(model):
+        pass
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16"])
+def test_backend_flags_are_set_and_put_back(name: str) -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    with backend_flags(PRECISIONS[name], AmpConfig(tf32=True, cudnn_benchmark=True)):
+        # fp32 stays IEEE whatever amp.tf32 says.
+        assert tf32_is_on() == (name != "fp32")
+        assert torch.backends.cudnn.benchmark
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_embeddings_and_norms_are_no_matmul_modules() -> None:
+    assert is_matmul_module(nn.Linear(2, 2))
+    assert is_matmul_module(nn.Conv1d(2, 2, 1))
+    assert not is_matmul_module(nn.Embedding(2, 2))
+    assert not is_matmul_module(nn.LayerNorm((2, 2)))
+    assert not is_matmul_module(nn.Sequential(nn.Linear(2, 2)))
+
+
+class Scripted(nn.Module):
+    """Gives infinity under autocast, and the weight itself otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self) -> Tensor:
+        return self.weight * (math.inf if torch.is_autocast_enabled("cpu") else 1.0)
+
+
+def test_a_micro_batch_that_is_not_finite_runs_again_in_fp32() -> None:
+    model, amp = Scripted(), mixed("bf16", fallback_to_fp32=True)
+    loss = amp.loss(model, lambda forward: forward())
+    assert float(loss.detach()) == 2.0
+    loss.backward()
+    assert float(model.weight.grad) == 1.0
+    assert amp.statistics().fp32_fallbacks == 1
+
+
+def test_fallback_reaches_bf16_weights_in_fp32() -> None:
+    linear = nn.Linear(4, 4, dtype=torch.bfloat16)
+    amp = mixed("bf16-true", fallback_to_fp32=True)
+    seen: list[torch.dtype] = []
+
+    def compute(forward: Any) -> Tensor:
+        inputs = torch.ones(1, 4, dtype=torch.bfloat16 if not seen else torch.float32)
+        output = forward(inputs)
+        seen.append(output.dtype)
+        return output.sum() * (math.inf if len(seen) == 1 else 1.0)
+
+    amp.loss(linear, compute).backward()
+    assert seen == [torch.bfloat16, torch.float32]
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == torch.bfloat16
+
+
+def test_the_limit_of_fallbacks_is_for_an_epoch() -> None:
+    model, amp = Scripted(), mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
+    for _ in range(2):
+        for _ in range(2):
+            amp.loss(model, lambda forward: forward())
+        amp.start_epoch()
+    for _ in range(2):
+        amp.loss(model, lambda forward: forward())
+    with pytest.raises(Nonfinite, match="more than 2 micro-batches of one epoch"):
+        amp.loss(model, lambda forward: forward())
+
+
+def test_without_fallback_infinity_stays() -> None:
+    assert math.isinf(mixed("bf16").loss(Scripted(), lambda forward: forward()).detach())
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_gradients_that_stay_infinite_end_the_training(name: str) -> None:
+    amp = mixed(name)
+    for _ in range(NONFINITE_PATIENCE - 1):
+        amp.record_step(FINITE, INF)
+    amp.check()
+    amp.record_step(FINITE, FINITE)
+    for _ in range(NONFINITE_PATIENCE):
+        amp.check()
+        amp.record_step(FINITE, INF)
+    with pytest.raises(Nonfinite, match="gradients were not finite in 3 steps in a row"):
+        amp.check()
+
+
+def test_a_loss_that_stays_infinite_ends_the_training_under_scaling_too() -> None:
+    amp = mixed("fp16")
+    for _ in range(NONFINITE_PATIENCE):
+        amp.record_step(INF, INF)
+    with pytest.raises(Nonfinite, match="loss was not finite in 3 steps"):
+        amp.check()
+
+
+def test_skips_are_counted_and_end_the_training_only_at_the_floor() -> None:
+    amp = mixed("fp16", init_scale=4.0, backoff_factor=0.5, min_scale=1.0)
+    weight = nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scales = []
+    for _ in range(3):
+        amp.scaler.scale(weight * math.inf).backward()
+        amp.scaler.unscale_(optimizer)
+        amp.record_step(FINITE, weight.grad.norm())
+        amp.scaler.step(optimizer)
+        amp.scaler.update()
+        optimizer.zero_grad()
+        scales.append(amp.scaler.get_scale())
+        if len(scales) < 3:
+            amp.check()
+    assert scales == [2.0, 1.0, 0.5]
+    assert float(weight.detach()) == 1.0
+    statistics = amp.statistics()
+    assert (statistics.skipped_steps, statistics.scale_min, statistics.scale_max) == (3, 1.0, 4.0)
+    assert statistics.scale_mean == pytest.approx(7 / 3)
+    with pytest.raises(Nonfinite, match="loss scale at its floor of 1"):
+        amp.check()
+
+
+def test_statistics_are_reset_and_can_be_switched_off() -> None:
+    amp = mixed("fp16")
+    amp.record_step(FINITE, INF)
+    amp.reset_statistics()
+    assert amp.statistics().num_steps == 0
+    silent = mixed("fp16", track_stats=False)
+    silent.record_step(FINITE, INF)
+    assert silent.statistics().skipped_steps is None
+
+
+def test_the_config_can_change_between_epochs() -> None:
+    amp = mixed("fp16")
+    amp.scale_value()
+    amp.update_amp_config(init_scale=8.0, growth_factor=4.0, growth_interval=5, backoff_factor=0.25)
+    assert amp.scaler.get_scale() == 8.0
+    assert amp.scaler.get_growth_factor() == 4.0
+    assert amp.scaler.get_backoff_factor() == 0.25
+    assert amp.scaler.get_growth_interval() == 5
+    with pytest.raises(ValidationError, match="growth_factor"):
+        amp.update_amp_config(growth_factor=0.5)
+    with pytest.raises(ValueError, match="preset cannot change inside a trial"):
+        amp.update_amp_config(preset="basic")
+
+
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_the_state_survives_a_checkpoint(name: str) -> None:
+    amp = mixed(name, init_scale=1024.0)
+    amp.record_step(FINITE, INF)
+    other = mixed(name)
+    other.load_state_dict(amp.state_dict())
+    assert other.statistics() == amp.statistics()
+    assert other.scaler.get_scale() == amp.scaler.get_scale()
+
+
+def test_a_checkpoint_without_scaler_state_loads() -> None:
+    amp = mixed("fp16", init_scale=128.0)
+    amp.load_state_dict({})
+    assert amp.scaler.get_scale() == 128.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_on_a_gpu_waits_for_nothing() -> None:
+    from hpo.device import probe_device
+
+    amp = MixedPrecision(PRECISIONS["bf16"], AmpConfig(fallback_to_fp32=False), probe_device("cuda"))
+    loss = torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        amp.record_step(loss, loss)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    amp.check()

@@ -1,0 +1,150 @@
+"""Precision as a value: names, what devices support, and what a trial gets."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from hpo.device import DeviceInfo
+from hpo.errors import Unsupported
+from hpo.precision.table import (
+    ALIASES,
+    PRECISION_NAMES,
+    PRESETS,
+    AmpConfig,
+    apply_preset,
+    best_native,
+    canonical_precision,
+    resolve,
+    support,
+)
+
+
+def cpu(*features: str) -> DeviceInfo:
+    return DeviceInfo(type="cpu", name="Test CPU", cpu_features=frozenset(features))
+
+
+def gpu(major: int, minor: int, *, bf16: bool | None = None) -> DeviceInfo:
+    return DeviceInfo(type="cuda", name="Test GPU", compute_capability=(major, minor), cuda_bf16=bf16)
+
+
+P100, T4, A100, ADA, H200 = gpu(6, 0), gpu(7, 5), gpu(8, 0), gpu(8, 9), gpu(9, 0)
+OLD_CPU, AMX = cpu("avx2"), cpu("avx2", "avx512", "avx512_bf16", "avx512_fp16", "amx_bf16")
+
+
+@pytest.mark.parametrize("name", PRECISION_NAMES)
+def test_a_canonical_name_is_its_own(name: str) -> None:
+    assert canonical_precision(name) == name
+
+
+def test_the_other_spellings() -> None:
+    assert ALIASES == {"none": "fp32", "32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+    assert canonical_precision("16-mixed") == "fp16"
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"no precision is called 'bf61'\. Did you mean `bf16`"):
+        canonical_precision("bf61")
+
+
+NATIVE = {
+    "fp32": (OLD_CPU, AMX, P100, T4, A100, ADA, H200),
+    "tf32": (A100, ADA, H200),
+    "bf16": (AMX, A100, ADA, H200),
+    "bf16-true": (AMX, A100, ADA, H200),
+    "fp16": (AMX, T4, A100, ADA, H200),
+    "fp8": (ADA, H200),
+}
+
+
+@pytest.mark.parametrize(
+    "device",
+    [OLD_CPU, AMX, P100, T4, A100, ADA, H200],
+    ids=["old CPU", "AMX", "P100", "T4", "A100", "Ada", "H200"],
+)
+@pytest.mark.parametrize("name", PRECISION_NAMES)
+def test_native_is_what_the_table_of_the_design_says(name: str, device: DeviceInfo) -> None:
+    found = support(name, device)
+    assert (found.level == "native") == (device in NATIVE[name])
+    assert bool(found.reason) == (found.level != "native")
+
+
+@pytest.mark.parametrize(("name", "device"), [("bf16", T4), ("bf16-true", OLD_CPU), ("fp16", P100)])
+def test_what_runs_without_instructions_is_emulated(name: str, device: DeviceInfo) -> None:
+    assert support(name, device).level == "emulated"
+
+
+@pytest.mark.parametrize(("name", "device"), [("tf32", T4), ("tf32", AMX), ("fp8", A100), ("fp8", AMX)])
+def test_what_cannot_run_is_unsupported(name: str, device: DeviceInfo) -> None:
+    assert support(name, device).level == "unsupported"
+
+
+def test_the_probe_of_native_bf16_wins_over_the_compute_capability() -> None:
+    assert support("bf16", gpu(9, 0, bf16=False)).level == "emulated"
+    assert support("bf16", gpu(7, 5, bf16=True)).level == "native"
+
+
+def test_a_reason_names_need_device_and_way_out() -> None:
+    with pytest.raises(Unsupported) as raised:
+        resolve("bf16", T4, AmpConfig())
+    assert str(raised.value) == (
+        "`bf16` needs compute capability >= 8.0, but this Test GPU has 7.5. "
+        "Use fp16, or set amp.allow_emulated: true to run it emulated."
+    )
+
+
+def test_emulation_is_allowed_only_when_the_study_says_so() -> None:
+    resolution = resolve("bf16", OLD_CPU, AmpConfig(allow_emulated=True))
+    assert (resolution.effective, resolution.support, resolution.fell_back) == ("bf16", "emulated", False)
+    assert "AMX or AVX512-BF16" in resolution.reason
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "effective"),
+    [("bf16", T4, "fp16"), ("bf16", OLD_CPU, "fp32"), ("fp8", A100, "bf16"), ("tf32", T4, "fp32")],
+)
+def test_fallback_is_the_next_that_works_and_says_so(
+    requested: str, device: DeviceInfo, effective: str
+) -> None:
+    resolution = resolve(requested, device, AmpConfig(on_unsupported="fallback"))
+    assert (resolution.requested, resolution.effective) == (requested, effective)
+    assert resolution.fell_back
+    assert f"Ran {effective} instead" in resolution.reason
+
+
+def test_fallback_leaves_a_supported_precision_alone() -> None:
+    assert not resolve("bf16", A100, AmpConfig(on_unsupported="fallback")).fell_back
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [(H200, "bf16"), (T4, "fp16"), (P100, "fp32"), (OLD_CPU, "fp32"), (AMX, "bf16")]
+)
+def test_auto_is_the_best_native_precision(device: DeviceInfo, name: str) -> None:
+    assert best_native(device) == name
+    assert apply_preset(AmpConfig(), device)[1] == name
+
+
+@pytest.mark.parametrize(
+    ("preset", "precision", "tf32", "fallback"),
+    [("basic", "fp32", False, False), ("advanced", "fp16", True, False), ("ultra", "bf16", True, True)],
+)
+def test_presets(preset: str, precision: str, tf32: bool, fallback: bool) -> None:
+    config, name = apply_preset(AmpConfig.model_validate({"preset": preset}), OLD_CPU)
+    assert (name, config.tf32, config.fallback_to_fp32) == (precision, tf32, fallback)
+    assert config.cudnn_benchmark == config.track_stats == (preset != "basic")
+    assert config.max_fp32_fallbacks == 3
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_key_that_is_given_wins_over_the_preset(preset: str) -> None:
+    given = AmpConfig.model_validate({"preset": preset, "tf32": True, "track_stats": False})
+    config, _ = apply_preset(given, H200)
+    assert config.tf32 is True
+    assert config.track_stats is False
+
+
+def test_unknown_keys_and_bad_values_are_refused() -> None:
+    with pytest.raises(ValidationError, match="backoff_factor"):
+        AmpConfig(backoff_factor=1.5)
+    with pytest.raises(ValidationError, match="init_scales"):
+        AmpConfig.model_validate({"init_scales": 1})

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from study_records import fake_record, fake_trial, record_of
+
+from hpo.report.caveats import Notice, notices
+from hpo.study.ranking import complete_trials
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1 trial (number 9): the precision observed is not the one requested (linear layers gave float32",
+        "1 trial (number 10) fell back (fp16 ran as fp32)",
+        "fp16 ran emulated on Example CPU",
+        "1 trial (number 6): the compatibility check found larger errors",
+        "1 trial (number 12) shared a device",
+        "The device was busy 62% of the time (median of",
+        "complete configurations was trained with one seed only",
+    ],
+)
+def test_notices_name_what_limits_the_conclusions(text: str) -> None:
+    assert any(notice.text.startswith(text) or text in notice.text for notice in notices(fake_record()))
+
+
+def cut_notices(*data: dict[str, Any]) -> list[Notice]:
+    trials = [fake_trial(number, "fp32") for number in range(len(data))]
+    for trial, its_data in zip(trials, data, strict=True):
+        trial.telemetry["data"] = its_data
+    return [notice for notice in notices(record_of(trials)) if "max_length" in notice.text]
+
+
+def test_cut_texts_and_lost_spans_are_said() -> None:
+    whole = {"num_cut_examples": 0, "num_lost_spans": {"evidence": 0, "pii": 0}, "num_examples": 2400}
+    some = {"num_cut_examples": 300, "num_lost_spans": {"evidence": 7, "pii": 0}, "num_examples": 2400}
+    most = {"num_cut_examples": 1200, "num_lost_spans": {"pii": 1500, "evidence": 40}, "num_examples": 2400}
+    (notice,) = cut_notices(whole, some, most)
+    assert notice.text == (
+        "2 trials lost training text at `max_length`; most in trial 2: 1,200 of 2,400 texts cut, 1,540 true "
+        "spans lost (evidence 40, pii 1,500)."
+    )
+    assert "Raise `max_length`" in notice.advice
+    assert "`data.long_text: window`" in notice.advice
+    (notice,) = cut_notices(some)
+    assert "1 trial lost" in notice.text
+    assert "7 true spans lost (evidence 7)" in notice.text
+
+
+def test_cut_texts_without_spans_are_said_and_whole_texts_are_not() -> None:
+    (notice,) = cut_notices({"num_cut_examples": 3, "num_lost_spans": {}, "num_examples": 10})
+    assert "3 of 10 texts cut, no true span lost" in notice.text
+    assert cut_notices({"num_cut_examples": 0, "num_lost_spans": {}, "num_examples": 10}, {}) == []
+
+
+def test_spans_that_no_window_holds_are_said() -> None:
+    (notice,) = cut_notices({"num_cut_examples": 0, "num_lost_spans": {"evidence": 2}, "num_examples": 10})
+    assert "0 of 10 texts cut, 2 true spans lost (evidence 2)" in notice.text
+    assert "`data.stride`" in notice.advice
+
+
+def test_low_utilisation_says_what_to_raise() -> None:
+    advice = next(notice.advice for notice in notices(fake_record()) if "busy" in notice.text)
+    assert "batch_size" in advice
+    assert "workers per device" in advice
+
+
+def test_a_clean_study_has_only_the_notices_that_always_hold() -> None:
+    trials = [fake_trial(number, "fp32") for number in range(3)]
+    for trial in trials:
+        trial.telemetry["device_utilization"] = 0.95
+    assert [notice.text[:25] for notice in notices(record_of(trials))] == [
+        "Each of the 3 complete co",
+        "The precision table compa",
+    ]
+
+
+def test_repeated_configurations_lift_the_caveat_of_one_seed() -> None:
+    trial = fake_trial(0, "fp32")
+    again = dataclasses.replace(trial, number=1, params={**trial.params, "seed": 7})
+    assert not any("one seed" in notice.text for notice in notices(record_of([trial, again])))
+
+
+def test_nothing_complete_is_said() -> None:
+    record = record_of([fake_trial(0, "fp32", "failed")])
+    assert [notice.text for notice in notices(record)] == ["No trial is complete."]
+    assert complete_trials(record) == []

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import dataclasses
+from itertools import combinations, pairwise
+
+import pytest
+from study_records import fake_record, fake_trial, record_of
+
+from hpo.precision.table import PRECISION_NAMES
+from hpo.report.charts import (
+    CHART_KEYS,
+    MAX_CURVES,
+    OUTCOME_COLORS,
+    PRECISION_STYLES,
+    Chart,
+    Series,
+    all_charts,
+    history,
+    importances,
+    learning_curves,
+    metric_throughput,
+    objectives,
+    precision_metric,
+    timeline,
+)
+from hpo.report.figures import plotly_figure
+from hpo.report.tables import OUTCOMES, trials_table
+from hpo.study.study_record import StudyRecord
+
+
+def points(chart: Chart) -> int:
+    return sum(len(series.x) for series in chart.series if series.draw == "points")
+
+
+def series(chart: Chart, name: str) -> Series:
+    return next(series for series in chart.series if series.name == name)
+
+
+def two_objectives() -> StudyRecord:
+    record = fake_record()
+    trials = [
+        dataclasses.replace(trial, values=(*trial.values, trial.telemetry["peak_memory_bytes"]))
+        if trial.values
+        else trial
+        for trial in record.trials
+    ]
+    return record_of(trials, metric_names=("score", "peak_memory_bytes"), directions=("maximize", "minimize"))
+
+
+def test_every_precision_and_outcome_has_a_look_of_its_own() -> None:
+    assert set(PRECISION_STYLES) == set(PRECISION_NAMES)
+    for (one_color, *one_markers), (other_color, *other_markers) in combinations(
+        PRECISION_STYLES.values(), 2
+    ):
+        assert one_color != other_color
+        assert not set(one_markers) & set(other_markers)
+    assert set(OUTCOME_COLORS) == set(OUTCOMES)
+
+
+def test_a_precision_looks_the_same_in_every_chart() -> None:
+    looks = {
+        (series.name, series.color)
+        for chart in all_charts(fake_record())
+        for series in chart.series
+        if series.name in PRECISION_NAMES
+    }
+    assert looks == {(name, PRECISION_STYLES[name][0]) for name in ("fp32", "bf16", "fp16")}
+
+
+def test_history_shows_complete_trials_and_the_best_so_far() -> None:
+    record = fake_record()
+    chart = history(record)
+    scores = {trial.number: trial.values[0] for trial in record.trials if trial.values}
+    assert points(chart) == len(scores)
+    best = series(chart, "best so far")
+    assert list(best.x) == list(scores)
+    assert list(best.y) == [max(list(scores.values())[: index + 1]) for index in range(len(scores))]
+
+
+def test_history_goes_down_where_less_is_better() -> None:
+    chart = history(dataclasses.replace(fake_record(), directions=("minimize",)))
+    best = list(series(chart, "best so far").y)
+    assert best == sorted(best, reverse=True)
+
+
+def test_metric_by_precision_leaves_out_what_ran_something_else() -> None:
+    chart = precision_metric(fake_record())
+    counts = trials_table(fake_record()).query("outcome == 'complete' and counts")["precision"].value_counts()
+    assert list(chart.x_ticks) == [f"{name} (n = {counts[name]})" for name in ("fp32", "bf16", "fp16")]
+    assert points(chart) == counts.sum()
+
+
+def test_throughput_front_is_what_no_other_trial_beats() -> None:
+    chart = metric_throughput(fake_record())
+    shown = [point for s in chart.series if s.draw == "points" for point in zip(s.x, s.y, strict=True)]
+    front = series(chart, "Pareto front")
+    for x, y in zip(front.x, front.y, strict=True):
+        assert not [1 for other_x, other_y in shown if other_x > x and other_y > y]
+    assert "3 left out" in chart.caption
+    assert len(shown) == 24
+
+
+def test_throughput_axis_is_logarithmic_where_an_emulated_precision_is_far_slower() -> None:
+    slow, fast = fake_trial(0, "fp16"), fake_trial(1, "fp32")
+    slow.telemetry["throughput"]["train_examples_per_second"] = 1.0
+    fast.telemetry["throughput"]["train_examples_per_second"] = 25.0
+    assert metric_throughput(record_of([slow, fast])).x_log
+    assert plotly_figure(metric_throughput(record_of([slow, fast]))).layout.xaxis.type == "log"
+    assert not metric_throughput(record_of([fast])).x_log
+
+
+def test_importances_contain_fp_precision() -> None:
+    chart = importances(fake_record())
+    assert "fp_precision" in chart.y_ticks
+    assert sum(chart.series[0].x) == pytest.approx(1)
+    assert "best 5 of 27 complete trials" in chart.caption
+
+
+def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
+    record = fake_record()
+    chart = learning_curves(record, 0, "seconds")
+    assert len(chart.series) == MAX_CURVES
+    assert f"{MAX_CURVES} best of 32" in chart.caption
+    best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
+    assert [row.seconds for row in best.evaluations] in [list(series.x) for series in chart.series]
+    assert sum(series.in_legend for series in chart.series) == 3
+
+
+def test_curves_of_trials_that_did_not_complete_are_dashed() -> None:
+    chart = learning_curves(record_of([fake_trial(0, "fp32"), fake_trial(1, "fp32", "pruned")]), 0, "epochs")
+    assert sorted(series.dashed for series in chart.series) == [False, True]
+
+
+@pytest.mark.parametrize("max_rows", [48, 10])
+def test_timeline_has_every_trial_once(max_rows: int) -> None:
+    chart = timeline(fake_record(), max_rows)
+    assert sum(len(series.x) for series in chart.series) == 40
+    assert {series.name for series in chart.series} == {trial.outcome for trial in fake_record().trials}
+    assert all(
+        start <= end for series in chart.series for start, end in zip(series.x_start, series.x, strict=True)
+    )
+    assert len(chart.y_ticks) == (40 if max_rows == 48 else 3)
+
+
+def test_bars_of_one_worker_do_not_overlap() -> None:
+    chart = timeline(fake_record(), max_rows=10)
+    bars = [
+        (y, start, end)
+        for series in chart.series
+        for y, start, end in zip(series.y, series.x_start, series.x, strict=True)
+    ]
+    for row in range(3):
+        ends = sorted((start, end) for y, start, end in bars if y == row)
+        assert all(before[1] <= after[0] for before, after in pairwise(ends))
+
+
+def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None:
+    chart = objectives(two_objectives())
+    assert chart.y_label == "peak memory (GiB), minimize"
+    assert max(max(series.y) for series in chart.series) < 10
+    keys = [chart.key for chart in all_charts(two_objectives())]
+    assert keys[0] == "objectives"
+    assert {"history", "history_2", "metric_throughput_2"} <= set(keys)
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [record_of([]), record_of([fake_trial(0, "fp32", "unsupported")]), record_of([fake_trial(0, "fp32")])],
+    ids=["no trial", "none complete", "one trial"],
+)
+def test_a_chart_that_cannot_be_drawn_says_why(record: StudyRecord) -> None:
+    for chart in all_charts(record):
+        assert bool(chart.absent) != bool(chart.series)
+        assert chart.key in CHART_KEYS

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import optuna
+import pytest
+from browser import open_chromium
+from optuna_dashboard import get_note, save_note
+from study_records import fake_record, fake_trial, record_of
+
+from hpo.errors import InputError, StorageError
+from hpo.report.dashboard import NOTE_END, dashboard_server, is_named, publish, study_note
+from hpo.study.storage import open_storage
+
+
+@pytest.fixture
+def study(sqlite_url: str) -> Iterator[optuna.Study]:
+    storage = open_storage(sqlite_url)
+    study = optuna.create_study(study_name="fake", storage=storage.optuna, direction="maximize")
+    for trial in fake_record().trials[:3]:
+        distribution = optuna.distributions.CategoricalDistribution(["fp32", "bf16", "fp16"])
+        study.add_trial(
+            optuna.trial.create_trial(
+                params={"fp_precision": trial.params["fp_precision"]},
+                distributions={"fp_precision": distribution},
+                value=trial.values[0],
+            )
+        )
+    yield study
+    storage.close()
+
+
+@contextmanager
+def serving(url: str, artifact_dir: Path | None = None) -> Iterator[int]:
+    """The port of a dashboard that answers."""
+    server = dashboard_server(url, "127.0.0.1", 0, artifact_dir)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def plot_ids(study: optuna.Study) -> set[str]:
+    attributes = study._storage.get_study_system_attrs(study._study_id)
+    return {key.split(":")[2] for key in attributes if key.startswith("dashboard:plot_data:")}
+
+
+def test_publish_puts_note_charts_and_metric_names_into_the_study(study: optuna.Study) -> None:
+    publish(study, fake_record())
+    assert study.metric_names == ["score"]
+    assert "| requested precision | fp32 | tf32 | bf16 | fp16 |" in get_note(study)
+    assert {"history", "metric_throughput", "importances", "timeline"} <= plot_ids(study)
+
+
+def test_publishing_again_replaces_ours_and_keeps_theirs(study: optuna.Study) -> None:
+    save_note(study, "Ask Ada about the split.")
+    publish(study, record_of([]))
+    assert "There is no trial yet." in get_note(study)
+    save_note(study, get_note(study) + "Second thought.")
+    publish(study, fake_record())
+    note = get_note(study)
+    assert "There is no trial yet." not in note
+    assert note.count(NOTE_END) == 1
+    assert note.rstrip().endswith("Ask Ada about the split.\nSecond thought.")
+
+
+def test_note_names_the_best_and_what_limits_it() -> None:
+    note = study_note(fake_record())
+    assert "- Trial 6: score **0.7672**" in note
+    assert "requested fp16, effective fp16 (emulated)" in note
+    assert "trained with one seed only" in note
+    assert "27 of 40 trials are complete" in note
+
+
+def test_note_of_a_study_without_a_result() -> None:
+    assert "None yet: 1 trials, none complete." in study_note(record_of([fake_trial(0, "fp32", "failed")]))
+
+
+def test_names_in_the_note_are_text() -> None:
+    trial = fake_trial(0, "fp32")
+    trial.params["encoder"] = "a|b\n# [c](javascript:1) <img>"
+    note = study_note(record_of([trial], name="*x*"))
+    assert note.startswith("# \\*x\\*\n")
+    assert r"encoder = a\|b \# \[c\](javascript:1) \<img\>" in note
+
+
+@pytest.mark.parametrize(
+    ("header", "host", "answered"),
+    [
+        ("127.0.0.1:8080", "127.0.0.1", True),
+        ("localhost:8080", "127.0.0.1", True),
+        ("LOCALHOST", "127.0.0.1", True),
+        ("[::1]:8080", "::1", True),
+        ("[::1]", "::1", True),
+        ("10.0.0.5:8080", "0.0.0.0", True),
+        ("gpu-node:8080", "gpu-node", True),
+        ("evil.example:8080", "127.0.0.1", False),
+        ("127.0.0.1.evil.example", "127.0.0.1", False),
+        ("", "127.0.0.1", False),
+    ],
+)
+def test_only_requests_under_our_own_name_are_answered(header: str, host: str, answered: bool) -> None:
+    assert is_named(header, host) == answered
+
+
+@pytest.mark.usefixtures("study")
+def test_a_request_under_a_foreign_name_gets_nothing(sqlite_url: str) -> None:
+    with serving(sqlite_url) as port:
+        url = f"http://127.0.0.1:{port}/api/studies"
+        with urllib.request.urlopen(url) as answer:
+            assert b"fake" in answer.read()
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}))
+        refused.value.close()
+
+
+@pytest.mark.usefixtures("study")
+def test_the_artifact_folder_is_made(sqlite_url: str, tmp_path: Path) -> None:
+    with serving(sqlite_url, tmp_path / "runs" / "artifacts"):
+        assert (tmp_path / "runs" / "artifacts").is_dir()
+
+
+@pytest.mark.usefixtures("study")
+def test_a_port_in_use_is_one_clear_message(sqlite_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=rf"listen on 127.0.0.1:{port}, but: Address already in use"):
+            dashboard_server(sqlite_url, "127.0.0.1", port, None)
+
+
+def test_a_database_that_is_not_there(sqlite_url: str) -> None:
+    with pytest.raises(StorageError):
+        dashboard_server(sqlite_url, "127.0.0.1", 0, None)
+
+
+@pytest.mark.browser
+def test_the_dashboard_shows_the_study_with_our_note_and_charts(study: optuna.Study, sqlite_url: str) -> None:
+    publish(study, fake_record())
+    with serving(sqlite_url) as port, open_chromium() as chromium:
+        page = chromium.new_page(viewport={"width": 1300, "height": 900})
+        errors: list[str] = []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        address = f"http://127.0.0.1:{port}/dashboard/studies/{study._study_id}"
+        page.goto(address)
+        for title in ("score by trial", "score against training throughput", "Importance of the parameters"):
+            page.locator(".gtitle", has_text=title).wait_for()
+        assert "fake" in page.inner_text("body")
+        page.goto(f"{address}/note")
+        page.get_by_role("heading", name="By requested precision").wait_for()
+        row = page.get_by_role("row", name="support native").inner_text().split()
+        assert row == ["support", "native", "unsupported", "native", "emulated"]
+        assert errors == []

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+from study_records import fake_record
+
+from hpo.report.charts import Chart, Series, all_charts, history, timeline
+from hpo.report.figures import plotly_figure, png
+
+
+def test_png_is_a_picture_of_1440_pixels_width() -> None:
+    for chart in all_charts(fake_record()):
+        content = png(chart)
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        assert struct.unpack(">I", content[16:20]) == (1440,)
+
+
+def test_png_takes_names_that_look_like_formulas() -> None:
+    assert png(Chart("history", "$\\frac{", "_$x", "^y$", [Series("$a_{", "#000000", [0.0], [1.0])]))
+
+
+@pytest.mark.parametrize("standalone", [True, False])
+def test_plotly_draws_the_same_numbers(standalone: bool) -> None:
+    chart = history(fake_record())
+    figure = json.loads(plotly_figure(chart, standalone).to_json())
+    assert [trace["x"] for trace in figure["data"]] == [list(series.x) for series in chart.series]
+    assert [trace["y"] for trace in figure["data"]] == [list(series.y) for series in chart.series]
+    assert ("title" in figure["layout"]) == standalone
+
+
+def test_plotly_bars_begin_and_end_where_the_chart_says() -> None:
+    chart = timeline(fake_record())
+    for trace, bars in zip(plotly_figure(chart).data, chart.series, strict=True):
+        ends = [base + length for base, length in zip(trace.base, trace.x, strict=True)]
+        assert ends == pytest.approx(list(bars.x))
+
+
+def test_plotly_shows_names_as_text() -> None:
+    chart = Chart("history", "<b>t</b>", "<i>x</i>", "y", [Series("<a>", "#000000", [0.0], [1.0])])
+    text = plotly_figure(chart).to_json()
+    assert "&lt;a&gt;" in text
+    assert not {"<b>", "<i>", "<a>"} & {part for part in ("<b>", "<i>", "<a>") if part in text}

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from study_records import fake_record, fake_trial
+
+from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds, precision_facts
+from hpo.report.readable import readable_summary
+
+
+def test_readable_summary_fits_a_terminal() -> None:
+    record = fake_record()
+    brief = readable_summary(record, brief=True)
+    assert list(brief["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
+    assert brief.loc[1, "outcomes"] == "3 unsupported"
+    assert brief.loc[1, "score, best"] == "–"
+    widths = [max(len(name), brief[name].str.len().max()) for name in brief if name != "outcomes"]
+    assert sum(widths) + 2 * len(widths) <= 110
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (format_number(0.82143), "0.8214"),
+        (format_number(12840.4), "12\u202f840"),
+        (format_number(3e-5), "3e-05"),
+        (format_number(None), "–"),
+        (format_number(math.nan), "–"),
+        (format_bytes(512 * 2**20), "512 MiB"),
+        (format_bytes(1.5 * 2**30), "1.5 GiB"),
+        (format_seconds(0.44), "0.4 s"),
+        (format_seconds(59.6), "1 min 00 s"),
+        (format_seconds(7500), "2 h 05 min"),
+        (format_metric("peak_memory_bytes", 2**30), "1 GiB"),
+        (format_metric("score", 0.5), "0.5"),
+    ],
+)
+def test_numbers_as_people_read_them(text: str, expected: str) -> None:
+    assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"agrees": False, "reason": "layer x gave float32."}, "they do NOT agree (layer x gave float32)."),
+        ({"agrees": None, "observed": {}}, "observed: nothing; not compared."),
+        (
+            {"observed": {"float8_linears": 12, "tf32": True, "compiled": True}},
+            "12 float8 layers, TF32 on, compiled",
+        ),
+    ],
+)
+def test_precision_facts(change: dict[str, Any], said: str) -> None:
+    trial = fake_trial(0, "bf16")
+    trial.telemetry["precision"] |= change
+    assert said in precision_facts(trial)
+
+
+def test_precision_facts_of_a_trial_without_any() -> None:
+    trial = dataclasses.replace(fake_trial(0, "bf16"), telemetry={})
+    assert precision_facts(trial) == "Nothing about its precision is stored."

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import dataclasses
+import errno
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from browser import open_chromium
+from plotly.offline import get_plotlyjs
+from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
+
+from hpo.errors import RunError
+from hpo.report.report import write_report
+from hpo.report.tables import summary_by_precision
+from hpo.study.study_record import StudyRecord
+
+HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
+
+
+@pytest.fixture(scope="module")
+def full_report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the whole made-up study, for tests that only read it."""
+    return write_report(fake_record(), tmp_path_factory.mktemp("report") / "out")
+
+
+def page_text(path: Path) -> str:
+    """The report without plotly.js."""
+    return path.read_text().replace(get_plotlyjs(), "")
+
+
+def test_a_report_is_one_page_with_its_pictures_and_tables(full_report: Path) -> None:
+    assert full_report.name == "report.html"
+    assert sorted(file.name for file in (full_report.parent / "figures").iterdir()) == [
+        "history.png",
+        "importances.png",
+        "learning_curves_epochs.png",
+        "learning_curves_seconds.png",
+        "metric_throughput.png",
+        "precision_metric.png",
+        "timeline.png",
+    ]
+    assert sorted(file.name for file in (full_report.parent / "tables").iterdir()) == [
+        "best_task_metrics.csv",
+        "evaluations.csv",
+        "importances.csv",
+        "not_complete.csv",
+        "precision.csv",
+        "trials.csv",
+    ]
+
+
+def test_csv_holds_the_numbers_of_the_table(full_report: Path) -> None:
+    tables = full_report.parent / "tables"
+    read = pd.read_csv(tables / "precision.csv")
+    expected = summary_by_precision(fake_record())
+    pd.testing.assert_frame_equal(read, expected, check_dtype=False)
+    assert len(pd.read_csv(tables / "trials.csv")) == 40
+
+
+def test_the_page_says_what_matters_first(full_report: Path) -> None:
+    record = fake_record()
+    text = page_text(full_report)
+    best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
+    assert "40 trials, 27 complete. Objective: maximize score." in text
+    assert "Planned: 40, of which 38 are done." in text
+    assert f"<dt>trial</dt><dd>{best.number}</dd>" in text
+    assert f"hpo train fake --param fp_precision={best.params['fp_precision']}" in text
+    assert f"learning_rate={best.params['learning_rate']!r}" in text
+    assert (
+        "requested fp16, effective fp16 (emulated), observed: 38 linear layers gave float16, TF32 off" in text
+    )
+    for number, (outcome, reason) in ENDINGS.items():
+        assert f"<td>{number}</td>" in text
+        assert outcome in text
+        assert reason[:12].replace("`", "") in re.sub("</?code>", "", text)
+    assert "PED-ANOVA" in text
+    assert (
+        text.index("<h2>Best</h2>") < text.index("Before you draw conclusions") < text.index("<h2>Precision")
+    )
+
+
+def test_the_page_refers_to_nothing_outside(full_report: Path) -> None:
+    text = page_text(full_report)
+    assert not re.findall(r"(?:src|href|action)\s*=\s*[\"']?(?!#)[^\s>]+", text)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+
+
+def hostile_record() -> StudyRecord:
+    trial = fake_trial(0, "fp32")
+    trial.telemetry["device"]["name"] = HOSTILE
+    trial.telemetry["metrics"] = {HOSTILE: {HOSTILE: 0.5}}
+    trial.telemetry["precision"] |= {"agrees": False, "reason": HOSTILE}
+    trial.params["encoder"] = HOSTILE
+    trial.attributes["worker"] = HOSTILE
+    failed = dataclasses.replace(fake_trial(1, "fp32", "failed"), reason=HOSTILE)
+    failed.params["fp_precision"] = HOSTILE
+    failed.telemetry["precision"]["requested"] = HOSTILE
+    definition = {**DEFINITION, "training": {HOSTILE: HOSTILE}}
+    return record_of([trial, failed], name=HOSTILE, metric_names=(HOSTILE,), definition=definition)
+
+
+def test_text_of_users_and_trials_is_escaped(tmp_path: Path) -> None:
+    text = page_text(write_report(hostile_record(), tmp_path))
+    assert "<script>window" not in text
+    assert "<img" not in text
+    assert "&lt;script&gt;window.hacked=1&lt;/script&gt;" in text
+
+
+@pytest.mark.parametrize(
+    ("record", "said", "pictures"),
+    [
+        (record_of([]), "There is no trial yet.", []),
+        (
+            record_of([fake_trial(0, "fp32", "failed"), fake_trial(1, "bf16", "unsupported")]),
+            "No trial is complete, so there is no best one. Outcomes: 1 failed, 1 unsupported.",
+            ["timeline.png"],
+        ),
+        (record_of([fake_trial(0, "fp32")]), "need at least 8 complete trials; there are 1", None),
+    ],
+    ids=["no trial", "all failed", "one trial"],
+)
+def test_a_report_of_little_says_so(
+    record: StudyRecord, said: str, pictures: list[str] | None, tmp_path: Path
+) -> None:
+    text = page_text(write_report(record, tmp_path))
+    assert said in text
+    if pictures is not None:
+        assert [file.name for file in (tmp_path / "figures").iterdir()] == pictures
+
+
+def test_several_objectives_show_the_front(tmp_path: Path) -> None:
+    trials = [
+        dataclasses.replace(fake_trial(number, "fp32"), values=values)
+        for number, values in enumerate([(0.5, 2**30), (0.6, 2**31), (0.4, 2**31)])
+    ]
+    record = record_of(
+        trials, metric_names=("score", "peak_memory_bytes"), directions=("maximize", "minimize")
+    )
+    text = page_text(write_report(record, tmp_path))
+    assert "2 of 3 complete trials are on the Pareto front" in text
+    assert "<td>2 GiB</td>" in text
+    assert "Configuration of trial 1" in text
+    assert "Configuration of trial 2" not in text
+
+
+def test_a_second_report_replaces_the_first_and_leaves_other_files(tmp_path: Path) -> None:
+    write_report(fake_record(), tmp_path)
+    (tmp_path / "figures" / "my_own.png").write_text("kept")
+    (tmp_path / "tables" / "notes.csv").write_text("kept")
+    write_report(record_of([]), tmp_path)
+    assert [file.name for file in (tmp_path / "figures").iterdir()] == ["my_own.png"]
+    assert (tmp_path / "tables" / "notes.csv").read_text() == "kept"
+    assert "There is no trial yet." in page_text(tmp_path / "report.html")
+
+
+def test_a_full_disk_leaves_the_old_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(record_of([]), tmp_path)
+    before = path.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hpo.report.report.os.fdopen", full)
+    with pytest.raises(RunError, match=r"could not be written to .*: No space left on device"):
+        write_report(fake_record(), tmp_path)
+    assert path.read_bytes() == before
+    assert not [file for file in tmp_path.rglob(".*") if file.is_file()]
+
+
+def test_a_file_in_the_way_is_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("not a folder")
+    with pytest.raises(RunError, match=r"could not be written to .*out: File exists"):
+        write_report(record_of([]), tmp_path / "out")
+
+
+def test_others_may_read_the_report_as_any_other_file(tmp_path: Path) -> None:
+    (tmp_path / "ordinary").write_text("")
+    path = write_report(record_of([]), tmp_path)
+    assert path.stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with open_chromium() as browser:
+        yield browser
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_page_opens_offline_and_fits(width: int, chromium: Any, full_report: Path) -> None:
+    page = chromium.new_page(viewport={"width": width, "height": 900})
+    problems: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(full_report.as_uri())
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 21")
+    page.locator("summary", has_text="40 trials").click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('.scroll, .js-plotly-plot')].map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(boxes) <= width
+    assert page.evaluate("[...document.querySelectorAll('.scroll')].some(e => e.scrollWidth > e.clientWidth)")
+    assert problems == []
+    assert requests == [full_report.as_uri()]
+    page.close()
+
+
+@pytest.mark.browser
+def test_hostile_text_does_nothing_in_a_browser(chromium: Any, tmp_path: Path) -> None:
+    path = write_report(hostile_record(), tmp_path)
+    page = chromium.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 3")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("h1").inner_text() == HOSTILE
+    page.close()

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+from study_records import ENDINGS, fake_record, fake_trial, record_of, with_values
+
+from hpo.report.importances import importance_table
+from hpo.report.readable import precision_comparison, readable_summary
+from hpo.report.tables import (
+    OUTCOMES,
+    WASTED,
+    evaluations_table,
+    flat_metrics,
+    reasons_table,
+    summary_by_precision,
+    task_metrics_table,
+    trials_table,
+)
+from hpo.study.ranking import best_trials, pareto_front
+from hpo.study.study_record import StudyRecord
+
+
+def row_of(record: StudyRecord, precision: str) -> dict[str, Any]:
+    summary = summary_by_precision(record)
+    return summary[summary["precision"] == precision].iloc[0].to_dict()
+
+
+def test_trials_table_has_a_row_for_each_trial_with_its_facts() -> None:
+    record = fake_record()
+    table = trials_table(record)
+    assert list(table["number"]) == list(range(40))
+    assert dict(zip(table["number"], table["outcome"], strict=True)) == {
+        number: ENDINGS.get(number, ("complete", ""))[0] for number in range(40)
+    }
+    row = table.iloc[2]
+    assert row["precision"] == row["effective"] == "fp16"
+    assert row["support"] == "emulated"
+    assert row["objective.score"] == record.trials[2].values[0]
+    assert row["param.init_scale"] == record.trials[2].params["init_scale"]
+    assert row["start_seconds"] == 0
+    assert row["end_seconds"] == pytest.approx(record.trials[2].seconds)
+
+
+@pytest.mark.parametrize(
+    ("change", "counts", "counts_for_speed"),
+    [
+        ({}, True, True),
+        ({"precision": {"requested": "bf16", "effective": "fp32", "agrees": True}}, False, False),
+        ({"precision": {"requested": "bf16", "effective": "bf16", "agrees": False}}, False, False),
+        ({"precision": {"requested": "bf16", "effective": None}}, False, False),
+        ({"device": {"name": "Example CPU", "shared": True}}, True, False),
+        ({"throughput": {"train_examples_per_second": None}}, True, False),
+    ],
+    ids=["as requested", "fell back", "disagrees", "did not run", "shared", "not measured"],
+)
+def test_which_trials_stand_for_their_precision(
+    change: dict[str, Any], counts: bool, counts_for_speed: bool
+) -> None:
+    trial = fake_trial(1, "bf16")
+    trial.telemetry.update(change)
+    row = trials_table(record_of([trial])).iloc[0]
+    assert (row["counts"], row["counts_for_speed"]) == (counts, counts_for_speed)
+
+
+@pytest.mark.parametrize(
+    ("params", "training", "expected"),
+    [
+        ({"fp_precision": "bf16"}, {}, "bf16"),
+        ({}, {"fp_precision": "fp16"}, "fp16"),
+        ({}, {}, "auto"),
+    ],
+)
+def test_requested_precision_of_a_trial_that_stored_nothing(
+    params: dict[str, Any], training: dict[str, Any], expected: str
+) -> None:
+    trial = dataclasses.replace(fake_trial(0, "fp32", "failed"), params=params, telemetry={})
+    record = record_of([trial], definition={"training": training})
+    assert list(trials_table(record)["precision"]) == [expected]
+
+
+def test_summary_agrees_with_a_count_by_hand() -> None:
+    record = fake_record()
+    row = row_of(record, "fp32")
+    mine = [trial for trial in record.trials if trial.params["fp_precision"] == "fp32"]
+    scores = [trial.values[0] for trial in mine if trial.values]
+    speeds = [
+        trial.telemetry["throughput"]["train_examples_per_second"] for trial in mine if trial.number != 12
+    ]
+    assert row["trials"] == len(mine)
+    assert row["complete"] == len(scores)
+    assert row["best_score"] == max(scores)
+    assert row["median_score"] == statistics.median(scores)
+    assert row["measured"] == len(speeds)
+    assert row["train_examples_per_second_median"] == statistics.median(speeds)
+    assert row["train_examples_per_second_min"] == min(speeds)
+    assert row["train_examples_per_second_max"] == max(speeds)
+    assert row["seconds"] == pytest.approx(sum(trial.seconds for trial in mine))
+
+
+def test_summary_accounts_for_every_trial_and_every_second() -> None:
+    record = fake_record()
+    summary = summary_by_precision(record)
+    assert list(summary["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
+    assert summary["trials"].sum() == 40
+    assert summary[list(OUTCOMES)].sum().sum() == 40
+    assert summary["share_of_time"].sum() == pytest.approx(1)
+    wasted = sum(trial.seconds for trial in record.trials if trial.outcome in WASTED)
+    assert summary["wasted_seconds"].sum() == pytest.approx(wasted)
+    assert list(summary["support"]) == ["native", "unsupported", "native", "emulated"]
+
+
+def test_best_follows_the_direction() -> None:
+    record = dataclasses.replace(fake_record(), directions=("minimize",))
+    scores = [trial.values[0] for trial in record.trials if trial.values]
+    assert best_trials(record)[0].values == (min(scores),)
+    assert summary_by_precision(record)["best_score"].min() == min(scores)
+
+
+def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
+    trials = [fake_trial(0, "fp16"), fake_trial(1, "fp16")]
+    before = row_of(record_of(trials[:1]), "fp16")
+    trials[1].telemetry["precision"]["effective"] = "fp32"
+    trials[1].telemetry["scaler"]["skipped_steps"] = 1000
+    after = row_of(record_of(trials), "fp16")
+    assert (after["trials"], after["complete"], after["fell_back"]) == (2, 2, 1)
+    for name in ("best_score", "median_score", "measured", "peak_memory_bytes_max", "skipped_steps"):
+        assert after[name] == before[name]
+
+
+def test_devices_are_not_mixed() -> None:
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32"), fake_trial(2, "fp32", "failed")]
+    trials[1].telemetry["device"]["name"] = "Example GPU"
+    trials[2].telemetry.clear()
+    summary = summary_by_precision(record_of(trials))
+    assert list(summary["device"]) == ["Example CPU", "Example GPU", "not known"]
+    assert list(summary["measured"]) == [1, 1, 0]
+    assert "device" in readable_summary(record_of(trials))
+    assert "fp32 on Example GPU" in precision_comparison(record_of(trials))
+
+
+def test_a_resumed_trial_is_not_charged_for_the_time_it_waited() -> None:
+    trial = fake_trial(0, "fp32")
+    waited = dataclasses.replace(
+        trial,
+        ended=trial.ended + timedelta(days=1),
+        seconds=trial.seconds + 86400,
+        telemetry={
+            **trial.telemetry,
+            "resumed_from_step": 40,
+            "train_seconds": 50.0,
+            "evaluation_seconds": 5.0,
+        },
+    )
+    assert list(trials_table(record_of([waited]))["seconds"]) == [55.0]
+
+
+def test_an_empty_study_gives_empty_tables() -> None:
+    record = record_of([])
+    for table in (
+        trials_table(record),
+        summary_by_precision(record),
+        readable_summary(record),
+        evaluations_table(record),
+        reasons_table(record),
+        importance_table(record),
+        precision_comparison(record),
+    ):
+        assert table.empty
+    assert best_trials(record) == []
+    assert "best_score" in summary_by_precision(record)
+
+
+def test_reasons_of_every_trial_that_is_not_complete() -> None:
+    table = reasons_table(fake_record())
+    assert (
+        dict(zip(table["number"], zip(table["outcome"], table["reason"], strict=True), strict=True))
+        == ENDINGS
+    )
+
+
+def test_evaluations_and_task_metrics() -> None:
+    record = fake_record()
+    table = evaluations_table(record)
+    assert len(table) == sum(len(trial.evaluations) for trial in record.trials)
+    assert {"score", "criteria/f1_macro", "evidence/span_f1"} <= set(table)
+    metrics = task_metrics_table(record.trials[0])
+    assert list(zip(metrics["task"], metrics["metric"], strict=True)) == [
+        ("criteria", "f1_macro"),
+        ("criteria", "f1_micro"),
+        ("evidence", "span_f1"),
+        ("evidence", "span_overlap_f1"),
+    ]
+    assert flat_metrics({"a": {"r2": 0.5}, "score": 0.4}) == {"a/r2": 0.5, "score": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("values", "directions", "front"),
+    [
+        ([[1, 1], [2, 2], [3, 1]], ("maximize", "maximize"), [False, True, True]),
+        ([[1, 1], [2, 2], [3, 1]], ("minimize", "maximize"), [True, True, False]),
+        ([[1, 1], [1, 1], [0, 0]], ("maximize", "maximize"), [True, True, False]),
+        ([[1, 1], [1, 2]], ("maximize", "maximize"), [False, True]),
+        ([[5]], ("minimize",), [True]),
+    ],
+    ids=["both up", "mixed", "equal points stay", "beaten in one", "one point"],
+)
+def test_pareto_front(values: list[list[float]], directions: tuple[str, ...], front: list[bool]) -> None:
+    assert list(pareto_front(np.array(values, dtype=float), directions)) == front
+
+
+def test_several_objectives_have_a_front_instead_of_a_best() -> None:
+    trials = [with_values(number, values) for number, values in enumerate([(0.5, 10), (0.6, 20), (0.4, 30)])]
+    record = record_of(trials, metric_names=("score", "memory"), directions=("maximize", "minimize"))
+    assert [trial.number for trial in best_trials(record)] == [0, 1]
+    summary = summary_by_precision(record)
+    assert (summary.loc[0, "best_score"], summary.loc[0, "best_memory"]) == (0.6, 10)
+
+
+def test_an_objective_may_be_a_measured_quantity() -> None:
+    trials = [with_values(0, (12.0,)), fake_trial(1, "fp32", "pruned")]
+    record = record_of(trials, metric_names=("train_examples_per_second",))
+    row = row_of(record, "fp32")
+    assert row["best_train_examples_per_second"] == 12.0
+    assert row["measured"] == 2

@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.trial import TrialState
+from postgres import PostgresServer
+from worker_process import result, study
+
+from hpo import slots as slots_module
+from hpo.config.search_space import suggest
+from hpo.errors import LeaseLostError
+from hpo.study.leases import Worker
+from hpo.study.process import process_start, this_machine
+from hpo.study.schema import slots, workers
+from hpo.study.storage import EvaluationRow, Storage, open_storage
+
+
+@pytest.fixture
+def storage(storage_url: str) -> Any:
+    with open_storage(storage_url, lease_seconds=3.0) as opened:
+        yield opened
+
+
+@pytest.fixture
+def opened(storage: Storage) -> optuna.Study:
+    return storage.create_or_resume_study(study(2))
+
+
+def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> Worker:
+    return Worker(storage, opened, max_retries=max_retries)
+
+
+def change_row(storage: Storage, worker: Worker, **values: Any) -> None:
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(**values))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_each_slot_is_claimed_once(storage: Storage, opened: optuna.Study) -> None:
+    with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
+        assert first.claim().slot == 0
+        assert second.claim().slot == 1
+        assert worker_on(storage, opened).claim() is None
+
+
+def test_threads_claim_different_slots(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(12))
+    claimed: list[int] = []
+
+    def claim_all() -> None:
+        with worker_on(storage, opened) as worker:
+            while lease := worker.claim():
+                claimed.append(lease.slot)
+                worker._update_slot(lease, state="done")
+
+    threads = [threading.Thread(target=claim_all) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == list(range(12))
+
+
+def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.Study) -> None:
+    config = study(2)
+    with worker_on(storage, opened) as worker:
+        zero, one = worker.claim(), None
+        worker.record_outcome(zero, worker.open_trial(zero), result("complete"))
+        one = worker.claim()
+        params = suggest(config.search_space, worker.open_trial(one))
+        worker.record_outcome(one, worker.open_trial(one), result("preempted"))
+    storage.create_or_resume_study(study(5))
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        assert (lease.slot, trial.number) == (1, 1)
+        assert suggest(config.search_space, trial) == params
+
+
+def test_leaving_opens_the_slot(storage: Storage, opened: optuna.Study) -> None:
+    with worker_on(storage, opened) as worker:
+        worker.open_trial(worker.claim())
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+    with worker_on(storage, opened) as worker:
+        assert worker.open_trial(worker.claim()).number == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "taken"),
+    [
+        ({"state": "live"}, False),
+        ({"last_seen": 0.0}, False),  # this process was asleep, but it lives
+        ({"process_start": "1"}, True),  # its process id was given to another process
+        ({"pid": 2**22 + 1}, True),
+        ({"machine": "elsewhere"}, False),
+        ({"machine": "elsewhere", "last_seen": 0.0}, True),
+        ({"state": "left"}, True),
+    ],
+)
+def test_slot_of_a_dead_worker_is_taken_over(
+    storage: Storage, opened: optuna.Study, row: dict[str, Any], taken: bool
+) -> None:
+    first, second = worker_on(storage, opened), worker_on(storage, opened)
+    storage.lease_seconds = 60.0
+    with first, second:
+        lease = first.claim()
+        number = first.open_trial(lease).number
+        second.claim()
+        change_row(storage, first, **row)
+        third = worker_on(storage, opened)
+        again = third.claim()
+        assert (again is not None) == taken
+        if again is not None:
+            assert again.slot == lease.slot
+            assert third.open_trial(again).number == number
+            with pytest.raises(LeaseLostError):
+                first.record_outcome(lease, opened.trials[0], result("complete"))
+            assert opened.trials[0].state == TrialState.RUNNING, "a worker without the lease stores nothing"
+
+
+def test_zombie_is_dead() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    assert process_start(child.pid) is not None
+    child.kill()
+    wait_for(lambda: process_start(child.pid) is None)
+    child.wait()
+    assert process_start(child.pid) is None
+
+
+def test_machine_is_named_the_same_in_other_processes() -> None:
+    code = "from hpo.study.process import this_machine; print(this_machine())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == this_machine()
+
+
+def test_heartbeat_renews_and_notices_a_lost_lease(storage: Storage, opened: optuna.Study) -> None:
+    storage.lease_seconds = 0.06
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        lease.check()
+
+        def last_seen() -> float:
+            with storage.engine.connect() as connection:
+                return float(connection.execute(sa.select(workers.c.last_seen)).scalar_one())
+
+        before = last_seen()
+        wait_for(lambda: last_seen() > before)
+        assert not lease.lost
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(slots).where(slots.c.slot == lease.slot).values(owner="other"))
+        wait_for(lambda: lease.lost)
+        with pytest.raises(LeaseLostError, match="Another worker has taken over slot 0"):
+            lease.check()
+
+
+def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> None:
+    config = study(2, max_retries=2)
+    opened = storage.create_or_resume_study(config)
+    with worker_on(storage, opened, max_retries=2) as worker:
+        params = []
+        for _ in range(3):
+            lease = worker.claim()
+            assert lease.slot == 0
+            trial = worker.open_trial(lease)
+            params.append(suggest(config.search_space, trial))
+            worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
+        assert params[1:] == params[:2]
+        assert [trial.user_attrs.get("retry_of") for trial in opened.trials] == [None, 0, 1]
+        assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 1}
+        assert worker.claim().slot == 1
+
+
+def test_retried_trial_starts_with_nothing_of_the_failed_one(storage: Storage, opened: optuna.Study) -> None:
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {}))
+        worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
+        lease = worker.claim()
+        again = worker.open_trial(lease)
+        frozen = opened.trials[again.number]
+        assert frozen.user_attrs == {"retry_of": trial.number}
+        assert frozen.intermediate_values == {}
+        worker.record_outcome(lease, again, result("nonfinite"))
+        assert opened.trials[again.number].constraints == {"feasible": 1.0}
+
+
+def test_other_outcomes_are_not_retried(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(7))
+    # `failed` without a traceback: `amp.on_unsupported: fail`.
+    outcomes = ("pruned", "nonfinite", "incompatible", "unsupported", "oom", "failed", "complete")
+    with worker_on(storage, opened) as worker:
+        for outcome in outcomes:
+            lease = worker.claim()
+            worker.record_outcome(lease, worker.open_trial(lease), result(outcome))
+        assert worker.claim() is None
+    assert [trial.user_attrs["outcome"] for trial in opened.trials] == list(outcomes)
+
+
+def test_trial_made_twice_is_used_once(storage: Storage, opened: optuna.Study) -> None:
+    """The database restarts after it made the trial and before it could say so."""
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        worker.open_trial(lease)
+        attrs = {slots_module.SLOT_ATTR: lease.slot}
+        opened.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, system_attrs=attrs))
+        assert worker.open_trial(lease).number == 0
+        assert [trial.state for trial in opened.trials] == [TrialState.RUNNING, TrialState.FAIL]
+        failed = result("failed", traceback="Traceback")
+        worker.record_outcome(lease, worker.open_trial(lease), failed)
+        assert worker.open_trial(worker.claim()).user_attrs["retry_of"] == 0, "the extra one is no failure"
+
+
+@pytest.mark.postgres
+def test_database_restart_in_the_middle_of_a_trial(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    config = study(2)
+    with open_storage(postgres_url, lease_seconds=0.6) as storage:
+        opened = storage.create_or_resume_study(config)
+        with worker_on(storage, opened) as worker:
+            lease = worker.claim()
+            trial = worker.open_trial(lease)
+            suggest(config.search_space, trial)
+            postgres_server.stop()
+            stored: list[bool] = []
+            row = EvaluationRow(1, 1.0, 1.0, {})
+            report = threading.Thread(
+                target=lambda: stored.append(storage.report_evaluation(trial, 1, 0.5, row))
+            )
+            report.start()
+            time.sleep(1.0)  # several heartbeats fail
+            postgres_server.start()
+            report.join(60)
+            assert stored == [False]
+
+            def heartbeat_age() -> float:
+                with storage.engine.connect() as connection:
+                    query = sa.select(storage.now - workers.c.last_seen).where(workers.c.id == worker.id)
+                    return float(connection.execute(query).scalar_one())
+
+            wait_for(lambda: heartbeat_age() < 0.3)
+            assert not lease.lost
+            worker.record_outcome(lease, trial, result("complete"))
+            # Connections of the pool that the restart broke are replaced.
+            postgres_server.stop()
+            postgres_server.start()
+            lease = worker.claim()
+            worker.record_outcome(lease, worker.open_trial(lease), result("complete"))
+        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 2}
+        assert [trial.state for trial in opened.trials] == [TrialState.COMPLETE] * 2

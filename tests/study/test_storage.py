@@ -1,0 +1,516 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+import sqlalchemy as sa
+import worker_process
+from optuna.trial import TrialState
+from worker_process import SPACE, notes, result, study
+
+from hpo.config.search_space import suggest
+from hpo.errors import InputError, StorageError, StudyChangedError
+from hpo.study.database import parse_url, redact, storage_url
+from hpo.study.leases import Worker
+from hpo.study.schema import worker_devices
+from hpo.study.storage import EvaluationRow, Storage, open_storage
+
+
+@pytest.fixture
+def storage(storage_url: str) -> Any:
+    with open_storage(storage_url) as opened:
+        yield opened
+
+
+def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
+    """Run one trial for each of `results`, and give the objects that each trial had."""
+    opened = storage.create_or_resume_study(config)
+    with Worker(storage, opened, max_retries=config.max_retries) as worker:
+        for trial_result in results:
+            lease = worker.claim()
+            trial = worker.open_trial(lease)
+            suggest(config.search_space, trial)
+            worker.record_outcome(lease, trial, trial_result)
+    return opened
+
+
+# Where the study lives
+
+
+def test_storage_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HPO_STORAGE", raising=False)
+    assert storage_url() == "sqlite:///runs/hpo.db"
+    monkeypatch.setenv("HPO_STORAGE", "sqlite:///a.db")
+    assert storage_url() == "sqlite:///a.db"
+    assert storage_url("sqlite:///b.db") == "sqlite:///b.db"
+
+
+@pytest.mark.parametrize(
+    ("url", "redacted"),
+    [
+        ("postgresql://me:secret@host:5432/db", "postgresql://me:***@host:5432/db"),
+        ("postgresql://me:se:c@ret@host/db", "postgresql://me:***@host/db"),
+        (
+            "postgresql://me@host/db?password=secret&sslmode=require",
+            "postgresql://me@host/db?password=***&sslmode=require",
+        ),
+        ("sqlite:///runs/hpo.db", "sqlite:///runs/hpo.db"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_password_is_hidden(url: str, redacted: str) -> None:
+    assert redact(url) == redacted
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"])
+def test_postgres_urls_get_the_driver_that_is_installed(scheme: str) -> None:
+    assert parse_url(f"{scheme}://me:a%40b@host/db").drivername == "postgresql+psycopg"
+
+
+def test_sqlite_waits_and_logs_ahead(sqlite_url: str) -> None:
+    with open_storage(sqlite_url, busy_seconds=7) as storage, storage.engine.connect() as connection:
+        pragma = {
+            name: connection.execute(sa.text(f"PRAGMA {name}")).scalar()
+            for name in ("journal_mode", "synchronous", "busy_timeout")
+        }
+    assert pragma == {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 7000}
+
+
+def test_schema_is_made_once_by_eight_processes(storage_url: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    processes = [worker_process.start_opening(storage_url, study(4), log) for _ in range(8)]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert [line["slots"] for line in notes(log)] == [{"open": 4, "running": 0, "done": 0}] * 8
+
+
+# The definition
+
+
+def test_resume_keeps_what_is_there(storage: Storage) -> None:
+    config = study(3)
+    run_trials(storage, config, result("complete"))
+    again = storage.create_or_resume_study(config)
+    assert len(again.trials) == 1
+    assert again.metric_names == ["score"]
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 1}
+
+
+def test_changed_search_space_is_refused_with_a_diff(storage: Storage) -> None:
+    storage.create_or_resume_study(study(3))
+    space = {**SPACE, "batch_size": {"type": "categorical", "choices": [8, 16]}}
+    space["weight_decay"] = {"type": "float", "low": 0.0, "high": 0.1}
+    del space["learning_rate"]
+    with pytest.raises(StudyChangedError, match="another search space than the study file") as refused:
+        storage.create_or_resume_study(study(3, search_space=space))
+    message = str(refused.value)
+    assert "- learning_rate: float" in message
+    assert "+ weight_decay: float" in message
+    assert "~ batch_size: choices" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"training": {"epochs": 7}}, "training.epochs: null -> 7"),
+        ({"data": {"source": "synthetic", "synthetic": {"seed": 5}}}, "data.synthetic.seed: 0 -> 5"),
+        ({"model": {"encoder": "other/name"}}, 'model.encoder: null -> "other/name"'),
+        ({"objective": {"metric": "a/f1"}}, "objective: "),
+        ({"amp": {"preset": "basic"}}, 'amp.preset: null -> "basic"'),
+    ],
+)
+def test_other_changes_that_make_results_incomparable_are_refused(
+    storage: Storage, change: dict[str, Any], line: str
+) -> None:
+    storage.create_or_resume_study(study(3))
+    with pytest.raises(StudyChangedError, match="another definition") as refused:
+        storage.create_or_resume_study(study(3, **change))
+    assert line in str(refused.value)
+
+
+def test_the_share_of_memory_may_change(storage: Storage) -> None:
+    storage.create_or_resume_study(study(3, amp={"memory_fraction": 0.5}))
+    storage.create_or_resume_study(study(3, amp={"memory_fraction": 0.25}))
+    assert storage.read_study("tiny").definition["amp"] == {"memory_fraction": 0.25}
+    storage.create_or_resume_study(study(3))
+    assert storage.read_study("tiny").definition["amp"] == {}
+
+
+def test_a_stored_grid_bounds_the_trials(storage: Storage) -> None:
+    space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
+    storage.create_or_resume_study(study(2, search_space=space, sampler={"name": "grid"}))
+    with pytest.raises(InputError, match="the grid has 2 combinations, but the study shall have 3 trials"):
+        storage.create_or_resume_study(study(3, search_space=space, sampler={}))
+    assert storage.slot_counts("tiny")["open"] == 2
+
+
+def test_data_that_have_changed_in_their_place_are_refused(storage: Storage) -> None:
+    config = study(3)
+    opened = storage.create_or_resume_study(config)
+    storage.check_data("tiny", "any, as none are bound")
+    for fingerprint in ("wrong at first", "as they were"):
+        storage.bind_data("tiny", fingerprint)
+    with Worker(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())  # type: ignore[arg-type]
+        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {"score": 0.5}))  # type: ignore[arg-type]
+    for name in ("bind_data", "check_data"):
+        with pytest.raises(StudyChangedError, match="have changed since it was made"):
+            getattr(storage, name)("tiny", "edited")
+    with pytest.raises(StorageError, match="There is no study"):
+        storage.bind_data("tinny", "as they were")
+    with pytest.raises(StudyChangedError, match="data of the study `tiny` have changed since it was made"):
+        storage.bind_data("tiny", "edited")
+    storage.bind_data("tiny", "as they were")
+
+
+def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
+    storage.create_or_resume_study(study(3))
+    changes: dict[str, Any] = {
+        "sampler": {"name": "tpe"},
+        "pruner": {"name": "median"},
+        "timeout": 5.0,
+        "max_retries": 3,
+        "device": "cpu",
+        "checkpoint": {"top_k": 1},
+    }
+    storage.create_or_resume_study(study(4, **changes))
+    definition = storage.read_study("tiny").definition
+    assert definition["timeout"] == 5.0
+    assert definition["n_trials"] == 4
+
+
+def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_path: Path) -> None:
+    def config(folder: str) -> Any:
+        return study(3, data={"source": "jsonl", "path": str(tmp_path / folder / "snips")})
+
+    storage.create_or_resume_study(config("here"))
+    storage.create_or_resume_study(config("there"))
+
+
+def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage) -> None:
+    run_trials(storage, study(4), result("complete"), result("complete"), result("preempted"))
+    storage.create_or_resume_study(study(6))
+    assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 2}
+    storage.create_or_resume_study(study(3))
+    assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+    assert [trial.outcome for trial in storage.read_study("tiny").trials] == [
+        "complete",
+        "complete",
+        "preempted",
+    ]
+
+    dropped = storage.create_or_resume_study(study(1)).trials
+    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 2}, "finished ones stay"
+    assert dropped[2].state == TrialState.FAIL
+    assert dropped[2].user_attrs["outcome_reason"] == "n_trials was lowered to 1"
+
+    storage.create_or_resume_study(study(4))
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 2}
+    run_trials(storage, study(4), result("complete"), result("complete"))
+    assert len(storage.read_study("tiny").trials) == 5
+
+
+def test_joining_worker_does_not_resize(storage: Storage) -> None:
+    storage.create_or_resume_study(study(5))
+    storage.create_or_resume_study(study(3), resize=False)
+    assert storage.slot_counts("tiny")["open"] == 5
+
+
+def test_deleted_study_begins_anew(storage: Storage) -> None:
+    """optuna-dashboard deletes Optuna's tables of a study and knows nothing of ours."""
+    run_trials(storage, study(2), result("complete"), result("complete"))
+    before = storage.study_token("tiny")
+    optuna.delete_study(study_name="tiny", storage=storage.optuna)
+    storage.create_or_resume_study(study(2))
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+    assert storage.study_token("tiny") != before
+
+
+def test_only_an_untried_study_is_discarded(storage: Storage) -> None:
+    storage.create_or_resume_study(study(2))
+    assert storage.has_study("tiny")
+    storage.discard_untried_study("tiny")
+    assert not storage.has_study("tiny")
+    assert optuna.get_all_study_names(storage.optuna) == []
+    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 0}
+
+    run_trials(storage, study(2, training={"epochs": 7}), result("preempted"))
+    storage.discard_untried_study("tiny")
+    assert not storage.has_study("tiny"), "a trial that was refused at its start stays RUNNING"
+
+    run_trials(storage, study(2), result("complete"), result("preempted"))
+    storage.discard_untried_study("tiny")
+    assert len(storage.read_study("tiny").trials) == 2
+
+
+def test_study_with_a_trial_under_way_is_not_discarded(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    with Worker(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())
+        storage.discard_untried_study("tiny")
+        assert storage.has_study("tiny"), "a worker has the trial"
+        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {}))
+    storage.discard_untried_study("tiny")
+    assert storage.has_study("tiny"), "the trial has an evaluation"
+
+
+def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
+    optuna.create_study(study_name="tiny", storage=storage.optuna).ask()
+    with pytest.raises(StorageError, match=r"`tiny` in .* was not made by hpo"):
+        storage.create_or_resume_study(study(2))
+
+
+def test_unknown_study_names_the_nearest(storage: Storage) -> None:
+    with pytest.raises(StorageError, match="It holds no study"):
+        storage.read_study("tini")
+    storage.create_or_resume_study(study(2))
+    with pytest.raises(StorageError, match=r"no study `tini` in .*Did you mean `tiny`"):
+        storage.read_study("tini")
+
+
+# What a trial stores
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state", "constraints"),
+    [
+        ("complete", TrialState.COMPLETE, {}),
+        ("pruned", TrialState.PRUNED, {}),
+        ("nonfinite", TrialState.PRUNED, {"feasible": 1.0}),
+        ("incompatible", TrialState.PRUNED, {"feasible": 1.0}),
+        ("unsupported", TrialState.PRUNED, {"feasible": 1.0}),
+        ("oom", TrialState.PRUNED, {"feasible": 1.0}),
+        ("failed", TrialState.FAIL, {}),
+        ("preempted", TrialState.RUNNING, {}),
+    ],
+)
+def test_outcome_becomes_optuna_state(
+    storage: Storage, outcome: str, state: TrialState, constraints: dict[str, float]
+) -> None:
+    done = run_trials(storage, study(2), result(outcome, reason="why"))
+    trial = done.trials[0]
+    assert trial.state == state
+    assert trial.constraints == constraints
+    record = storage.read_study("tiny").trials[0]
+    assert record.outcome == outcome
+    if outcome != "preempted":
+        assert record.reason == "why"
+        assert trial.user_attrs["outcome"] == outcome
+
+
+def test_headline_and_telemetry(storage: Storage) -> None:
+    headline = {
+        "fp_precision_effective": "bf16",
+        "train_examples_per_second": np.float32(7.5),
+        "peak_memory_bytes": np.int64(2**40),
+    }
+    telemetry = {
+        "metrics": {"task": {"f1_macro": float("nan")}},
+        "scaler": {"scale_max": float("inf")},
+        "n": (1, 2),
+    }
+    done = run_trials(storage, study(1), result("complete", headline=headline, telemetry=telemetry))
+    attributes = done.trials[0].user_attrs
+    assert set(attributes) == {
+        "outcome",
+        "outcome_reason",
+        "fp_precision_effective",
+        "train_examples_per_second",
+        "peak_memory_bytes",
+        "telemetry",
+    }
+    assert attributes["telemetry"] == {
+        "metrics": {"task": {"f1_macro": None}},
+        "scaler": {"scale_max": None},
+        "n": [1, 2],
+    }
+    assert attributes["peak_memory_bytes"] == 2**40
+
+
+@pytest.mark.parametrize("values", [None, (), (float("nan"),), (float("inf"),)])
+def test_complete_trial_must_have_finite_values(storage: Storage, values: Any) -> None:
+    with pytest.raises(ValueError, match="finite values"):
+        run_trials(storage, study(1), result("complete", values=values))
+
+
+def test_infeasible_trial_is_never_best(storage: Storage) -> None:
+    config = study(3)
+    opened = storage.create_or_resume_study(config)
+    with Worker(storage, opened, max_retries=0) as worker:
+        for value, outcome in ((0.9, "nonfinite"), (0.1, "complete"), (0.2, "pruned")):
+            lease = worker.claim()
+            trial = worker.open_trial(lease)
+            storage.report_evaluation(trial, 1, value, EvaluationRow(1, 1.0, 1.0, {}))
+            worker.record_outcome(lease, trial, result(outcome, values=(value,)))
+    assert opened.best_trial.number == 1
+
+
+def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
+    config = study(1)
+    opened = storage.create_or_resume_study(config)
+    with Worker(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())
+        metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
+        first = EvaluationRow(40, 0.5, 3.0, metrics, 10.0, 1300.0)
+        assert storage.report_evaluation(trial, 1, 0.5, first) is False
+        storage.report_evaluation(trial, 2, float("nan"), EvaluationRow(80, 1.0, 6.0, metrics))
+    record = storage.read_study("tiny").trials[0]
+    assert [row.step for row in record.evaluations] == [40, 80]
+    assert record.evaluations[0].seconds == 3.0
+    assert record.evaluations[0].metrics == {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}
+    assert opened.trials[0].intermediate_values == {1: 0.5}
+
+
+def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    with Worker(storage, opened, max_retries=0) as worker:
+        trials = [worker.open_trial(worker.claim())]
+        with Worker(storage, opened, max_retries=0) as other:
+            trials.append(other.open_trial(other.claim()))
+        for trial in trials:
+            for index in (1, 2, 3):
+                row = EvaluationRow(40 * index, 1.0, 3.0, {})
+                storage.report_evaluation(trial, index, 0.5, row)
+        storage.report_evaluation(trials[0], 2, 0.7, EvaluationRow(80, 1.0, 4.0, {}))
+    again, untouched = storage.read_study("tiny").trials
+    assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 3.0), (80, 4.0)]
+    assert [row.step for row in untouched.evaluations] == [40, 80, 120]
+    # Optuna cannot forget a value; the trial overtakes those.
+    assert opened.trials[0].intermediate_values == {1: 0.5, 2: 0.5, 3: 0.5}
+
+
+def test_pruner_is_asked(storage: Storage) -> None:
+    config = study(2)
+    opened = storage.create_or_resume_study(config)
+    opened.pruner = optuna.pruners.ThresholdPruner(lower=0.3)
+    with Worker(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())
+        assert storage.report_evaluation(trial, 1, 0.4, EvaluationRow(1, 1.0, 1.0, {})) is False
+        assert storage.report_evaluation(trial, 2, 0.2, EvaluationRow(2, 2.0, 2.0, {})) is True
+
+
+def test_several_objectives(storage: Storage) -> None:
+    objective = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
+    config = study(2, objective=objective)
+    opened = storage.create_or_resume_study(config)
+    with Worker(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        row = EvaluationRow(1, 1.0, 1.0, {"score": 0.5})
+        assert storage.report_evaluation(trial, 1, 0.5, row) is False, "Optuna cannot prune by two objectives"
+        worker.record_outcome(lease, trial, result("complete", values=(0.5, 100.0)))
+    record = storage.read_study("tiny")
+    assert record.metric_names == ("score", "peak_memory_bytes")
+    assert record.directions == ("maximize", "minimize")
+    assert record.trials[0].values == (0.5, 100.0)
+    assert len(record.trials[0].evaluations) == 1
+
+
+# The compatibility cache
+
+
+def test_compat_cache_keeps_the_first_result(storage: Storage) -> None:
+    assert storage.get_compat("key") is None
+    assert storage.put_compat("key", {"verdict": "ok", "speed": float("nan")}) == {
+        "verdict": "ok",
+        "speed": None,
+    }
+    assert storage.put_compat("key", {"verdict": "degraded"}) == {"verdict": "ok", "speed": None}
+    assert storage.get_compat("key") == {"verdict": "ok", "speed": None}
+    assert storage.get_compat("other") is None
+
+
+# Reading
+
+
+def test_read_study(storage: Storage) -> None:
+    config = study(3)
+    run_trials(storage, config, result("complete"), result("failed", traceback="Traceback: x"))
+    opened = storage.create_or_resume_study(config)
+    with Worker(storage, opened, max_retries=1) as worker:
+        trial = worker.open_trial(worker.claim())
+        record = storage.read_study("tiny")
+        running = record.trials[trial.number]
+        assert (running.state, running.outcome, running.ended, running.seconds) == (
+            "RUNNING",
+            "running",
+            None,
+            None,
+        )
+        assert [(w.id, w.alive, w.trial_number) for w in record.workers if w.alive] == [(worker.id, True, 2)]
+        assert running.attributes == {"retry_of": 1, "worker": worker.id}
+    record = storage.read_study("tiny")
+    assert record.trials[2].outcome == "preempted"
+    assert not any(worker.alive for worker in record.workers)
+    assert record.slots == {"open": 2, "running": 0, "done": 1}
+    complete, failed, _ = record.trials
+    assert complete.values == (0.5,)
+    assert complete.params == opened.trials[0].params
+    assert complete.started.tzinfo is not None
+    assert complete.seconds == pytest.approx((complete.ended - complete.started).total_seconds())
+    assert abs(complete.ended.timestamp() - time.time()) < 600, "times are UTC"
+    assert failed.state == "FAIL"
+    assert failed.attributes["traceback"] == "Traceback: x"
+    assert record.definition["search_space"]["batch_size"]["choices"] == [8, 16, 32]
+
+
+@pytest.mark.slow
+def test_five_thousand_trials_are_read_in_few_queries(sqlite_url: str) -> None:
+    with open_storage(sqlite_url) as storage:
+        opened = storage.create_or_resume_study(study(5000))
+        with storage.engine.begin() as connection:
+            study_id = storage.optuna.get_study_id_from_name("tiny")
+            names = ("trials", "trial_params", "trial_values", "trial_user_attributes")
+            tables = {name: sa.Table(name, sa.MetaData(), autoload_with=storage.engine) for name in names}
+            distribution = optuna.distributions.distribution_to_json(
+                optuna.distributions.FloatDistribution(0, 1)
+            )
+            ids = range(1, 5001)
+            rows: dict[str, list[dict[str, Any]]] = {
+                "trials": [
+                    {"trial_id": i, "number": i - 1, "study_id": study_id, "state": "COMPLETE"} for i in ids
+                ],
+                "trial_params": [
+                    {
+                        "trial_id": i,
+                        "param_name": f"p{k}",
+                        "param_value": 0.5,
+                        "distribution_json": distribution,
+                    }
+                    for i in ids
+                    for k in range(10)
+                ],
+                "trial_values": [
+                    {"trial_id": i, "objective": 0, "value": 0.5, "value_type": "FINITE"} for i in ids
+                ],
+                "trial_user_attributes": [
+                    {"trial_id": i, "key": "telemetry", "value_json": json.dumps({"a": {"b": [1.0] * 50}})}
+                    for i in ids
+                ],
+            }
+            for name in names:
+                connection.execute(sa.insert(tables[name]), rows[name])
+        queries = []
+        sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: queries.append(args[2]))
+        record = storage.read_study("tiny")
+        assert len(record.trials) == len(opened.get_trials(deepcopy=False)) == 5000
+        assert record.trials[-1].params == {f"p{k}": 0.5 for k in range(10)}
+        own = [query for query in queries if "hpo_" in query]
+        assert len(own) < 10
+
+
+def test_a_database_from_before_workers_named_their_devices(sqlite_url: str) -> None:
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(study(1))
+        with storage.engine.begin() as connection:
+            worker_devices.drop(connection)
+    with open_storage(sqlite_url, create=False) as storage:
+        assert storage.read_study("tiny").slots == {"open": 1, "running": 0, "done": 0}
+    with open_storage(sqlite_url) as storage:
+        assert not storage.has_other_workers_on("cpu")

@@ -1,0 +1,101 @@
+"""The reference of study files, as Markdown, made from the models that read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from hpo.config.distributions import DISTRIBUTIONS
+from hpo.config.study_config import StudyConfig
+from hpo.config.study_file import section_of
+
+_LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_NAMES = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Path: "path",
+    dict: "mapping",
+    tuple: "list",
+}
+
+
+def study_reference() -> str:
+    """Every key of a study file, as Markdown tables: values, default, meaning."""
+    return "\n\n".join(_sections(StudyConfig, ())) + "\n"
+
+
+def _sections(model: type[BaseModel], where: tuple[str, ...]) -> Iterator[str]:
+    """The table of a section, then those of the sections inside it."""
+    fields = {name: field for name, field in model.model_fields.items() if not field.exclude}
+    inner = {name: section for name, field in fields.items() if (section := section_of(field.annotation))}
+    title = f"`{'.'.join(where)}`" if where else "Top level"
+    yield f"#### {title}\n\n{_intro(model)}\n\n{_table(fields)}"
+    for name, section in inner.items():
+        if name == "search_space":
+            for kind, distribution in DISTRIBUTIONS.items():
+                rows = {key: field for key, field in distribution.model_fields.items() if key != "type"}
+                title = f"`search_space.<setting>`, `type: {kind}`"
+                yield f"#### {title}\n\n{_intro(distribution)}\n\n{_table(rows)}"
+        else:
+            yield from _sections(section, (*where, name))
+
+
+def _intro(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").strip()
+
+
+def _table(fields: dict[str, FieldInfo]) -> str:
+    lines = ["| Key | Values | Default | Meaning |", "| --- | --- | --- | --- |"]
+    for name, field in fields.items():
+        cells = (
+            f"`{name}`",
+            _values(field.annotation, field.metadata),
+            _default(field),
+            field.description or "",
+        )
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _values(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """`whole number >= 1`: what a field takes, in words."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _values(inside[0], [item for part in inside[1:] for item in _flat(part)])
+    if origin in (Union, UnionType):
+        return " or ".join(_values(option, metadata) for option in inside if option is not type(None))
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in inside)
+    if section_of(annotation):
+        return "section"
+    name = _NAMES.get(origin or annotation, "any value")
+    limits = [
+        f"{sign} {limit:.12g}"
+        for item in metadata
+        for key, sign in _LIMITS.items()
+        if (limit := getattr(item, key, None)) is not None
+    ]
+    return " ".join([name, ", ".join(limits)]).strip()
+
+
+def _flat(part: Any) -> Sequence[Any]:
+    return part.metadata if isinstance(part, FieldInfo) else (part,)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if section_of(field.annotation):
+        return ""
+    default = field.get_default(call_default_factory=True)
+    if default is None or default == {} or isinstance(default, BaseModel):
+        return ""
+    return f"`{json.dumps(default) if not isinstance(default, str) else default}`"

@@ -1,0 +1,186 @@
+"""Checkpoints: what is kept, what is found again, and what a torn or impossible write leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpo.errors import CheckpointError, Preempted
+from hpo.training.checkpoint import CheckpointStore, read_checkpoint
+
+WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "trial-00000")
+
+
+def test_what_is_saved_is_read(store: CheckpointStore) -> None:
+    store.save(3, WEIGHTS, state={"progress": {"step": 3}, "moments": [torch.ones(2)]})
+    store.wait()
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state["progress"] == {"step": 3}
+    assert all(torch.equal(latest.weights[name], WEIGHTS[name]) for name in WEIGHTS)
+    assert latest.weights["b"].dtype == torch.bfloat16
+
+
+def test_what_changes_after_saving_is_not_written(store: CheckpointStore) -> None:
+    weights, moment = {"a": torch.zeros(1000, 1000)}, torch.zeros(1000, 1000)
+    store.save(1, weights, state={"optimizer": {"state": [{"moment": moment}]}})
+    weights["a"].fill_(1.0)
+    moment.fill_(1.0)
+    store.wait()
+    latest = store.latest()
+    assert latest is not None
+    assert latest.weights["a"].eq(0).all()
+    assert latest.state["optimizer"]["state"][0]["moment"].eq(0).all()
+
+
+def test_nothing_saved_is_none(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    assert store.best() is None
+
+
+def test_the_newest_two_stay_and_one_at_the_end(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        store.save(step, WEIGHTS, state={}, best={})
+    store.wait()
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "best-00000003",
+        "step-00000002",
+        "step-00000003",
+    ]
+    store.finish()
+    assert sorted(path.name for path in store.folder.iterdir()) == ["best-00000003", "step-00000003"]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_weights_that_are_the_best_are_written_once(
+    store: CheckpointStore, has_links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_links:
+
+        def refuse(*_: object) -> None:
+            raise OSError("Operation not permitted")
+
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    later = {name: value + 1 for name, value in WEIGHTS.items()}
+    store.save(1, WEIGHTS, state={"kind": "step"}, best={"kind": "best"})
+    store.save(2, later, state={"kind": "step"})
+    store.wait()
+    best, same, other = (store.folder / name for name in ("best-00000001", "step-00000001", "step-00000002"))
+    inodes = [(path / "model.safetensors").stat().st_ino for path in (best, same, other)]
+    assert len(set(inodes)) == (2 if has_links else 3)
+    store.save(2, later, best={})  # drops the best of before
+    store.wait()
+    assert [read_checkpoint(path).state for path in (same, other)] == [{"kind": "step"}] * 2
+    for path, weights in ((same, WEIGHTS), (other, later)):
+        assert all(torch.equal(value, weights[name]) for name, value in read_checkpoint(path).weights.items())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    store: CheckpointStore, name: str, damage: str
+) -> None:
+    for step in (1, 2):
+        store.save(step, WEIGHTS, state={"step": step})
+    store.wait()
+    path = store.folder / "step-00000002" / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :])
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        read_checkpoint(path.parent)
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+
+
+class Payload:
+    """Something that only unpickling code can bring back."""
+
+
+def test_a_checkpoint_with_code_in_it_is_not_loaded(store: CheckpointStore) -> None:
+    store.save(1, WEIGHTS, state={})
+    store.wait()
+    path = store.folder / "step-00000001"
+    torch.save({"payload": Payload()}, path / "state.pt")
+    digests = {
+        name: hashlib.sha256((path / name).read_bytes()).hexdigest()
+        for name in ("model.safetensors", "state.pt")
+    }
+    (path / "manifest.json").write_text(json.dumps({"sha256": digests}))
+    with pytest.raises(CheckpointError, match=r"[Ww]eights.only"):
+        read_checkpoint(path)
+
+
+def test_a_full_disk_is_one_clear_error_and_loses_nothing(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(1, WEIGHTS, state={"step": 1})
+    store.wait()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpo.training.checkpoint.torch.save", full)
+    problem = r"not be written: .*No space left on device.*Free some space"
+    with pytest.raises(CheckpointError, match=problem), store:
+        store.save(2, WEIGHTS, state={"step": 2})
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+
+
+def fails_and_ends(store: CheckpointStore, end: type[BaseException]) -> None:
+    with store:
+        store.save(2, WEIGHTS, state={"step": 2})
+        raise end
+
+
+@pytest.mark.parametrize("end", [ZeroDivisionError, KeyboardInterrupt, Preempted])
+def test_a_failed_write_replaces_only_an_end_that_promises_a_checkpoint(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpo.training.checkpoint.torch.save", full)
+    with pytest.raises(CheckpointError if end is Preempted else end):
+        fails_and_ends(store, end)
+
+
+def test_no_memory_for_the_copy_is_an_error_of_the_checkpoint(store: CheckpointStore) -> None:
+    class TooLarge(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with pytest.raises(CheckpointError, match="no memory for the copy"):
+        store.save(1, TooLarge(a=torch.ones(1)), state={})
+
+
+def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: CheckpointStore) -> None:
+    store.save(1, WEIGHTS, state={"step": 1})
+    store.wait()
+    left = store.folder / ".step-00000002.999.tmp"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    latest = store.latest()
+    assert latest is not None
+    assert latest.state == {"step": 1}
+    store.finish()
+    assert not left.exists()

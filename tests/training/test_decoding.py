@@ -1,0 +1,463 @@
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpo.data.tasks import TASK_KINDS, Task
+from hpo.training.decoding import (
+    EVIDENCE_MERGE_GAPS,
+    EVIDENCE_THRESHOLDS,
+    Decision,
+    choose_decision,
+    choose_decisions,
+    decode,
+    decode_tasks,
+    score_tasks,
+)
+from hpo.training.metrics import score
+from hpo.training.spans import MAX_ANSWER_TOKENS
+
+NAMES = ("a", "b")
+SINGLE = Task("t", "single_label", NAMES)
+MULTI = Task("t", "multi_label", NAMES)
+NUMBER = Task("t", "regression", target_mean=10.0, target_std=2.0)
+SLOTS = Task("t", "token_classification", NAMES)
+OVERLAPPING = Task("t", "token_classification", NAMES, spans_may_overlap=True)
+ANSWER = Task("t", "span_extraction", ("answer",), inside_segment="context")
+EVIDENCE = Task("t", "span_per_label", NAMES, evidence_for="labels")
+ALL = (SINGLE, MULTI, NUMBER, SLOTS, OVERLAPPING, ANSWER, EVIDENCE)
+
+
+@dataclass(frozen=True)
+class Row:
+    text: str
+    labels: dict[str, Any] = field(default_factory=dict)
+    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    alt_spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    segments: dict[str, tuple[int, int]] = field(default_factory=dict)
+    annotated: frozenset[str] = frozenset({"t"})
+
+
+@dataclass(frozen=True)
+class Split:
+    examples: Sequence[Row]
+    char_start_T: Any
+    char_end_T: Any
+    owned_T: Any
+    window_start_W1: Any
+    window_example_W: Any
+
+
+def make_split(rows: Sequence[Row], window: int = 1000, overlap: int = 0) -> Split:
+    """Each word is a token; a window is [CLS], at most `window` words, [SEP]. The later window owns what
+    two hold."""
+    start, end, owned, bounds, example = [], [], [], [0], []
+    for e, row in enumerate(rows):
+        words = [match.span() for match in re.finditer(r"\S+", row.text)]
+        step = window - overlap
+        for first in range(0, max(1, len(words) - overlap), step):
+            part = words[first : first + window]
+            is_last = first + window >= len(words)
+            start += [-1, *(s for s, _ in part), -1]
+            end += [-1, *(e for _, e in part), -1]
+            owned += [False, *(i < step or is_last for i in range(len(part))), False]
+            bounds.append(len(start))
+            example.append(e)
+    return Split(
+        rows,
+        np.array(start, np.int32),
+        np.array(end, np.int32),
+        np.array(owned),
+        np.array(bounds, np.int64),
+        np.array(example, np.int32),
+    )
+
+
+def words_of(split: Split) -> list[list[int]]:
+    """Each example's owned tokens (indices into T), in order."""
+    tokens: list[list[int]] = [[] for _ in split.examples]
+    for w, example in enumerate(split.window_example_W):
+        for t in range(split.window_start_W1[w], split.window_start_W1[w + 1]):
+            if split.owned_T[t]:
+                tokens[example].append(t)
+    return tokens
+
+
+def random_rows(rng: np.random.Generator, count: int, longest: int = 14) -> list[Row]:
+    return [
+        Row(" ".join("w" * int(rng.integers(1, 5)) for _ in range(rng.integers(1, longest))))
+        for _ in range(count)
+    ]
+
+
+def one_hot(tags: Sequence[int], num_classes: int) -> Any:
+    return 5 * np.eye(num_classes, dtype=np.float32)[list(tags)]
+
+
+def test_single_label_means_the_log_probabilities_of_windows() -> None:
+    split = make_split([Row("x y"), Row("z")], window=1)
+    assert split.window_example_W.tolist() == [0, 0, 1]
+    # Window 1 is sure of b, window 0 leans to a; the sum of raw logits would say a.
+    logits = np.array([[100.0, 99.0], [0.0, 3.0], [2.0, 0.0]], np.float32)
+    assert decode(SINGLE, logits, split, Decision()) == ["b", "a"]
+
+
+def test_multi_label_takes_the_largest_probability_of_windows() -> None:
+    split = make_split([Row("x y"), Row("z")], window=1)
+    logits = np.array([[3.0, -3.0], [-5.0, -3.0], [-1.0, -0.5]], np.float32)
+    assert decode(MULTI, logits, split, Decision()) == [["a"], []]
+    assert decode(MULTI, logits, split, Decision(threshold=0.3)) == [["a"], ["b"]]
+
+
+def test_regression_means_windows_in_raw_units() -> None:
+    split = make_split([Row("x y"), Row("z")], window=1)
+    assert decode(NUMBER, np.array([[1.0], [2.0], [-1.0]], np.float32), split, Decision()) == [13.0, 8.0]
+
+
+#       O  B-a I-a B-b I-b  are tags 0 to 4
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        ([1, 2, 0, 3], [("a", 0, 2), ("b", 3, 4)]),
+        ([2, 2, 0, 0], [("a", 0, 2)]),  # an I without B begins a span
+        ([1, 4, 4, 0], [("a", 0, 1), ("b", 1, 3)]),  # another name ends it
+        ([1, 1, 2, 2], [("a", 0, 1), ("a", 1, 4)]),  # B begins anew
+        ([0, 0, 0, 0], []),
+        ([0, 0, 0, 2], [("a", 3, 4)]),
+    ],
+)
+def test_bio_rules(tags: list[int], expected: list[tuple[str, int, int]]) -> None:
+    split = make_split([Row("xx yy zz uu"), Row("v")])
+    logits = one_hot([0, *tags, 0, 0, 2, 0], 5)
+    in_words = [
+        (name, start // 3, (end + 1) // 3) for name, start, end in decode(SLOTS, logits, split, Decision())[0]
+    ]
+    assert in_words == expected
+    assert decode(SLOTS, logits, split, Decision())[1] == [("a", 0, 1)]
+
+
+def bio_reference(tags: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
+    """Spans of tags (prefix, name), one token at a time."""
+    spans: list[list[Any]] = []
+    open_name = ""
+    for i, (prefix, name) in enumerate(tags):
+        if prefix != "O" and (prefix == "B" or name != open_name):
+            spans.append([name, i, i])
+        elif prefix == "I":
+            spans[-1][2] = i
+        open_name = name
+    return [tuple(span) for span in spans]
+
+
+@pytest.mark.parametrize("window", [1000, 5])
+@pytest.mark.parametrize("task", [SLOTS, OVERLAPPING], ids=["joint", "overlapping"])
+@pytest.mark.parametrize("seed", range(3))
+def test_bio_decoding_equals_a_plain_loop(task: Task, window: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    split = make_split(random_rows(rng, 30), window, overlap=2 if window == 5 else 0)
+    logits = rng.normal(size=(len(split.owned_T), task.num_outputs)).astype(np.float32)
+    expected = []
+    for tokens in words_of(split):
+        found = []
+        for n, name in enumerate(NAMES):
+            tags = []
+            for t in tokens:
+                if task.spans_may_overlap:
+                    tag = int(logits[t, 3 * n : 3 * n + 3].argmax())
+                else:
+                    tag = int(logits[t].argmax()) - 2 * n
+                    tag = tag if tag in (1, 2) else 0
+                tags.append(("OBI"[tag], name if tag else ""))
+            found += [
+                (n, split.char_start_T[tokens[i]], split.char_end_T[tokens[j]])
+                for n, i, j in bio_reference(tags)
+            ]
+        expected.append(sorted(found, key=lambda span: (span[1], span[2], span[0])))
+    assert decode(task, logits, split, Decision()) == expected
+    assert sum(map(len, expected)) > 30
+
+
+def test_no_span_joins_segments_that_are_encoded_in_another_order() -> None:
+    # The second segment of the text comes first, as in a pair (question, context) of a text that ends
+    # with the question.
+    row = Row("xx yy zz uu")
+    split = Split([row], *(np.array(v) for v in ([6, 9, 0, 3], [8, 11, 2, 5], [True] * 4, [0, 4], [0])))
+    assert decode(SLOTS, one_hot([1, 2, 2, 2], 5), split, Decision()) == [[("a", 0, 5), ("a", 6, 11)]]
+
+
+def test_spans_lose_outer_white_space_and_empty_ones_are_dropped() -> None:
+    split = Split(
+        [Row("x  yy z")], *(np.array(v) for v in ([0, 1, 3, 5], [1, 3, 6, 7], [True] * 4, [0, 4], [0]))
+    )
+    assert decode(SLOTS, one_hot([0, 1, 2, 0], 5), split, Decision()) == [[("a", 3, 5)]]
+    assert decode(SLOTS, one_hot([0, 1, 0, 0], 5), split, Decision()) == [[]]
+
+
+def answer_reference(split: Split, logits: Any) -> list[tuple[float, list[tuple[str, int, int]]]]:
+    """For each example the best margin over no answer and its span, pair by pair."""
+    best: list[tuple[float, list[tuple[str, int, int]]]] = [(-np.inf, []) for _ in split.examples]
+    for w, example in enumerate(split.window_example_W):
+        first, last = split.window_start_W1[w], split.window_start_W1[w + 1]
+        low, high = split.examples[example].segments["context"]
+        null = float(logits[first, 0]) + float(logits[first, 1])
+        for i, j in itertools.combinations_with_replacement(range(first, last), 2):
+            inside = all(split.char_start_T[t] >= low and 0 <= split.char_end_T[t] <= high for t in (i, j))
+            margin = float(logits[i, 0]) + float(logits[j, 1]) - null
+            if inside and split.owned_T[i] and j - i < MAX_ANSWER_TOKENS and margin > best[example][0]:
+                best[example] = (margin, [("answer", int(split.char_start_T[i]), int(split.char_end_T[j]))])
+    return best
+
+
+@pytest.mark.parametrize("window", [1000, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_equal_a_search_over_all_pairs(window: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = []
+    for row in random_rows(rng, 8, longest=90):
+        context = row.text.find(" ") + 1
+        rows.append(Row(row.text, segments={"question": (0, context), "context": (context, len(row.text))}))
+    split = make_split(rows, window, overlap=10 if window == 40 else 0)
+    logits = rng.normal(size=(len(split.owned_T), 2)).astype(np.float32)
+    # Far-off pairs that the bound on the length has to refuse.
+    logits[split.window_start_W1[1:] - 2, 1] += 3
+    expected = answer_reference(split, logits)
+    for offset in (-100.0, 0.0, 4.0, 100.0):
+        wanted = [spans if margin > offset else [] for margin, spans in expected]
+        assert decode(ANSWER, logits, split, Decision(null_offset=offset)) == wanted
+
+
+def evidence_reference(
+    split: Split, logits: Any, labels: list[list[str]], threshold: float, gap: int
+) -> list[Any]:
+    """Evidence of each example and class, one token at a time."""
+    predictions = []
+    for tokens, names in zip(words_of(split), labels, strict=True):
+        found = []
+        for name in names:
+            p = [1 / (1 + np.exp(-float(logits[t, NAMES.index(name)]))) for t in tokens]
+            limit = threshold if max(p) > threshold else max(p) / 2
+            runs: list[list[int]] = []
+            for i in range(len(p)):
+                if p[i] > limit:
+                    if runs and i - runs[-1][1] - 1 <= gap:
+                        runs[-1][1] = i
+                    else:
+                        runs.append([i, i])
+            if max(p) <= threshold:
+                runs = [run for run in runs if max(p[run[0] : run[1] + 1]) == max(p)]
+            found += [(name, split.char_start_T[tokens[i]], split.char_end_T[tokens[j]]) for i, j in runs]
+        predictions.append(sorted(found, key=lambda span: (span[1], span[2], span[0])))
+    return predictions
+
+
+@pytest.mark.parametrize("window", [1000, 5])
+@pytest.mark.parametrize("seed", range(3))
+def test_evidence_equals_a_plain_loop(window: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    split = make_split(random_rows(rng, 30), window, overlap=2 if window == 5 else 0)
+    logits = rng.normal(-1, 1.5, size=(len(split.owned_T), 2)).astype(np.float32)
+    labels = [[name for name in NAMES if rng.random() < 0.6] for _ in split.examples]
+    for threshold, gap in itertools.product((0.2, 0.5, 0.95), (0, 1, 3)):
+        ours = decode(EVIDENCE, logits, split, Decision(threshold=threshold, merge_gap=gap), labels)
+        assert ours == evidence_reference(split, logits, labels, threshold, gap)
+        for spans, names in zip(ours, labels, strict=True):
+            assert {name for name, _, _ in spans} == set(names)
+
+
+def test_evidence_belongs_to_predicted_classes_alone() -> None:
+    split = make_split([Row("xx yy zz")])
+    logits = np.array([[0, 0], [9, -9], [-9, 9], [-9, 9], [0, 0]], np.float32)
+    assert decode(EVIDENCE, logits, split, Decision(), [[]]) == [[]]
+    assert decode(EVIDENCE, logits, split, Decision(), [["b", "no evidence is marked for this"]]) == [
+        [("b", 3, 8)]
+    ]
+    assert decode(EVIDENCE, logits, split, Decision(), ["a"]) == [[("a", 0, 2)]]
+    with pytest.raises(ValueError, match="needs the predicted labels of its task labels"):
+        decode(EVIDENCE, logits, split, Decision())
+
+
+def truth_rows(rng: np.random.Generator, task: Task) -> list[Row]:
+    """Rows with a truth for the task; every fifth is not annotated."""
+    rows = []
+    for i, row in enumerate(random_rows(rng, 60)):
+        words = [match.span() for match in re.finditer(r"\S+", row.text)]
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for name in task.labels:
+            if rng.random() < 0.6:
+                first = int(rng.integers(len(words)))
+                last = min(len(words) - 1, first + int(rng.integers(4)))
+                spans[name] = [(words[first][0], words[last][1])]
+        annotated = frozenset() if i % 5 == 0 else frozenset({"t"})
+        labels = {} if i % 5 == 0 else {"t": sorted(spans)}
+        rows.append(Row(row.text, labels, spans, spans, {"context": (0, len(row.text))}, annotated))
+    return rows
+
+
+def noisy_logits(rng: np.random.Generator, task: Task, split: Split) -> Any:
+    """Logits that lean to the truth."""
+    if task.kind == "multi_label":
+        shape = (len(split.window_example_W), 2)
+        truth = np.array(
+            [[name in split.examples[e].spans for name in NAMES] for e in split.window_example_W]
+        )
+        return (rng.normal(-3, 1, shape) + 1.5 * truth).astype(np.float32)
+    logits = rng.normal(-1, 1, (len(split.owned_T), task.num_outputs))
+    example_T = np.repeat(split.window_example_W, np.diff(split.window_start_W1))
+    for t, example in enumerate(example_T):
+        for n, name in enumerate(task.labels):
+            for start, end in split.examples[example].spans.get(name, ()):
+                if task.kind == "span_extraction":
+                    logits[t] += 3 * np.array([split.char_start_T[t] == start, split.char_end_T[t] == end])
+                elif start <= split.char_start_T[t] < end:
+                    logits[t, n] += 1.5
+    return logits.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("task", "metric"),
+    [(task, metric) for task in (MULTI, ANSWER, EVIDENCE) for metric in task.metrics],
+    ids=lambda value: value if isinstance(value, str) else value.kind,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_decision_maximises_the_metric(task: Task, metric: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    split = make_split(truth_rows(rng, task))
+    logits = noisy_logits(rng, task, split)
+    labels = [sorted(row.spans) for row in split.examples] if task is EVIDENCE else None
+    candidates = {
+        "multi_label": [Decision(threshold=1 / (1 + np.exp(-x))) for x in np.linspace(-7, 7, 141)],
+        "span_extraction": [Decision(null_offset=x) for x in np.linspace(-12, 12, 600)],
+        "span_per_label": [
+            Decision(threshold=x, merge_gap=gap) for x in EVIDENCE_THRESHOLDS for gap in EVIDENCE_MERGE_GAPS
+        ],
+    }[task.kind]
+
+    def value(decision: Decision) -> float:
+        return score(task, decode(task, logits, split, decision, labels), split.examples)[metric]
+
+    values = [value(candidate) for candidate in candidates]
+    chosen = choose_decision(task, logits, split, labels, metric)
+    assert value(chosen) >= max(values)
+    assert min(values) < max(values) or metric.endswith("_answerable")
+    if metric == task.primary_metric:
+        assert choose_decision(task, logits, split, labels) == chosen
+
+
+def test_tasks_are_decided_decoded_and_scored_together() -> None:
+    labels = Task("labels", "multi_label", NAMES)
+    evidence = Task("evidence", "span_per_label", NAMES, evidence_for="labels")
+    both = frozenset({"labels", "evidence"})
+    rows = [
+        Row("xx yy zz", {"labels": ["a"]}, {"a": [(3, 8)]}, annotated=both),
+        Row("xx yy zz", {"labels": []}, annotated=both),
+    ]
+    split = make_split(rows)
+    logits = {
+        "labels": np.array([[-2, -5], [-4, -5]], np.float32),
+        "evidence": np.tile(np.array([[0], [-2], [1], [1], [0]], np.float32), (2, 2)),
+    }
+    # Evidence comes first, but is decided by the classes that the other task predicts.
+    tasks = (evidence, labels)
+    decisions = choose_decisions(tasks, logits, split)
+    assert list(decisions) == ["evidence", "labels"]
+    predictions = decode_tasks(tasks, logits, split, decisions)
+    assert predictions == {"evidence": [[("a", 3, 8)], []], "labels": [["a"], []]}
+    scores = score_tasks(tasks, predictions, rows)
+    assert scores["labels"]["f1_macro"] == scores["evidence"]["span_f1"] == 1.0
+    recall = Decision(threshold=0.001)
+    assert decode_tasks(tasks, logits, split, decisions | {"labels": recall})["evidence"][1] != []
+
+
+def test_decisions_are_chosen_for_the_metric_that_is_named() -> None:
+    rows = [Row("x", {"t": ["a"] if i < 30 else ["b"] if i < 32 else []}) for i in range(100)]
+    split = make_split(rows)
+    logits = np.random.default_rng(0).normal(0, 1, (100, 2)).astype(np.float32)
+    logits[:30, 0] += 2
+    for metric in MULTI.metrics:
+        chosen = choose_decisions((MULTI,), {"t": logits}, split, {"t": metric})
+        assert chosen == {"t": choose_decision(MULTI, logits, split, metric=metric)}
+    assert choose_decisions((MULTI,), {"t": logits}, split) == {"t": choose_decision(MULTI, logits, split)}
+
+
+def test_rare_classes_get_a_threshold_far_below_a_half() -> None:
+    rows = [Row("x", {"t": ["a"] if i < 5 else []}) for i in range(100)]
+    split = make_split(rows)
+    logits = np.full((100, 2), -6.0, np.float32)
+    logits[:5, 0] = -4.0
+    decision = choose_decision(MULTI, logits, split)
+    assert 0.003 < decision.threshold < 0.018
+    assert score(MULTI, decode(MULTI, logits, split, decision), rows)["f1_macro"] == 1.0
+
+
+def test_answers_of_equal_margins_are_not_parted() -> None:
+    rows = [
+        Row("xx", spans={"answer": [(0, 2)]} if i < 4 else {}, segments={"context": (0, 2)}) for i in range(6)
+    ]
+    split = make_split(rows)
+    logits = np.tile(np.array([[0, 0], [1, 1], [0, 0]], np.float32), (6, 1))
+    decision = choose_decision(ANSWER, logits, split)
+    assert score(ANSWER, decode(ANSWER, logits, split, decision), rows)["span_f1"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
+def test_without_annotated_rows_the_decision_is_the_default(task: Task) -> None:
+    split = make_split([Row("x y", annotated=frozenset())])
+    size = len(split.window_example_W) if task.level == "sequence" else len(split.owned_T)
+    logits = np.zeros((size, task.num_outputs), np.float32)
+    assert choose_decision(task, logits, split, [["a"]]) == Decision()
+
+
+@pytest.mark.parametrize("task", [SINGLE, NUMBER, SLOTS], ids=lambda task: task.kind)
+def test_kinds_with_nothing_to_decide_get_the_default(task: Task) -> None:
+    split = make_split([Row("x y")])
+    logits = np.ones((1 if task.level == "sequence" else 4, task.num_outputs), np.float32)
+    assert choose_decision(task, logits, split) == Decision()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
+def test_nonfinite_logits_are_decoded_without_an_error(task: Task, value: float) -> None:
+    rng = np.random.default_rng(0)
+    truth = {"single_label": "a", "regression": 1.0}.get(task.kind, ["a"])
+    rows = [
+        Row(
+            row.text,
+            {"t": truth},
+            {name: [(0, 1)] for name in task.labels},
+            segments={"context": (0, len(row.text))},
+        )
+        for row in random_rows(rng, 6)
+    ]
+    split = make_split(rows, window=4, overlap=1)
+    size = len(split.window_example_W) if task.level == "sequence" else len(split.owned_T)
+    logits = rng.normal(size=(size, task.num_outputs)).astype(np.float32)
+    for share in (0.3, 1.0):
+        logits[rng.random(logits.shape) < share] = value
+        labels = [["a"]] * len(rows)
+        decision = choose_decision(task, logits, split, labels)
+        predictions = decode(task, logits, split, decision, labels)
+        assert len(predictions) == len(rows)
+        assert all(np.isfinite(list(score(task, predictions, rows).values())))
+        assert json.loads(json.dumps(asdict(decision), allow_nan=False)) == asdict(decision)
+
+
+@pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
+def test_a_split_with_no_text_to_read_has_empty_predictions(task: Task) -> None:
+    # A text of which truncation left the special tokens alone.
+    split = Split([Row("x")], *(np.array(v) for v in ([-1, -1], [-1, -1], [False] * 2, [0, 2], [0])))
+    size = 1 if task.level == "sequence" else 2
+    predictions = decode(
+        task, np.full((size, task.num_outputs), -1.0, np.float32), split, Decision(), [["a"]]
+    )
+    assert predictions == [{"single_label": "a", "regression": 8.0}.get(task.kind, [])]
+
+
+def test_every_kind_is_tested() -> None:
+    assert {task.kind for task in ALL} == set(TASK_KINDS)

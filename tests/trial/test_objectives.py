@@ -1,0 +1,53 @@
+"""What an objective can name and what it is worth."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpo.data.tasks import Task
+from hpo.errors import InputError
+from hpo.trial.objectives import check_metric, decision_metrics, metric_names, objective_value
+
+TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
+METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
+
+
+def test_score_is_the_mean_of_the_primary_metrics() -> None:
+    assert objective_value("score", METRICS, TASKS, {}) == pytest.approx(0.3)
+
+
+def test_a_task_without_labels_is_left_out_of_the_score() -> None:
+    assert objective_value("score", METRICS | {"size": {}}, TASKS, {}) == 0.5
+
+
+def test_a_metric_of_a_task_and_a_measured_one() -> None:
+    assert objective_value("topic/accuracy", METRICS, TASKS, {}) == 0.7
+    assert objective_value("peak_memory_bytes", METRICS, TASKS, {"peak_memory_bytes": 5}) == 5
+
+
+@pytest.mark.parametrize(
+    ("metric", "metrics"),
+    [("score", {"topic": {}, "size": {}}), ("size/r2", {"topic": {}, "size": {"r2": float("nan")}})],
+)
+def test_no_value_is_an_error_and_never_nan(metric: str, metrics: dict[str, dict[str, float]]) -> None:
+    with pytest.raises(InputError, match=f"the objective {metric} has no value"):
+        objective_value(metric, metrics, TASKS, {})
+
+
+def test_what_no_step_has_measured_yet_is_nan_and_no_fault_of_the_data() -> None:
+    value = objective_value("train_tokens_per_second", METRICS, TASKS, {"train_tokens_per_second": None})
+    assert math.isnan(value)
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    for known in metric_names(TASKS):
+        check_metric(known, TASKS)
+    with pytest.raises(InputError, match=r"'topic/accurcy'\. Did you mean `topic/accuracy`"):
+        check_metric("topic/accurcy", TASKS)
+
+
+def test_thresholds_are_chosen_for_the_objective_that_names_the_task() -> None:
+    assert decision_metrics(["score", "tags/f1_micro"]) == {"tags": "f1_micro"}
+    assert decision_metrics(["tags/f1_micro", "tags/exact_match"]) == {"tags": "f1_micro"}
