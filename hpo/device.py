@@ -8,15 +8,10 @@ support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import os
 import platform
-import resource
 import socket
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +21,6 @@ from hpo.errors import InputError
 CUDA_CONTEXT_BYTES = 2**30
 """Left for the CUDA context of each process on a GPU, its kernels and handles: no allocator counts them."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 # /proc/cpuinfo's flags (x86: "flags", Arm: "Features") and the names used here.
 _CPU_FEATURES = {
@@ -205,80 +199,6 @@ def _cpu_features() -> frozenset[str]:
     return frozenset(_CPU_FEATURES[flag] for flag in flags if flag in _CPU_FEATURES)
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep the memory of freed tensors for the next ones (mallopt(3)); elsewhere do nothing.
-
-    By default it gives every tensor of some megabytes back to the kernel at once, which clears the pages of
-    the next one again: about a fifth of a training step. The process then holds on to its peak.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-@contextlib.contextmanager
-def imported_for_good() -> Iterator[None]:
-    """Import large libraries in here: the garbage collector looks neither at what they make nor at what is
-    there already, now or later.
-
-    torch and transformers make a million objects and no garbage. A full collection looks at each of them for
-    a third of a second, and there would be several before the first training step.
-    """
-    was_enabled = gc.isenabled()
-    gc.collect()  # what is garbage now would stay for good
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
-
-
-def collect_garbage(*, keep_the_rest: bool) -> None:
-    """Free what is held by reference cycles alone, such as the model of a trial that failed.
-
-    `keep_the_rest` takes what is left out of all later collections, as `imported_for_good` does.
-    """
-    gc.collect()
-    if keep_the_rest:
-        gc.freeze()
-
-
-class PeakMemory:
-    """The most memory that was held since `reset`, in bytes, as the allocator or the kernel tells.
-
-    CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), which
-    Linux lets a process reset (proc(5), clear_refs); it includes the interpreter and the libraries.
-    Where the reset is not allowed, it is the peak since the process began.
-    """
-
-    def __init__(self, device: DeviceInfo) -> None:
-        self._device = device
-
-    def reset(self) -> None:
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats(self._device.index)
-            return
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def read(self) -> int:
-        if self._device.type == "cuda":
-            import torch
-
-            return int(torch.cuda.max_memory_allocated(self._device.index))
-        status = Path("/proc/self/status")
-        if status.exists():
-            for line in status.read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 class Utilization:
     """How busy the device was, between 0 and 1, averaged since it was made or last read.
 
@@ -312,32 +232,9 @@ class Utilization:
         return min(1.0, (cpu - self._cpu) / elapsed / self._num_threads)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` is an allocator's refusal, on a GPU or a CPU."""
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # The CPU allocator raises a plain RuntimeError: c10/core/impl/alloc_cpu.cpp.
-    messages = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
-
-
 def synchronize(device: DeviceInfo) -> None:
     """Wait until all work queued on the device is done; nothing to wait for on a CPU."""
     if device.type == "cuda":
         import torch
 
         torch.cuda.synchronize(device.index)
-
-
-def release_free_memory(device: DeviceInfo) -> None:
-    """Give freed memory back, so that the next peak shows what is used and not what was kept."""
-    gc.collect()
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.empty_cache()
-        return
-    with contextlib.suppress(OSError, AttributeError):  # glibc only
-        ctypes.CDLL("libc.so.6").malloc_trim(0)

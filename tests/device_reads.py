@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpo.data.tokenized_split import Batch
+from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
 
 READS = {

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hpo.config.distributions import DISTRIBUTIONS
+from hpo.config.search_space import DISTRIBUTIONS
 from hpo.config.study_config import StudyConfig
 from hpo.config.study_file import section_of
 

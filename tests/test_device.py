@@ -15,22 +15,24 @@ import torch
 
 from hpo.device import (
     DeviceInfo,
-    PeakMemory,
     Utilization,
     _uuid,
     available_cores,
-    collect_garbage,
     cuda_devices,
-    imported_for_good,
-    is_out_of_memory,
-    keep_freed_memory,
     memory_limit,
     memory_share,
     probe_device,
-    release_free_memory,
     visible_devices,
 )
 from hpo.errors import InputError
+from hpo.memory import (
+    PeakMemory,
+    collect_garbage,
+    imported_for_good,
+    is_out_of_memory,
+    keep_freed_memory,
+    release_free_memory,
+)
 
 
 def test_the_cpu_is_described() -> None:

@@ -1,43 +1,62 @@
-"""Each file imports only from files before it in the README's list, so a trial is followed downwards."""
+"""Each folder imports only from the folders below it, so a trial is followed downwards; no file is in a circle."""
 
 from __future__ import annotations
 
 import ast
 import re
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
-from readme import README
 
-ROOT = README.parent
-LAYOUT = README.read_text().split("## Where things are", 1)[1].split("\n## ", 1)[0]
-ORDER = re.findall(r"`(\w+)\.py`", LAYOUT)
+PACKAGE = Path(__file__).parents[1] / "hpo"
+FLOORS = ("cli", "report", "study", "trial", "training", "models", "data", "config", "precision")
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+KNOWS_OPTUNA = ("cli", "report", "study", "config")
 
 
-def imported(module: str) -> set[str]:
-    """The files of the package that one imports, other than for type annotations alone."""
-    tree = ast.parse((ROOT / "hpo" / f"{module}.py").read_text())
+def floor(parts: tuple[str, ...]) -> int:
+    """0 for the highest; files that lie in no folder are words that everyone uses."""
+    return FLOORS.index(parts[0]) if parts[0] in FLOORS else len(FLOORS)
+
+
+def imported(file: Path) -> set[str]:
+    """The modules of the package that a file imports, other than for type annotations alone."""
+    tree = ast.parse((PACKAGE / file).read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             node.body = []
-    return {
-        node.module.removeprefix("hpo.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hpo.")
-    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "hpo":
+            names |= {f"hpo.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hpo."):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name for name in inner if name in MODULES} or {node.module}
+    return {name.removeprefix("hpo.") for name in names}
 
 
-def test_the_list_names_every_file_once() -> None:
-    assert len(ORDER) == len(set(ORDER))
-    assert set(ORDER) == {path.stem for path in (ROOT / "hpo").glob("*.py")} - {"__init__", "__main__"}
+MODULES = {".".join(("hpo", *file.with_suffix("").parts)) for file in FILES}
 
 
-@pytest.mark.parametrize("module", ORDER)
-def test_a_file_imports_only_from_before_it(module: str) -> None:
-    assert imported(module) <= set(ORDER[: ORDER.index(module)])
+def test_every_folder_is_a_floor() -> None:
+    assert {file.parts[0] for file in FILES if len(file.parts) > 1} == set(FLOORS)
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_file_imports_only_from_its_floor_and_below(file: Path) -> None:
+    if file.name != "__main__.py":
+        above = {name for name in imported(file) if floor(tuple(name.split("."))) < floor(file.parts)}
+        assert not above
+
+
+def test_no_imports_go_round() -> None:
+    graph = {".".join(file.with_suffix("").parts): imported(file) for file in FILES}
+    assert len(tuple(TopologicalSorter(graph).static_order())) >= len(FILES)
 
 
 def test_only_the_search_and_the_database_know_optuna() -> None:
-    for module in ORDER[: ORDER.index("process")]:
-        source = (ROOT / "hpo" / f"{module}.py").read_text()
-        if module not in ("distributions", "search_space", "sampler_config"):
-            assert not re.search(r"^\s*(import|from) optuna", source, re.MULTILINE), module
+    for file in FILES:
+        source = (PACKAGE / file).read_text()
+        if file.parts[0] not in KNOWS_OPTUNA:
+            assert not re.search(r"^\s*(import|from) optuna", source, re.MULTILINE), file

@@ -10,12 +10,12 @@ import torch
 import yaml
 
 from hpo.config.study_config import StudyConfig, load_study
-from hpo.data.tasks import LossOptions, Task
-from hpo.data.tokenized_split import Batch
+from hpo.data.batches import Batch
+from hpo.data.tasks import Task
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.table import PRECISIONS, AmpConfig
-from hpo.training.loop import Objective
+from hpo.training.losses import LossOptions, Objective
 from hpo.trial.executor import Executor
 
 ENCODER: dict[str, Any] = {

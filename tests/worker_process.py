@@ -19,8 +19,10 @@ import optuna
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.study.leases import Lease, Worker
-from hpo.study.storage import EvaluationRow, Storage, open_storage
-from hpo.study.worker import RunSummary, run_worker, stop_on_signals
+from hpo.study.processes import stop_on_signals
+from hpo.study.storage import Storage, open_storage
+from hpo.study.study_record import EvaluationRow
+from hpo.study.worker import RunSummary, run_worker
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
 CONTEXT.set_forkserver_preload(["hpo.study.worker", "hpo.config.study_config", "psycopg", "alembic.context"])

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpo.errors import HpoError, InputError, RunError
+from hpo.report.status import study_status
 
 if TYPE_CHECKING:
     import threading
@@ -183,7 +184,7 @@ def _work(
     """Create or resume the study and work on it, with its progress on the screen."""
     from hpo.cli.progress import StudyDisplay
     from hpo.cli.temporary_folder import remove_abandoned_folders
-    from hpo.study.worker import run_study
+    from hpo.study.run import run_study
 
     remove_abandoned_folders(_make_runs_folder(config.name), TRAIN_PREFIX)
     is_new = not database.has_study(config.name)
@@ -365,7 +366,7 @@ def best(
     With several objectives it shows the Pareto front, and scores or exports the best by the first of them.
     """
     from hpo.cli.display import print_best, print_metrics
-    from hpo.study.ranking import by_first_objective
+    from hpo.study.study_record import by_first_objective
 
     with _storage(storage, create=False) as database:
         record = database.read_study(_study_name(study))
@@ -458,61 +459,6 @@ def dashboard(
                 server.serve_forever()
 
 
-def study_status(record: StudyRecord) -> dict[str, Any]:
-    """A study's state in numbers: what `hpo status --json` prints. Times are UTC."""
-    from collections import Counter
-    from datetime import UTC, datetime, timedelta
-
-    from hpo.study.ranking import by_first_objective, trial_outcome
-
-    remaining = record.slots["open"] + record.slots["running"]
-    num_ended = sum(trial.ended is not None for trial in record.trials)
-    hours = _busy_seconds(record) / 3600
-    rate = num_ended / hours if hours else None
-    end = None
-    if rate and remaining and any(worker.alive for worker in record.workers):
-        end = (datetime.now(UTC) + timedelta(hours=remaining / rate)).isoformat(timespec="seconds")
-    return {
-        "study": record.name,
-        "n_trials": sum(record.slots.values()),
-        "trials": dict(record.slots),
-        "states": dict(Counter(trial.state for trial in record.trials)),
-        "outcomes": dict(Counter(trial_outcome(trial) for trial in record.trials)),
-        "best": [
-            {
-                "number": trial.number,
-                "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
-                "params": trial.params,
-            }
-            for trial in by_first_objective(record)
-        ],
-        "workers": [
-            {
-                "id": worker.id,
-                "host": worker.host,
-                "trial": worker.trial_number,
-                "last_seen": worker.last_seen.isoformat(timespec="seconds"),
-            }
-            for worker in record.workers
-            if worker.alive
-        ],
-        "trials_per_hour": rate,
-        "estimated_end": end,
-    }
-
-
-def _busy_seconds(record: StudyRecord) -> float:
-    """Seconds in which at least one trial that has ended was running: pauses of a study do not count."""
-    from hpo.report.tables import trial_seconds
-
-    ends = [(trial.ended.timestamp(), trial_seconds(trial) or 0.0) for trial in record.trials if trial.ended]
-    busy, until = 0.0, 0.0
-    for begin, end in sorted((end - seconds, end) for end, seconds in ends):
-        busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return busy
-
-
 def _announce(record: StudyRecord, database: Storage) -> None:
     from hpo.study.database import redact
 
@@ -545,7 +491,7 @@ def _say_how_it_ended(
 
 def _exit(record: StudyRecord, summary: RunSummary) -> None:
     """End with the run's exit code. Raises RunError when the study has ended without any result."""
-    from hpo.study.ranking import complete_trials
+    from hpo.study.study_record import complete_trials
 
     if summary.ended == "finished" and not complete_trials(record):
         last = record.trials[-1]
@@ -586,7 +532,7 @@ def _make_runs_folder(study_name: str) -> Path:
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
     """`stop_on_signals`; a second signal ends the command at once, with a word on what that means."""
-    from hpo.study.worker import stop_on_signals
+    from hpo.study.processes import stop_on_signals
 
     try:
         with stop_on_signals() as stop:
@@ -598,8 +544,8 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 @contextmanager
 def _storage(given: str | None, *, create: bool = True) -> Iterator[Storage]:
-    from hpo.study.database import DEFAULT_URL
-    from hpo.study.storage import open_storage, storage_url
+    from hpo.study.database import DEFAULT_URL, storage_url
+    from hpo.study.storage import open_storage
 
     url = storage_url(given)
     if create and url == DEFAULT_URL:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from hpo.cli.progress import OUTCOME_STYLES
 from hpo.report.formats import describe_params, format_metric, format_number, precision_facts
-from hpo.report.readable import precision_comparison, readable_summary
-from hpo.study.ranking import by_first_objective, complete_trials
+from hpo.report.tables import precision_comparison, readable_summary
+from hpo.study.study_record import by_first_objective, complete_trials
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from hpo.config.trial_config import build_trial_config
 from hpo.report.formats import describe_params, format_metric
-from hpo.study.ranking import best_trials
+from hpo.study.study_record import best_trials
 
 if TYPE_CHECKING:
     import threading

@@ -22,14 +22,14 @@ from pydantic import (
     model_validator,
 )
 
-from hpo.config.data_config import ColumnsConfig, DataConfig, SyntheticConfig
-from hpo.config.distributions import (
+from hpo.config.data_config import DataConfig
+from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+from hpo.config.search_space import (
     CategoricalDistribution,
     Distribution,
     FloatDistribution,
     parse_search_space,
 )
-from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.study_file import Problem, problems_of, read_study_file, refused, show, validation_error
 from hpo.config.trial_settings import (
     BUDGETS,
@@ -43,23 +43,6 @@ from hpo.config.trial_settings import (
 )
 from hpo.errors import InputError, StudyFileError, did_you_mean
 from hpo.precision.table import AmpConfig
-
-__all__ = [
-    "AmpConfig",
-    "CheckpointConfig",
-    "ColumnsConfig",
-    "CompatConfig",
-    "DataConfig",
-    "EvaluationConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "PrunerConfig",
-    "SamplerConfig",
-    "StudyConfig",
-    "SyntheticConfig",
-    "TrialSettings",
-    "load_study",
-]
 
 SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
 MEASURED_METRICS = (

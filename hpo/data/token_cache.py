@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from filelock import FileLock
+from transformers import (
+    PreTrainedTokenizerBase,
+)
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
-from hpo.data.token_arrays import Concatenation, split_of_arrays
 from hpo.data.tokenization import tokenize_chunks
-from hpo.data.tokenized_split import AnyArray, TokenizedSplit, Windowing
+from hpo.data.tokenized_split import AnyArray, Concatenation, TokenizedSplit, Windowing, split_of_arrays
 from hpo.errors import RunError
-from hpo.models.encoder import tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,3 +163,12 @@ def _map(path: Path, dtype: str, shape: list[int]) -> AnyArray:
     if array.dtype.str != dtype or list(array.shape) != shape:
         raise ValueError(f"{path} does not hold what the cache says")
     return array.view(np.ndarray)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of all that decides how text becomes tokens, as a key for cached token files."""
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    # These two hold what the last call asked for, not what the tokenizer is.
+    for call_state in ("truncation", "padding"):
+        definition.pop(call_state, None)
+    return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:16]

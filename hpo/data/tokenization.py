@@ -26,18 +26,19 @@ from numpy.typing import NDArray
 
 from hpo.data.examples import SPAN_KINDS, Example
 from hpo.data.tasks import IGNORE_INDEX, Task
-from hpo.data.token_arrays import Concatenation, split_of_arrays
 from hpo.data.token_stream import Layout, TokenStream, covering_tokens, encode, probe_layout
 from hpo.data.tokenized_split import (
     BEGINS_BEFORE,
     ENDS_AFTER,
     AnyArray,
     BoolArray,
+    Concatenation,
     IntArray,
     TokenizedSplit,
     Windowing,
     WindowSpans,
     ragged_arange,
+    split_of_arrays,
 )
 from hpo.data.word_table import WordTable, treats_words_apart
 from hpo.errors import DataError, ModelError
@@ -116,8 +117,8 @@ def tokenize_chunks(
 ) -> Iterator[TokenizedSplit]:
     """Tokenise every example and place its truth on the tokens; see the head of this file.
 
-    Yields the split in chunks of examples, each of which counts from 0; `hpo.data.token_arrays.Concatenation` puts
-    them one after the other.
+    Yields the split in chunks of examples, each of which counts from 0;
+    `hpo.data.tokenized_split.Concatenation` puts them one after the other.
 
     Raises ModelError for a tokenizer without offsets, and DataError where `max_length` leaves no room for
     text or `stride` no progress.

@@ -15,7 +15,6 @@ configuration does not have, weights that are not in the folder are errors.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import inspect
 import json
@@ -125,15 +124,6 @@ def load_tokenizer(
             f"tokenizer of {source} has {len(tokenizer)} tokens."
         )
     return tokenizer
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of all that decides how text becomes tokens, as a key for cached token files."""
-    definition = json.loads(tokenizer.backend_tokenizer.to_str())
-    # These two hold what the last call asked for, not what the tokenizer is.
-    for call_state in ("truncation", "padding"):
-        definition.pop(call_state, None)
-    return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_encoder(

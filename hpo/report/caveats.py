@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from hpo.report.tables import precision_order, trials_table
-from hpo.study.ranking import complete_trials
+from hpo.study.study_record import complete_trials
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord

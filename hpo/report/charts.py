@@ -17,7 +17,7 @@ import pandas as pd
 from hpo.report.formats import format_metric, format_number, format_seconds
 from hpo.report.importances import importance_table, num_top_trials, why_no_importances
 from hpo.report.tables import OUTCOMES, evaluations_table, objective_column, precision_order, trials_table
-from hpo.study.ranking import best_trials, complete_trials, pareto_front
+from hpo.study.study_record import best_trials, complete_trials, pareto_front
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord

@@ -23,9 +23,9 @@ from hpo.report.caveats import notices
 from hpo.report.charts import all_charts
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_metric, precision_facts
-from hpo.report.readable import precision_comparison
-from hpo.study.ranking import best_trials, complete_trials
+from hpo.report.tables import precision_comparison
 from hpo.study.storage import open_storage
+from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
     import optuna

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpo.study.ranking import is_number
+from hpo.study.study_record import is_number
 
 if TYPE_CHECKING:
     from hpo.study.study_record import TrialRecord

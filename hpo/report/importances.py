@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from hpo.study.ranking import complete_trials, is_number, loss_signs
+from hpo.study.study_record import complete_trials, is_number, loss_signs
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord

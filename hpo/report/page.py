@@ -26,9 +26,15 @@ from hpo.report.formats import (
     format_value,
     precision_facts,
 )
-from hpo.report.readable import precision_comparison
-from hpo.report.tables import objective_column, reasons_table, task_metrics_table, trial_seconds, trials_table
-from hpo.study.ranking import best_trials, complete_trials, trial_outcome
+from hpo.report.tables import (
+    objective_column,
+    precision_comparison,
+    reasons_table,
+    task_metrics_table,
+    trial_seconds,
+    trials_table,
+)
+from hpo.study.study_record import best_trials, complete_trials, trial_outcome
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord

@@ -28,7 +28,7 @@ from hpo.report.tables import (
     task_metrics_table,
     trials_table,
 )
-from hpo.study.ranking import best_trials
+from hpo.study.study_record import best_trials
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord

@@ -40,13 +40,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.study.database import explain
-from hpo.study.process import process_start, this_machine
+from hpo.study.process import is_alive, process_start, this_machine
 from hpo.study.schema import evaluations, slots, worker_devices, workers
 from hpo.study.storage import Storage
-from hpo.study.study_record import is_alive
 
 if TYPE_CHECKING:
-    from hpo.training.throughput import TrialResult
+    from hpo.trial.telemetry import TrialResult
 
 _logger = logging.getLogger(__name__)
 

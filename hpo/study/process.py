@@ -10,6 +10,7 @@ import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def this_machine() -> str:
@@ -33,3 +34,12 @@ def process_start(pid: int) -> str | None:
         return subprocess.run(ps, capture_output=True, text=True, check=False).stdout.strip() or None
     state, start_time = fields[0], fields[19]
     return None if state in "ZX" else start_time  # a zombie is dead, though its parent has not looked
+
+
+def is_alive(worker: Any, lease_seconds: float) -> bool:
+    """Whether the process of a row of `hpo_workers` with the database's time `now` still lives."""
+    if worker.pid is None or worker.state == "left":
+        return False
+    if worker.machine == this_machine():
+        return bool(process_start(worker.pid) == worker.process_start)
+    return bool(worker.now - worker.last_seen < lease_seconds)

@@ -46,7 +46,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.search_space import Distribution, grid, is_finite, suggest
 
 if TYPE_CHECKING:
-    from hpo.config.study_config import PrunerConfig, SamplerConfig
+    from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")

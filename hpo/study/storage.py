@@ -29,25 +29,15 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.config.search_space import space_diff, space_hash
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
-from hpo.study import schema, study_record
-from hpo.study.database import exclusive, explain, is_outage, open_database, redact, storage_url
-from hpo.study.process import this_machine
+from hpo.study import schema
+from hpo.study.database import exclusive, explain, is_outage, open_database, redact
+from hpo.study.process import is_alive, this_machine
+from hpo.study.reader import read_study
 from hpo.study.schema import compat, evaluations, slots, studies, worker_devices, workers
-from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
+from hpo.study.study_record import EvaluationRow, StudyRecord
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
-
-__all__ = [
-    "EvaluationRow",
-    "Storage",
-    "StudyRecord",
-    "TrialRecord",
-    "WorkerRecord",
-    "open_storage",
-    "redact",
-    "storage_url",
-]
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -367,7 +357,7 @@ class Storage:
 
         def action() -> StudyRecord:
             with self.engine.connect() as connection:
-                return study_record.read_study(connection, study_id, name, self.now, self.lease_seconds)
+                return read_study(connection, study_id, name, self.now, self.lease_seconds)
 
         return self.persist(action)
 
@@ -398,7 +388,7 @@ class Storage:
         def action() -> bool:
             with self.engine.connect() as connection:
                 rows = connection.execute(others).all()
-            return any(study_record.is_alive(row, self.lease_seconds) for row in rows)
+            return any(is_alive(row, self.lease_seconds) for row in rows)
 
         return self.persist(action)
 

@@ -1,26 +1,14 @@
-"""A whole study read at once, for status, reports and the dashboard.
-
-Optuna builds an object with its own queries for every attribute of a trial, which takes seconds for
-thousands of trials. Here it is one query a table.
-"""
+"""What is stored about a study, as plain values: how its trials ended, and which of them are best."""
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import lru_cache
+from datetime import datetime
 from typing import Any
 
-import sqlalchemy as sa
-from optuna.distributions import BaseDistribution, json_to_distribution
-from optuna.storages._rdb import models
-from optuna.trial import TrialState
-
-from hpo.study import schema
-from hpo.study.process import process_start, this_machine
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -91,128 +79,53 @@ class StudyRecord:
     """How many of the study's logical trials are `open`, `running` and `done`; together its `n_trials`."""
 
 
-def is_alive(worker: Any, lease_seconds: float) -> bool:
-    """Whether the process of a row of `hpo_workers` with the database's time `now` still lives."""
-    if worker.pid is None or worker.state == "left":
-        return False
-    if worker.machine == this_machine():
-        return bool(process_start(worker.pid) == worker.process_start)
-    return bool(worker.now - worker.last_seen < lease_seconds)
+def trial_outcome(trial: TrialRecord) -> str:
+    """The stored outcome, or the one that the Optuna state stands for while none is stored."""
+    if trial.outcome:
+        return trial.outcome
+    return {"fail": "failed"}.get(trial.state.lower(), trial.state.lower())
 
 
-def read_study(
-    connection: sa.Connection, study_id: int, name: str, now: sa.ColumnElement[float], lease_seconds: float
-) -> StudyRecord:
-    """Read the study `name`, whose number in Optuna's tables is `study_id`."""
-    definition = connection.execute(
-        sa.select(schema.studies.c.definition).where(schema.studies.c.name == name)
-    ).scalar_one()
-    slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
-    slot_of_trial = {slot.trial_number: slot for slot in slots if slot.trial_number is not None}
-    trials = models.TrialModel.__table__
-    in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == study_id)
-
-    def of_trials(model: Any, *order: str) -> list[Any]:
-        table = model.__table__
-        query = sa.select(table).where(table.c.trial_id.in_(in_study))
-        return list(connection.execute(query.order_by(*(table.c[column] for column in order))).all())
-
-    params: dict[int, dict[str, Any]] = defaultdict(dict)
-    for row in of_trials(models.TrialParamModel, "param_id"):
-        distribution = _distribution(row.distribution_json)
-        params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
-    values: dict[int, list[float]] = defaultdict(list)
-    for row in of_trials(models.TrialValueModel, "trial_id", "objective"):
-        values[row.trial_id].append(row.value)
-    attributes: dict[int, dict[str, Any]] = defaultdict(dict)
-    for row in of_trials(models.TrialUserAttributeModel, "trial_user_attribute_id"):
-        attributes[row.trial_id][row.key] = json.loads(row.value_json)
-    evaluations = _read_evaluations(connection, name)
-
-    records = []
-    for row in connection.execute(
-        sa.select(trials).where(trials.c.study_id == study_id).order_by(trials.c.number)
-    ):
-        own = attributes[row.trial_id]
-        outcome = own.pop("outcome", "")
-        slot = slot_of_trial.get(row.number)
-        if slot is not None and slot.owner is not None:
-            own.setdefault("worker", slot.owner)
-        started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
-        state: TrialState = row.state
-        unfinished = "running" if slot is None or slot.state == "running" else "preempted"
-        records.append(
-            TrialRecord(
-                number=row.number,
-                state=state.name,
-                outcome=unfinished if state == TrialState.RUNNING else outcome,
-                reason=own.pop("outcome_reason", ""),
-                params=params[row.trial_id],
-                values=tuple(values[row.trial_id]) if state == TrialState.COMPLETE else None,
-                started=started,
-                ended=ended,
-                seconds=(ended - started).total_seconds() if started and ended else None,
-                telemetry=own.pop("telemetry", {}),
-                attributes=own,
-                evaluations=evaluations[row.number],
-            )
-        )
-    return StudyRecord(
-        name=name,
-        metric_names=tuple(objective["metric"] for objective in json.loads(definition)["objective"]),
-        directions=tuple(objective["direction"] for objective in json.loads(definition)["objective"]),
-        definition=json.loads(definition),
-        trials=records,
-        workers=_read_workers(connection, name, slots, now, lease_seconds),
-        slots={state: sum(slot.state == state for slot in slots) for state in ("open", "running", "done")},
-    )
-
-
-def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[EvaluationRow]]:
-    table = schema.evaluations
-    evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
-    for row in connection.execute(sa.select(table).where(table.c.study == name).order_by(table.c.step)):
-        evaluations[row.trial_number].append(
-            EvaluationRow(
-                step=row.step,
-                epoch=row.epoch,
-                seconds=row.seconds,
-                metrics=json.loads(row.metrics),
-                train_examples_per_second=row.train_examples_per_second,
-                train_tokens_per_second=row.train_tokens_per_second,
-            )
-        )
-    return evaluations
-
-
-def _read_workers(
-    connection: sa.Connection,
-    name: str,
-    slots: Any,
-    now: sa.ColumnElement[float],
-    lease_seconds: float,
-) -> list[WorkerRecord]:
-    running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
-    table = schema.workers
-    query = sa.select(table, now.label("now")).where(table.c.study == name).order_by(table.c.started)
+def complete_trials(record: StudyRecord) -> list[TrialRecord]:
+    """Trials that were trained and evaluated, each with finite values."""
     return [
-        WorkerRecord(
-            id=row.id,
-            host=row.host,
-            pid=row.pid,
-            started=datetime.fromtimestamp(row.started, UTC),
-            last_seen=datetime.fromtimestamp(row.last_seen, UTC),
-            alive=is_alive(row, lease_seconds),
-            trial_number=running.get(row.id),
-        )
-        for row in connection.execute(query)
+        trial
+        for trial in record.trials
+        if trial_outcome(trial) == "complete" and trial.values and all(map(is_number, trial.values))
     ]
 
 
-@lru_cache(maxsize=1024)
-def _distribution(text: str) -> BaseDistribution:
-    return json_to_distribution(text)
+def best_trials(record: StudyRecord) -> list[TrialRecord]:
+    """The best complete trial; with several objectives, all trials of the Pareto front. Maybe none."""
+    complete = complete_trials(record)
+    if not complete:
+        return []
+    values = np.array([trial.values for trial in complete], dtype=float)
+    if len(record.metric_names) == 1:
+        return [complete[int((values * loss_signs(record.directions)).argmin())]]
+    front = pareto_front(values, record.directions)
+    return [trial for trial, on_front in zip(complete, front, strict=True) if on_front]
 
 
-def _utc(time: datetime | None) -> datetime | None:
-    return None if time is None else time.replace(tzinfo=UTC)  # Optuna 5 stores UTC without saying so
+def by_first_objective(record: StudyRecord) -> list[TrialRecord]:
+    """The best trial; with several objectives the Pareto front, best first by the first of them."""
+    sign = -1 if record.directions[0] == "maximize" else 1
+    return sorted(best_trials(record), key=lambda trial: sign * trial.values[0] if trial.values else 0.0)
+
+
+def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
+    """bool [N]: rows of `values` [N, K] that no other row equals or beats in all K and beats in one."""
+    losses = values * loss_signs(directions)
+    return np.array(
+        [not ((losses <= row).all(axis=1) & (losses < row).any(axis=1)).any() for row in losses], dtype=bool
+    )
+
+
+def loss_signs(directions: Sequence[str]) -> np.ndarray:
+    """Factors that make lower better."""
+    return np.array([-1.0 if direction == "maximize" else 1.0 for direction in directions])
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -9,6 +9,13 @@ from __future__ import annotations
 
 import time
 
+from torch import nn
+
+from hpo.models.encoder import (
+    encoder_layers,
+)
+from hpo.models.multitask import MultitaskModel, _check_choice
+
 
 class CompileClock:
     """Seconds that the compiler has worked in this process, or recorded CUDA graphs, since `start`."""
@@ -30,3 +37,29 @@ class CompileClock:
 
     def _end(self, _: object) -> None:
         self.seconds += time.perf_counter() - self._began
+
+
+COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def apply_compile(
+    model: MultitaskModel, mode: str, scope: str = "model", dynamic: bool | None = None
+) -> MultitaskModel:
+    """Let `torch.compile` take the whole forward (`model`) or each transformer block (`layers`).
+
+    Works in place, so parameter names and checkpoints stay as they are; `compiled_modules` tells what was
+    done. Compilation itself happens at the first call of each shape (`dynamic` as torch.compile's).
+    Blocks share one kernel, so `layers` compiles in the time of one block. `none` does nothing.
+    """
+    _check_choice("compile", mode, COMPILE_MODES)
+    _check_choice("compile_scope", scope, ("model", "layers"))
+    if mode == "none":
+        return model
+    for module in [model] if scope == "model" else encoder_layers(model.encoder):
+        module.compile(mode=mode, dynamic=dynamic)
+    return model
+
+
+def compiled_modules(model: nn.Module) -> list[str]:
+    """Return the names of the modules that run compiled; "" is the model itself, [] means none."""
+    return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]

@@ -23,17 +23,18 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hpo.data.tasks import LossOptions, Task, count_items, loss_sum
-from hpo.data.tokenized_split import Batch, TokenizedSplit, collate, evaluation_batches, training_batches
-from hpo.device import is_out_of_memory, synchronize
+from hpo.data.batches import Batch, collate, training_batches
+from hpo.data.tokenized_split import TokenizedSplit
+from hpo.device import synchronize
 from hpo.errors import Nonfinite, OutOfMemory
+from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.weight_copies import widen_gradients
 from hpo.training.compilation import CompileClock
-from hpo.training.decoding import Decision, choose_decisions, decode_tasks, score_tasks
+from hpo.training.evaluate import Evaluation, evaluate
+from hpo.training.losses import Objective
 from hpo.training.optim import schedule_factor, set_learning_rate
 from hpo.training.throughput import ThroughputMeter
 
@@ -117,119 +118,6 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Metrics on one split, at one point of the training."""
-
-    step: int
-    epoch: float
-    budget_used: float
-    seconds: float
-    """Training seconds so far."""
-    metrics: dict[str, dict[str, float]]
-    """{task: {metric: value}}."""
-    decisions: dict[str, Decision]
-    """What was chosen on this split to turn logits into predictions, for use on other splits."""
-    examples_per_second: float
-    train_loss: float | None
-    """Mean over the steps since the evaluation before."""
-    index: int = 0
-    """1 for the first evaluation of a trial."""
-    rates: dict[str, float | None] = field(default_factory=dict)
-    """Throughput of training so far."""
-
-
-class Objective:
-    """The loss of a batch: each task's mean over its labelled items, weighted and summed, in fp32.
-
-    With `log_variance` (one learnt s for each task) a task's loss L enters as exp(-s) L + s: Kendall et
-    al. 2018, arXiv 1705.07115, in the form without the regression factor 1/2.
-    """
-
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        options: LossOptions,
-        loss_weight: Mapping[str, float],
-        class_weight: Mapping[str, Tensor | None],
-        log_variance: Mapping[str, nn.Parameter] | None = None,
-    ) -> None:
-        self.tasks = tasks
-        self.options = options
-        self.loss_weight = loss_weight
-        self.class_weight = class_weight
-        self.log_variance = log_variance
-        self.task_losses: dict[str, Tensor] = {}
-        """Each task's mean loss in the step in hand; on the device."""
-        self._first_nonfinite_T: Tensor | None = None
-
-    def start_step(self) -> None:
-        """Forget the task losses of the step before."""
-        self.task_losses = {}
-
-    def finish_step(self, step: int) -> None:
-        """Note, on the device, the tasks whose loss was not finite for the first time in this step."""
-        losses_T = torch.stack([self.task_losses[task.name] for task in self.tasks])
-        if self._first_nonfinite_T is None:
-            self._first_nonfinite_T = torch.full_like(losses_T, float("inf"))
-        now_T = torch.where(torch.isfinite(losses_T), float("inf"), float(step))
-        self._first_nonfinite_T = torch.minimum(self._first_nonfinite_T, now_T)
-
-    def count(self, batch: Batch) -> dict[str, int]:
-        """Labelled items of a batch by task; on the CPU, before it moves to the device."""
-        return {task.name: count_items(task, batch.targets[task.name]) for task in self.tasks}
-
-    def of(
-        self, batch: Batch, items: Mapping[str, int], global_items: Mapping[str, int]
-    ) -> Callable[[Callable[..., Any]], Tensor]:
-        """A micro-batch's loss as a function of the model; of several calls the last counts."""
-        before = dict(self.task_losses)
-
-        def compute(forward: Callable[..., Any]) -> Tensor:
-            self.task_losses = dict(before)
-            return self(forward, batch, items, global_items)
-
-        return compute
-
-    def __call__(
-        self,
-        forward: Callable[..., Any],
-        batch: Batch,
-        items: Mapping[str, int],
-        global_items: Mapping[str, int],
-    ) -> Tensor:
-        """The part that a micro-batch with `items` has in the loss of its global batch of `global_items`."""
-        logits = forward(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-        total = torch.zeros((), device=batch.input_ids_BL.device)
-        for task in self.tasks:
-            name = task.name
-            loss = loss_sum(
-                task,
-                logits[name],
-                batch.targets[name],
-                self.options,
-                self.class_weight.get(name),
-                batch.attention_mask_BL,
-            ) / max(global_items[name], 1)
-            self.task_losses[name] = self.task_losses.get(name, 0.0) + loss.detach()
-            if self.log_variance is not None and global_items[name]:
-                log_variance = self.log_variance[name].float()
-                share = items[name] / global_items[name]
-                loss = torch.exp(-log_variance) * loss + share * log_variance
-            total = total + self.loss_weight.get(name, 1.0) * loss
-        return total
-
-    def nonfinite_tasks(self) -> list[str]:
-        """Tasks whose loss was the first not to be finite; all others follow. Waits for the device."""
-        if self._first_nonfinite_T is None:
-            return []
-        steps = self._first_nonfinite_T.tolist()
-        first = min(steps)
-        return [
-            task.name for task, step in zip(self.tasks, steps, strict=True) if step == first < float("inf")
-        ]
 
 
 def train(
@@ -436,77 +324,3 @@ def _check(mixed_precision: MixedPrecision, objective: Objective) -> None:
     except Nonfinite as end:
         tasks = objective.nonfinite_tasks()
         raise Nonfinite(f"{end}{' First in: ' + ', '.join(tasks) + '.' if tasks else ''}") from end
-
-
-def evaluate(
-    model: nn.Module,
-    split: TokenizedSplit,
-    tasks: Sequence[Task],
-    mixed_precision: MixedPrecision,
-    max_tokens: int,
-    pad_id: int,
-    decisions: Mapping[str, Decision] | None = None,
-    decision_metrics: Mapping[str, str] | None = None,
-) -> tuple[dict[str, dict[str, float]], dict[str, Decision]]:
-    """Metrics of every task on a split, and the decisions that they were computed with.
-
-    Without `decisions` (thresholds and the like) they are chosen on this split, to maximise
-    `decision_metrics`. Raises Nonfinite when logits are NaN or infinite.
-    """
-    logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id)
-    broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
-    if broken:
-        raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
-    chosen = decisions or choose_decisions(tasks, logits, split, decision_metrics)
-    predictions = decode_tasks(tasks, logits, split, chosen)
-    return score_tasks(tasks, predictions, split.examples), dict(chosen)
-
-
-def predict_logits(
-    model: nn.Module,
-    split: TokenizedSplit,
-    tasks: Sequence[Task],
-    mixed_precision: MixedPrecision,
-    max_tokens: int,
-    pad_id: int,
-) -> dict[str, NDArray[np.float32]]:
-    """fp32 logits of a whole split: [W, K] for sequence tasks, [T, K] for token tasks, in window order.
-
-    Where the device's memory does not suffice, the batches are halved.
-    """
-    device = mixed_precision.device
-    starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
-    logits = {
-        task.name: np.empty(
-            (split.num_windows if task.level == "sequence" else split.num_tokens, task.num_outputs),
-            np.float32,
-        )
-        for task in tasks
-    }
-    model.eval()
-    pending = list(reversed(evaluation_batches(lengths_W, max_tokens)))
-    with mixed_precision.evaluation():
-        while pending:
-            windows = pending.pop()
-            batch = collate(split, windows, (), pad_id).to(device.torch_device)
-            try:
-                outputs = model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-                outputs = {name: output.float().cpu().numpy() for name, output in outputs.items()}
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if len(windows) == 1:
-                    raise OutOfMemory(
-                        "one example does not fit into the device's memory in evaluation."
-                    ) from error
-                half = len(windows) // 2
-                pending += [windows[half:], windows[:half]]
-                continue
-            real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
-            tokens = (starts_W[windows, None] + np.arange(batch.input_ids_BL.shape[1]))[real_BL]
-            for task in tasks:
-                if task.level == "sequence":
-                    logits[task.name][windows] = outputs[task.name]
-                else:
-                    logits[task.name][tokens] = outputs[task.name][real_BL]
-    return logits

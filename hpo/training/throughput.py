@@ -10,31 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from hpo.device import DeviceInfo, synchronize
+from hpo.errors import ModelError
+from hpo.models.encoder import (
+    encoder_layers,
+)
+from hpo.models.export import _num_parameters
+from hpo.models.multitask import MultitaskModel
 
 WARMUP_STEPS = 3
 """Steps not counted as throughput, unless a trial has no more than these."""
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """How one trial ended; everything that the study stores about it."""
-
-    outcome: str
-    """complete, pruned, nonfinite, incompatible, unsupported, oom, preempted or failed."""
-    reason: str = ""
-    values: tuple[float, ...] | None = None
-    """One for each objective; None unless the outcome is `complete`. Always finite."""
-    headline: Mapping[str, str | float | int | bool] = field(default_factory=dict)
-    """Scalars that become user attributes of their own."""
-    telemetry: Mapping[str, Any] = field(default_factory=dict)
-    traceback: str | None = None
 
 
 class ThroughputMeter:
@@ -161,3 +151,30 @@ def peak_flops(device: DeviceInfo, kind: str) -> float | None:
         if name in device.name:
             return rates.get(kind)
     return None
+
+
+def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -> float | None:
+    """Floating-point operations of forward and backward over `num_tokens` in `num_sequences` windows.
+
+    The estimate of PaLM's appendix B (Chowdhery et al. 2022, arXiv 2204.02311): 6 N a token for N
+    parameters outside the embeddings, 12 D L for a layer's attention over L tokens. A frozen layer only
+    goes forward, a third of that. Recomputation by gradient checkpointing is not counted, nor is padding;
+    every layer is taken to attend to the whole window, of mean length. None where the layers are not
+    known.
+    """
+    if not num_sequences:
+        return 0.0
+    try:
+        layers = encoder_layers(model.encoder)
+    except ModelError:
+        return None
+    config: Any = model.encoder.config
+    mean_length = num_tokens / num_sequences
+    flops = 0.0
+    for layer in layers:
+        passes = 3 if any(parameter.requires_grad for parameter in layer.parameters()) else 1
+        per_token = 2 * _num_parameters(layer) + 4 * config.hidden_size * mean_length
+        flops += passes * per_token * num_tokens
+    for task, head in zip(model.tasks, model.heads, strict=True):
+        flops += 6 * _num_parameters(head) * (num_tokens if task.level == "token" else num_sequences)
+    return flops

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from hpo.config.trial_config import TrialConfig
 from hpo.errors import DataError, RunError, did_you_mean
-from hpo.models.multitask import MultitaskModel, export_model
+from hpo.models.export import export_model
+from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.training.checkpoint import CheckpointStore
 from hpo.training.decoding import Decision
-from hpo.training.loop import evaluate
+from hpo.training.evaluate import evaluate
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation
 
@@ -41,7 +42,7 @@ def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, 
 
 
 def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
-    """Write a trial's best checkpoint as a folder that transformers and `hpo.models.multitask.load_exported` load.
+    """Write a trial's best checkpoint as a folder that transformers and this package load.
 
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """

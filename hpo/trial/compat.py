@@ -28,13 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from hpo.config.study_config import CompatConfig
-from hpo.data.tokenized_split import Batch
-from hpo.device import DeviceInfo, PeakMemory, is_out_of_memory, release_free_memory, synchronize
+from hpo.data.batches import Batch
+from hpo.device import DeviceInfo, synchronize
+from hpo.memory import PeakMemory, is_out_of_memory, release_free_memory
 from hpo.models.attention import rehearsal
-from hpo.models.multitask import compiled_modules
 from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
-from hpo.training.loop import Objective
+from hpo.training.compilation import compiled_modules
+from hpo.training.losses import Objective
 
 _MEANINGFUL_BYTES = 2**20
 

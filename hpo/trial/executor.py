@@ -30,19 +30,11 @@ from hpo.config.search_space import is_searched
 from hpo.config.study_config import MEASURED_METRICS, StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import BUDGETS
+from hpo.data.batches import collate
 from hpo.data.dataset import DataSet, load_data
-from hpo.data.tasks import LossOptions, check_loss, class_weights
 from hpo.data.token_cache import load_tokenized
-from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing, collate
-from hpo.device import (
-    DeviceInfo,
-    Utilization,
-    collect_garbage,
-    is_out_of_memory,
-    keep_freed_memory,
-    release_free_memory,
-    synchronize,
-)
+from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
+from hpo.device import DeviceInfo, Utilization, synchronize
 from hpo.errors import (
     Incompatible,
     InputError,
@@ -54,25 +46,23 @@ from hpo.errors import (
     did_you_mean,
 )
 from hpo.json_safe import json_safe
+from hpo.memory import collect_garbage, is_out_of_memory, keep_freed_memory, release_free_memory
 from hpo.models.compact_embedding import compact_vocabulary
-from hpo.models.multitask import (
-    MultitaskModel,
-    apply_compile,
-    build_model,
-    compiled_modules,
-    load_tokenizer,
-    training_flops,
-)
+from hpo.models.encoder import load_tokenizer
+from hpo.models.multitask import MultitaskModel, build_model
 from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.precision.weight_copies import keep_reduced_weights
 from hpo.training.checkpoint import CheckpointStore
-from hpo.training.loop import Budget, Evaluation, Objective, Plan, Progress, train
+from hpo.training.compilation import apply_compile, compiled_modules
+from hpo.training.evaluate import Evaluation
+from hpo.training.loop import Budget, Plan, Progress, train
+from hpo.training.losses import LossOptions, Objective, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups, reads_short_gradients
-from hpo.training.throughput import ThroughputMeter, TrialResult
+from hpo.training.throughput import ThroughputMeter, training_flops
 from hpo.trial.compat import Compatibility, Measurement, judge, measure
 from hpo.trial.objectives import check_metric, decision_metrics, objective_value
-from hpo.trial.telemetry import ScoredEvaluation, TrialLog
+from hpo.trial.telemetry import ScoredEvaluation, TrialLog, TrialResult
 
 CHECKPOINT_FORMAT = 2
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""

@@ -15,14 +15,16 @@ import numpy as np
 import torch
 import transformers
 
-from hpo.device import DeviceInfo, PeakMemory, Utilization, memory_limit
+from hpo.device import DeviceInfo, Utilization, memory_limit
 from hpo.json_safe import json_safe
+from hpo.memory import PeakMemory
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import Resolution
 from hpo.training.compilation import CompileClock
 from hpo.training.decoding import Decision
-from hpo.training.loop import Evaluation, Progress
-from hpo.training.throughput import ThroughputMeter, TrialResult, peak_flops
+from hpo.training.evaluate import Evaluation
+from hpo.training.loop import Progress
+from hpo.training.throughput import ThroughputMeter, peak_flops
 from hpo.trial.compat import Compatibility
 
 
@@ -191,3 +193,18 @@ class TrialLog:
             return None
         flops = self.flops(meter.measured_tokens, meter.measured_windows)
         return None if flops is None else flops / seconds / peak
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How one trial ended; everything that the study stores about it."""
+
+    outcome: str
+    """complete, pruned, nonfinite, incompatible, unsupported, oom, preempted or failed."""
+    reason: str = ""
+    values: tuple[float, ...] | None = None
+    """One for each objective; None unless the outcome is `complete`. Always finite."""
+    headline: Mapping[str, str | float | int | bool] = field(default_factory=dict)
+    """Scalars that become user attributes of their own."""
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+    traceback: str | None = None

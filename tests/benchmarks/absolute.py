@@ -79,8 +79,9 @@ def many_trials(content: Mapping[str, Any], num_trials: int, settled_after: int 
     """`num_trials` in one worker: its resident memory after the last over that after the fifth, less 1,
     and `seconds_outside`."""
     from hpo.config.study_config import load_study
+    from hpo.study.run import run_study
     from hpo.study.storage import open_storage
-    from hpo.study.worker import TrialEvent, run_study
+    from hpo.study.worker import TrialEvent
 
     _write({**content, "n_trials": num_trials})
     resident: list[int] = []

@@ -202,7 +202,7 @@ def run_hpo(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
 def _product_share(executor: Any, workload: Workload, throughput: Mapping[str, float]) -> float:
     """FLOP/s of training over those of the bare matrix products, measured now."""
     from hpo.config.trial_config import build_trial_config
-    from hpo.models.multitask import training_flops
+    from hpo.training.throughput import training_flops
 
     model = executor.build_model(build_trial_config(executor.study, {}, "fp32", executor.amp))
     examples, tokens = throughput["train_examples_per_second"], throughput["train_tokens_per_second"]

@@ -118,7 +118,8 @@ def _measure_trainer(folder: Path, device: str, cell: Cell) -> dict[str, Any]:
     import torch._dynamo
     from contenders import run_trainer
 
-    from hpo.device import PeakMemory, probe_device, release_free_memory
+    from hpo.device import probe_device
+    from hpo.memory import PeakMemory, release_free_memory
 
     torch._dynamo.reset()  # graphs of what was measured before would count towards its limit
     probed = probe_device(device)
@@ -168,7 +169,7 @@ def _config(executor: Any) -> Any:
 
 @cache
 def _flops_per_token(folder: Path, device: str, encoder: str) -> float:
-    from hpo.models.multitask import training_flops
+    from hpo.training.throughput import training_flops
 
     executor = _executor(folder, device, encoder, "fp32", "none")
     split = executor.tokens("train", _config(executor))

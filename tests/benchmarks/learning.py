@@ -34,11 +34,12 @@ from trial_parts import assemble, config_of, executor_of
 from workload import LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, write_workload
 
 from hpo.config.trial_config import TrialConfig
-from hpo.data.tokenized_split import training_batches
+from hpo.data.batches import training_batches
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
-from hpo.training.loop import Progress, predict_logits, train
+from hpo.training.evaluate import predict_logits
+from hpo.training.loop import Progress, train
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
 

@@ -59,7 +59,7 @@ def run_hpo(num_rows: int, folder: Path) -> dict[str, Any]:
     from hpo.data.dataset import load_data
     from hpo.data.token_cache import load_tokenized
     from hpo.data.tokenized_split import Windowing
-    from hpo.models.multitask import load_tokenizer
+    from hpo.models.encoder import load_tokenizer
 
     content = {"source": "synthetic", "synthetic": {"num_train": num_rows}}
     dataset = load_data(DataConfig.model_validate(content))

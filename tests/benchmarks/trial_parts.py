@@ -18,7 +18,7 @@ from hpo.device import probe_device
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
-from hpo.training.loop import Objective
+from hpo.training.losses import Objective
 from hpo.trial.executor import Executor
 
 

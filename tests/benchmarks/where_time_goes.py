@@ -23,10 +23,11 @@ from torch.profiler import ProfilerActivity, profile
 from trial_parts import TrialParts, assemble, config_of, executor_of
 from workload import WORKLOADS, write_workload
 
-from hpo.data.tokenized_split import collate, training_batches
+from hpo.data.batches import collate, training_batches
 from hpo.device import probe_device
 from hpo.precision.table import PRECISION_NAMES, support
-from hpo.training.loop import Progress, accumulate_gradients, apply_gradients, predict_logits
+from hpo.training.evaluate import predict_logits
+from hpo.training.loop import Progress, accumulate_gradients, apply_gradients
 
 SEED = 42
 NUM_WARMUP_STEPS = 3

@@ -49,7 +49,7 @@ def test_help_imports_nothing_that_takes_long() -> None:
 
 @pytest.mark.parametrize(
     ("command", "first"),
-    [("run", "hpo.study.worker.run_study"), ("train", "hpo.trial.executor.Executor.run")],
+    [("run", "hpo.study.run.run_study"), ("train", "hpo.trial.executor.Executor.run")],
 )
 def test_no_trial_waits_for_pandas(tmp_path: Path, command: str, first: str) -> None:
     write_study(tmp_path)
@@ -228,7 +228,7 @@ def test_best_refuses_a_file_that_has_changed_since(folder: Path) -> None:
 def test_best_exports_a_model(folder: Path) -> None:
     from transformers import AutoModel
 
-    from hpo.models.multitask import load_exported
+    from hpo.models.export import load_exported
 
     (folder / "full").mkdir()
     (folder / "full" / "mine.txt").touch()

@@ -15,10 +15,10 @@ from study_records import fake_record, fake_trial, record_of, with_values
 from tiny import tiny_study
 
 from hpo import display
-from hpo.cli.commands import study_status
 from hpo.cli.progress import StudyDisplay
 from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.formats import describe_params
+from hpo.report.status import study_status
 from hpo.study.worker import TrialEvent
 from hpo.trial.compat import Compatibility, Measurement
 from hpo.trial.verify import PrecisionCheck

@@ -5,10 +5,11 @@ from typing import Any
 
 import optuna
 
-from hpo.config.distributions import Distribution, parse_search_space
 from hpo.config.search_space import (
+    Distribution,
     grid,
     is_searched,
+    parse_search_space,
     space_diff,
     space_hash,
     space_to_json,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpo.config.study_config import PrunerConfig, SamplerConfig, StudyConfig, load_study
+from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+from hpo.config.study_config import StudyConfig, load_study
 from hpo.config.trial_settings import TrialSettings, setting_names, setting_value, takes_whole_numbers
 from hpo.data.tasks import parse_tasks
 from hpo.errors import InputError, StudyFileError

@@ -9,20 +9,19 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
-from hpo.data.tasks import (
+from hpo.config.data_config import TASK_KINDS
+from hpo.data.tasks import Task, parse_tasks
+from hpo.errors import DataError, InputError
+from hpo.models.multitask import initial_bias
+from hpo.training.losses import (
     LOSSES,
-    TASK_KINDS,
     LossOptions,
-    Task,
     check_loss,
     class_weights,
     count_items,
-    initial_bias,
     loss_name,
     loss_sum,
-    parse_tasks,
 )
-from hpo.errors import DataError, InputError
 
 TASKS = {
     "single_label": Task("t", "single_label", ("a", "b", "c")),

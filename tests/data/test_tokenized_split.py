@@ -7,19 +7,12 @@ import pytest
 import torch
 from tiny_tokenizers import tiny_tokenizer
 
+from hpo.data.batches import collate, evaluation_batches, padded_length, training_batches
 from hpo.data.examples import Example
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, parse_tasks
 from hpo.data.tokenization import tokenize_split
-from hpo.data.tokenized_split import (
-    TokenizedSplit,
-    Windowing,
-    collate,
-    evaluation_batches,
-    padded_length,
-    ragged_arange,
-    training_batches,
-)
+from hpo.data.tokenized_split import TokenizedSplit, Windowing, ragged_arange
 from hpo.training.decoding import Decision, decode
 
 JOINT = Task("joint", "token_classification", ("x", "y"))

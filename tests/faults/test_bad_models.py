@@ -19,7 +19,8 @@ from transformers import BertModel, GPT2Config, GPT2Model, T5Config, T5Model, Vi
 from hpo.data.tasks import Task
 from hpo.errors import InputError, ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer, resolve_encoder
-from hpo.models.multitask import MultitaskModel, apply_compile, build_model
+from hpo.models.multitask import MultitaskModel, build_model
+from hpo.training.compilation import apply_compile
 
 TASKS = (Task("label", "single_label", ("a", "b")),)
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from hpo.errors import InputError
-from hpo.models.multitask import MultitaskModel, encoder_layers
+from hpo.models.encoder import encoder_layers
+from hpo.models.multitask import MultitaskModel
 from hpo.trial.executor import Executor
 
 

@@ -12,15 +12,14 @@ import pytest
 import torch
 from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
 
-from hpo.data.tasks import loss_sum
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, ModelError, Pruned
 from hpo.models.multitask import MultitaskModel
 from hpo.training.checkpoint import CheckpointStore
-from hpo.training.throughput import TrialResult
+from hpo.training.losses import loss_sum
 from hpo.trial.best_model import score_checkpoint
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation
+from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 
 # Weights so large that the feed-forward layers pass fp16's largest number; LayerNorm hides it from fp32.
 OVERFLOWING = ENCODER | {"initializer_range": 300.0}

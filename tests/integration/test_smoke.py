@@ -7,9 +7,9 @@ from pathlib import Path
 from hpo.config.study_config import load_study
 from hpo.report.report import write_report
 from hpo.report.tables import summary_by_precision
-from hpo.study.ranking import best_trials
+from hpo.study.run import run_study
 from hpo.study.storage import open_storage
-from hpo.study.worker import run_study
+from hpo.study.study_record import best_trials
 
 STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
 

@@ -21,7 +21,8 @@ from worker_process import result, study
 from hpo import executor as executor_module
 from hpo.config.search_space import suggest
 from hpo.study.leases import Lease
-from hpo.study.storage import EvaluationRow, Storage, open_storage
+from hpo.study.storage import Storage, open_storage
+from hpo.study.study_record import EvaluationRow
 from hpo.study.worker import run_worker, trial_runner
 from hpo.trial.executor import Executor
 

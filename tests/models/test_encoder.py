@@ -19,6 +19,7 @@ from tiny_encoders import BERT, FAMILIES, make_batch
 from torch import nn
 
 from hpo import encoder as encoder_module
+from hpo.data.token_cache import tokenizer_fingerprint
 from hpo.errors import ModelError
 from hpo.models.attention import NAME as DROPOUT_ATTENTION
 from hpo.models.encoder import (
@@ -29,7 +30,6 @@ from hpo.models.encoder import (
     max_positions,
     resolve_encoder,
     takes_type_ids,
-    tokenizer_fingerprint,
 )
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.

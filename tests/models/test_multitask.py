@@ -13,26 +13,23 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
 from hpo import model as model_module
-from hpo.data.tasks import TASK_KINDS, Task
+from hpo.config.data_config import TASK_KINDS
+from hpo.data.tasks import Task
 from hpo.errors import ModelError
+from hpo.models.encoder import encoder_layers, load_tokenizer
+from hpo.models.export import export_model, load_exported
 from hpo.models.multitask import (
-    COMPILE_MODES,
     POOLINGS,
     AttentionPooling,
     MultitaskModel,
-    apply_compile,
-    compiled_modules,
-    encoder_layers,
-    export_model,
-    load_exported,
-    load_tokenizer,
     parameter_depths,
     pool_cls,
     pool_max,
     pool_mean,
-    training_flops,
 )
+from hpo.training.compilation import COMPILE_MODES, apply_compile, compiled_modules
 from hpo.training.decoding import Decision
+from hpo.training.throughput import training_flops
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -18,7 +18,7 @@ from tiny import CPU, EMULATED, tiny_batch, tiny_executor, tiny_model, tiny_obje
 from torch import Tensor, nn
 
 from hpo.config.trial_config import build_trial_config
-from hpo.data.tokenized_split import collate
+from hpo.data.batches import collate
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig

@@ -7,7 +7,7 @@ import pytest
 from study_records import fake_record, fake_trial, record_of
 
 from hpo.report.caveats import Notice, notices
-from hpo.study.ranking import complete_trials
+from hpo.study.study_record import complete_trials
 
 
 @pytest.mark.parametrize(

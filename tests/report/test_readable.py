@@ -8,7 +8,7 @@ import pytest
 from study_records import fake_record, fake_trial
 
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds, precision_facts
-from hpo.report.readable import readable_summary
+from hpo.report.tables import readable_summary
 
 
 def test_readable_summary_fits_a_terminal() -> None:

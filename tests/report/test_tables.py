@@ -10,19 +10,19 @@ import pytest
 from study_records import ENDINGS, fake_record, fake_trial, record_of, with_values
 
 from hpo.report.importances import importance_table
-from hpo.report.readable import precision_comparison, readable_summary
 from hpo.report.tables import (
     OUTCOMES,
     WASTED,
     evaluations_table,
     flat_metrics,
+    precision_comparison,
+    readable_summary,
     reasons_table,
     summary_by_precision,
     task_metrics_table,
     trials_table,
 )
-from hpo.study.ranking import best_trials, pareto_front
-from hpo.study.study_record import StudyRecord
+from hpo.study.study_record import StudyRecord, best_trials, pareto_front
 
 
 def row_of(record: StudyRecord, precision: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from hpo.errors import LeaseLostError
 from hpo.study.leases import Worker
 from hpo.study.process import process_start, this_machine
 from hpo.study.schema import slots, workers
-from hpo.study.storage import EvaluationRow, Storage, open_storage
+from hpo.study.storage import Storage, open_storage
+from hpo.study.study_record import EvaluationRow
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from hpo.errors import InputError, StorageError, StudyChangedError
 from hpo.study.database import parse_url, redact, storage_url
 from hpo.study.leases import Worker
 from hpo.study.schema import worker_devices
-from hpo.study.storage import EvaluationRow, Storage, open_storage
+from hpo.study.storage import Storage, open_storage
+from hpo.study.study_record import EvaluationRow
 
 
 @pytest.fixture

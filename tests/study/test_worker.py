@@ -25,22 +25,19 @@ from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, RunError
 from hpo.study.leases import Lease, Worker
 from hpo.study.process import process_start, this_machine
-from hpo.study.schema import worker_devices, workers
-from hpo.study.storage import EvaluationRow, Storage, open_storage
-from hpo.study.worker import (
-    TrialEvent,
+from hpo.study.processes import (
     WorkerPlace,
     check_memory_fraction,
-    keep_best_checkpoints,
     place_workers,
-    run_study,
-    run_worker,
     run_workers,
-    share_memory,
     stop_on_signals,
-    trial_runner,
 )
-from hpo.training.throughput import TrialResult
+from hpo.study.run import run_study, share_memory
+from hpo.study.schema import worker_devices, workers
+from hpo.study.storage import Storage, open_storage
+from hpo.study.study_record import EvaluationRow
+from hpo.study.worker import TrialEvent, keep_best_checkpoints, run_worker, trial_runner
+from hpo.trial.telemetry import TrialResult
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpo.data.tasks import TASK_KINDS, Task
+from hpo.config.data_config import TASK_KINDS
+from hpo.data.tasks import Task
 from hpo.training.decoding import (
     EVIDENCE_MERGE_GAPS,
     EVIDENCE_THRESHOLDS,

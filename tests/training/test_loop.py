@@ -31,9 +31,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpo import train as train_module
+from hpo.data.batches import collate, evaluation_batches, training_batches
 from hpo.data.examples import Example
-from hpo.data.tasks import LossOptions, count_items, loss_sum
-from hpo.data.tokenized_split import collate, evaluation_batches, training_batches
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
@@ -41,6 +40,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import CompileClock
+from hpo.training.evaluate import predict_logits
 from hpo.training.loop import (
     CHECK_EVERY,
     Budget,
@@ -49,10 +49,10 @@ from hpo.training.loop import (
     accumulate_gradients,
     apply_gradients,
     gradient_norm,
-    predict_logits,
     step_seed,
     train,
 )
+from hpo.training.losses import LossOptions, count_items, loss_sum
 from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor

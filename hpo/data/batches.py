@@ -1,0 +1,190 @@
+"""Batches: which windows of a split go together, and their tensors.
+
+Suffixes: B windows of a batch; L padded length; S spans; C classes; N span names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpo.data.tasks import IGNORE_INDEX, Task
+from hpo.data.tokenized_split import (
+    BEGINS_BEFORE,
+    LENGTH_MULTIPLE,
+    AnyArray,
+    BoolArray,
+    IntArray,
+    TokenizedSplit,
+    ragged_arange,
+)
+
+
+@dataclass
+class Batch:
+    """Windows padded to one length, with their targets as `hpo.data.tasks` lays them out."""
+
+    input_ids_BL: Tensor
+    attention_mask_BL: Tensor
+    type_ids_BL: Tensor | None
+    targets: dict[str, Tensor]
+    windows_B: IntArray
+    lengths_B: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, without padding."""
+        return int(self.lengths_B.sum())
+
+    def to(self, device: str | torch.device) -> Batch:
+        """Return the batch with its tensors on a device; a GPU copies from pinned memory, without a wait."""
+        pinned = torch.device(device).type == "cuda"
+
+        def move(tensor: Tensor) -> Tensor:
+            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+
+        return Batch(
+            input_ids_BL=move(self.input_ids_BL),
+            attention_mask_BL=move(self.attention_mask_BL),
+            type_ids_BL=None if self.type_ids_BL is None else move(self.type_ids_BL),
+            targets={name: move(target) for name, target in self.targets.items()},
+            windows_B=self.windows_B,
+            lengths_B=self.lengths_B,
+        )
+
+    def split(self, micro_batch_size: int) -> list[Batch]:
+        """Cut into batches of at most `micro_batch_size` windows; they keep the padded length."""
+        return [
+            Batch(
+                input_ids_BL=self.input_ids_BL[i:j],
+                attention_mask_BL=self.attention_mask_BL[i:j],
+                type_ids_BL=None if self.type_ids_BL is None else self.type_ids_BL[i:j],
+                targets={name: target[i:j] for name, target in self.targets.items()},
+                windows_B=self.windows_B[i:j],
+                lengths_B=self.lengths_B[i:j],
+            )
+            for i in range(0, len(self.windows_B), micro_batch_size)
+            for j in [min(i + micro_batch_size, len(self.windows_B))]
+        ]
+
+
+def padded_length(longest: int, max_length: int, multiple: int = LENGTH_MULTIPLE) -> int:
+    """Round up to a multiple, but never over `max_length`: an encoder has that many positions."""
+    return max(longest, min(-(-longest // multiple) * multiple, max_length))
+
+
+def collate(
+    split: TokenizedSplit,
+    windows: IntArray | Sequence[int],
+    tasks: Iterable[Task],
+    pad_id: int,
+) -> Batch:
+    """Pad these windows to the longest and build the targets of `tasks` (none for prediction)."""
+    windows_B = np.asarray(windows, dtype=np.int64)
+    starts_B = split.window_start_W1[windows_B]
+    lengths_B = split.window_start_W1[windows_B + 1] - starts_B
+    num_windows = len(windows_B)
+    length = padded_length(int(lengths_B.max()), split.max_length, split.length_multiple)
+    token = ragged_arange(starts_B, lengths_B)
+    cell = ragged_arange(np.arange(num_windows) * length, lengths_B)
+
+    def padded(values_T: AnyArray, padding: int) -> NDArray[np.int64]:
+        cells = np.full(num_windows * length, padding, dtype=np.int64)
+        cells[cell] = values_T[token]
+        return cells.reshape(num_windows, length)
+
+    mask_BL = (np.arange(length) < lengths_B[:, None]).astype(np.int64)
+    is_text_BL = padded(split.char_start_T, -1) >= 0
+    arrays = {
+        task.name: _target(split, task, windows_B, is_text_BL)
+        if task.level == "token" and task.kind != "span_extraction"
+        else _window_target(task, split.targets[task.name][windows_B])
+        for task in tasks
+    }
+    return Batch(
+        input_ids_BL=torch.from_numpy(padded(split.input_ids_T, pad_id)),
+        attention_mask_BL=torch.from_numpy(mask_BL),
+        type_ids_BL=None if split.type_ids_T is None else torch.from_numpy(padded(split.type_ids_T, 0)),
+        targets={name: torch.from_numpy(array) for name, array in arrays.items()},
+        windows_B=windows_B,
+        lengths_B=lengths_B,
+    )
+
+
+def _window_target(task: Task, rows: AnyArray) -> AnyArray:
+    is_float = task.kind in ("multi_label", "regression")
+    return rows.astype(np.float32 if is_float else np.int64)
+
+
+def _target(split: TokenizedSplit, task: Task, windows_B: IntArray, is_text_BL: BoolArray) -> AnyArray:
+    """Targets of token_classification and span_per_label, from the spans of these windows."""
+    spans = split.spans[task.name]
+    from_B = spans.start_W1[windows_B]
+    count_B = spans.start_W1[windows_B + 1] - from_B
+    label_S, first_S, last_S, cut_S = spans.rows_S4[ragged_arange(from_B, count_B)].T.astype(np.int64)
+    row_S = np.repeat(np.arange(len(windows_B)), count_B)
+    # Every token of every span: which span it is of, and where it stands in the batch.
+    inside = last_S - first_S + 1
+    span = np.repeat(np.arange(len(row_S)), inside)
+    row, position = row_S[span], ragged_arange(first_S, inside)
+    begins_S = (cut_S & BEGINS_BEFORE) == 0
+    known_BL = is_text_BL & split.annotated[task.name][windows_B][:, None]
+    num_labels = len(task.labels)
+
+    if task.kind == "span_per_label":
+        holds_BC = split.targets[task.name][windows_B] == 1
+        evidence_BLC = np.zeros((*is_text_BL.shape, num_labels), dtype=np.float32)
+        evidence_BLC[row, position, label_S[span]] = 1.0
+        evidence_BLC[~(known_BL[:, :, None] & holds_BC[:, None, :])] = -1.0
+        return evidence_BLC
+
+    if task.spans_may_overlap:
+        tags_BLN = np.zeros((*is_text_BL.shape, num_labels), dtype=np.int64)
+        tags_BLN[row, position, label_S[span]] = 2
+        tags_BLN[row_S[begins_S], first_S[begins_S], label_S[begins_S]] = 1
+        tags_BLN[~known_BL] = IGNORE_INDEX
+        return tags_BLN
+
+    tags_BL = np.zeros(is_text_BL.shape, dtype=np.int64)
+    tags_BL[row, position] = 2 * label_S[span] + 2
+    tags_BL[row_S[begins_S], first_S[begins_S]] = 2 * label_S[begins_S] + 1
+    tags_BL[~known_BL] = IGNORE_INDEX
+    return tags_BL
+
+
+def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int) -> list[IntArray]:
+    """Batches of one epoch: every window once, in random batches of similar length.
+
+    All windows are shuffled, sorted by length inside chunks of 50 batches, and the batches are shuffled
+    again. The same (seed, epoch) gives the same list, so a position in it is where to resume.
+    """
+    generator = np.random.default_rng([seed, epoch])
+    order_W = generator.permutation(len(lengths_W))
+    batches: list[IntArray] = []
+    chunk_size = 50 * batch_size
+    for start in range(0, len(order_W), chunk_size):
+        chunk = order_W[start : start + chunk_size]
+        chunk = chunk[np.argsort(lengths_W[chunk], kind="stable")]
+        batches.extend(chunk[i : i + batch_size] for i in range(0, len(chunk), batch_size))
+    return [batches[i] for i in generator.permutation(len(batches))]
+
+
+def evaluation_batches(lengths_W: IntArray, max_tokens: int) -> list[IntArray]:
+    """Batches of at most `max_tokens` padded tokens (at least one window), the longest windows first.
+
+    The longest come first so that the largest need of memory is met at once.
+    """
+    order_W = np.argsort(-lengths_W, kind="stable")
+    batches: list[IntArray] = []
+    start = 0
+    while start < len(order_W):
+        longest = int(lengths_W[order_W[start]])
+        size = max(1, max_tokens // padded_length(longest, max_tokens))
+        batches.append(order_W[start : start + size])
+        start += size
+    return batches

@@ -1,0 +1,138 @@
+"""A trained model as a folder that `transformers` and this package load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hpo.data.tasks import Task
+from hpo.errors import ModelError
+from hpo.models.encoder import (
+    load_encoder,
+    load_tokenizer,
+)
+from hpo.models.multitask import HEAD_SETTINGS, MultitaskModel
+
+EXPORT_FORMAT = 1
+
+
+def export_model(
+    model: MultitaskModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: str | Path,
+    *,
+    max_length: int,
+    attention: str,
+    precision: str,
+    decisions: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a folder that `transformers.AutoModel` (the encoder) and `load_exported` (all of it) load.
+
+        config.json, model.safetensors, tokenizer.json ...    the encoder and its tokenizer
+        heads.safetensors                                     pooling, heads, log variances
+        hpo.json                                              tasks, head settings, decisions, max_length
+
+    Weights keep their dtype. `precision` and `attention`, those of the trial, are recorded, not applied.
+    The folder appears at once or not at all. Raises ModelError where `directory` holds anything but an
+    earlier export.
+    """
+    directory = Path(directory)
+    if directory.exists() and any(directory.iterdir()) and not (directory / "hpo.json").is_file():
+        raise ModelError(f"{directory}: an export needs a folder of its own, but this one holds other files.")
+    staging = directory.with_name(f".{directory.name}-{os.getpid()}")
+    staging.mkdir(parents=True)
+    try:
+        encoder: Any = model.encoder
+        encoder.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        save_file(_head_state(model), staging / "heads.safetensors")
+        metadata = {
+            "format": EXPORT_FORMAT,
+            "tasks": [asdict(task) for task in model.tasks],
+            **model.head_settings,
+            "attention": attention,
+            "max_length": max_length,
+            "precision": precision,
+            "decisions": {
+                name: asdict(decision)
+                if is_dataclass(decision) and not isinstance(decision, type)
+                else decision
+                for name, decision in (decisions or {}).items()
+            },
+        }
+        (staging / "hpo.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        # safetensors writes files that only their owner can read, whatever the umask.
+        for file in staging.iterdir():
+            file.chmod((staging / "hpo.json").stat().st_mode)
+        if directory.exists():
+            shutil.rmtree(directory)
+        staging.rename(directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(staging)
+        raise
+    return directory
+
+
+def load_exported(
+    directory: str | Path, *, attention: str | None = None, trust_remote_code: bool = False
+) -> tuple[MultitaskModel, PreTrainedTokenizerBase, dict[str, Any]]:
+    """Return model (fp32, evaluation mode), tokenizer and the content of hpo.json.
+
+    `attention` replaces the one that the model was trained with, for a machine that lacks it. Logits are
+    those of the exported model, bit for bit, on the same machine in the same precision.
+
+    Raises ModelError where the folder is no intact export.
+    """
+    directory = Path(directory).resolve()
+    try:
+        metadata = json.loads((directory / "hpo.json").read_text())
+        heads = load_file(directory / "heads.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"{directory} must be a folder written by `hpo best --export`, but reading it failed: {error}."
+        ) from error
+    if metadata.get("format") != EXPORT_FORMAT:
+        raise ModelError(
+            f"{directory}/hpo.json must have format {EXPORT_FORMAT}, but it has {metadata.get('format')!r}. "
+            f"Use the version of hpo that wrote it."
+        )
+    tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in metadata["tasks"]]
+    encoder = load_encoder(
+        str(directory), attention=attention or metadata["attention"], trust_remote_code=trust_remote_code
+    )
+    model = MultitaskModel(encoder, tasks, **{key: metadata[key] for key in HEAD_SETTINGS})
+    expected = _head_state(model)
+    differing = [
+        name
+        for name in sorted(expected.keys() | heads)
+        if name not in expected or name not in heads or expected[name].shape != heads[name].shape
+    ]
+    if differing:
+        raise ModelError(
+            f"{directory}: heads.safetensors must fit hpo.json, but these differ: {differing[:3]}."
+        )
+    model.load_state_dict(heads, strict=False)
+    tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code)
+    return model.eval(), tokenizer, metadata
+
+
+def _head_state(model: MultitaskModel) -> dict[str, Tensor]:
+    """All of the state that is not the encoder's: pooling, heads, log variances."""
+    state = model.state_dict()
+    return {name: value.contiguous() for name, value in state.items() if not name.startswith("encoder.")}
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

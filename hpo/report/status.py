@@ -1,0 +1,62 @@
+"""The state of a study in numbers: trials by outcome, workers, rate, estimated end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpo.study.study_record import StudyRecord
+
+
+def study_status(record: StudyRecord) -> dict[str, Any]:
+    """A study's state in numbers: what `hpo status --json` prints. Times are UTC."""
+    from collections import Counter
+    from datetime import UTC, datetime, timedelta
+
+    from hpo.study.study_record import by_first_objective, trial_outcome
+
+    remaining = record.slots["open"] + record.slots["running"]
+    num_ended = sum(trial.ended is not None for trial in record.trials)
+    hours = _busy_seconds(record) / 3600
+    rate = num_ended / hours if hours else None
+    end = None
+    if rate and remaining and any(worker.alive for worker in record.workers):
+        end = (datetime.now(UTC) + timedelta(hours=remaining / rate)).isoformat(timespec="seconds")
+    return {
+        "study": record.name,
+        "n_trials": sum(record.slots.values()),
+        "trials": dict(record.slots),
+        "states": dict(Counter(trial.state for trial in record.trials)),
+        "outcomes": dict(Counter(trial_outcome(trial) for trial in record.trials)),
+        "best": [
+            {
+                "number": trial.number,
+                "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
+                "params": trial.params,
+            }
+            for trial in by_first_objective(record)
+        ],
+        "workers": [
+            {
+                "id": worker.id,
+                "host": worker.host,
+                "trial": worker.trial_number,
+                "last_seen": worker.last_seen.isoformat(timespec="seconds"),
+            }
+            for worker in record.workers
+            if worker.alive
+        ],
+        "trials_per_hour": rate,
+        "estimated_end": end,
+    }
+
+
+def _busy_seconds(record: StudyRecord) -> float:
+    """Seconds in which at least one trial that has ended was running: pauses of a study do not count."""
+    from hpo.report.tables import trial_seconds
+
+    ends = [(trial.ended.timestamp(), trial_seconds(trial) or 0.0) for trial in record.trials if trial.ended]
+    busy, until = 0.0, 0.0
+    for begin, end in sorted((end - seconds, end) for end, seconds in ends):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy

@@ -1,0 +1,140 @@
+"""A whole study read at once, for status, reports and the dashboard.
+
+Optuna builds an object with its own queries for every attribute of a trial, which takes seconds for
+thousands of trials. Here it is one query a table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.distributions import BaseDistribution, json_to_distribution
+from optuna.storages._rdb import models
+from optuna.trial import TrialState
+
+from hpo.study import schema
+from hpo.study.process import is_alive
+from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
+
+
+def read_study(
+    connection: sa.Connection, study_id: int, name: str, now: sa.ColumnElement[float], lease_seconds: float
+) -> StudyRecord:
+    """Read the study `name`, whose number in Optuna's tables is `study_id`."""
+    definition = connection.execute(
+        sa.select(schema.studies.c.definition).where(schema.studies.c.name == name)
+    ).scalar_one()
+    slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
+    slot_of_trial = {slot.trial_number: slot for slot in slots if slot.trial_number is not None}
+    trials = models.TrialModel.__table__
+    in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == study_id)
+
+    def of_trials(model: Any, *order: str) -> list[Any]:
+        table = model.__table__
+        query = sa.select(table).where(table.c.trial_id.in_(in_study))
+        return list(connection.execute(query.order_by(*(table.c[column] for column in order))).all())
+
+    params: dict[int, dict[str, Any]] = defaultdict(dict)
+    for row in of_trials(models.TrialParamModel, "param_id"):
+        distribution = _distribution(row.distribution_json)
+        params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
+    values: dict[int, list[float]] = defaultdict(list)
+    for row in of_trials(models.TrialValueModel, "trial_id", "objective"):
+        values[row.trial_id].append(row.value)
+    attributes: dict[int, dict[str, Any]] = defaultdict(dict)
+    for row in of_trials(models.TrialUserAttributeModel, "trial_user_attribute_id"):
+        attributes[row.trial_id][row.key] = json.loads(row.value_json)
+    evaluations = _read_evaluations(connection, name)
+
+    records = []
+    for row in connection.execute(
+        sa.select(trials).where(trials.c.study_id == study_id).order_by(trials.c.number)
+    ):
+        own = attributes[row.trial_id]
+        outcome = own.pop("outcome", "")
+        slot = slot_of_trial.get(row.number)
+        if slot is not None and slot.owner is not None:
+            own.setdefault("worker", slot.owner)
+        started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
+        state: TrialState = row.state
+        unfinished = "running" if slot is None or slot.state == "running" else "preempted"
+        records.append(
+            TrialRecord(
+                number=row.number,
+                state=state.name,
+                outcome=unfinished if state == TrialState.RUNNING else outcome,
+                reason=own.pop("outcome_reason", ""),
+                params=params[row.trial_id],
+                values=tuple(values[row.trial_id]) if state == TrialState.COMPLETE else None,
+                started=started,
+                ended=ended,
+                seconds=(ended - started).total_seconds() if started and ended else None,
+                telemetry=own.pop("telemetry", {}),
+                attributes=own,
+                evaluations=evaluations[row.number],
+            )
+        )
+    return StudyRecord(
+        name=name,
+        metric_names=tuple(objective["metric"] for objective in json.loads(definition)["objective"]),
+        directions=tuple(objective["direction"] for objective in json.loads(definition)["objective"]),
+        definition=json.loads(definition),
+        trials=records,
+        workers=_read_workers(connection, name, slots, now, lease_seconds),
+        slots={state: sum(slot.state == state for slot in slots) for state in ("open", "running", "done")},
+    )
+
+
+def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[EvaluationRow]]:
+    table = schema.evaluations
+    evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
+    for row in connection.execute(sa.select(table).where(table.c.study == name).order_by(table.c.step)):
+        evaluations[row.trial_number].append(
+            EvaluationRow(
+                step=row.step,
+                epoch=row.epoch,
+                seconds=row.seconds,
+                metrics=json.loads(row.metrics),
+                train_examples_per_second=row.train_examples_per_second,
+                train_tokens_per_second=row.train_tokens_per_second,
+            )
+        )
+    return evaluations
+
+
+def _read_workers(
+    connection: sa.Connection,
+    name: str,
+    slots: Any,
+    now: sa.ColumnElement[float],
+    lease_seconds: float,
+) -> list[WorkerRecord]:
+    running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
+    table = schema.workers
+    query = sa.select(table, now.label("now")).where(table.c.study == name).order_by(table.c.started)
+    return [
+        WorkerRecord(
+            id=row.id,
+            host=row.host,
+            pid=row.pid,
+            started=datetime.fromtimestamp(row.started, UTC),
+            last_seen=datetime.fromtimestamp(row.last_seen, UTC),
+            alive=is_alive(row, lease_seconds),
+            trial_number=running.get(row.id),
+        )
+        for row in connection.execute(query)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _distribution(text: str) -> BaseDistribution:
+    return json_to_distribution(text)
+
+
+def _utc(time: datetime | None) -> datetime | None:
+    return None if time is None else time.replace(tzinfo=UTC)  # Optuna 5 stores UTC without saying so

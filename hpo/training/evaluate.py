@@ -1,0 +1,114 @@
+"""Evaluation of a model on one split: logits, the decisions made on them, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from hpo.data.batches import collate, evaluation_batches
+from hpo.data.tasks import Task
+from hpo.data.tokenized_split import TokenizedSplit
+from hpo.errors import Nonfinite, OutOfMemory
+from hpo.memory import is_out_of_memory
+from hpo.precision.amp import MixedPrecision
+from hpo.training.decoding import Decision, choose_decisions, decode_tasks, score_tasks
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics on one split, at one point of the training."""
+
+    step: int
+    epoch: float
+    budget_used: float
+    seconds: float
+    """Training seconds so far."""
+    metrics: dict[str, dict[str, float]]
+    """{task: {metric: value}}."""
+    decisions: dict[str, Decision]
+    """What was chosen on this split to turn logits into predictions, for use on other splits."""
+    examples_per_second: float
+    train_loss: float | None
+    """Mean over the steps since the evaluation before."""
+    index: int = 0
+    """1 for the first evaluation of a trial."""
+    rates: dict[str, float | None] = field(default_factory=dict)
+    """Throughput of training so far."""
+
+
+def evaluate(
+    model: nn.Module,
+    split: TokenizedSplit,
+    tasks: Sequence[Task],
+    mixed_precision: MixedPrecision,
+    max_tokens: int,
+    pad_id: int,
+    decisions: Mapping[str, Decision] | None = None,
+    decision_metrics: Mapping[str, str] | None = None,
+) -> tuple[dict[str, dict[str, float]], dict[str, Decision]]:
+    """Metrics of every task on a split, and the decisions that they were computed with.
+
+    Without `decisions` (thresholds and the like) they are chosen on this split, to maximise
+    `decision_metrics`. Raises Nonfinite when logits are NaN or infinite.
+    """
+    logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id)
+    broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
+    if broken:
+        raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
+    chosen = decisions or choose_decisions(tasks, logits, split, decision_metrics)
+    predictions = decode_tasks(tasks, logits, split, chosen)
+    return score_tasks(tasks, predictions, split.examples), dict(chosen)
+
+
+def predict_logits(
+    model: nn.Module,
+    split: TokenizedSplit,
+    tasks: Sequence[Task],
+    mixed_precision: MixedPrecision,
+    max_tokens: int,
+    pad_id: int,
+) -> dict[str, NDArray[np.float32]]:
+    """fp32 logits of a whole split: [W, K] for sequence tasks, [T, K] for token tasks, in window order.
+
+    Where the device's memory does not suffice, the batches are halved.
+    """
+    device = mixed_precision.device
+    starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
+    logits = {
+        task.name: np.empty(
+            (split.num_windows if task.level == "sequence" else split.num_tokens, task.num_outputs),
+            np.float32,
+        )
+        for task in tasks
+    }
+    model.eval()
+    pending = list(reversed(evaluation_batches(lengths_W, max_tokens)))
+    with mixed_precision.evaluation():
+        while pending:
+            windows = pending.pop()
+            batch = collate(split, windows, (), pad_id).to(device.torch_device)
+            try:
+                outputs = model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+                outputs = {name: output.float().cpu().numpy() for name, output in outputs.items()}
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if len(windows) == 1:
+                    raise OutOfMemory(
+                        "one example does not fit into the device's memory in evaluation."
+                    ) from error
+                half = len(windows) // 2
+                pending += [windows[half:], windows[:half]]
+                continue
+            real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
+            tokens = (starts_W[windows, None] + np.arange(batch.input_ids_BL.shape[1]))[real_BL]
+            for task in tasks:
+                if task.level == "sequence":
+                    logits[task.name][windows] = outputs[task.name]
+                else:
+                    logits[task.name][tokens] = outputs[task.name][real_BL]
+    return logits

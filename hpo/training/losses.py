@@ -1,0 +1,320 @@
+"""The loss of each kind of task, and of a batch with all of them.
+
+Every loss is a sum over the labelled items, in fp32 whatever the precision of the logits. The caller
+divides by the number of items of the whole batch (`count_items`, on the CPU, before the forward), so
+splitting a batch into micro-batches cannot change the loss, also where labels are missing.
+
+An item's loss is the negative log-likelihood of all that is known of it, for a multi_label row the sum
+over its classes. With a mean over classes instead, a task of 62 classes pulls on the shared encoder with
+a 62nd of the strength of a single_label task beside it, and hardly learns before that one has settled.
+
+Nothing here looks at a tensor's values from Python, so a step needs no device sync and can be captured in a
+CUDA graph. Missing items are masked before the arithmetic and not only after it: a NaN target behind
+`torch.where` would still give a NaN gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpo.config.study_file import show
+from hpo.data.batches import Batch
+from hpo.data.tasks import IGNORE_INDEX, Task, tags_each_name
+from hpo.errors import InputError, did_you_mean
+
+# The first loss of a kind is its `auto`. focal is left out of span_extraction: its classes are positions,
+# and the imbalance that focal is for does not exist between them.
+LOSSES = {
+    "single_label": ("cross_entropy", "focal"),
+    "multi_label": ("bce", "focal"),
+    "token_classification": ("cross_entropy", "focal"),
+    "span_extraction": ("cross_entropy",),
+    "span_per_label": ("bce", "focal"),
+    "regression": ("mse", "huber"),
+}
+LOSS_NAMES = ("auto", "cross_entropy", "bce", "focal", "mse", "huber")
+
+# Balanced weights stay within these bounds: a class seen 9 times in 2000 rows would otherwise weigh 220
+# times its negatives, and one mislabelled row would steer the whole head.
+MIN_CLASS_WEIGHT = 0.1
+MAX_CLASS_WEIGHT = 10.0
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """A trial's loss settings, shared by its tasks.
+
+    `label_smoothing` in [0, 1) moves that share of a target to the uniform distribution over classes
+    (over positions in span_extraction, over {0, 1} for binary targets); regression has none.
+    `focal_gamma` >= 0 matters to the loss `focal` alone; 0 makes it cross-entropy.
+    """
+
+    loss: str = "auto"
+    label_smoothing: float = 0.0
+    focal_gamma: float = 2.0
+
+
+def check_loss(tasks: Iterable[Task], loss: str) -> None:
+    """Raise InputError unless `loss` is known and fits a task.
+
+    A study has one `loss` for all its tasks. A task of a kind that it does not fit keeps the loss of
+    `auto`, so `focal` beside a regression task leaves that at mse; a loss that would change nothing at
+    all is a mistake.
+    """
+    if loss not in LOSS_NAMES:
+        raise InputError(f"loss: unknown loss {show(loss)}.{did_you_mean(str(loss), LOSS_NAMES)}")
+    kinds = sorted({task.kind for task in tasks})
+    fits = [kind for kind in LOSSES if loss in LOSSES[kind]]
+    if loss != "auto" and not set(kinds) & set(fits):
+        raise InputError(
+            f"loss: `{loss}` fits the kinds {', '.join(fits)}, "
+            f"but the tasks are of the kinds {', '.join(kinds)}. Use auto."
+        )
+
+
+def loss_name(kind: str, loss: str) -> str:
+    """Return the loss that a task of this kind gets under a study's `loss` (see `check_loss`)."""
+    return loss if loss in LOSSES[kind] else LOSSES[kind][0]
+
+
+def _labelled(task: Task, target: Tensor) -> Tensor:
+    if task.kind == "regression":
+        return ~torch.isnan(target)
+    if task.kind in ("multi_label", "span_per_label"):
+        return target >= 0
+    return target != IGNORE_INDEX
+
+
+def count_items(task: Task, target: Tensor) -> int:
+    """Return the number of labelled items of a target, as the module's table counts them.
+
+    An item is labelled if any of its classes or names is. Call it with the target on the CPU: on a GPU it
+    would wait for the device.
+    """
+    labelled = _labelled(task, target)
+    if task.kind in ("multi_label", "span_extraction") or tags_each_name(task):
+        labelled = labelled.any(dim=-1)
+    return int(labelled.sum())
+
+
+def loss_sum(
+    task: Task,
+    logits: Tensor,
+    target: Tensor,
+    options: LossOptions,
+    class_weight: Tensor | None,
+    attention_mask_BL: Tensor,
+) -> Tensor:
+    """Return the fp32 sum of the task's loss over the labelled items.
+
+    For shapes see the module's table. `class_weight` comes from `class_weights` and lies on the device
+    of the logits. `attention_mask_BL` (nonzero at real tokens) keeps padding out of span_extraction's
+    softmax over positions; the other kinds mark padding in their targets. A batch without items gives 0
+    with a gradient of 0.
+    """
+    logits = logits.float()
+    loss = loss_name(task.kind, options.loss)
+    gamma = options.focal_gamma if loss == "focal" else 0.0
+    if task.kind == "regression":
+        return _regression_sum(task, logits.squeeze(-1), target, loss)
+    if task.kind == "span_extraction":
+        return _position_sum(logits, target, attention_mask_BL != 0, options.label_smoothing)
+    if task.kind in ("multi_label", "span_per_label"):
+        return _binary_sum(logits, target, gamma, options.label_smoothing, class_weight)
+    num_classes = 3 if tags_each_name(task) else task.num_outputs
+    logits_NK = logits.reshape(-1, num_classes)
+    return _multiclass_sum(logits_NK, target.reshape(-1), gamma, options.label_smoothing, class_weight)
+
+
+def _multiclass_sum(
+    logits_NK: Tensor, target_N: Tensor, gamma: float, label_smoothing: float, weight_K: Tensor | None
+) -> Tensor:
+    """Cross-entropy, or the focal loss of Lin et al. 2017 (arXiv:1708.02002), eq. 5.
+
+    With q the target smoothed as in `F.cross_entropy` and w the class weights, an item's loss is
+    sum_c w_c q_c (1 - p_c)^gamma (-log p_c): for gamma = 0 exactly `F.cross_entropy`, for a one-hot q
+    the focal loss.
+    """
+    if gamma == 0.0:
+        return F.cross_entropy(
+            logits_NK,
+            target_N,
+            weight_K,
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=label_smoothing,
+        )
+    labelled_N = target_N != IGNORE_INDEX
+    log_p_NK = F.log_softmax(torch.where(labelled_N[:, None], logits_NK, 0.0), dim=-1)
+    # The clamp keeps log(1 - p) and its gradient finite where p rounds to 1.
+    p_NK = log_p_NK.exp().clamp(max=1 - torch.finfo(torch.float32).eps)
+    loss_NK = -log_p_NK * torch.exp(gamma * torch.log1p(-p_NK))
+    if weight_K is not None:
+        loss_NK = loss_NK * weight_K
+    loss_N = loss_NK.gather(1, target_N.clamp(min=0)[:, None]).squeeze(1)
+    if label_smoothing:
+        loss_N = (1 - label_smoothing) * loss_N + label_smoothing * loss_NK.mean(dim=-1)
+    return torch.where(labelled_N, loss_N, 0.0).sum()
+
+
+def _binary_sum(
+    logits: Tensor, target: Tensor, gamma: float, label_smoothing: float, positive_weight_C: Tensor | None
+) -> Tensor:
+    """Binary cross-entropy, or the binary focal loss (arXiv:1708.02002, eq. 4), for each class by itself."""
+    labelled = target >= 0
+    logits = torch.where(labelled, logits, 0.0)
+    y = torch.where(labelled, target, 0.0) * (1 - label_smoothing) + label_smoothing / 2
+    log_p, log_not_p = F.logsigmoid(logits), F.logsigmoid(-logits)
+    positive, negative = -log_p, -log_not_p
+    if gamma != 0.0:
+        # (1 - p)^gamma by way of the logarithm: its gradient is finite at p = 1 for every gamma > 0.
+        positive, negative = positive * torch.exp(gamma * log_not_p), negative * torch.exp(gamma * log_p)
+    if positive_weight_C is not None:
+        positive = positive * positive_weight_C
+    return torch.where(labelled, y * positive + (1 - y) * negative, 0.0).sum()
+
+
+def _position_sum(logits_BL2: Tensor, target_B2: Tensor, real_BL: Tensor, label_smoothing: float) -> Tensor:
+    """Mean of the start's and the end's cross-entropy over the real positions, summed over rows."""
+    real_BL1 = real_BL[:, :, None]
+    masked_BL2 = torch.where(real_BL1, logits_BL2, torch.finfo(torch.float32).min)
+    log_p_BL2 = F.log_softmax(masked_BL2, dim=1)
+    loss_B2 = -log_p_BL2.gather(1, target_B2.clamp(min=0)[:, None, :]).squeeze(1)
+    if label_smoothing:
+        uniform_B2 = -torch.where(real_BL1, log_p_BL2, 0.0).sum(dim=1) / real_BL1.sum(dim=1)
+        loss_B2 = (1 - label_smoothing) * loss_B2 + label_smoothing * uniform_B2
+    return torch.where(target_B2 != IGNORE_INDEX, loss_B2, 0.0).sum() / 2
+
+
+def _regression_sum(task: Task, output_B: Tensor, target_B: Tensor, loss: str) -> Tensor:
+    """Squared error, or the Huber loss with delta 1, in units of the train split's standard deviation."""
+    labelled_B = ~torch.isnan(target_B)
+    target_B = (torch.where(labelled_B, target_B, 0.0) - task.target_mean) / (task.target_std or 1.0)
+    output_B = torch.where(labelled_B, output_B, 0.0)
+    function = F.huber_loss if loss == "huber" else F.mse_loss
+    return torch.where(labelled_B, function(output_B, target_B, reduction="none"), 0.0).sum()
+
+
+def class_weights(task: Task, targets: Iterable[Tensor]) -> Tensor | None:
+    """Return the weights of `class_weighting: balanced` from the train split's targets, or None.
+
+    `targets` are CPU targets of any batching. Multi-class kinds: scikit-learn's `balanced`,
+    n / (k * count), with k the number of classes that occur, float32 [K] ([3] for O, B and I over all
+    names when spans may overlap). Binary kinds: negatives / positives of each class, float32 [C], the
+    weight of a positive. All are clipped to [0.1, 10]; a class that does not occur gets 1. None for
+    regression and span_extraction, which have no classes.
+    """
+    if task.kind in ("regression", "span_extraction"):
+        return None
+    if task.kind in ("multi_label", "span_per_label"):
+        size = len(task.labels)
+        positives, negatives = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+        for target in targets:
+            target_NC = target.reshape(-1, size)
+            positives += (target_NC == 1).sum(dim=0)
+            negatives += (target_NC == 0).sum(dim=0)
+        counts, weights = positives, negatives / positives.clamp(min=1)
+    else:
+        size = 3 if tags_each_name(task) else task.num_outputs
+        counts = torch.zeros(size, dtype=torch.int64)
+        for target in targets:
+            counts += torch.bincount(target[target != IGNORE_INDEX], minlength=size)
+        weights = counts.sum() / ((counts > 0).sum() * counts).clamp(min=1)
+    return torch.where(counts > 0, weights.clamp(MIN_CLASS_WEIGHT, MAX_CLASS_WEIGHT), 1.0)
+
+
+class Objective:
+    """The loss of a batch: each task's mean over its labelled items, weighted and summed, in fp32.
+
+    With `log_variance` (one learnt s for each task) a task's loss L enters as exp(-s) L + s: Kendall et
+    al. 2018, arXiv 1705.07115, in the form without the regression factor 1/2.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        options: LossOptions,
+        loss_weight: Mapping[str, float],
+        class_weight: Mapping[str, Tensor | None],
+        log_variance: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self.options = options
+        self.loss_weight = loss_weight
+        self.class_weight = class_weight
+        self.log_variance = log_variance
+        self.task_losses: dict[str, Tensor] = {}
+        """Each task's mean loss in the step in hand; on the device."""
+        self._first_nonfinite_T: Tensor | None = None
+
+    def start_step(self) -> None:
+        """Forget the task losses of the step before."""
+        self.task_losses = {}
+
+    def finish_step(self, step: int) -> None:
+        """Note, on the device, the tasks whose loss was not finite for the first time in this step."""
+        losses_T = torch.stack([self.task_losses[task.name] for task in self.tasks])
+        if self._first_nonfinite_T is None:
+            self._first_nonfinite_T = torch.full_like(losses_T, float("inf"))
+        now_T = torch.where(torch.isfinite(losses_T), float("inf"), float(step))
+        self._first_nonfinite_T = torch.minimum(self._first_nonfinite_T, now_T)
+
+    def count(self, batch: Batch) -> dict[str, int]:
+        """Labelled items of a batch by task; on the CPU, before it moves to the device."""
+        return {task.name: count_items(task, batch.targets[task.name]) for task in self.tasks}
+
+    def of(
+        self, batch: Batch, items: Mapping[str, int], global_items: Mapping[str, int]
+    ) -> Callable[[Callable[..., Any]], Tensor]:
+        """A micro-batch's loss as a function of the model; of several calls the last counts."""
+        before = dict(self.task_losses)
+
+        def compute(forward: Callable[..., Any]) -> Tensor:
+            self.task_losses = dict(before)
+            return self(forward, batch, items, global_items)
+
+        return compute
+
+    def __call__(
+        self,
+        forward: Callable[..., Any],
+        batch: Batch,
+        items: Mapping[str, int],
+        global_items: Mapping[str, int],
+    ) -> Tensor:
+        """The part that a micro-batch with `items` has in the loss of its global batch of `global_items`."""
+        logits = forward(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+        total = torch.zeros((), device=batch.input_ids_BL.device)
+        for task in self.tasks:
+            name = task.name
+            loss = loss_sum(
+                task,
+                logits[name],
+                batch.targets[name],
+                self.options,
+                self.class_weight.get(name),
+                batch.attention_mask_BL,
+            ) / max(global_items[name], 1)
+            self.task_losses[name] = self.task_losses.get(name, 0.0) + loss.detach()
+            if self.log_variance is not None and global_items[name]:
+                log_variance = self.log_variance[name].float()
+                share = items[name] / global_items[name]
+                loss = torch.exp(-log_variance) * loss + share * log_variance
+            total = total + self.loss_weight.get(name, 1.0) * loss
+        return total
+
+    def nonfinite_tasks(self) -> list[str]:
+        """Tasks whose loss was the first not to be finite; all others follow. Waits for the device."""
+        if self._first_nonfinite_T is None:
+            return []
+        steps = self._first_nonfinite_T.tolist()
+        first = min(steps)
+        return [
+            task.name for task, step in zip(self.tasks, steps, strict=True) if step == first < float("inf")
+        ]
