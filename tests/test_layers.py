@@ -1,4 +1,4 @@
-"""Each folder imports only from the folders below it, so a trial is followed downwards; no file is in a circle."""
+"""Each folder imports only from the folders below it, so a trial is followed downwards; none goes round."""
 
 from __future__ import annotations
 

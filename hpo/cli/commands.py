@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpo.errors import HpoError, InputError, RunError
-from hpo.report.status import study_status
 
 if TYPE_CHECKING:
     import threading
@@ -117,6 +116,7 @@ def run(
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.config.study_config import load_study
+    from hpo.report.status import study_status
 
     if workers is not None and workers_per_device is not None:
         raise InputError(
@@ -226,6 +226,7 @@ def init(
 ) -> None:
     """Make the tables and the study, once, before workers start."""
     from hpo.config.study_config import load_study
+    from hpo.report.status import study_status
     from hpo.study.database import redact
 
     config = _with_options(load_study(study), n_trials, None)
@@ -331,6 +332,7 @@ def verify(
 def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Show trials by state and outcome, the best so far, live workers, the rate and the estimated end."""
     from hpo.cli.display import print_status
+    from hpo.report.status import study_status
 
     with _storage(storage, create=False) as database:
         record = database.read_study(_study_name(study))

@@ -21,8 +21,9 @@ from study_records import fake_trial, record_of
 from tiny import write_study
 from typer.main import get_command
 
-from hpo import cli
+from hpo.cli import commands as cli
 from hpo.precision.table import PRECISION_NAMES, Support
+from hpo.report.status import study_status
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord, WorkerRecord
 from hpo.trial.verify import PrecisionCheck
@@ -54,7 +55,7 @@ def test_help_imports_nothing_that_takes_long() -> None:
 def test_no_trial_waits_for_pandas(tmp_path: Path, command: str, first: str) -> None:
     write_study(tmp_path)
     code = (
-        "import sys, hpo.cli.commands, hpo.study.worker, hpo.trial.executor\n"
+        "import sys, hpo.cli.commands, hpo.study.run, hpo.trial.executor\n"
         f"def first(*_, **__): sys.exit('trials begin')\n{first} = first\n"
         f"sys.argv = ['hpo', '{command}', 'tiny.yaml']\n"
         "try: hpo.cli.commands.main()\nexcept SystemExit as end: assert str(end) == 'trials begin', end"
@@ -463,7 +464,7 @@ def record(*trials: Any, **changes: Any) -> StudyRecord:
 
 def test_rate_counts_the_time_in_which_the_study_was_worked_on() -> None:
     # Two at once, then a night, then one: 10 + 5 minutes.
-    status = cli.study_status(record(at(0, 0, 8), at(1, 2, 10), at(2, 600, 605)))
+    status = study_status(record(at(0, 0, 8), at(1, 2, 10), at(2, 600, 605)))
     assert status["trials_per_hour"] == pytest.approx(12)
     end = datetime.fromisoformat(status["estimated_end"])
     assert end - datetime.now(UTC) == pytest.approx(timedelta(minutes=15), abs=timedelta(seconds=30))
@@ -472,12 +473,10 @@ def test_rate_counts_the_time_in_which_the_study_was_worked_on() -> None:
 
 def test_no_estimate_without_a_live_worker_or_an_ended_trial() -> None:
     assert (
-        cli.study_status(record_of([at(0, 0, 8)], slots={"open": 1, "running": 0, "done": 1}))[
-            "estimated_end"
-        ]
+        study_status(record_of([at(0, 0, 8)], slots={"open": 1, "running": 0, "done": 1}))["estimated_end"]
         is None
     )
-    status = cli.study_status(record())
+    status = study_status(record())
     assert (status["trials_per_hour"], status["estimated_end"], status["best"]) == (None, None, [])
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from study_records import fake_record, fake_trial, record_of, with_values
 from tiny import tiny_study
 
-from hpo import display
+from hpo.cli import display
 from hpo.cli.progress import StudyDisplay
 from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.formats import describe_params

@@ -300,7 +300,7 @@ def test_a_loss_that_does_not_fit_leaves_a_kind_at_its_own() -> None:
     check_loss([TASKS["regression"]], "auto")
     with pytest.raises(InputError, match=r"`focal` fits the kinds single_label, .* of the kinds regression"):
         check_loss([TASKS["regression"]], "focal")
-    with pytest.raises(InputError, match=r"unknown loss 'focall'. Did you mean `focal`"):
+    with pytest.raises(InputError, match=r"unknown loss `focall`. Did you mean `focal`"):
         check_loss([TASKS["single_label"]], "focall")
 
 

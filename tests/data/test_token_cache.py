@@ -36,7 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         times.append(1)
         return tokenize_chunks(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(hpo.token_cache, "tokenize_chunks", counted)
+    monkeypatch.setattr(hpo.data.token_cache, "tokenize_chunks", counted)
     return times
 
 
@@ -103,7 +103,7 @@ def test_a_split_written_in_chunks_is_the_whole(
 def test_a_cache_that_cannot_be_read_back_says_so(
     dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hpo.token_cache, "_read", lambda *_: None)
+    monkeypatch.setattr(hpo.data.token_cache, "_read", lambda *_: None)
     with pytest.raises(RunError, match=r"was written but cannot be read\. Look after its disk\."):
         load(dataset, tmp_path)
 
@@ -208,11 +208,11 @@ from hpo.data.dataset import load_data
 from hpo.config.data_config import DataConfig
 from hpo.data.tokenized_split import Windowing
 made, sums = [], []
-tokenize = hpo.token_cache.tokenize_chunks
-hpo.token_cache.tokenize_chunks = lambda *args: made.append(1) or tokenize(*args)
+tokenize = hpo.data.token_cache.tokenize_chunks
+hpo.data.token_cache.tokenize_chunks = lambda *args: made.append(1) or tokenize(*args)
 dataset = load_data(DataConfig.model_validate(json.loads(sys.argv[3])))
 def load():
-    split = hpo.token_cache.load_tokenized(
+    split = hpo.data.token_cache.load_tokenized(
         dataset, "train", tiny_tokenizer("wordpiece"), Windowing(64), Path(sys.argv[1])
     )
     sums.append(int(split.input_ids_T.sum()))

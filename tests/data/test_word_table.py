@@ -81,7 +81,7 @@ def test_texts_of_words_are_the_texts_tokenised_whole(options: tuple[bool, bool,
 def test_a_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(
-        hpo.word_table,
+        hpo.data.word_table,
         "encode",
         lambda tokenizer, words, at: (asked.extend(words), encode(tokenizer, words, at))[1],
     )
@@ -97,7 +97,7 @@ def test_a_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_table_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hpo.word_table, "_MAX_BYTES", 200)
+    monkeypatch.setattr(hpo.data.word_table, "_MAX_BYTES", 200)
     tokenizer = tiny_tokenizer("wordpiece")
     table = WordTable(tokenizer)
     sizes = []

@@ -129,7 +129,7 @@ def test_nonfinite_in_one_task_only(
     def broken(task: Any, *args: Any) -> torch.Tensor:
         return loss_sum(task, *args) * (float("nan") if task.name == "evidence" else 1.0)
 
-    monkeypatch.setattr("hpo.training.loop.loss_sum", broken)
+    monkeypatch.setattr("hpo.training.losses.loss_sum", broken)
     monkeypatch.setattr("hpo.trial.executor.Executor._compatibility", passing_check)
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     assert result.outcome == "nonfinite"
@@ -319,16 +319,16 @@ def test_a_weight_of_no_task_and_a_loss_for_no_task_are_refused_before_the_first
 
 
 def test_thresholds_follow_the_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpo import train
+    from hpo.training import evaluate
 
     seen = []
-    real = train.choose_decisions
+    real = evaluate.choose_decisions
 
     def spy(*args: Any) -> Any:
         seen.append(args[3])
         return real(*args)
 
-    monkeypatch.setattr("hpo.training.loop.choose_decisions", spy)
+    monkeypatch.setattr("hpo.training.evaluate.choose_decisions", spy)
     run(
         tiny_executor(tmp_path, objective={"metric": "criteria/f1_micro"}), tmp_path, {"fp_precision": "fp32"}
     )

@@ -18,12 +18,12 @@ import tiny
 import worker_process
 from worker_process import result, study
 
-from hpo import executor as executor_module
 from hpo.config.search_space import suggest
 from hpo.study.leases import Lease
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
 from hpo.study.worker import run_worker, trial_runner
+from hpo.trial import executor as executor_module
 from hpo.trial.executor import Executor
 
 pytestmark = pytest.mark.slow

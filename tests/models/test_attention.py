@@ -73,7 +73,7 @@ def test_output_and_gradients_are_those_of_plain_attention(
     drawn: list[Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hpo.attention, "PIECE_ELEMENTS", piece_elements)
+    monkeypatch.setattr(hpo.models.attention, "PIECE_ELEMENTS", piece_elements)
     tensors, mask = inputs(dtype)
     output, weights = attention_forward(Encoder(), *tensors, mask, dropout=P, scaling=0.3)
     assert weights is None
@@ -123,10 +123,12 @@ def test_a_rehearsal_runs_the_kernel_and_drops_nothing(drawn: list[Tensor]) -> N
     ids_BL = torch.randint(1000, 2000, (2, 9))
     mask_BL = (torch.arange(9) < torch.tensor([9, 5])[:, None]).long()
     calls = []
-    apply = hpo.attention._DropoutAttention.apply
+    apply = hpo.models.attention._DropoutAttention.apply
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            hpo.attention._DropoutAttention, "apply", lambda *args: calls.append(args[-1]) or apply(*args)
+            hpo.models.attention._DropoutAttention,
+            "apply",
+            lambda *args: calls.append(args[-1]) or apply(*args),
         )
         plain = model(ids_BL, mask_BL)["slots"]
         assert not calls
@@ -140,9 +142,9 @@ def test_a_rehearsal_runs_the_kernel_and_drops_nothing(drawn: list[Tensor]) -> N
 
 def test_the_check_of_a_precision_rehearses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    apply = hpo.attention._DropoutAttention.apply
+    apply = hpo.models.attention._DropoutAttention.apply
     monkeypatch.setattr(
-        hpo.attention._DropoutAttention, "apply", lambda *args: calls.append(args[-1]) or apply(*args)
+        hpo.models.attention._DropoutAttention, "apply", lambda *args: calls.append(args[-1]) or apply(*args)
     )
     executor = tiny_executor(tmp_path, training={"max_steps": 1, "attention_dropout": 0.1, "max_length": 32})
     assert executor.check_precision("bf16", repeats=1).verdict == "ok"
@@ -160,7 +162,7 @@ def test_other_cases_are_pytorchs_own(case: str, monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object) -> None:
         raise AssertionError("this case is not ours")
 
-    monkeypatch.setattr(hpo.attention._DropoutAttention, "apply", refuse)
+    monkeypatch.setattr(hpo.models.attention._DropoutAttention, "apply", refuse)
     (query, key, value), mask = inputs()
     module: nn.Module = Encoder()
     dropout, options = P, {}
@@ -190,9 +192,9 @@ def test_encoders_give_what_their_own_attention_gives(family: str, monkeypatch: 
         RandomBits, "keep_mask", lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16)
     )
     calls = []
-    apply = hpo.attention._DropoutAttention.apply
+    apply = hpo.models.attention._DropoutAttention.apply
     monkeypatch.setattr(
-        hpo.attention._DropoutAttention, "apply", lambda *args: calls.append(1) or apply(*args)
+        hpo.models.attention._DropoutAttention, "apply", lambda *args: calls.append(1) or apply(*args)
     )
     task = Task("slots", "token_classification", ("a",))
     settings = {"max_length": 12, "dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 1e-9}

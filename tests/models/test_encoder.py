@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import BERT, FAMILIES, make_batch
 from torch import nn
 
-from hpo import encoder as encoder_module
 from hpo.data.token_cache import tokenizer_fingerprint
 from hpo.errors import ModelError
+from hpo.models import encoder as encoder_module
 from hpo.models.attention import NAME as DROPOUT_ATTENTION
 from hpo.models.encoder import (
     MINILM_HUB_ID,

@@ -12,7 +12,6 @@ from tiny_encoders import BERT, FAMILIES, LABEL, SPANS, TASKS, make_batch, make_
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
-from hpo import model as model_module
 from hpo.config.data_config import TASK_KINDS
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
@@ -520,7 +519,7 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
     def full_disk(*_args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(model_module, "save_file", full_disk)
+    monkeypatch.setattr("hpo.models.export.save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         exported(folder, max_length=12)
     assert load_exported(folder)[2]["max_length"] == 16

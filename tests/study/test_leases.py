@@ -14,9 +14,9 @@ from optuna.trial import TrialState
 from postgres import PostgresServer
 from worker_process import result, study
 
-from hpo import slots as slots_module
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
+from hpo.study import leases as slots_module
 from hpo.study.leases import Worker
 from hpo.study.process import process_start, this_machine
 from hpo.study.schema import slots, workers

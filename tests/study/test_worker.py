@@ -19,10 +19,12 @@ import worker_process
 from tiny import CPU
 from worker_process import check_done, notes, result, study
 
-from hpo import worker as worker_module
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, RunError
+from hpo.study import processes
+from hpo.study import run as run_module
+from hpo.study import worker as worker_module
 from hpo.study.leases import Lease, Worker
 from hpo.study.process import process_start, this_machine
 from hpo.study.processes import (
@@ -48,7 +50,7 @@ def storage(storage_url: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def _package_for_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(worker_module.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(worker_module.__file__).parents[2]))
 
 
 def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
@@ -302,7 +304,7 @@ def test_trial_that_kills_its_workers_fails_in_the_end(
         return result("complete")
 
     config = study(2, max_retries=1)
-    leave = worker_module.Worker.__exit__
+    leave = Worker.__exit__
 
     def die(worker: Worker, *_: object) -> None:
         """Leave as a killed process does: the slot stays claimed, and the row names no live process."""
@@ -450,8 +452,8 @@ def test_workers_of_a_run(
     places: list[tuple[int, str | None]],
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(worker_module, "cuda_devices", lambda _: devices)
-    monkeypatch.setattr(worker_module, "run_workers", lambda *args, **_: started.append(args[3]))
+    monkeypatch.setattr(run_module, "cuda_devices", lambda _: devices)
+    monkeypatch.setattr(run_module, "run_workers", lambda *args, **_: started.append(args[3]))
     run_study(study(2), storage, tmp_path, **given)  # type: ignore[arg-type]
     (found,) = started
     assert found == [WorkerPlace(mates, gpu) for mates, gpu in places]
@@ -461,13 +463,13 @@ def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(worker_module, "run_workers", lambda *args, **_: started.append(args[3]))
+    monkeypatch.setattr(run_module, "run_workers", lambda *args, **_: started.append(args[3]))
     config = study(2, amp={"memory_fraction": 0.6})
-    monkeypatch.setattr(worker_module, "cuda_devices", lambda _: ("0",))
+    monkeypatch.setattr(run_module, "cuda_devices", lambda _: ("0",))
     with pytest.raises(InputError, match=r"amp\.memory_fraction"):
         run_study(config, storage, tmp_path, workers_per_device=2)
     assert not started
-    monkeypatch.setattr(worker_module, "cuda_devices", lambda _: ())  # on a CPU it says nothing
+    monkeypatch.setattr(run_module, "cuda_devices", lambda _: ())  # on a CPU it says nothing
     run_study(config, storage, tmp_path, workers_per_device=2)
     assert len(started) == 1
 
@@ -490,8 +492,8 @@ def test_sampler_knows_the_memory_of_its_worker(
     given: dict[str, Any] = {}
     monkeypatch.setenv("HPO_WORKERS_ON_DEVICE", num_workers)
     monkeypatch.setitem(sys.modules, "hpo.trial.executor", SimpleNamespace(Executor=executor))
-    monkeypatch.setattr(worker_module, "probe_device", lambda _: GPU)
-    monkeypatch.setattr(worker_module, "run_worker", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(run_module, "probe_device", lambda _: GPU)
+    monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
     run_study(study(1), storage, tmp_path, stop=threading.Event())
     assert given["memory_bytes"] == gib * 2**30
 
@@ -524,13 +526,13 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, 
     def install(n_trials: int, trial_seconds: float) -> None:
         arguments = [str(tmp_path / "log"), str(n_trials), str(trial_seconds)]
         command = [sys.executable, worker_process.__file__, *arguments]
-        monkeypatch.setattr(worker_module, "worker_command", lambda *_: command)
+        monkeypatch.setattr(processes, "worker_command", lambda *_: command)
 
     return install
 
 
 def test_worker_command_does_not_show_the_url() -> None:
-    command = worker_module.worker_command("multitask", 3, 60.0)
+    command = processes.worker_command("multitask", 3, 60.0)
     assert command[1:] == ["-m", "hpo", "worker", "multitask", "--worker-number", "3", "--timeout", "60.0"]
 
 
@@ -582,13 +584,13 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(worker_process.__file__).parent)!r})
 import worker_process
-from hpo import worker
+from hpo.study import processes
 from hpo.study.storage import open_storage
-worker.worker_command = lambda *_: [sys.executable, worker_process.__file__, {str(log)!r}, "4", "600"]
+processes.worker_command = lambda *_: [sys.executable, worker_process.__file__, {str(log)!r}, "4", "600"]
 storage = open_storage({sqlite_url!r})
 storage.create_or_resume_study(worker_process.study(4))
-places = worker.place_workers(2, ())
-worker.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), places, study_name="tiny")
+places = processes.place_workers(2, ())
+processes.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), places, study_name="tiny")
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
@@ -607,7 +609,7 @@ def test_failure_of_all_workers_is_reported_with_the_log(
     kind: type[Exception],
 ) -> None:
     fails = [sys.executable, "-c", f"print('Error: no such column'); raise SystemExit({code})"]
-    monkeypatch.setattr(worker_module, "worker_command", lambda *_: fails)
+    monkeypatch.setattr(processes, "worker_command", lambda *_: fails)
     with open_storage(sqlite_url) as storage:
         storage.create_or_resume_study(study(2))
         with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done") as raised:
@@ -619,7 +621,7 @@ def test_failure_of_all_workers_is_reported_with_the_log(
 def test_evaluations_of_other_processes_become_events_once(storage: Storage) -> None:
     config, events = study(1), []
     opened = storage.create_or_resume_study(config)
-    watch = worker_module._Watch(opened, events.append)
+    watch = processes._Watch(opened, events.append)
 
     def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
         watch.look()

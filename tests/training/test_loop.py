@@ -30,7 +30,6 @@ from tiny import (
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpo import train as train_module
 from hpo.data.batches import collate, evaluation_batches, training_batches
 from hpo.data.examples import Example
 from hpo.device import DeviceInfo, probe_device
@@ -39,6 +38,7 @@ from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.training import loop as train_module
 from hpo.training.compilation import CompileClock
 from hpo.training.evaluate import predict_logits
 from hpo.training.loop import (
@@ -367,7 +367,7 @@ def test_a_loss_that_is_not_finite_names_its_task(
     def broken(task: Any, *args: Any) -> torch.Tensor:
         return real(task, *args) * (float("nan") if task.name == "severity" else 1.0)
 
-    monkeypatch.setattr("hpo.training.loop.loss_sum", broken)
+    monkeypatch.setattr("hpo.training.losses.loss_sum", broken)
     with pytest.raises(Nonfinite, match=r"in 3 steps in a row\. First in: severity\."):
         our_losses(executor, "fp32", 6, 0.0)
 

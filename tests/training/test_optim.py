@@ -11,9 +11,9 @@ from tiny_encoders import BERT, FAMILIES, make_model, scalar_loss
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpo import optim as optim_module
 from hpo.errors import InputError, ModelError
 from hpo.models.multitask import MultitaskModel
+from hpo.training import optim as optim_module
 from hpo.training.optim import (
     OPTIMIZERS,
     SCHEDULES,
