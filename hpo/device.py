@@ -60,7 +60,7 @@ class DeviceInfo:
     """CUDA only: which GPU it is, or which part of one, whatever it is called in this process."""
 
     @property
-    def identity(self) -> str:
+    def device_id(self) -> str:
         """What tells this device from the others of its machine: `cpu`, or the GPU's UUID."""
         return self.uuid or self.torch_device
 

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import ClassVar
 
+from hpo.outcome import Outcome
+
 
 class HpoError(Exception):
     """Base of every error raised on purpose."""
@@ -77,49 +79,49 @@ class LeaseLostError(RunError):
 class TrialEnd(HpoError):
     """A trial ends early for a known reason; the executor turns it into the trial's outcome."""
 
-    outcome: ClassVar[str]
+    outcome: ClassVar[Outcome]
 
 
 class Unsupported(TrialEnd):
     """This device cannot run the requested precision."""
 
-    outcome = "unsupported"
+    outcome = Outcome.UNSUPPORTED
 
 
 class Failed(TrialEnd):
     """This device cannot run the requested precision, and the study says `amp.on_unsupported: fail`."""
 
-    outcome = "failed"
+    outcome = Outcome.FAILED
 
 
 class Incompatible(TrialEnd):
     """The model does not work under the requested precision, seen on a dummy batch."""
 
-    outcome = "incompatible"
+    outcome = Outcome.INCOMPATIBLE
 
 
 class Nonfinite(TrialEnd):
     """Loss, gradients or metrics stay NaN or infinite."""
 
-    outcome = "nonfinite"
+    outcome = Outcome.NONFINITE
 
 
 class OutOfMemory(TrialEnd):
     """Not even one example fits into the device's memory."""
 
-    outcome = "oom"
+    outcome = Outcome.OOM
 
 
 class Pruned(TrialEnd):
     """The pruner stopped the trial."""
 
-    outcome = "pruned"
+    outcome = Outcome.PRUNED
 
 
 class Preempted(TrialEnd):
     """The worker was told to stop; the trial is checkpointed and goes on elsewhere."""
 
-    outcome = "preempted"
+    outcome = Outcome.PREEMPTED
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from hpo.device import DeviceInfo
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 
-def keep_freed_memory() -> None:
+def disable_malloc_trim() -> None:
     """Let glibc keep the memory of freed tensors for the next ones (mallopt(3)); elsewhere do nothing.
 
     By default it gives every tensor of some megabytes back to the kernel at once, which clears the pages of
@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def imported_for_good() -> Iterator[None]:
+def gc_frozen_imports() -> Iterator[None]:
     """Import large libraries in here: the garbage collector looks neither at what they make nor at what is
     there already, now or later.
 
@@ -46,13 +46,13 @@ def imported_for_good() -> Iterator[None]:
             gc.enable()
 
 
-def collect_garbage(*, keep_the_rest: bool) -> None:
+def gc_collect(*, freeze: bool) -> None:
     """Free what is held by reference cycles alone, such as the model of a trial that failed.
 
-    `keep_the_rest` takes what is left out of all later collections, as `imported_for_good` does.
+    `freeze` takes what is left out of all later collections, as `gc_frozen_imports` does.
     """
     gc.collect()
-    if keep_the_rest:
+    if freeze:
         gc.freeze()
 
 

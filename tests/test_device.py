@@ -27,10 +27,10 @@ from hpo.device import (
 from hpo.errors import InputError
 from hpo.memory import (
     PeakMemory,
-    collect_garbage,
-    imported_for_good,
+    disable_malloc_trim,
+    gc_collect,
+    gc_frozen_imports,
     is_out_of_memory,
-    keep_freed_memory,
     release_free_memory,
 )
 
@@ -115,10 +115,10 @@ def test_what_tells_a_device_from_others(visible: str | None, expected: str) -> 
     assert _uuid(visible, "GPU-5ef") == expected
 
 
-def test_identity() -> None:
-    assert probe_device("cpu").identity == "cpu"
-    assert DeviceInfo(type="cuda", name="GPU", index=3, uuid="GPU-5ef").identity == "GPU-5ef"
-    assert DeviceInfo(type="cuda", name="GPU", index=3).identity == "cuda:3"
+def test_device_id() -> None:
+    assert probe_device("cpu").device_id == "cpu"
+    assert DeviceInfo(type="cuda", name="GPU", index=3, uuid="GPU-5ef").device_id == "GPU-5ef"
+    assert DeviceInfo(type="cuda", name="GPU", index=3).device_id == "cuda:3"
 
 
 def test_memory_for_each_of_several_workers() -> None:
@@ -152,7 +152,7 @@ def test_a_gpu_is_named_with_its_index() -> None:
 @pytest.mark.parametrize("freed_is_kept", [False, True])
 def test_peak_memory_sees_what_was_held_and_can_be_reset(freed_is_kept: bool) -> None:
     if freed_is_kept:
-        keep_freed_memory()
+        disable_malloc_trim()
     device = probe_device("cpu")
     memory = PeakMemory(device)
     release_free_memory(device)
@@ -211,7 +211,7 @@ def thawed() -> Iterator[None]:
 @pytest.mark.usefixtures("thawed")
 def test_what_is_imported_is_never_looked_through() -> None:
     before = gc.get_freeze_count()
-    with imported_for_good():
+    with gc_frozen_imports():
         assert not gc.isenabled()
         imported = [[object()] for _ in range(1000)]
     assert gc.isenabled()
@@ -221,12 +221,12 @@ def test_what_is_imported_is_never_looked_through() -> None:
 
 @pytest.mark.usefixtures("thawed")
 def test_the_collector_is_left_as_it_was_found() -> None:
-    with pytest.raises(ImportError), imported_for_good():
+    with pytest.raises(ImportError), gc_frozen_imports():
         raise ImportError
     assert gc.isenabled()
     gc.disable()
     try:
-        with imported_for_good():
+        with gc_frozen_imports():
             pass
         assert not gc.isenabled()
     finally:
@@ -236,16 +236,16 @@ def test_the_collector_is_left_as_it_was_found() -> None:
 @pytest.mark.usefixtures("thawed")
 def test_garbage_is_not_kept_for_good() -> None:
     gone = weakref.ref(a_cycle())
-    with imported_for_good():
+    with gc_frozen_imports():
         assert gone() is None
 
 
 @pytest.mark.usefixtures("thawed")
 def test_what_is_kept_is_not_looked_through_again() -> None:
     before = gc.get_freeze_count()
-    collect_garbage(keep_the_rest=False)
+    gc_collect(freeze=False)
     assert gc.get_freeze_count() == before
-    collect_garbage(keep_the_rest=True)
+    gc_collect(freeze=True)
     assert gc.get_freeze_count() > before
 
 
@@ -261,5 +261,5 @@ def a_cycle() -> _Model:
 
 def test_a_cycle_is_collected() -> None:
     gone = weakref.ref(a_cycle())
-    collect_garbage(keep_the_rest=False)
+    gc_collect(freeze=False)
     assert gone() is None

@@ -15,7 +15,7 @@ from hpo.data.tasks import Task
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.table import PRECISIONS, AmpConfig
-from hpo.training.losses import LossOptions, Objective
+from hpo.training.losses import LossOptions, MultitaskLoss
 from hpo.trial.executor import Executor
 
 ENCODER: dict[str, Any] = {
@@ -113,5 +113,5 @@ def tiny_batch(num: int = 6, length: int = 8, seed: int = 0) -> Batch:
     )
 
 
-def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> Objective:
-    return Objective(tasks, LossOptions(**options), {}, {})
+def tiny_objective(tasks: tuple[Task, ...] = TASKS, **options: Any) -> MultitaskLoss:
+    return MultitaskLoss(tasks, LossOptions(**options), {}, {})

@@ -18,7 +18,8 @@ import optuna
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.study.leases import Lease, Worker
+from hpo.outcome import Outcome
+from hpo.study.leases import Lease, WorkerLease
 from hpo.study.processes import stop_on_signals
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
@@ -50,7 +51,7 @@ def result(outcome: str, **changes: Any) -> Any:
     """A TrialResult, without the import of PyTorch."""
     values = (0.5,) if outcome == "complete" else None
     fields = {"reason": "", "values": values, "headline": {}, "telemetry": {}, "traceback": None}
-    return SimpleNamespace(outcome=outcome, **{**fields, **changes})
+    return SimpleNamespace(outcome=Outcome(outcome), **{**fields, **changes})
 
 
 def outcome_of(params: dict[str, Any]) -> str:
@@ -156,9 +157,9 @@ def _after(owner: type, name: str, condition: Callable[..., bool] = lambda *_, *
 
 
 _PLACES: dict[str, Callable[[_Killer], None]] = {
-    "claimed": _after(Worker, "_claim"),
+    "claimed": _after(WorkerLease, "_claim"),
     "trial made": _after(optuna.Study, "add_trial"),
-    "number stored": _after(Worker, "_update_slot", lambda *_, **values: "trial_number" in values),
+    "number stored": _after(WorkerLease, "_update_slot", lambda *_, **values: "trial_number" in values),
     "half suggested": _after(
         optuna.storages.RDBStorage, "_set_trial_param", lambda *args: args[2] == "learning_rate"
     ),
@@ -167,7 +168,7 @@ _PLACES: dict[str, Callable[[_Killer], None]] = {
     "half of the attributes": _after(optuna.Trial, "set_user_attr", lambda *args: args[1] == "outcome"),
     "constraint set": _after(optuna.Trial, "set_constraint"),
     "told": _after(optuna.Study, "tell"),
-    "slot closed": _after(Worker, "_update_slot", lambda *_, **values: values.get("state") == "done"),
+    "slot closed": _after(WorkerLease, "_update_slot", lambda *_, **values: values.get("state") == "done"),
 }
 PLACES = tuple(_PLACES)
 

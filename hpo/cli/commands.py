@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpo.errors import HpoError, InputError, RunError
+from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
     import threading
@@ -165,7 +166,7 @@ def worker(
         summary = _work(config, database, stop, quiet=as_json, worker_number=worker_number, resize=False)
     if as_json:
         _print_json({"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes})
-    if summary.outcomes and summary.outcomes.keys() == {"failed"}:
+    if summary.outcomes and summary.outcomes.keys() == {Outcome.FAILED}:
         raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
     raise typer.Exit(summary.exit_code)
 
@@ -291,7 +292,7 @@ def train(
         print_trial(record)
         if result.traceback:
             typer.echo(result.traceback, err=True)
-    raise typer.Exit({"complete": 0, "preempted": 130}.get(result.outcome, 1))
+    raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
 
 
 @app.command()

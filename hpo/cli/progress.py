@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from hpo.config.trial_config import build_trial_config
+from hpo.outcome import Outcome
 from hpo.report.formats import describe_params, format_metric
 from hpo.study.study_record import best_trials
 
@@ -28,15 +29,16 @@ if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord
     from hpo.study.worker import TrialEvent
 
-OUTCOME_STYLES = {
-    "complete": "green",
-    "pruned": "yellow",
-    "preempted": "yellow",
-    "unsupported": "magenta",
-    "incompatible": "magenta",
-    "nonfinite": "magenta",
-    "oom": "magenta",
-    "failed": "bold red",
+OUTCOME_STYLES: dict[str, str] = {
+    Outcome.COMPLETE: "green",
+    Outcome.PRUNED: "yellow",
+    Outcome.PREEMPTED: "yellow",
+    Outcome.UNSUPPORTED: "magenta",
+    Outcome.INCOMPATIBLE: "magenta",
+    Outcome.NONFINITE: "magenta",
+    Outcome.OOM: "magenta",
+    Outcome.CRASHED: "bold red",
+    Outcome.FAILED: "bold red",
 }
 
 
@@ -125,7 +127,7 @@ class StudyDisplay:
             if (task := self._tasks.pop(event.number, None)) is not None:
                 self._trials.remove_task(task)
             self._study.update(self._study.task_ids[0], completed=self._num_done())
-            if event.outcome == "complete":
+            if event.outcome == Outcome.COMPLETE:
                 self._note_best(event.values, event.number)
             self._print_finished(event)
 

@@ -14,7 +14,8 @@ rounded to the dtype of V.
 
 Among transformers' attention functions this is `hpo_sdpa`, and it is what `attention: sdpa` runs. Where it
 is not for a case (a GPU, no dropout, a mask that is not padding at the end of texts, compiled code),
-it is PyTorch's own. `rehearsal` runs it without dropout, so that a check of the precision checks what trains.
+it is PyTorch's own. `use_training_attention` runs it without dropout, so that a check of the precision checks
+what trains.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
-from hpo.models.dropout import RandomBits, is_fast_here, masked
+from hpo.models.dropout import DropoutMaskGenerator, is_fast_here, masked
 
 NAME = "hpo_sdpa"
 
@@ -48,7 +49,7 @@ _is_rehearsal = ContextVar("is_rehearsal", default=False)
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
+def use_training_attention() -> Iterator[None]:
     """Inside, models in evaluation mode use the attention that they use in training, dropping nothing."""
     token = _is_rehearsal.set(True)
     try:
@@ -182,7 +183,7 @@ class _DropoutAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, p: float
     ) -> Tensor:
         num_texts, num_heads, length, size = query.shape
-        bits = RandomBits()
+        bits = DropoutMaskGenerator()
         pieces = list(_pieces(lengths, num_heads))
         output_BLHE = query.new_zeros(num_texts, length, num_heads, size)
         saved = []

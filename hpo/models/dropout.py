@@ -37,7 +37,7 @@ class _TorchWords(ISeedSequence):
         return words.view(np.uint64).astype(dtype)
 
 
-class RandomBits:
+class DropoutMaskGenerator:
     """A stream of dropout masks, begun from torch's global generator."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class RandomBits:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """A copy of `values` that is 0 where the mask of `RandomBits` is."""
+    """A copy of `values` that is 0 where the mask of `DropoutMaskGenerator` is."""
     integers = INTEGERS[values.dtype]
     return torch.bitwise_and(values.view(integers), mask.to(integers)).view(values.dtype)
 
@@ -68,7 +68,7 @@ def is_fast_here(*tensors: Tensor) -> bool:
 class _MaskAndScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, p: float) -> Tensor:
-        mask = RandomBits().keep_mask(values.shape, p)
+        mask = DropoutMaskGenerator().keep_mask(values.shape, p)
         ctx.save_for_backward(mask)
         ctx.scale = 1 / (1 - p)
         return masked(values, mask).mul_(ctx.scale)

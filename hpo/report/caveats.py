@@ -30,7 +30,7 @@ class Notice:
     advice: str
 
 
-def notices(record: StudyRecord) -> list[Notice]:
+def caveats(record: StudyRecord) -> list[Notice]:
     """What limits the conclusions of this study, most serious first, each with what to do about it."""
     trials = trials_table(record)
     found: list[Notice] = []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pandas as pd
 
+from hpo.outcome import Outcome
 from hpo.report.formats import format_metric, format_number, format_seconds
 from hpo.report.importances import importance_table, num_top_trials, why_no_importances
 from hpo.report.tables import OUTCOMES, evaluations_table, objective_column, precision_order, trials_table
@@ -35,14 +36,15 @@ PRECISION_STYLES = {
 OTHER_STYLE = ("#6B6B6B", "x-thin-open", "x")
 
 OUTCOME_COLORS = {
-    "complete": "#009E73",
-    "pruned": "#B8B8B8",
-    "nonfinite": "#D55E00",
-    "incompatible": "#CC79A7",
-    "unsupported": "#56B4E9",
-    "oom": "#E69F00",
-    "failed": "#000000",
-    "preempted": "#0072B2",
+    Outcome.COMPLETE: "#009E73",
+    Outcome.PRUNED: "#B8B8B8",
+    Outcome.NONFINITE: "#D55E00",
+    Outcome.INCOMPATIBLE: "#CC79A7",
+    Outcome.UNSUPPORTED: "#56B4E9",
+    Outcome.OOM: "#E69F00",
+    Outcome.CRASHED: "#882255",
+    Outcome.FAILED: "#000000",
+    Outcome.PREEMPTED: "#0072B2",
     "running": "#F0E442",
     "waiting": "#F0E442",
 }
@@ -346,7 +348,7 @@ def learning_curves(record: StudyRecord, index: int, axis: Literal["epochs", "se
                     "line",
                     markers=group.markers,
                     with_markers=True,
-                    dashed=trial["outcome"] != "complete",
+                    dashed=trial["outcome"] != Outcome.COMPLETE,
                     hover=[f"{text}<br>{metric} {format_number(value)}" for value in values],
                     group=group.precision,
                     in_legend=group.precision not in seen,

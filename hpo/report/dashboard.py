@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hpo.errors import InputError
-from hpo.report.caveats import notices
+from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_metric, precision_facts
@@ -84,7 +84,7 @@ def study_note(record: StudyRecord) -> str:
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
     lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(record)), ""]
     lines += ["## How to read this", ""]
-    lines += [f"- {notice.text} {notice.advice}" for notice in notices(record)]
+    lines += [f"- {notice.text} {notice.advice}" for notice in caveats(record)]
     lines.append(
         f"- {len(complete_trials(record))} of {len(record.trials)} trials are complete. Trials that ended as "
         "`nonfinite`, `incompatible`, `unsupported` or `oom` are PRUNED here; the user attribute `outcome` "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from hpo.report.caveats import notices
+from hpo.report.caveats import caveats
 from hpo.report.charts import Chart
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import (
@@ -178,13 +178,13 @@ def _given(settings: Any) -> Mapping[str, Any]:
 
 
 def _notices(record: StudyRecord) -> str:
-    found = notices(record)
+    found = caveats(record)
     if not found:
         return _paragraph("Nothing is known that limits what this study shows, except its size.")
     items = "".join(
         f"<li>{_inline(notice.text)} <span>{_inline(notice.advice)}</span></li>" for notice in found
     )
-    return f'<ul class="notices">{items}</ul>'
+    return f'<ul class="caveats">{items}</ul>'
 
 
 def _precision(record: StudyRecord) -> str:
@@ -324,9 +324,9 @@ code { font-size: 0.92em; background: #f4f6f8; padding: 0 3px; }
 .cards div { border: 1px solid #d5dae0; border-radius: 6px; padding: 8px 12px; }
 .cards dt { color: #4a5561; font-size: 13px; }
 .cards dd { margin: 0; font-size: 20px; }
-.notices { padding-left: 20px; }
-.notices li { margin: 6px 0; }
-.notices span { color: #4a5561; }
+.caveats { padding-left: 20px; }
+.caveats li { margin: 6px 0; }
+.caveats span { color: #4a5561; }
 pre { background: #f4f6f8; padding: 10px; font-size: 13px; white-space: pre-wrap; }
 summary { cursor: pointer; }
 """

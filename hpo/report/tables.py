@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION_NAMES
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
 from hpo.study.study_record import is_number, trial_outcome
@@ -29,20 +30,8 @@ from hpo.study.study_record import is_number, trial_outcome
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
 
-OUTCOMES = (
-    "complete",
-    "pruned",
-    "nonfinite",
-    "incompatible",
-    "unsupported",
-    "oom",
-    "failed",
-    "preempted",
-    "running",
-    "waiting",
-)
-
-WASTED = ("nonfinite", "incompatible", "unsupported", "oom", "failed")
+OUTCOMES = (*Outcome, "running", "waiting")
+"""In the order of tables and charts."""
 
 
 def trials_table(record: StudyRecord) -> pd.DataFrame:
@@ -115,7 +104,7 @@ def _trial_row(
         "reason": trial.reason or "",
         "precision": requested,
         "effective": effective,
-        "support": "unsupported" if outcome == "unsupported" else precision.get("support"),
+        "support": "unsupported" if outcome == Outcome.UNSUPPORTED else precision.get("support"),
         "agrees": agrees,
         "disagreement": precision.get("reason") or "",
         "counts": counts,
@@ -186,7 +175,7 @@ def summary_by_precision(record: StudyRecord) -> pd.DataFrame:
 
 def _summary_row(record: StudyRecord, group: pd.DataFrame, total_seconds: float) -> dict[str, Any]:
     counted = group[group["counts"].astype(bool)]
-    complete = counted[counted["outcome"] == "complete"]
+    complete = counted[counted["outcome"] == Outcome.COMPLETE]
     seconds = pd.to_numeric(group["seconds"])
     row: dict[str, Any] = {
         "support": ", ".join(sorted(group["support"].dropna().unique())),
@@ -211,7 +200,9 @@ def _summary_row(record: StudyRecord, group: pd.DataFrame, total_seconds: float)
     row["skipped_steps"] = int(pd.to_numeric(counted["skipped_steps"]).sum())
     row["fp32_fallbacks"] = int(pd.to_numeric(counted["fp32_fallbacks"]).sum())
     row["seconds"] = float(seconds.sum())
-    row["wasted_seconds"] = float(seconds[group["outcome"].isin(WASTED)].sum())
+    row["wasted_seconds"] = float(
+        seconds[group["outcome"].isin([outcome for outcome in Outcome if outcome.wasted])].sum()
+    )
     row["share_of_time"] = row["seconds"] / total_seconds if total_seconds else math.nan
     return row
 
@@ -272,7 +263,7 @@ def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
 def reasons_table(record: StudyRecord) -> pd.DataFrame:
     """Every trial that is not complete, and why."""
     trials = trials_table(record)
-    rest = trials[trials["outcome"] != "complete"]
+    rest = trials[trials["outcome"] != Outcome.COMPLETE]
     return rest[["number", "precision", "outcome", "seconds", "reason"]].reset_index(drop=True)
 
 

@@ -39,6 +39,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
+from hpo.outcome import Outcome
 from hpo.study.database import explain
 from hpo.study.process import is_alive, process_start, this_machine
 from hpo.study.schema import evaluations, slots, worker_devices, workers
@@ -51,7 +52,6 @@ _logger = logging.getLogger(__name__)
 
 SLOT_ATTR = "hpo:slot"
 DEATHS_ATTR = "hpo:deaths"
-INFEASIBLE = ("nonfinite", "incompatible", "unsupported", "oom")
 CONSTRAINT = "feasible"
 
 
@@ -67,7 +67,7 @@ def trial_attributes(result: TrialResult) -> dict[str, Any]:
 
 
 def _failures(of_slot: list[optuna.trial.FrozenTrial]) -> list[optuna.trial.FrozenTrial]:
-    return [trial for trial in of_slot if trial.user_attrs.get("outcome") == "failed"]
+    return [trial for trial in of_slot if trial.user_attrs.get("outcome") == Outcome.FAILED]
 
 
 class Lease:
@@ -96,10 +96,10 @@ class Lease:
             raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
 
 
-class Worker:
+class WorkerLease:
     """This process in a study: its row says that it lives, and a thread keeps that fresh.
 
-    On leaving the block, a slot that is still claimed opens again. `device` is the `DeviceInfo.identity` of
+    On leaving the block, a slot that is still claimed opens again. `device` is the `DeviceInfo.device_id` of
     what its trials run on, where known.
     """
 
@@ -128,7 +128,7 @@ class Worker:
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> WorkerLease:
         def action() -> None:
             with self._storage.engine.begin() as connection:
                 row = self._storage.insert(workers).values(**self._values)
@@ -309,14 +309,13 @@ class Worker:
         Raises:
             LeaseLostError: another worker has the slot; nothing is stored.
         """
-        if result.outcome == "preempted":
+        if result.outcome == Outcome.PREEMPTED:
             self.release(lease)
             return
-        values = result.values if result.outcome == "complete" else None
-        if result.outcome == "complete" and (not values or not all(map(math.isfinite, values))):
+        values = result.values if result.outcome == Outcome.COMPLETE else None
+        if result.outcome == Outcome.COMPLETE and (not values or not all(map(math.isfinite, values))):
             raise ValueError(f"a complete trial must have finite values, but got {values}")
         attributes = trial_attributes(result)
-        states = {"complete": TrialState.COMPLETE, "failed": TrialState.FAIL}
 
         def action() -> None:
             self._update_slot(lease)
@@ -324,13 +323,13 @@ class Worker:
                 return  # the connection broke before the answer came
             for key, value in attributes.items():
                 trial.set_user_attr(key, json_safe(value))
-            if result.outcome in INFEASIBLE and CONSTRAINT not in trial.constraints:
+            if result.outcome.infeasible and CONSTRAINT not in trial.constraints:
                 trial.set_constraint(CONSTRAINT, 1.0)
             # Last, so that a trial that has a state has everything else.
-            self._study.tell(trial, values, state=states.get(result.outcome, TrialState.PRUNED))
+            self._study.tell(trial, values, state=TrialState[result.outcome.optuna_state])
 
         def close() -> None:
-            retry = result.outcome == "failed" and self._retries_left(self._trials_of(lease.slot))
+            retry = result.outcome == Outcome.FAILED and self._retries_left(self._trials_of(lease.slot))
             self._update_slot(lease, state="open" if retry else "done")
 
         self._storage.persist(action)

@@ -17,6 +17,7 @@ from optuna.distributions import BaseDistribution, json_to_distribution
 from optuna.storages._rdb import models
 from optuna.trial import TrialState
 
+from hpo.outcome import Outcome
 from hpo.study import schema
 from hpo.study.process import is_alive
 from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
@@ -62,7 +63,7 @@ def read_study(
             own.setdefault("worker", slot.owner)
         started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
         state: TrialState = row.state
-        unfinished = "running" if slot is None or slot.state == "running" else "preempted"
+        unfinished = "running" if slot is None or slot.state == "running" else Outcome.PREEMPTED
         records.append(
             TrialRecord(
                 number=row.number,

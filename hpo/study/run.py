@@ -13,7 +13,7 @@ from pathlib import Path
 from hpo.config.study_config import StudyConfig
 from hpo.device import CUDA_CONTEXT_BYTES, DeviceInfo, cuda_devices, memory_limit, memory_share, probe_device
 from hpo.errors import InputError
-from hpo.memory import imported_for_good
+from hpo.memory import gc_frozen_imports
 from hpo.study.processes import (
     WORKERS_ON_DEVICE,
     check_memory_fraction,
@@ -71,7 +71,7 @@ def run_study(
             return run_workers(
                 config, storage, runs_dir, places, study_name=study_name, on_event=on_event, stop=stop
             )
-        with nullcontext() if "hpo.trial.executor" in sys.modules else imported_for_good():
+        with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
             import torch
 
             from hpo.trial.executor import Executor
@@ -95,7 +95,7 @@ def run_study(
             storage,
             trial_runner(executor, storage, stop, on_event),
             worker_number=worker_number,
-            device=device.identity,
+            device=device.device_id,
             memory_bytes=memory_limit(device, executor.amp.memory_fraction),
             on_event=on_event,
             stop=stop,

@@ -4,10 +4,12 @@ A precision that cannot work must not eat the budget, and each sampler needs hel
 because such a trial ends as PRUNED with an infeasible constraint (see `slots`):
 
 - TPE ranks infeasible trials last, but its first trials are random, as are all trials of NSGA-II's first
-  generation and its mutations. `AvoidInfeasible` replaces a choice of which every trial was infeasible.
+  generation and its mutations. `InfeasibleFilterSampler` replaces a choice of which every trial was
+  infeasible.
 - GP looks at COMPLETE trials only, so it never learns what is infeasible and proposes the same again, and
-  nothing from what the pruner stopped. `SeePruned` shows it a copy of the study where infeasible trials are
-  COMPLETE with the worst value so far, and the others that were pruned with the value to be expected of them.
+  nothing from what the pruner stopped. `PrunedAwareSampler` shows it a copy of the study where infeasible
+  trials are COMPLETE with the worst value so far, and the others that were pruned with the value to be
+  expected of them.
 
 A trial that ran out of memory under a limit says nothing to a worker with a higher one: all of these leave it
 out then. What is left is TPE's own rank for it, the last, which makes it rare and forbids nothing.
@@ -44,6 +46,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.search_space import Distribution, grid, is_finite, suggest
+from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig, SamplerConfig
@@ -110,14 +113,18 @@ def build_sampler(
     independent = optuna.samplers.RandomSampler(seed=seed)
     match config.name:
         case "tpe":
-            avoiding = AvoidInfeasible(optuna.samplers.TPESampler(seed=seed, **options), seed, memory_bytes)
+            avoiding = InfeasibleFilterSampler(
+                optuna.samplers.TPESampler(seed=seed, **options), seed, memory_bytes
+            )
             return AvoidRepeats(avoiding, space, seed, memory_bytes) if is_finite(space) else avoiding
         case "gp":
             gp = optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False, **options)
-            avoiding = AvoidInfeasible(SeePruned(gp, memory_bytes), seed, memory_bytes)
+            avoiding = InfeasibleFilterSampler(PrunedAwareSampler(gp, memory_bytes), seed, memory_bytes)
             return AvoidRepeats(avoiding, space, seed, memory_bytes) if is_finite(space) else avoiding
         case "nsga2":
-            return AvoidInfeasible(optuna.samplers.NSGAIISampler(seed=seed, **options), seed, memory_bytes)
+            return InfeasibleFilterSampler(
+                optuna.samplers.NSGAIISampler(seed=seed, **options), seed, memory_bytes
+            )
         case "cmaes":
             return QuietCmaEs(
                 seed=seed, independent_sampler=independent, warn_independent_sampling=False, **options
@@ -153,9 +160,9 @@ def is_infeasible(trial: FrozenTrial) -> bool:
     return any(value > 0 for value in trial.constraints.values())
 
 
-def may_fit(trial: FrozenTrial, memory_bytes: int | None) -> bool:
+def oom_at_lower_limit(trial: FrozenTrial, memory_bytes: int | None) -> bool:
     """Whether the trial ran out of memory where it could take less than `memory_bytes`."""
-    if trial.user_attrs.get("outcome") != "oom" or memory_bytes is None:
+    if trial.user_attrs.get("outcome") != Outcome.OOM or memory_bytes is None:
         return False
     limit = trial.user_attrs.get("telemetry", {}).get("device", {}).get("memory_limit_bytes")
     return limit is not None and MORE_MEMORY * limit <= memory_bytes
@@ -193,7 +200,7 @@ class _Wrapper(BaseSampler):
         self._sampler.reseed_rng()
 
 
-class AvoidInfeasible(_Wrapper):
+class InfeasibleFilterSampler(_Wrapper):
     """Leaves out choices of which every trial so far was infeasible; one feasible trial brings them back.
 
     A choice is blamed once it has had `MIN_INFEASIBLE_TRIALS` such trials. The choice with the most of them
@@ -207,7 +214,7 @@ class AvoidInfeasible(_Wrapper):
         self._avoided: set[Choice] = set()
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        trials = [t for t in _all_trials(study) if not may_fit(t, self._memory_bytes)]
+        trials = [t for t in _all_trials(study) if not oom_at_lower_limit(t, self._memory_bytes)]
         finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
         infeasible = [t for t in finished if is_infeasible(t)]
         feasible = {choice for t in finished if not is_infeasible(t) for choice in _choices(t)}
@@ -253,7 +260,7 @@ class AvoidRepeats(_Wrapper):
 
     def __init__(
         self,
-        sampler: AvoidInfeasible,
+        sampler: InfeasibleFilterSampler,
         space: Mapping[str, Distribution],
         seed: int,
         memory_bytes: int | None = None,
@@ -271,7 +278,7 @@ class AvoidRepeats(_Wrapper):
             for other in _all_trials(study)
             if other.number != trial.number
             and other.state != TrialState.FAIL
-            and not may_fit(other, self._memory_bytes)
+            and not oom_at_lower_limit(other, self._memory_bytes)
         }
         space = super().infer_relative_search_space(study, trial)
         proposal = self._propose(study, trial, super().sample_relative(study, trial, space))
@@ -387,7 +394,7 @@ def _blame(infeasible: Sequence[FrozenTrial], feasible: Set[Choice]) -> Choice |
     """Return the choice that explains the most of the trials, if it explains enough."""
     counts: Counter[Choice] = Counter()
     for trial in infeasible:
-        if trial.user_attrs.get("outcome") == "unsupported" and _PRECISION in trial.params:
+        if trial.user_attrs.get("outcome") == Outcome.UNSUPPORTED and _PRECISION in trial.params:
             counts[_PRECISION, trial.params[_PRECISION]] += MIN_INFEASIBLE_TRIALS
         else:
             counts.update(_choices(trial))
@@ -397,7 +404,7 @@ def _blame(infeasible: Sequence[FrozenTrial], feasible: Set[Choice]) -> Choice |
     return blamed if blamed is not None and counts[blamed] >= MIN_INFEASIBLE_TRIALS else None
 
 
-class SeePruned(_Wrapper):
+class PrunedAwareSampler(_Wrapper):
     """Shows its sampler PRUNED trials as COMPLETE, and choices that are numbers as their ranks.
 
     One that the pruner stopped has its best evaluation, and what trials that went on gained after that
@@ -437,7 +444,9 @@ def _with_pruned(study: Study, memory_bytes: int | None) -> Study:
     ]
     copy = optuna.create_study(directions=study.directions)
     for t in trials:
-        shown = worst if is_infeasible(t) and not may_fit(t, memory_bytes) else value_of.get(t.number)
+        shown = (
+            worst if is_infeasible(t) and not oom_at_lower_limit(t, memory_bytes) else value_of.get(t.number)
+        )
         copy.add_trial(
             optuna.trial.create_trial(
                 state=t.state if shown is None else TrialState.COMPLETE,

@@ -29,6 +29,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.config.search_space import space_diff, space_hash
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
+from hpo.outcome import Outcome
 from hpo.study import schema
 from hpo.study.database import exclusive, explain, is_outage, open_database, redact
 from hpo.study.process import is_alive, this_machine
@@ -211,7 +212,7 @@ class Storage:
         for number in dropped:
             reason = f"n_trials was lowered to {n_trials}"
             study_trial = self.optuna.get_trial_id_from_study_id_trial_number(study_id, number)
-            self.optuna.set_trial_user_attr(study_trial, "outcome", "preempted")
+            self.optuna.set_trial_user_attr(study_trial, "outcome", Outcome.PREEMPTED)
             self.optuna.set_trial_user_attr(study_trial, "outcome_reason", reason)
             study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
         return study
@@ -375,7 +376,7 @@ class Storage:
     def has_other_workers_on(self, device: str) -> bool:
         """Whether another process works on any study of this database on this machine's `device`.
 
-        The device is a `DeviceInfo.identity`. A worker that did not say where it runs counts.
+        The device is a `DeviceInfo.device_id`. A worker that did not say where it runs counts.
         """
         here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
         there = sa.or_(worker_devices.c.device == device, worker_devices.c.device.is_(None))

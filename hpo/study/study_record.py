@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hpo.outcome import Outcome
+
 
 @dataclass(frozen=True)
 class EvaluationRow:
@@ -83,7 +85,7 @@ def trial_outcome(trial: TrialRecord) -> str:
     """The stored outcome, or the one that the Optuna state stands for while none is stored."""
     if trial.outcome:
         return trial.outcome
-    return {"fail": "failed"}.get(trial.state.lower(), trial.state.lower())
+    return {"fail": Outcome.FAILED}.get(trial.state.lower(), trial.state.lower())
 
 
 def complete_trials(record: StudyRecord) -> list[TrialRecord]:
@@ -91,7 +93,7 @@ def complete_trials(record: StudyRecord) -> list[TrialRecord]:
     return [
         trial
         for trial in record.trials
-        if trial_outcome(trial) == "complete" and trial.values and all(map(is_number, trial.values))
+        if trial_outcome(trial) == Outcome.COMPLETE and trial.values and all(map(is_number, trial.values))
     ]
 
 

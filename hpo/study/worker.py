@@ -30,7 +30,8 @@ from optuna.trial import TrialState
 
 from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned
-from hpo.study.leases import Lease, Worker
+from hpo.outcome import Outcome
+from hpo.study.leases import Lease, WorkerLease
 from hpo.study.samplers import build_pruner, build_sampler
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
@@ -96,7 +97,7 @@ def run_worker(
     """Run trials of the study with `execute` until there are none left, `stop` is set or time is up.
 
     `after_trial` is called when a trial has ended, here or with a worker that this one waited for. `device`
-    is the `DeviceInfo.identity` of what `execute` runs on, so that others know whether they share it,
+    is the `DeviceInfo.device_id` of what `execute` runs on, so that others know whether they share it,
     and `memory_bytes` what it may take there, so that the sampler knows what may fit.
     """
     stop = stop or threading.Event()
@@ -113,7 +114,7 @@ def run_worker(
     )
     study.pruner = build_pruner(config.pruner)
     outcomes: Counter[str] = Counter()
-    with Worker(storage, study, max_retries=config.max_retries, device=device) as worker:
+    with WorkerLease(storage, study, max_retries=config.max_retries, device=device) as worker:
         while True:
             if stop.is_set():
                 return RunSummary("stopped", outcomes)
@@ -152,13 +153,13 @@ def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> Tri
         from hpo.trial.telemetry import TrialResult
 
         reason = f"{type(error).__name__}: {error}"
-        return TrialResult("failed", reason, traceback=traceback.format_exc())
+        return TrialResult(Outcome.FAILED, reason, traceback=traceback.format_exc())
 
 
 def _died(num_deaths: int) -> TrialResult:
     from hpo.trial.telemetry import TrialResult
 
-    return TrialResult("failed", f"its worker died {num_deaths} times in it")
+    return TrialResult(Outcome.FAILED, f"its worker died {num_deaths} times in it")
 
 
 def trial_runner(
@@ -196,7 +197,7 @@ def trial_runner(
             return stop.is_set()
 
         folder = executor.trial_folder(token, trial.number)
-        place = executor.device.identity
+        place = executor.device.device_id
         executor.shared_device = started_together or storage.has_other_workers_on(place)
         result = executor.run(params, folder, f"{token}/{trial.number}", on_evaluation, should_stop)
         if not executor.shared_device and storage.has_other_workers_on(place):  # it came during the trial

@@ -6,7 +6,7 @@ token tasks (`hpo.training.spans`). Windows of one long text are joined: the mea
 (regression).
 
 What a decision needs beyond the logits (a probability threshold, a null offset) is chosen on the
-validation split by `choose_decision` and kept with the model as a `Decision`.
+validation split by `choose_decision` and kept with the model as a `DecodingThresholds`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVIDENCE_MERGE_GAPS = (0, 2, 5)
 
 
 @dataclass(frozen=True)
-class Decision:
+class DecodingThresholds:
     """What turns a task's scores into predictions; a kind uses what it needs and ignores the rest.
 
     `threshold`: multi_label and span_per_label predict what has a probability above it.
@@ -54,9 +54,9 @@ def choose_decisions(
     logits: Mapping[str, FloatArray],
     split: TokenWindows,
     metrics: Mapping[str, str] | None = None,
-) -> dict[str, Decision]:
+) -> dict[str, DecodingThresholds]:
     """Choose every task's decision on a split; `metrics` maps a task to the metric to maximise."""
-    decisions: dict[str, Decision] = {}
+    decisions: dict[str, DecodingThresholds] = {}
     predictions: dict[str, list[Any]] = {}
     for task in _evidence_last(tasks):
         given = logits[task.name]
@@ -72,7 +72,7 @@ def decode_tasks(
     tasks: Sequence[Task],
     logits: Mapping[str, FloatArray],
     split: TokenWindows,
-    decisions: Mapping[str, Decision],
+    decisions: Mapping[str, DecodingThresholds],
 ) -> dict[str, list[Any]]:
     """Decode every task, evidence after the task whose predicted classes it belongs to."""
     predictions: dict[str, list[Any]] = {}
@@ -97,7 +97,7 @@ def decode(
     task: Task,
     logits: FloatArray,
     split: TokenWindows,
-    decision: Decision,
+    decision: DecodingThresholds,
     predicted_labels: Sequence[Any] | None = None,
 ) -> list[Any]:
     """Return one prediction an example, in the order of `split.examples`.
@@ -135,16 +135,16 @@ def choose_decision(
     split: TokenWindows,
     predicted_labels: Sequence[Any] | None = None,
     metric: str | None = None,
-) -> Decision:
+) -> DecodingThresholds:
     """Return the decision that maximises a metric of the task (default: its primary one) on this split.
 
     Only the rows annotated for the task count; without any, or for a kind with nothing to decide, it is
-    `Decision()`.
+    `DecodingThresholds()`.
     """
     metric = metric or task.primary_metric
     rows = np.array([task.name in example.annotated for example in split.examples], bool)
     if not rows.any():
-        return Decision()
+        return DecodingThresholds()
     with np.errstate(invalid="ignore", over="ignore"):
         if task.kind == "multi_label":
             return _choose_threshold(task, logits, split, rows, metric)
@@ -152,7 +152,7 @@ def choose_decision(
             return _choose_null_offset(task, logits, split, rows, metric)
         if task.kind == "span_per_label":
             return _choose_evidence(task, logits, split, predicted_labels, rows, metric)
-    return Decision()
+    return DecodingThresholds()
 
 
 # Sequence tasks
@@ -179,7 +179,7 @@ def _log_softmax(logits: FloatArray) -> NDArray[np.float64]:
 
 def _choose_threshold(
     task: Task, logits: FloatArray, split: TokenWindows, rows: BoolArray, metric: str
-) -> Decision:
+) -> DecodingThresholds:
     """Try 141 thresholds evenly spaced in log-odds: rare classes may all stay under a probability of 0.05."""
     grid_G = np.linspace(-7, 7, 141)
     scores_NC = np.nan_to_num(_max_of_windows(logits, split)[rows], nan=-np.inf)
@@ -204,7 +204,7 @@ def _choose_threshold(
         value_G = f1_GC.sum(axis=1) / np.maximum((total_GC > 0).sum(axis=1), 1)
     best = np.flatnonzero(value_G == value_G.max())
     nearest_half = best[np.abs(grid_G[best]).argmin()]
-    return Decision(threshold=float(sigmoid(grid_G[nearest_half])))
+    return DecodingThresholds(threshold=float(sigmoid(grid_G[nearest_half])))
 
 
 def _above(passed_NC: IntArray, num_thresholds: int, where_NC: BoolArray | None = None) -> IntArray:
@@ -222,19 +222,19 @@ def _above(passed_NC: IntArray, num_thresholds: int, where_NC: BoolArray | None 
 
 def _choose_null_offset(
     task: Task, logits: FloatArray, split: TokenWindows, rows: BoolArray, metric: str
-) -> Decision:
+) -> DecodingThresholds:
     """Answer the rows with the largest margins: try every number of them."""
     answers, margin_E = best_answers(task, logits, split)
     chosen = np.flatnonzero(rows).tolist()
     with_N5 = np.array([answer_row(task, answers[e], split.examples[e]) for e in chosen])
     without_N5 = np.array([answer_row(task, [], split.examples[e]) for e in chosen])
     if metric.endswith("_answerable"):
-        return Decision(null_offset=float(np.nan_to_num(margin_E, neginf=0).min()) - 1)
+        return DecodingThresholds(null_offset=float(np.nan_to_num(margin_E, neginf=0).min()) - 1)
     possible = np.isfinite(margin_E[chosen])
     order = np.flatnonzero(possible)[np.argsort(-margin_E[chosen][possible], kind="stable")]
     margin_K = margin_E[chosen][order]
     if len(order) == 0:
-        return Decision()
+        return DecodingThresholds()
     hits_K1, exact_K1, overlap_K1 = (
         without_N5[:, i].sum() + np.concatenate([[0.0], (with_N5 - without_N5)[order, i].cumsum()])
         for i in range(3)
@@ -248,7 +248,9 @@ def _choose_null_offset(
     # Rows of equal margins are answered together or not at all.
     offset_K1 = np.concatenate([[margin_K[0] + 1], (margin_K[1:] + margin_K[:-1]) / 2, [margin_K[-1] - 1]])
     splits_tie_K1 = np.concatenate([[False], margin_K[1:] == margin_K[:-1], [False]])
-    return Decision(null_offset=float(offset_K1[np.where(splits_tie_K1, -np.inf, value_K1).argmax()]))
+    return DecodingThresholds(
+        null_offset=float(offset_K1[np.where(splits_tie_K1, -np.inf, value_K1).argmax()])
+    )
 
 
 def _choose_evidence(
@@ -258,20 +260,20 @@ def _choose_evidence(
     predicted_labels: Sequence[Any] | None,
     rows: BoolArray,
     metric: str,
-) -> Decision:
+) -> DecodingThresholds:
     """Try thresholds and gaps; between equal values the better overlap decides (exact spans may all be 0)."""
     evidence = Evidence.of(task, logits, split, predicted_labels)
     chosen = np.flatnonzero(rows).tolist()
     examples = [split.examples[row] for row in chosen]
 
-    def value(decision: Decision) -> tuple[float, float]:
+    def value(decision: DecodingThresholds) -> tuple[float, float]:
         found = evidence.spans(decision.threshold, decision.merge_gap)
         spans = [found[row] for row in chosen]
         overlap = span_overlap_f1(task, spans, examples)
         return span_f1_scores(task, spans, examples).get(metric, overlap), overlap
 
     candidates = [
-        Decision(threshold=float(threshold), merge_gap=gap)
+        DecodingThresholds(threshold=float(threshold), merge_gap=gap)
         for threshold in EVIDENCE_THRESHOLDS
         for gap in EVIDENCE_MERGE_GAPS
     ]

@@ -15,7 +15,7 @@ from hpo.data.tokenized_split import TokenizedSplit
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
-from hpo.training.decoding import Decision, choose_decisions, decode_tasks, score_tasks
+from hpo.training.decoding import DecodingThresholds, choose_decisions, decode_tasks, score_tasks
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Evaluation:
     """Training seconds so far."""
     metrics: dict[str, dict[str, float]]
     """{task: {metric: value}}."""
-    decisions: dict[str, Decision]
+    decisions: dict[str, DecodingThresholds]
     """What was chosen on this split to turn logits into predictions, for use on other splits."""
     examples_per_second: float
     train_loss: float | None
@@ -47,9 +47,9 @@ def evaluate(
     mixed_precision: MixedPrecision,
     max_tokens: int,
     pad_id: int,
-    decisions: Mapping[str, Decision] | None = None,
+    decisions: Mapping[str, DecodingThresholds] | None = None,
     decision_metrics: Mapping[str, str] | None = None,
-) -> tuple[dict[str, dict[str, float]], dict[str, Decision]]:
+) -> tuple[dict[str, dict[str, float]], dict[str, DecodingThresholds]]:
     """Metrics of every task on a split, and the decisions that they were computed with.
 
     Without `decisions` (thresholds and the like) they are chosen on this split, to maximise

@@ -34,7 +34,7 @@ from hpo.precision.amp import MixedPrecision
 from hpo.precision.weight_copies import widen_gradients
 from hpo.training.compilation import CompileClock
 from hpo.training.evaluate import Evaluation, evaluate
-from hpo.training.losses import Objective
+from hpo.training.losses import MultitaskLoss
 from hpo.training.optim import schedule_factor, set_learning_rate
 from hpo.training.throughput import ThroughputMeter
 
@@ -54,13 +54,13 @@ class Budget:
     max_seconds: float | None = None
     """Seconds of training; evaluation and compilation are not counted."""
 
-    def used(self, progress: Progress, steps_per_epoch: int) -> float:
+    def used(self, progress: TrainState, steps_per_epoch: int) -> float:
         """The share that is used up, from 0 to 1 (and over, in seconds)."""
         if self.max_seconds is not None:
             return progress.train_seconds / self.max_seconds
         return progress.step / self.num_steps(steps_per_epoch)
 
-    def learning_rate_position(self, progress: Progress, steps_per_epoch: int) -> float:
+    def learning_rate_position(self, progress: TrainState, steps_per_epoch: int) -> float:
         """Where on the schedule the next step lies: its middle, so neither end has a rate of zero.
 
         Under `max_seconds` the step is taken to last as long as the one before, the first one
@@ -79,7 +79,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingArgs:
     """What the loop needs to know besides the model, the data and the numeric state."""
 
     budget: Budget
@@ -98,7 +98,7 @@ class Plan:
 
 
 @dataclass
-class Progress:
+class TrainState:
     """How far a trial is; checkpointed."""
 
     step: int = 0
@@ -123,12 +123,12 @@ class Progress:
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    objective: Objective,
+    objective: MultitaskLoss,
     mixed_precision: MixedPrecision,
     train_split: TokenizedSplit,
     validation_split: TokenizedSplit,
-    plan: Plan,
-    progress: Progress,
+    plan: TrainingArgs,
+    progress: TrainState,
     meter: ThroughputMeter,
     pad_id: int,
     on_step: Callable[[], bool] = lambda: False,
@@ -225,11 +225,11 @@ def train(
 
 def accumulate_gradients(
     model: nn.Module,
-    objective: Objective,
+    objective: MultitaskLoss,
     batch: Batch,
     mixed_precision: MixedPrecision,
     seed: int,
-    progress: Progress,
+    progress: TrainState,
 ) -> Tensor:
     """Forward and backward over the global batch in micro-batches; return its loss, detached.
 
@@ -255,11 +255,11 @@ def accumulate_gradients(
 
 def _accumulate(
     model: nn.Module,
-    objective: Objective,
+    objective: MultitaskLoss,
     batch: Batch,
     mixed_precision: MixedPrecision,
     seed: int,
-    progress: Progress,
+    progress: TrainState,
 ) -> Tensor:
     device = mixed_precision.device.torch_device
     global_items = objective.count(batch)
@@ -318,7 +318,7 @@ def step_seed(seed: int, step: int) -> int:
     return int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0])
 
 
-def _check(mixed_precision: MixedPrecision, objective: Objective) -> None:
+def _check(mixed_precision: MixedPrecision, objective: MultitaskLoss) -> None:
     try:
         mixed_precision.check()
     except Nonfinite as end:

@@ -229,7 +229,7 @@ def class_weights(task: Task, targets: Iterable[Tensor]) -> Tensor | None:
     return torch.where(counts > 0, weights.clamp(MIN_CLASS_WEIGHT, MAX_CLASS_WEIGHT), 1.0)
 
 
-class Objective:
+class MultitaskLoss:
     """The loss of a batch: each task's mean over its labelled items, weighted and summed, in fp32.
 
     With `log_variance` (one learnt s for each task) a task's loss L enters as exp(-s) L + s: Kendall et

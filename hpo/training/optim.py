@@ -9,7 +9,7 @@ of seconds works like one of steps, and a resumed trial needs no scheduler state
 
 bf16 weights and the optimiser. A bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 %
 of the difference a step, which bf16 rounds away: the moment would stay where it is. So the state is kept
-in fp32 and only the weights are rounded (`Float32State`). What remains is the rounding of the weights: an
+in fp32 and only the weights are rounded (`Float32Optimizer`). What remains is the rounding of the weights: an
 update of less than half a unit in the last place, about 1/512 of the weight, is lost. Gradients have the
 dtype of their weights: they are accumulated over micro-batches and clipped in bf16, before they get here
 (on a CPU by a norm in fp32). That is what `bf16-true` means, and what a study finds out about.
@@ -33,7 +33,7 @@ from hpo.precision.weight_copies import ReducedWeight
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
 SCHEDULES = ("linear", "cosine", "constant")
 CHUNK_ELEMENTS = 2**24
-"""Weights that `Float32State` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
+"""Weights that `Float32Optimizer` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
 CACHED_ELEMENTS = 2**19
 """Weights that `OnePassAdam` steps at a time, or one matrix: with gradients and moments, 10 MB of a cache."""
 
@@ -138,7 +138,7 @@ def build_optimizer(
 
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return build(groups)
-    return Float32State(groups, build)
+    return Float32Optimizer(groups, build)
 
 
 def reads_short_gradients(name: str) -> bool:
@@ -156,7 +156,7 @@ def schedule_factor(schedule: str, progress: float, warmup_ratio: float = 0.0) -
     """Return the learning rate's factor at `progress`, the share of the budget that is used up.
 
     The factor rises linearly from 0 over the first `warmup_ratio` of the budget. After that: `linear` and
-    `cosine` fall from 1 to 0 at the end, `constant` stays at 1. Progress outside [0, 1] counts as its
+    `cosine` fall from 1 to 0 at the end, `constant` stays at 1. TrainState outside [0, 1] counts as its
     nearer end: the last step of a budget in seconds may overrun it.
     """
     if schedule not in SCHEDULES:
@@ -262,7 +262,7 @@ class OnePassAdam(torch.optim.Adam):
         return loss
 
 
-class Float32State(Optimizer):
+class Float32Optimizer(Optimizer):
     """An optimiser that steps in fp32 over weights in a shorter dtype.
 
     `build` makes the inner optimiser from groups whose parameters are fp32 stand-ins. A step copies

@@ -11,7 +11,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.training.checkpoint import CheckpointStore
-from hpo.training.decoding import Decision
+from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import evaluate
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation
@@ -60,7 +60,7 @@ def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
 
 def _best_model(
     executor: Executor, folder: Path
-) -> tuple[MultitaskModel, TrialConfig, Precision, dict[str, Decision]]:
+) -> tuple[MultitaskModel, TrialConfig, Precision, dict[str, DecodingThresholds]]:
     best = CheckpointStore(folder).best()
     if best is None:
         raise RunError(

@@ -31,11 +31,11 @@ from hpo.config.study_config import CompatConfig
 from hpo.data.batches import Batch
 from hpo.device import DeviceInfo, synchronize
 from hpo.memory import PeakMemory, is_out_of_memory, release_free_memory
-from hpo.models.attention import rehearsal
+from hpo.models.attention import use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 from hpo.training.compilation import compiled_modules
-from hpo.training.losses import Objective
+from hpo.training.losses import MultitaskLoss
 
 _MEANINGFUL_BYTES = 2**20
 
@@ -99,7 +99,7 @@ class _Pass:
 def measure(
     model: nn.Module,
     batch: Batch,
-    objective: Objective,
+    objective: MultitaskLoss,
     precision: Precision,
     config: AmpConfig,
     device: DeviceInfo,
@@ -116,7 +116,7 @@ def measure(
     model.eval()
     batch = batch.to(device.torch_device)
     try:
-        with rehearsal():
+        with use_training_attention():
             return _measure(model, batch, objective, precision, config, device, transform, repeats)
     finally:
         model.zero_grad(set_to_none=True)
@@ -126,7 +126,7 @@ def measure(
 def _measure(
     model: nn.Module,
     batch: Batch,
-    objective: Objective,
+    objective: MultitaskLoss,
     precision: Precision,
     config: AmpConfig,
     device: DeviceInfo,
@@ -248,7 +248,7 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
     return Compatibility(verdict, (*incompatible, *degraded), measurement, cached)
 
 
-def _run(model: nn.Module, batch: Batch, objective: Objective, mixed_precision: MixedPrecision) -> _Pass:
+def _run(model: nn.Module, batch: Batch, objective: MultitaskLoss, mixed_precision: MixedPrecision) -> _Pass:
     """Forward and backward once; logits and unscaled gradients in fp32, on the CPU."""
     result = _Pass()
 
@@ -269,7 +269,7 @@ def _run(model: nn.Module, batch: Batch, objective: Objective, mixed_precision: 
 def _forward_backward(
     model: nn.Module,
     batch: Batch,
-    objective: Objective,
+    objective: MultitaskLoss,
     mixed_precision: MixedPrecision,
     on_logits: Callable[[dict[str, Tensor]], None] = lambda _: None,
 ) -> Tensor:
@@ -290,7 +290,7 @@ def _forward_backward(
 
 
 def _run_with_backoff(
-    model: nn.Module, batch: Batch, objective: Objective, mixed_precision: MixedPrecision
+    model: nn.Module, batch: Batch, objective: MultitaskLoss, mixed_precision: MixedPrecision
 ) -> _Pass:
     """`_run`, with the loss scale backing off while gradients overflow, down to its floor."""
     config = mixed_precision.config
@@ -304,7 +304,7 @@ def _run_with_backoff(
 
 
 def _timed(
-    model: nn.Module, batch: Batch, objective: Objective, mixed_precision: MixedPrecision, repeats: int
+    model: nn.Module, batch: Batch, objective: MultitaskLoss, mixed_precision: MixedPrecision, repeats: int
 ) -> tuple[float, int]:
     """Seconds of the fastest of `repeats` passes, and the bytes that it takes on top of what is held."""
     device = mixed_precision.device
@@ -345,7 +345,7 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def _find_culprit(
-    model: nn.Module, batch: Batch, objective: Objective, mixed_precision: MixedPrecision, result: _Pass
+    model: nn.Module, batch: Batch, objective: MultitaskLoss, mixed_precision: MixedPrecision, result: _Pass
 ) -> str | None:
     """Run again, watching every module: the first that turns finite values into others, in either pass.
 

@@ -46,23 +46,24 @@ from hpo.errors import (
     did_you_mean,
 )
 from hpo.json_safe import json_safe
-from hpo.memory import collect_garbage, is_out_of_memory, keep_freed_memory, release_free_memory
+from hpo.memory import disable_malloc_trim, gc_collect, is_out_of_memory, release_free_memory
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_tokenizer
 from hpo.models.multitask import MultitaskModel, build_model
+from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.precision.weight_copies import keep_reduced_weights
 from hpo.training.checkpoint import CheckpointStore
 from hpo.training.compilation import apply_compile, compiled_modules
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Budget, Plan, Progress, train
-from hpo.training.losses import LossOptions, Objective, check_loss, class_weights
+from hpo.training.loop import Budget, TrainingArgs, TrainState, train
+from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups, reads_short_gradients
 from hpo.training.throughput import ThroughputMeter, training_flops
 from hpo.trial.compat import Compatibility, Measurement, judge, measure
 from hpo.trial.objectives import check_metric, decision_metrics, objective_value
-from hpo.trial.telemetry import ScoredEvaluation, TrialLog, TrialResult
+from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, TrialResult
 
 CHECKPOINT_FORMAT = 2
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
@@ -141,7 +142,7 @@ class Executor:
             check_metric(objective.metric, self.tasks)
         self._check_loss_settings()
         if device.type == "cpu":
-            keep_freed_memory()
+            disable_malloc_trim()
         if device.type == "cuda" and self.amp.memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction, device.index)
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
@@ -167,28 +168,28 @@ class Executor:
         self,
         params: Mapping[str, Any],
         folder: Path,
-        identity: str,
+        resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> TrialResult:
         """Run one trial with `params` to its outcome.
 
-        `folder` holds its checkpoints; those of another `identity` are not touched but not used either.
+        `folder` holds its checkpoints; those of another `resume_key` are not touched but not used either.
         `on_evaluation` may end the trial by raising a TrialEnd. When `should_stop` says so, the trial is
         checkpointed and ends as `preempted`.
 
         Raises InputError and RunError for what concerns more than this trial.
         """
-        log = TrialLog(self.device, self.shared_device, self.amp.memory_fraction)
+        log = TrialRecorder(self.device, self.shared_device, self.amp.memory_fraction)
         # Once more for the second trial: the first has imported what it needed. What the compiler keeps of
         # a trial it lets go of later.
-        collect_garbage(keep_the_rest=self._num_started < 2 and not self._has_compiled)
+        gc_collect(freeze=self._num_started < 2 and not self._has_compiled)
         self._num_started += 1
         values = None
         trace = None
         try:
-            values = self._run(params, folder, identity, on_evaluation, should_stop, log)
-            outcome, reason = "complete", ""
+            values = self._run(params, folder, resume_key, on_evaluation, should_stop, log)
+            outcome, reason = Outcome.COMPLETE, ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)
         except ModelError as error:
@@ -200,7 +201,7 @@ class Executor:
         except (InputError, RunError):
             raise
         except Exception as error:
-            outcome = "oom" if is_out_of_memory(error) else "failed"
+            outcome = Outcome.OOM if is_out_of_memory(error) else Outcome.FAILED
             reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
         return log.result(outcome, reason, values, trace)
 
@@ -208,10 +209,10 @@ class Executor:
         self,
         params: Mapping[str, Any],
         folder: Path,
-        identity: str,
+        resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None],
         should_stop: Callable[[], bool],
-        log: TrialLog,
+        log: TrialRecorder,
     ) -> tuple[float, ...]:
         config = build_trial_config(self.study, params, self.default_precision, self.amp)
         check_loss(self.tasks, config.loss)
@@ -224,17 +225,17 @@ class Executor:
         log.resolved(resolution)
         log.reset_memory()
         with backend_flags(resolution.precision, config.amp), CheckpointStore(folder) as store:
-            return self._train(config, resolution, store, identity, on_evaluation, should_stop, log)
+            return self._train(config, resolution, store, resume_key, on_evaluation, should_stop, log)
 
     def _train(
         self,
         config: TrialConfig,
         resolution: Resolution,
         store: CheckpointStore,
-        identity: str,
+        resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None],
         should_stop: Callable[[], bool],
-        log: TrialLog,
+        log: TrialRecorder,
     ) -> tuple[float, ...]:
         precision = resolution.precision
         pad_id = self.pad_id(config)
@@ -259,12 +260,12 @@ class Executor:
         used_ids = self.used_ids(config)
         optimizer = self.prepare(model, precision, config, used_ids)
         log.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
-        log.progress = progress = Progress()
+        log.progress = progress = TrainState()
         log.meter = meter = ThroughputMeter(self.device)
         log.flops = partial(training_flops, model)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
-        identity = f"{identity}/{CHECKPOINT_FORMAT}/{resolution.effective}/{self.device.type}/{used}"
-        self._resume(store, identity, model, optimizer, mixed_precision, progress, log)
+        resume_key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{self.device.type}/{used}"
+        self._resume(store, resume_key, model, optimizer, mixed_precision, progress, log)
         observation = self._observe(model, train_split, mixed_precision, pad_id)
         disagreement = observation.disagreement(precision)
         if config.compile != "none":
@@ -279,7 +280,7 @@ class Executor:
         def save(best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
             nonlocal last_saved
             state = {
-                "identity": identity,
+                "resume_key": resume_key,
                 "progress": progress.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "mixed_precision": mixed_precision.state_dict(),
@@ -333,7 +334,7 @@ class Executor:
             if is_best:
                 # After the report: a trial never goes on from behind one that was not made.
                 best = {
-                    "identity": identity,
+                    "resume_key": resume_key,
                     "config": config.model_dump_json(),
                     "precision": precision.name,
                     "best": scored.state_dict(),
@@ -400,7 +401,7 @@ class Executor:
         )
         return model.to(self.device.torch_device)
 
-    def _objective(self, config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) -> Objective:
+    def _objective(self, config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) -> MultitaskLoss:
         weights: dict[str, Tensor | None] = {}
         if config.class_weighting == "balanced":
             chunks = np.array_split(np.arange(split.num_windows), max(1, split.num_windows // 256))
@@ -408,7 +409,7 @@ class Executor:
                 targets = (collate(split, chunk, (task,), 0).targets[task.name] for chunk in chunks)
                 weight = class_weights(task, targets)
                 weights[task.name] = None if weight is None else weight.to(self.device.torch_device)
-        return Objective(
+        return MultitaskLoss(
             self.tasks,
             LossOptions(config.loss, config.label_smoothing, config.focal_gamma),
             config.loss_weight,
@@ -438,9 +439,9 @@ class Executor:
         )
         return build_optimizer(config.optimizer, groups, betas=config.betas, reduced=reduced)
 
-    def _plan(self, config: TrialConfig) -> Plan:
+    def _plan(self, config: TrialConfig) -> TrainingArgs:
         evaluation = self.study.evaluation
-        return Plan(
+        return TrainingArgs(
             budget=Budget(config.epochs, config.max_steps, config.max_seconds),
             batch_size=config.batch_size,
             micro_batch_size=config.micro_batch_size or config.batch_size,
@@ -458,7 +459,7 @@ class Executor:
         config: TrialConfig,
         resolution: Resolution,
         model: MultitaskModel,
-        objective: Objective,
+        objective: MultitaskLoss,
         split: TokenizedSplit,
         pad_id: int,
     ) -> Compatibility:
@@ -479,7 +480,7 @@ class Executor:
         config: TrialConfig,
         precision: Precision,
         model: MultitaskModel,
-        objective: Objective,
+        objective: MultitaskLoss,
         split: TokenizedSplit,
         pad_id: int,
         repeats: int = 1,
@@ -554,7 +555,7 @@ class Executor:
         self,
         config: TrialConfig,
         model: MultitaskModel,
-        objective: Objective,
+        objective: MultitaskLoss,
         split: TokenizedSplit,
         mixed_precision: MixedPrecision,
         pad_id: int,
@@ -585,12 +586,12 @@ class Executor:
     def _resume(
         self,
         store: CheckpointStore,
-        identity: str,
+        resume_key: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mixed_precision: MixedPrecision,
-        progress: Progress,
-        log: TrialLog,
+        progress: TrainState,
+        log: TrialRecorder,
     ) -> None:
         """Go on from the trial's last checkpoint if there is one.
 
@@ -598,10 +599,10 @@ class Executor:
         reported before they were written, stays the trial's best until there is a better one.
         """
         best = store.best()
-        if best is not None and best.state.get("identity") == identity:
+        if best is not None and best.state.get("resume_key") == resume_key:
             log.best = ScoredEvaluation.from_state_dict(best.state["best"])
         checkpoint = store.latest()
-        if checkpoint is None or checkpoint.state["identity"] != identity:
+        if checkpoint is None or checkpoint.state["resume_key"] != resume_key:
             return
         model.load_state_dict(checkpoint.weights)
         optimizer.load_state_dict(checkpoint.state["optimizer"])
@@ -615,7 +616,7 @@ class Executor:
             log.best = ScoredEvaluation.from_state_dict(checkpoint.state["best"])
         log.resumed_from_step = progress.step
 
-    def _values(self, evaluation: Evaluation, config: TrialConfig, log: TrialLog) -> tuple[float, ...]:
+    def _values(self, evaluation: Evaluation, config: TrialConfig, log: TrialRecorder) -> tuple[float, ...]:
         measured = {
             "train_examples_per_second": evaluation.rates.get("train_examples_per_second"),
             "train_tokens_per_second": evaluation.rates.get("train_tokens_per_second"),
@@ -638,9 +639,9 @@ class Executor:
             for objective in self.study.objective
         )
 
-    def _final_values(self, best: tuple[float, ...], log: TrialLog) -> tuple[float, ...]:
+    def _final_values(self, best: tuple[float, ...], log: TrialRecorder) -> tuple[float, ...]:
         """Metrics of the best evaluation; what was measured, of the whole trial."""
-        telemetry = log.result("complete", "", None, None).telemetry
+        telemetry = log.result(Outcome.COMPLETE, "", None, None).telemetry
         measured = telemetry["throughput"] | {"peak_memory_bytes": telemetry["peak_memory_bytes"]}
         return tuple(
             measured[objective.metric] if objective.metric in MEASURED_METRICS else value

@@ -1,6 +1,6 @@
 """What a trial has come to so far, and the record that it becomes, whole or not.
 
-The executor fills in a `TrialLog` while the trial runs. However the trial ends, what is there by then is
+The executor fills in a `TrialRecorder` while the trial runs. However the trial ends, what is there by then is
 stored: a trial that was pruned or ran out of memory has its throughput and its precision facts too.
 """
 
@@ -18,12 +18,13 @@ import transformers
 from hpo.device import DeviceInfo, Utilization, memory_limit
 from hpo.json_safe import json_safe
 from hpo.memory import PeakMemory
+from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import Resolution
 from hpo.training.compilation import CompileClock
-from hpo.training.decoding import Decision
+from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Progress
+from hpo.training.loop import TrainState
 from hpo.training.throughput import ThroughputMeter, peak_flops
 from hpo.trial.compat import Compatibility
 
@@ -42,12 +43,14 @@ class ScoredEvaluation:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ScoredEvaluation:
         fields = dict(state["evaluation"])
-        fields["decisions"] = {name: Decision(**decision) for name, decision in fields["decisions"].items()}
+        fields["decisions"] = {
+            name: DecodingThresholds(**decision) for name, decision in fields["decisions"].items()
+        }
         return cls(Evaluation(**fields), tuple(state["values"]))
 
 
 @dataclass
-class TrialLog:
+class TrialRecorder:
     """The facts of one running trial. None: not known yet."""
 
     device: DeviceInfo
@@ -65,7 +68,7 @@ class TrialLog:
     data: dict[str, Any] = field(default_factory=dict)
     """How many training texts were cut and true spans lost by `max_length`."""
     compatibility: Compatibility | None = None
-    progress: Progress | None = None
+    progress: TrainState | None = None
     resumed_from_step: int | None = None
     meter: ThroughputMeter | None = None
     mixed_precision: MixedPrecision | None = None
@@ -101,7 +104,7 @@ class TrialLog:
         }
 
     def result(
-        self, outcome: str, reason: str, values: tuple[float, ...] | None, traceback: str | None
+        self, outcome: Outcome, reason: str, values: tuple[float, ...] | None, traceback: str | None
     ) -> TrialResult:
         """The trial's end with everything that it stores."""
         telemetry = json_safe(self._telemetry())
@@ -158,7 +161,7 @@ class TrialLog:
         }
 
     def _training(
-        self, progress: Progress, meter: ThroughputMeter, mixed_precision: MixedPrecision
+        self, progress: TrainState, meter: ThroughputMeter, mixed_precision: MixedPrecision
     ) -> dict[str, Any]:
         statistics = mixed_precision.statistics()
         rates = self.evaluation_rates
@@ -199,8 +202,7 @@ class TrialLog:
 class TrialResult:
     """How one trial ended; everything that the study stores about it."""
 
-    outcome: str
-    """complete, pruned, nonfinite, incompatible, unsupported, oom, preempted or failed."""
+    outcome: Outcome
     reason: str = ""
     values: tuple[float, ...] | None = None
     """One for each objective; None unless the outcome is `complete`. Always finite."""

@@ -39,7 +39,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
 from hpo.training.evaluate import predict_logits
-from hpo.training.loop import Progress, train
+from hpo.training.loop import TrainState, train
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
 
@@ -101,7 +101,7 @@ def train_ours(
         parts.train_split,
         parts.validation_split,
         executor._plan(config),
-        Progress(),
+        TrainState(),
         ThroughputMeter(executor.device),
         parts.pad_id,
     ):

@@ -22,7 +22,8 @@ from search_table import Row, Table
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.study.leases import CONSTRAINT, INFEASIBLE
+from hpo.outcome import Outcome
+from hpo.study.leases import CONSTRAINT
 from hpo.study.samplers import build_pruner, build_sampler
 
 TARGET = 0.99
@@ -132,10 +133,12 @@ def _run(contender: Contender, study: optuna.Study, trial: Trial, row: Row) -> t
     for evaluation in row.evaluations:
         trial.report(evaluation.score, getattr(evaluation, contender.reported_step))
         # The worker lets a trial finish that has used up its budget.
-        if trial.should_prune() and (evaluation is not row.evaluations[-1] or row.outcome in INFEASIBLE):
+        if trial.should_prune() and (
+            evaluation is not row.evaluations[-1] or Outcome(row.outcome).infeasible
+        ):
             study.tell(trial, state=TrialState.PRUNED)
             return TrialState.PRUNED, evaluation.seconds
-    if row.outcome in INFEASIBLE:
+    if Outcome(row.outcome).infeasible:
         state = TrialState.FAIL
         if contender.infeasible == "constraint":
             trial.set_user_attr("outcome", row.outcome)

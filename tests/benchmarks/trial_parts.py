@@ -18,7 +18,7 @@ from hpo.device import probe_device
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
-from hpo.training.losses import Objective
+from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor
 
 
@@ -29,7 +29,7 @@ class TrialParts:
     config: TrialConfig
     model: MultitaskModel
     optimizer: torch.optim.Optimizer
-    objective: Objective
+    objective: MultitaskLoss
     mixed_precision: MixedPrecision
     train_split: TokenizedSplit
     validation_split: TokenizedSplit

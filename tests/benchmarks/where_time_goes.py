@@ -27,7 +27,7 @@ from hpo.data.batches import collate, training_batches
 from hpo.device import probe_device
 from hpo.precision.table import PRECISION_NAMES, support
 from hpo.training.evaluate import predict_logits
-from hpo.training.loop import Progress, accumulate_gradients, apply_gradients
+from hpo.training.loop import TrainState, accumulate_gradients, apply_gradients
 
 SEED = 42
 NUM_WARMUP_STEPS = 3
@@ -62,7 +62,7 @@ OTHER, OUTSIDE = "other operators, autograd", "Python"
 
 def training_steps(parts: TrialParts) -> Iterator[int]:
     """Train without end; after each step the number of its examples."""
-    progress = Progress(micro_batch_size=parts.config.batch_size)
+    progress = TrainState(micro_batch_size=parts.config.batch_size)
     lengths_W = parts.train_split.lengths_W
     parts.model.train()
     for epoch in range(10**6):

@@ -13,7 +13,7 @@ from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, parse_tasks
 from hpo.data.tokenization import tokenize_split
 from hpo.data.tokenized_split import TokenizedSplit, Windowing, ragged_arange
-from hpo.training.decoding import Decision, decode
+from hpo.training.decoding import DecodingThresholds, decode
 
 JOINT = Task("joint", "token_classification", ("x", "y"))
 OVERLAP = Task("overlap", "token_classification", ("x", "y"), spans_may_overlap=True)
@@ -236,7 +236,7 @@ def test_targets_decode_to_the_truth(options: tuple[int, str, int]) -> None:
         ],
     }
     for task in tasks:
-        found = decode(task, logits[task.name], split, Decision(), truth["criteria"])
+        found = decode(task, logits[task.name], split, DecodingThresholds(), truth["criteria"])
         if task.kind == "regression":
             np.testing.assert_allclose(found, truth[task.name], rtol=1e-5)
         elif task.kind == "span_per_label":

@@ -10,6 +10,7 @@ import pytest
 from command_line import finish, hpo_command, ok, start_hpo, wait_until
 from tiny import write_study
 
+from hpo.report.tables import flat_metrics
 from hpo.study.process import process_start
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord, TrialRecord
@@ -65,7 +66,9 @@ def check_went_on(before: TrialRecord, after: TrialRecord) -> None:
     assert (after.number, after.params, after.started) == (before.number, before.params, before.started)
     assert 0 < after.telemetry["resumed_from_step"] < NUM_STEPS
     known = len(before.evaluations)
-    assert [row.metrics for row in after.evaluations[:known]] == [row.metrics for row in before.evaluations]
+    for old, new in zip(before.evaluations, after.evaluations[:known], strict=True):
+        # An evaluation that is made again in another process may differ in the last bits.
+        assert flat_metrics(new.metrics) == pytest.approx(flat_metrics(old.metrics), rel=1e-5)
 
 
 @pytest.mark.parametrize("last_checkpoint", ["whole", "torn"])

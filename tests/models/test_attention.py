@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import hpo.models.attention
 from hpo.data.tasks import Task
-from hpo.models.attention import NAME, attention_forward, rehearsal
-from hpo.models.dropout import RandomBits
+from hpo.models.attention import NAME, attention_forward, use_training_attention
+from hpo.models.dropout import DropoutMaskGenerator
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import build_model
 
@@ -51,14 +51,14 @@ def reference(tensors: list[Tensor], mask: Tensor, drop: list[Tensor], scale: fl
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The masks that are drawn, one [H, L, L] a text, 1 where kept."""
     masks: list[Tensor] = []
-    draw = RandomBits.keep_mask
+    draw = DropoutMaskGenerator.keep_mask
 
-    def keep_mask(self: RandomBits, shape: Any, p: float) -> Tensor:
+    def keep_mask(self: DropoutMaskGenerator, shape: Any, p: float) -> Tensor:
         mask = draw(self, shape, p)
         masks.extend((mask != 0).unflatten(0, (-1, HEADS)))
         return mask
 
-    monkeypatch.setattr(RandomBits, "keep_mask", keep_mask)
+    monkeypatch.setattr(DropoutMaskGenerator, "keep_mask", keep_mask)
     return masks
 
 
@@ -132,7 +132,7 @@ def test_a_rehearsal_runs_the_kernel_and_drops_nothing(drawn: list[Tensor]) -> N
         )
         plain = model(ids_BL, mask_BL)["slots"]
         assert not calls
-        with rehearsal():
+        with use_training_attention():
             rehearsed = model(ids_BL, mask_BL)["slots"]
     assert calls == [0.0] * 6
     assert not drawn
@@ -189,7 +189,9 @@ def test_other_cases_are_pytorchs_own(case: str, monkeypatch: pytest.MonkeyPatch
 def test_encoders_give_what_their_own_attention_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With masks that keep everything, in training, padding and short texts included."""
     monkeypatch.setattr(
-        RandomBits, "keep_mask", lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16)
+        DropoutMaskGenerator,
+        "keep_mask",
+        lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16),
     )
     calls = []
     apply = hpo.models.attention._DropoutAttention.apply

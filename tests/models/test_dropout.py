@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpo.models.dropout import BitDropout, RandomBits, masked, use_bit_dropout
+from hpo.models.dropout import BitDropout, DropoutMaskGenerator, masked, use_bit_dropout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -15,7 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
 def test_masks_drop_with_the_probability_that_was_asked_for(p: float) -> None:
     torch.manual_seed(0)
-    mask = RandomBits().keep_mask((1000, 1001), p)
+    mask = DropoutMaskGenerator().keep_mask((1000, 1001), p)
     assert mask.unique().tolist() == [-1, 0]
     share = float((mask == 0).float().mean())
     assert share == pytest.approx(p, abs=4 * (p * (1 - p) / mask.numel()) ** 0.5 + 1 / 0x10000)
@@ -28,7 +28,7 @@ def test_masks_drop_with_the_probability_that_was_asked_for(p: float) -> None:
 @pytest.mark.parametrize("p", [1e-9, 1e-4, 0.1, 1 / 3, 0.5, 0.9, 1 - 1e-9])
 def test_a_mask_of_all_patterns_of_bits_meets_the_probability(p: float) -> None:
     patterns = np.arange(0x10000, dtype=np.uint16).view(np.uint64)
-    bits = RandomBits()
+    bits = DropoutMaskGenerator()
     bits._generator = SimpleNamespace(random_raw=lambda _size: patterns.copy())  # type: ignore[assignment]
     num_dropped = int((bits.keep_mask((0x10000,), p) == 0).sum())
     assert abs(num_dropped / 0x10000 - p) <= 1 / 0x10000
@@ -37,7 +37,7 @@ def test_a_mask_of_all_patterns_of_bits_meets_the_probability(p: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kept_values_are_the_same_bits_and_dropped_ones_are_zero(dtype: torch.dtype) -> None:
     values = torch.randn(7, 33).to(dtype)
-    mask = RandomBits().keep_mask(values.shape, 0.3)
+    mask = DropoutMaskGenerator().keep_mask(values.shape, 0.3)
     expected = torch.where(mask == 0, torch.zeros((), dtype=dtype), values)
     assert torch.equal(masked(values, mask), expected)
     assert torch.equal(masked(values.t(), mask.t()), expected.t())

@@ -27,7 +27,7 @@ from hpo.models.multitask import (
     pool_mean,
 )
 from hpo.training.compilation import COMPILE_MODES, apply_compile, compiled_modules
-from hpo.training.decoding import Decision
+from hpo.training.decoding import DecodingThresholds
 from hpo.training.throughput import training_flops
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
@@ -434,7 +434,7 @@ def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -
         make_model("minilm", **settings) if family == "minilm" else family_model(family, **settings)
     )
     tokenizer = load_tokenizer("minilm")
-    decisions = {"multi": Decision(threshold=0.25), "single": {}}
+    decisions = {"multi": DecodingThresholds(threshold=0.25), "single": {}}
     attention = "sdpa" if family == "minilm" else FAMILIES[family][1]
     export_model(
         model,

@@ -23,7 +23,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.precision.weight_copies import ReducedLinear, ReducedWeight, keep_reduced_weights
-from hpo.training.loop import Progress, accumulate_gradients, apply_gradients
+from hpo.training.loop import TrainState, accumulate_gradients, apply_gradients
 from hpo.training.optim import OnePassAdam, build_optimizer, parameter_groups
 
 BF16 = PRECISIONS["bf16"]
@@ -45,7 +45,7 @@ class Training:
         self.amp = MixedPrecision(BF16, config, CPU)
 
     def losses(self, *, num_steps: int = 4, micro_batch_size: int = 6, max_norm: float = 0.1) -> list[float]:
-        progress, objective, losses = Progress(micro_batch_size=micro_batch_size), tiny_objective(), []
+        progress, objective, losses = TrainState(micro_batch_size=micro_batch_size), tiny_objective(), []
         for step in range(num_steps):
             loss = accumulate_gradients(self.model, objective, tiny_batch(), self.amp, step, progress)
             apply_gradients(self.model, self.optimizer, loss, self.amp, max_norm)
@@ -93,7 +93,7 @@ def test_gradients_are_short_and_add_up_in_fp32() -> None:
     kept, plain = Training(keep=True), Training(keep=False)
     for micro_batch_size, dtype in ((6, torch.bfloat16), (2, torch.float32)):
         for each in (kept, plain):
-            progress = Progress(micro_batch_size=micro_batch_size)
+            progress = TrainState(micro_batch_size=micro_batch_size)
             accumulate_gradients(each.model, tiny_objective(), tiny_batch(), each.amp, 0, progress)
         assert {weight.grad.dtype for weight in kept.reduced if weight.grad is not None} == {dtype}
         pairs = zip(kept.model.parameters(), plain.model.parameters(), strict=True)
@@ -106,7 +106,7 @@ def test_gradients_are_short_and_add_up_in_fp32() -> None:
 def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
     """As when memory is short and the step is done again."""
     kept, expected = Training(keep=True), Training(keep=True)
-    batch, progress = tiny_batch(), Progress(micro_batch_size=6)
+    batch, progress = tiny_batch(), TrainState(micro_batch_size=6)
 
     def fail(_: Any) -> None:
         raise RuntimeError("in the middle")
@@ -163,7 +163,7 @@ def test_a_repeat_in_fp32_reaches_the_weights_themselves(broken: tuple[bool, ...
         seen = cycle(broken)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "isfinite", lambda _loss, seen=seen: torch.tensor(not next(seen)))
-            progress = Progress(micro_batch_size=6 // len(broken))
+            progress = TrainState(micro_batch_size=6 // len(broken))
             accumulate_gradients(each.model, tiny_objective(), tiny_batch(), each.amp, 0, progress)
         assert each.amp.statistics().fp32_fallbacks == 1
     for weight, expected in zip(kept.model.parameters(), plain.model.parameters(), strict=True):
@@ -188,7 +188,7 @@ def test_another_weight_in_the_layer_is_not_taken_for_its_own() -> None:
 def test_a_deep_copy_trains() -> None:
     kept = Training(keep=True)
     model = deepcopy(kept.model)
-    progress = Progress(micro_batch_size=6)
+    progress = TrainState(micro_batch_size=6)
     accumulate_gradients(model, tiny_objective(), tiny_batch(), kept.amp, 0, progress)
     assert all(weight.grad is not None for weight in model.parameters())
     assert all(weight.grad is None for weight in kept.model.parameters())
@@ -224,7 +224,7 @@ def test_a_transformer_trains_as_under_autocast(tmp_path: Path, checkpointing: b
         losses.append([])
         for step in range(4):
             batch = collate(split, np.arange(8 * step, 8 * step + 8), executor.tasks, 0)
-            progress = Progress(step=step, micro_batch_size=8)
+            progress = TrainState(step=step, micro_batch_size=8)
             loss = accumulate_gradients(model, objective, batch, amp, 0, progress)
             apply_gradients(model, update, loss, amp, 1.0)
             losses[-1].append(float(loss))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from study_records import fake_record, fake_trial, record_of
 
-from hpo.report.caveats import Notice, notices
+from hpo.report.caveats import Notice, caveats
 from hpo.study.study_record import complete_trials
 
 
@@ -23,14 +23,14 @@ from hpo.study.study_record import complete_trials
     ],
 )
 def test_notices_name_what_limits_the_conclusions(text: str) -> None:
-    assert any(notice.text.startswith(text) or text in notice.text for notice in notices(fake_record()))
+    assert any(notice.text.startswith(text) or text in notice.text for notice in caveats(fake_record()))
 
 
 def cut_notices(*data: dict[str, Any]) -> list[Notice]:
     trials = [fake_trial(number, "fp32") for number in range(len(data))]
     for trial, its_data in zip(trials, data, strict=True):
         trial.telemetry["data"] = its_data
-    return [notice for notice in notices(record_of(trials)) if "max_length" in notice.text]
+    return [notice for notice in caveats(record_of(trials)) if "max_length" in notice.text]
 
 
 def test_cut_texts_and_lost_spans_are_said() -> None:
@@ -62,7 +62,7 @@ def test_spans_that_no_window_holds_are_said() -> None:
 
 
 def test_low_utilisation_says_what_to_raise() -> None:
-    advice = next(notice.advice for notice in notices(fake_record()) if "busy" in notice.text)
+    advice = next(notice.advice for notice in caveats(fake_record()) if "busy" in notice.text)
     assert "batch_size" in advice
     assert "workers per device" in advice
 
@@ -71,7 +71,7 @@ def test_a_clean_study_has_only_the_notices_that_always_hold() -> None:
     trials = [fake_trial(number, "fp32") for number in range(3)]
     for trial in trials:
         trial.telemetry["device_utilization"] = 0.95
-    assert [notice.text[:25] for notice in notices(record_of(trials))] == [
+    assert [notice.text[:25] for notice in caveats(record_of(trials))] == [
         "Each of the 3 complete co",
         "The precision table compa",
     ]
@@ -80,10 +80,10 @@ def test_a_clean_study_has_only_the_notices_that_always_hold() -> None:
 def test_repeated_configurations_lift_the_caveat_of_one_seed() -> None:
     trial = fake_trial(0, "fp32")
     again = dataclasses.replace(trial, number=1, params={**trial.params, "seed": 7})
-    assert not any("one seed" in notice.text for notice in notices(record_of([trial, again])))
+    assert not any("one seed" in notice.text for notice in caveats(record_of([trial, again])))
 
 
 def test_nothing_complete_is_said() -> None:
     record = record_of([fake_trial(0, "fp32", "failed")])
-    assert [notice.text for notice in notices(record)] == ["No trial is complete."]
+    assert [notice.text for notice in caveats(record)] == ["No trial is complete."]
     assert complete_trials(record) == []

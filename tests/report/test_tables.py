@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from study_records import ENDINGS, fake_record, fake_trial, record_of, with_values
 
+from hpo.outcome import Outcome
 from hpo.report.importances import importance_table
 from hpo.report.tables import (
     OUTCOMES,
-    WASTED,
     evaluations_table,
     flat_metrics,
     precision_comparison,
@@ -109,7 +109,11 @@ def test_summary_accounts_for_every_trial_and_every_second() -> None:
     assert summary["trials"].sum() == 40
     assert summary[list(OUTCOMES)].sum().sum() == 40
     assert summary["share_of_time"].sum() == pytest.approx(1)
-    wasted = sum(trial.seconds for trial in record.trials if trial.outcome in WASTED)
+    wasted = sum(
+        trial.seconds
+        for trial in record.trials
+        if trial.outcome in list(Outcome) and Outcome(trial.outcome).wasted
+    )
     assert summary["wasted_seconds"].sum() == pytest.approx(wasted)
     assert list(summary["support"]) == ["native", "unsupported", "native", "emulated"]
 

@@ -17,7 +17,7 @@ from worker_process import result, study
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
 from hpo.study import leases as slots_module
-from hpo.study.leases import Worker
+from hpo.study.leases import WorkerLease
 from hpo.study.process import process_start, this_machine
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
@@ -35,11 +35,11 @@ def opened(storage: Storage) -> optuna.Study:
     return storage.create_or_resume_study(study(2))
 
 
-def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> Worker:
-    return Worker(storage, opened, max_retries=max_retries)
+def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> WorkerLease:
+    return WorkerLease(storage, opened, max_retries=max_retries)
 
 
-def change_row(storage: Storage, worker: Worker, **values: Any) -> None:
+def change_row(storage: Storage, worker: WorkerLease, **values: Any) -> None:
     with storage.engine.begin() as connection:
         connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(**values))
 

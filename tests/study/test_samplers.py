@@ -12,9 +12,9 @@ from worker_process import SPACE, study
 from hpo.config.search_space import suggest
 from hpo.study.samplers import (
     MIN_INFEASIBLE_TRIALS,
-    AvoidInfeasible,
     AvoidRepeats,
-    SeePruned,
+    InfeasibleFilterSampler,
+    PrunedAwareSampler,
     build_pruner,
     build_sampler,
     is_infeasible,
@@ -102,7 +102,7 @@ def test_grid_workers_share_one_grid() -> None:
 def test_options_reach_the_sampler() -> None:
     config = config_of("tpe", n_startup_trials=3, multivariate=False)
     tpe = build_sampler(config.sampler, config.search_space)
-    assert isinstance(tpe, AvoidInfeasible)
+    assert isinstance(tpe, InfeasibleFilterSampler)
     assert tpe._sampler._n_startup_trials == 3
     default = config_of("tpe")
     assert build_sampler(default.sampler, default.search_space)._sampler._n_startup_trials == 5
@@ -256,7 +256,7 @@ def test_a_changed_proposal_has_no_avoided_choice() -> None:
 
 def test_ranges_of_floats_are_left_to_the_sampler() -> None:
     config = config_of("tpe")
-    assert isinstance(build_sampler(config.sampler, config.search_space), AvoidInfeasible)
+    assert isinstance(build_sampler(config.sampler, config.search_space), InfeasibleFilterSampler)
     for name in ("tpe", "gp"):
         assert isinstance(build_sampler(finite(name).sampler, finite().search_space), AvoidRepeats)
 
@@ -287,7 +287,7 @@ def test_only_the_cause_is_avoided() -> None:
             current.tell(trial, state=TrialState.PRUNED)
         else:
             current.tell(trial, 0.5)
-    sampler = AvoidInfeasible(optuna.samplers.RandomSampler(seed=0), 0)
+    sampler = InfeasibleFilterSampler(optuna.samplers.RandomSampler(seed=0), 0)
     sampler.before_trial(current, current.trials[0])
     assert sampler._avoided == {("fp_precision", "fp16")}
 
@@ -360,7 +360,7 @@ def test_gp_sees_infeasible_trials_as_worst() -> None:
 
     gp = optuna.samplers.GPSampler(seed=1, warn_independent_sampling=False)
     shares = []
-    for sampler in (SeePruned(gp), gp):
+    for sampler in (PrunedAwareSampler(gp), gp):
         current = opened(config)
         current.sampler = sampler
         for _ in range(40):
@@ -414,7 +414,7 @@ def test_gp_sees_what_to_expect_of_pruned_trials(sign: float) -> None:
             current.tell(trial, sign * max(course))
         else:
             current.tell(trial, state=TrialState.PRUNED)
-    sampler = SeePruned(shown := _Shown(seed=0))
+    sampler = PrunedAwareSampler(shown := _Shown(seed=0))
     current.sampler = sampler
     suggest(config.search_space, current.ask())
     states = [trial.state for trial in shown.study.trials[:5]]
@@ -435,7 +435,7 @@ def test_gp_sees_numbers_in_their_order() -> None:
         trial = current.ask()
         suggest(config.search_space, trial)
         current.tell(trial, 0.5)
-    current.sampler = SeePruned(shown := _Shown(seed=0))
+    current.sampler = PrunedAwareSampler(shown := _Shown(seed=0))
     trial = current.ask()
     assert suggest(config.search_space, trial)["batch_size"] == 32
     assert [one.params["batch_size"] for one in shown.study.trials[:3]] == [1, 0, 2]
@@ -482,7 +482,7 @@ def tell_oom(current: optuna.Study, trial: optuna.Trial, limit_bytes: int | None
         (None, 80, False),  # stored before limits were
     ],
 )
-@pytest.mark.parametrize("wrapper", ["AvoidRepeats", "AvoidInfeasible", "SeePruned"])
+@pytest.mark.parametrize("wrapper", ["AvoidRepeats", "InfeasibleFilterSampler", "PrunedAwareSampler"])
 def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
     wrapper: str, limit: int | None, memory: int | None, expected: bool
 ) -> None:
@@ -497,8 +497,8 @@ def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
         else:
             current.tell(trial, float(batch_size))
     memory_bytes = None if memory is None else memory * GIB
-    if wrapper == "SeePruned":
-        seen = SeePruned(optuna.samplers.RandomSampler(seed=0), memory_bytes)
+    if wrapper == "PrunedAwareSampler":
+        seen = PrunedAwareSampler(optuna.samplers.RandomSampler(seed=0), memory_bytes)
         seen.infer_relative_search_space(current, current.ask())
         pairs = zip(current.trials[:5], seen._copy.trials[:5], strict=True)
         states = {trial.params["batch_size"]: shown.state for trial, shown in pairs}
@@ -509,7 +509,7 @@ def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
         }
         return
     sampler = build_sampler(config.sampler, config.search_space, memory_bytes=memory_bytes)
-    if wrapper == "AvoidInfeasible":
+    if wrapper == "InfeasibleFilterSampler":
         sampler.before_trial(current, current.trials[0])
         assert sampler._avoids("batch_size", 16) != expected
         return
@@ -533,7 +533,7 @@ def test_gp_is_shown_nothing_worse_than_what_cannot_work(direction: str, num_com
         else:
             trial.set_constraint("feasible", 1.0)
             current.tell(trial, state=TrialState.PRUNED)
-    seen = SeePruned(optuna.samplers.RandomSampler(seed=0))
+    seen = PrunedAwareSampler(optuna.samplers.RandomSampler(seed=0))
     seen.infer_relative_search_space(current, current.ask())
     *others, infeasible = [trial.values[0] for trial in seen._copy.trials[:6]]
     assert infeasible == (min if direction == "maximize" else max)(others)

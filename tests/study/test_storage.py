@@ -16,7 +16,7 @@ from worker_process import SPACE, notes, result, study
 from hpo.config.search_space import suggest
 from hpo.errors import InputError, StorageError, StudyChangedError
 from hpo.study.database import parse_url, redact, storage_url
-from hpo.study.leases import Worker
+from hpo.study.leases import WorkerLease
 from hpo.study.schema import worker_devices
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
@@ -31,7 +31,7 @@ def storage(storage_url: str) -> Any:
 def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
     """Run one trial for each of `results`, and give the objects that each trial had."""
     opened = storage.create_or_resume_study(config)
-    with Worker(storage, opened, max_retries=config.max_retries) as worker:
+    with WorkerLease(storage, opened, max_retries=config.max_retries) as worker:
         for trial_result in results:
             lease = worker.claim()
             trial = worker.open_trial(lease)
@@ -157,7 +157,7 @@ def test_data_that_have_changed_in_their_place_are_refused(storage: Storage) -> 
     storage.check_data("tiny", "any, as none are bound")
     for fingerprint in ("wrong at first", "as they were"):
         storage.bind_data("tiny", fingerprint)
-    with Worker(storage, opened, max_retries=0) as worker:
+    with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())  # type: ignore[arg-type]
         storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {"score": 0.5}))  # type: ignore[arg-type]
     for name in ("bind_data", "check_data"):
@@ -252,7 +252,7 @@ def test_only_an_untried_study_is_discarded(storage: Storage) -> None:
 
 def test_study_with_a_trial_under_way_is_not_discarded(storage: Storage) -> None:
     opened = storage.create_or_resume_study(study(2))
-    with Worker(storage, opened, max_retries=0) as worker:
+    with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
         storage.discard_untried_study("tiny")
         assert storage.has_study("tiny"), "a worker has the trial"
@@ -343,7 +343,7 @@ def test_complete_trial_must_have_finite_values(storage: Storage, values: Any) -
 def test_infeasible_trial_is_never_best(storage: Storage) -> None:
     config = study(3)
     opened = storage.create_or_resume_study(config)
-    with Worker(storage, opened, max_retries=0) as worker:
+    with WorkerLease(storage, opened, max_retries=0) as worker:
         for value, outcome in ((0.9, "nonfinite"), (0.1, "complete"), (0.2, "pruned")):
             lease = worker.claim()
             trial = worker.open_trial(lease)
@@ -355,7 +355,7 @@ def test_infeasible_trial_is_never_best(storage: Storage) -> None:
 def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
     config = study(1)
     opened = storage.create_or_resume_study(config)
-    with Worker(storage, opened, max_retries=0) as worker:
+    with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
         metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
         first = EvaluationRow(40, 0.5, 3.0, metrics, 10.0, 1300.0)
@@ -370,9 +370,9 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
 
 def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(storage: Storage) -> None:
     opened = storage.create_or_resume_study(study(2))
-    with Worker(storage, opened, max_retries=0) as worker:
+    with WorkerLease(storage, opened, max_retries=0) as worker:
         trials = [worker.open_trial(worker.claim())]
-        with Worker(storage, opened, max_retries=0) as other:
+        with WorkerLease(storage, opened, max_retries=0) as other:
             trials.append(other.open_trial(other.claim()))
         for trial in trials:
             for index in (1, 2, 3):
@@ -390,7 +390,7 @@ def test_pruner_is_asked(storage: Storage) -> None:
     config = study(2)
     opened = storage.create_or_resume_study(config)
     opened.pruner = optuna.pruners.ThresholdPruner(lower=0.3)
-    with Worker(storage, opened, max_retries=0) as worker:
+    with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
         assert storage.report_evaluation(trial, 1, 0.4, EvaluationRow(1, 1.0, 1.0, {})) is False
         assert storage.report_evaluation(trial, 2, 0.2, EvaluationRow(2, 2.0, 2.0, {})) is True
@@ -400,7 +400,7 @@ def test_several_objectives(storage: Storage) -> None:
     objective = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
     config = study(2, objective=objective)
     opened = storage.create_or_resume_study(config)
-    with Worker(storage, opened, max_retries=0) as worker:
+    with WorkerLease(storage, opened, max_retries=0) as worker:
         lease = worker.claim()
         trial = worker.open_trial(lease)
         row = EvaluationRow(1, 1.0, 1.0, {"score": 0.5})
@@ -434,7 +434,7 @@ def test_read_study(storage: Storage) -> None:
     config = study(3)
     run_trials(storage, config, result("complete"), result("failed", traceback="Traceback: x"))
     opened = storage.create_or_resume_study(config)
-    with Worker(storage, opened, max_retries=1) as worker:
+    with WorkerLease(storage, opened, max_retries=1) as worker:
         trial = worker.open_trial(worker.claim())
         record = storage.read_study("tiny")
         running = record.trials[trial.number]

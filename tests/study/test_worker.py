@@ -22,10 +22,11 @@ from worker_process import check_done, notes, result, study
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, RunError
+from hpo.outcome import Outcome
 from hpo.study import processes
 from hpo.study import run as run_module
 from hpo.study import worker as worker_module
-from hpo.study.leases import Lease, Worker
+from hpo.study.leases import Lease, WorkerLease
 from hpo.study.process import process_start, this_machine
 from hpo.study.processes import (
     WorkerPlace,
@@ -273,7 +274,9 @@ def test_trial_knows_of_other_workers_on_its_machine(
     def run(*_: Any) -> TrialResult:
         told = executor.shared_device
         others(end)
-        return TrialResult("complete", values=(0.5,), telemetry={"device": {"name": "x", "shared": told}})
+        return TrialResult(
+            Outcome.COMPLETE, values=(0.5,), telemetry={"device": {"name": "x", "shared": told}}
+        )
 
     config = study(1)
     executor: Any = SimpleNamespace(
@@ -304,9 +307,9 @@ def test_trial_that_kills_its_workers_fails_in_the_end(
         return result("complete")
 
     config = study(2, max_retries=1)
-    leave = Worker.__exit__
+    leave = WorkerLease.__exit__
 
-    def die(worker: Worker, *_: object) -> None:
+    def die(worker: WorkerLease, *_: object) -> None:
         """Leave as a killed process does: the slot stays claimed, and the row names no live process."""
         worker._leaving.set()
         worker._thread.join()
@@ -314,10 +317,10 @@ def test_trial_that_kills_its_workers_fails_in_the_end(
             connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(process_start="1"))
 
     for _ in range(runs):
-        monkeypatch.setattr(Worker, "__exit__", die)
+        monkeypatch.setattr(WorkerLease, "__exit__", die)
         with pytest.raises(KeyboardInterrupt):
             run_worker(config, storage, execute)
-    monkeypatch.setattr(Worker, "__exit__", leave)
+    monkeypatch.setattr(WorkerLease, "__exit__", leave)
     assert run_worker(config, storage, execute).outcomes == {"failed": 1, "complete": 1}
     assert ran == [0] * runs + [1]
     first, _ = storage.read_study("tiny").trials
@@ -584,6 +587,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {str(Path(worker_process.__file__).parent)!r})
 import worker_process
+from hpo.outcome import Outcome
 from hpo.study import processes
 from hpo.study.storage import open_storage
 processes.worker_command = lambda *_: [sys.executable, worker_process.__file__, {str(log)!r}, "4", "600"]

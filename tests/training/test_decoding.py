@@ -15,7 +15,7 @@ from hpo.data.tasks import Task
 from hpo.training.decoding import (
     EVIDENCE_MERGE_GAPS,
     EVIDENCE_THRESHOLDS,
-    Decision,
+    DecodingThresholds,
     choose_decision,
     choose_decisions,
     decode,
@@ -107,19 +107,22 @@ def test_single_label_means_the_log_probabilities_of_windows() -> None:
     assert split.window_example_W.tolist() == [0, 0, 1]
     # Window 1 is sure of b, window 0 leans to a; the sum of raw logits would say a.
     logits = np.array([[100.0, 99.0], [0.0, 3.0], [2.0, 0.0]], np.float32)
-    assert decode(SINGLE, logits, split, Decision()) == ["b", "a"]
+    assert decode(SINGLE, logits, split, DecodingThresholds()) == ["b", "a"]
 
 
 def test_multi_label_takes_the_largest_probability_of_windows() -> None:
     split = make_split([Row("x y"), Row("z")], window=1)
     logits = np.array([[3.0, -3.0], [-5.0, -3.0], [-1.0, -0.5]], np.float32)
-    assert decode(MULTI, logits, split, Decision()) == [["a"], []]
-    assert decode(MULTI, logits, split, Decision(threshold=0.3)) == [["a"], ["b"]]
+    assert decode(MULTI, logits, split, DecodingThresholds()) == [["a"], []]
+    assert decode(MULTI, logits, split, DecodingThresholds(threshold=0.3)) == [["a"], ["b"]]
 
 
 def test_regression_means_windows_in_raw_units() -> None:
     split = make_split([Row("x y"), Row("z")], window=1)
-    assert decode(NUMBER, np.array([[1.0], [2.0], [-1.0]], np.float32), split, Decision()) == [13.0, 8.0]
+    assert decode(NUMBER, np.array([[1.0], [2.0], [-1.0]], np.float32), split, DecodingThresholds()) == [
+        13.0,
+        8.0,
+    ]
 
 
 #       O  B-a I-a B-b I-b  are tags 0 to 4
@@ -138,10 +141,11 @@ def test_bio_rules(tags: list[int], expected: list[tuple[str, int, int]]) -> Non
     split = make_split([Row("xx yy zz uu"), Row("v")])
     logits = one_hot([0, *tags, 0, 0, 2, 0], 5)
     in_words = [
-        (name, start // 3, (end + 1) // 3) for name, start, end in decode(SLOTS, logits, split, Decision())[0]
+        (name, start // 3, (end + 1) // 3)
+        for name, start, end in decode(SLOTS, logits, split, DecodingThresholds())[0]
     ]
     assert in_words == expected
-    assert decode(SLOTS, logits, split, Decision())[1] == [("a", 0, 1)]
+    assert decode(SLOTS, logits, split, DecodingThresholds())[1] == [("a", 0, 1)]
 
 
 def bio_reference(tags: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
@@ -181,7 +185,7 @@ def test_bio_decoding_equals_a_plain_loop(task: Task, window: int, seed: int) ->
                 for n, i, j in bio_reference(tags)
             ]
         expected.append(sorted(found, key=lambda span: (span[1], span[2], span[0])))
-    assert decode(task, logits, split, Decision()) == expected
+    assert decode(task, logits, split, DecodingThresholds()) == expected
     assert sum(map(len, expected)) > 30
 
 
@@ -190,15 +194,17 @@ def test_no_span_joins_segments_that_are_encoded_in_another_order() -> None:
     # with the question.
     row = Row("xx yy zz uu")
     split = Split([row], *(np.array(v) for v in ([6, 9, 0, 3], [8, 11, 2, 5], [True] * 4, [0, 4], [0])))
-    assert decode(SLOTS, one_hot([1, 2, 2, 2], 5), split, Decision()) == [[("a", 0, 5), ("a", 6, 11)]]
+    assert decode(SLOTS, one_hot([1, 2, 2, 2], 5), split, DecodingThresholds()) == [
+        [("a", 0, 5), ("a", 6, 11)]
+    ]
 
 
 def test_spans_lose_outer_white_space_and_empty_ones_are_dropped() -> None:
     split = Split(
         [Row("x  yy z")], *(np.array(v) for v in ([0, 1, 3, 5], [1, 3, 6, 7], [True] * 4, [0, 4], [0]))
     )
-    assert decode(SLOTS, one_hot([0, 1, 2, 0], 5), split, Decision()) == [[("a", 3, 5)]]
-    assert decode(SLOTS, one_hot([0, 1, 0, 0], 5), split, Decision()) == [[]]
+    assert decode(SLOTS, one_hot([0, 1, 2, 0], 5), split, DecodingThresholds()) == [[("a", 3, 5)]]
+    assert decode(SLOTS, one_hot([0, 1, 0, 0], 5), split, DecodingThresholds()) == [[]]
 
 
 def answer_reference(split: Split, logits: Any) -> list[tuple[float, list[tuple[str, int, int]]]]:
@@ -231,7 +237,7 @@ def test_answers_equal_a_search_over_all_pairs(window: int, seed: int) -> None:
     expected = answer_reference(split, logits)
     for offset in (-100.0, 0.0, 4.0, 100.0):
         wanted = [spans if margin > offset else [] for margin, spans in expected]
-        assert decode(ANSWER, logits, split, Decision(null_offset=offset)) == wanted
+        assert decode(ANSWER, logits, split, DecodingThresholds(null_offset=offset)) == wanted
 
 
 def evidence_reference(
@@ -266,7 +272,7 @@ def test_evidence_equals_a_plain_loop(window: int, seed: int) -> None:
     logits = rng.normal(-1, 1.5, size=(len(split.owned_T), 2)).astype(np.float32)
     labels = [[name for name in NAMES if rng.random() < 0.6] for _ in split.examples]
     for threshold, gap in itertools.product((0.2, 0.5, 0.95), (0, 1, 3)):
-        ours = decode(EVIDENCE, logits, split, Decision(threshold=threshold, merge_gap=gap), labels)
+        ours = decode(EVIDENCE, logits, split, DecodingThresholds(threshold=threshold, merge_gap=gap), labels)
         assert ours == evidence_reference(split, logits, labels, threshold, gap)
         for spans, names in zip(ours, labels, strict=True):
             assert {name for name, _, _ in spans} == set(names)
@@ -275,13 +281,13 @@ def test_evidence_equals_a_plain_loop(window: int, seed: int) -> None:
 def test_evidence_belongs_to_predicted_classes_alone() -> None:
     split = make_split([Row("xx yy zz")])
     logits = np.array([[0, 0], [9, -9], [-9, 9], [-9, 9], [0, 0]], np.float32)
-    assert decode(EVIDENCE, logits, split, Decision(), [[]]) == [[]]
-    assert decode(EVIDENCE, logits, split, Decision(), [["b", "no evidence is marked for this"]]) == [
-        [("b", 3, 8)]
-    ]
-    assert decode(EVIDENCE, logits, split, Decision(), ["a"]) == [[("a", 0, 2)]]
+    assert decode(EVIDENCE, logits, split, DecodingThresholds(), [[]]) == [[]]
+    assert decode(
+        EVIDENCE, logits, split, DecodingThresholds(), [["b", "no evidence is marked for this"]]
+    ) == [[("b", 3, 8)]]
+    assert decode(EVIDENCE, logits, split, DecodingThresholds(), ["a"]) == [[("a", 0, 2)]]
     with pytest.raises(ValueError, match="needs the predicted labels of its task labels"):
-        decode(EVIDENCE, logits, split, Decision())
+        decode(EVIDENCE, logits, split, DecodingThresholds())
 
 
 def truth_rows(rng: np.random.Generator, task: Task) -> list[Row]:
@@ -333,14 +339,16 @@ def test_the_decision_maximises_the_metric(task: Task, metric: str, seed: int) -
     logits = noisy_logits(rng, task, split)
     labels = [sorted(row.spans) for row in split.examples] if task is EVIDENCE else None
     candidates = {
-        "multi_label": [Decision(threshold=1 / (1 + np.exp(-x))) for x in np.linspace(-7, 7, 141)],
-        "span_extraction": [Decision(null_offset=x) for x in np.linspace(-12, 12, 600)],
+        "multi_label": [DecodingThresholds(threshold=1 / (1 + np.exp(-x))) for x in np.linspace(-7, 7, 141)],
+        "span_extraction": [DecodingThresholds(null_offset=x) for x in np.linspace(-12, 12, 600)],
         "span_per_label": [
-            Decision(threshold=x, merge_gap=gap) for x in EVIDENCE_THRESHOLDS for gap in EVIDENCE_MERGE_GAPS
+            DecodingThresholds(threshold=x, merge_gap=gap)
+            for x in EVIDENCE_THRESHOLDS
+            for gap in EVIDENCE_MERGE_GAPS
         ],
     }[task.kind]
 
-    def value(decision: Decision) -> float:
+    def value(decision: DecodingThresholds) -> float:
         return score(task, decode(task, logits, split, decision, labels), split.examples)[metric]
 
     values = [value(candidate) for candidate in candidates]
@@ -372,7 +380,7 @@ def test_tasks_are_decided_decoded_and_scored_together() -> None:
     assert predictions == {"evidence": [[("a", 3, 8)], []], "labels": [["a"], []]}
     scores = score_tasks(tasks, predictions, rows)
     assert scores["labels"]["f1_macro"] == scores["evidence"]["span_f1"] == 1.0
-    recall = Decision(threshold=0.001)
+    recall = DecodingThresholds(threshold=0.001)
     assert decode_tasks(tasks, logits, split, decisions | {"labels": recall})["evidence"][1] != []
 
 
@@ -412,14 +420,14 @@ def test_without_annotated_rows_the_decision_is_the_default(task: Task) -> None:
     split = make_split([Row("x y", annotated=frozenset())])
     size = len(split.window_example_W) if task.level == "sequence" else len(split.owned_T)
     logits = np.zeros((size, task.num_outputs), np.float32)
-    assert choose_decision(task, logits, split, [["a"]]) == Decision()
+    assert choose_decision(task, logits, split, [["a"]]) == DecodingThresholds()
 
 
 @pytest.mark.parametrize("task", [SINGLE, NUMBER, SLOTS], ids=lambda task: task.kind)
 def test_kinds_with_nothing_to_decide_get_the_default(task: Task) -> None:
     split = make_split([Row("x y")])
     logits = np.ones((1 if task.level == "sequence" else 4, task.num_outputs), np.float32)
-    assert choose_decision(task, logits, split) == Decision()
+    assert choose_decision(task, logits, split) == DecodingThresholds()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -455,7 +463,7 @@ def test_a_split_with_no_text_to_read_has_empty_predictions(task: Task) -> None:
     split = Split([Row("x")], *(np.array(v) for v in ([-1, -1], [-1, -1], [False] * 2, [0, 2], [0])))
     size = 1 if task.level == "sequence" else 2
     predictions = decode(
-        task, np.full((size, task.num_outputs), -1.0, np.float32), split, Decision(), [["a"]]
+        task, np.full((size, task.num_outputs), -1.0, np.float32), split, DecodingThresholds(), [["a"]]
     )
     assert predictions == [{"single_label": "a", "regression": 8.0}.get(task.kind, [])]
 

@@ -44,8 +44,8 @@ from hpo.training.evaluate import predict_logits
 from hpo.training.loop import (
     CHECK_EVERY,
     Budget,
-    Plan,
-    Progress,
+    TrainingArgs,
+    TrainState,
     accumulate_gradients,
     apply_gradients,
     gradient_norm,
@@ -128,9 +128,9 @@ def reference_losses(executor: Executor, name: str, num_steps: int, dropout: flo
     return losses
 
 
-def plan_of(config: Any, num_steps: int, micro_batch_size: int) -> Plan:
+def plan_of(config: Any, num_steps: int, micro_batch_size: int) -> TrainingArgs:
     """A few steps with one evaluation at their end."""
-    return Plan(
+    return TrainingArgs(
         budget=Budget(max_steps=num_steps),
         batch_size=config.batch_size,
         micro_batch_size=micro_batch_size,
@@ -163,7 +163,7 @@ def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) ->
         split,
         executor.tokens("validation", config),
         plan,
-        Progress(),
+        TrainState(),
         ThroughputMeter(CPU),
         pad_id=0,
     )
@@ -257,7 +257,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
         batch,
         MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU),
         config.seed,
-        Progress(micro_batch_size=micro_batch_size),
+        TrainState(micro_batch_size=micro_batch_size),
     )
 
     assert float(loss) == pytest.approx(plain_loss, rel=1e-5)
@@ -279,7 +279,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
 def gradients_of(micro_batch_size: int, tasks: Any = TASKS) -> tuple[float, dict[str, torch.Tensor]]:
     model, batch = tiny_model(tasks=tasks), tiny_batch()
     amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
-    progress = Progress(micro_batch_size=micro_batch_size)
+    progress = TrainState(micro_batch_size=micro_batch_size)
     loss = accumulate_gradients(model, tiny_objective(tasks), batch, amp, seed=0, progress=progress)
     return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -351,7 +351,7 @@ def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() ->
         objective = tiny_objective()
         objective.log_variance = {task.name: nn.Parameter(torch.tensor(0.3)) for task in TASKS}
         amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
-        progress = Progress(micro_batch_size=micro_batch_size)
+        progress = TrainState(micro_batch_size=micro_batch_size)
         return float(accumulate_gradients(model, objective, tiny_batch(), amp, 0, progress))
 
     plain = gradients_of(6)[0]
@@ -375,13 +375,13 @@ def test_a_loss_that_is_not_finite_names_its_task(
 @pytest.mark.parametrize(
     ("budget", "progress", "used"),
     [
-        (Budget(epochs=2), Progress(step=5), 0.25),
-        (Budget(epochs=0.5), Progress(step=5), 1.0),
-        (Budget(max_steps=20), Progress(step=5), 0.25),
-        (Budget(max_seconds=8), Progress(step=5, train_seconds=2), 0.25),
+        (Budget(epochs=2), TrainState(step=5), 0.25),
+        (Budget(epochs=0.5), TrainState(step=5), 1.0),
+        (Budget(max_steps=20), TrainState(step=5), 0.25),
+        (Budget(max_seconds=8), TrainState(step=5, train_seconds=2), 0.25),
     ],
 )
-def test_the_share_of_a_budget_that_is_used(budget: Budget, progress: Progress, used: float) -> None:
+def test_the_share_of_a_budget_that_is_used(budget: Budget, progress: TrainState, used: float) -> None:
     assert budget.used(progress, steps_per_epoch=10) == pytest.approx(used)
 
 
@@ -412,13 +412,15 @@ def test_compiling_in_a_step_is_no_training(executor: Executor, monkeypatch: pyt
     split = executor.tokens("train", config)
     model = executor.build_model(config)
     amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
-    record, progress, meter = amp.record_step, Progress(), ThroughputMeter(CPU, warmup_steps=0)
+    record, progress, meter = amp.record_step, TrainState(), ThroughputMeter(CPU, warmup_steps=0)
     amp.record_step = lambda *args: (spend(1.0, 1000.0 * (progress.step == 1)), record(*args))[1]  # type: ignore[func-returns-value, method-assign]
     evaluate = train_module.evaluate
     monkeypatch.setattr(
         train_module, "evaluate", lambda *args, **more: (spend(2.0, 1000.0), evaluate(*args, **more))[1]
     )
-    plan = Plan(Budget(max_seconds=4.5), config.batch_size, config.batch_size, 0, "linear", 0.0, 1.0, 1, 4096)
+    plan = TrainingArgs(
+        Budget(max_seconds=4.5), config.batch_size, config.batch_size, 0, "linear", 0.0, 1.0, 1, 4096
+    )
     (last,) = train(
         model,
         build_optimizer("adamw", parameter_groups(model, learning_rate=1e-4)),
@@ -466,7 +468,7 @@ def run_steps(
     model.to(device.torch_device)
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, learning_rate=1e-4))
     amp = MixedPrecision(PRECISIONS[name], EMULATED, device)
-    progress = Progress()
+    progress = TrainState()
     watched: list[int] = []
     watching: list[Any] = []
 
@@ -527,7 +529,7 @@ def test_no_loss_reads_what_a_device_computes(loss: str) -> None:
     objective = tiny_objective(loss=loss, label_smoothing=0.1)
     amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, META_GPU)
     with no_waiting():
-        accumulate_gradients(model, objective, tiny_batch(), amp, 0, Progress(micro_batch_size=4))
+        accumulate_gradients(model, objective, tiny_batch(), amp, 0, TrainState(micro_batch_size=4))
     with pytest.raises(WaitsForDevice), no_waiting():
         objective.nonfinite_tasks()
 
@@ -539,7 +541,7 @@ def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> No
     model = prepare_model(tiny_model(), PRECISIONS[name])
     groups = parameter_groups(model, learning_rate=1e-3)
     update, amp = build_optimizer(optimizer, groups), MixedPrecision(PRECISIONS[name], EMULATED, CPU)
-    progress = Progress(micro_batch_size=6)
+    progress = TrainState(micro_batch_size=6)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for step in range(3):
         amp.device = CPU
@@ -574,7 +576,7 @@ def test_gradients_are_clipped_to_their_norm(max_grad_norm: float) -> None:
     model = tiny_model()
     update = build_optimizer("sgd", parameter_groups(model, learning_rate=0.0))
     amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
-    loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, Progress(micro_batch_size=6))
+    loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6))
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     clipped = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     for parameter, gradient in zip(clipped, gradients, strict=True):
@@ -589,7 +591,7 @@ def test_an_optimizer_that_is_not_fused_asks_the_scaler_whether_to_step() -> Non
     model = tiny_model()
     update = build_optimizer("lion", parameter_groups(model, learning_rate=1e-3))
     amp = MixedPrecision(PRECISIONS["fp16"], EMULATED, CPU)
-    loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, Progress(micro_batch_size=6))
+    loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6))
     with pytest.raises(WaitsForDevice), no_waiting("cpu"):
         apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
 
@@ -671,7 +673,7 @@ def test_an_evaluation_sees_the_weights_as_they_are(executor: Executor, config: 
     objective = executor._objective(settings, model, split)
     gradients = []
     for some in (model, deepcopy(model)):
-        progress = Progress(micro_batch_size=4)
+        progress = TrainState(micro_batch_size=4)
         accumulate_gradients(some.train(), objective, batch, mixed_precision, 0, progress)
         gradients.append([weight.grad for weight in some.parameters() if weight.grad is not None])
     assert gradients[0]

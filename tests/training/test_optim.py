@@ -17,7 +17,7 @@ from hpo.training import optim as optim_module
 from hpo.training.optim import (
     OPTIMIZERS,
     SCHEDULES,
-    Float32State,
+    Float32Optimizer,
     Lion,
     build_optimizer,
     parameter_groups,
@@ -303,9 +303,9 @@ def bf16_step_by_hand(name: str, start: Tensor, gradients: list[Tensor], **optio
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fp32_weights_are_not_wrapped(name: str) -> None:
-    assert not isinstance(build_optimizer(name, [group(nn.Parameter(torch.ones(2)))]), Float32State)
+    assert not isinstance(build_optimizer(name, [group(nn.Parameter(torch.ones(2)))]), Float32Optimizer)
     bf16 = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    assert isinstance(build_optimizer(name, [group(bf16)]), Float32State)
+    assert isinstance(build_optimizer(name, [group(bf16)]), Float32Optimizer)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -320,7 +320,7 @@ def test_bf16_weights_step_in_fp32_and_round_once(
     optimizer = build_optimizer(
         name, [group(weights[0], lr=0.02), group(weights[1], lr=0.05, weight_decay=0.1)]
     )
-    assert isinstance(optimizer, Float32State)
+    assert isinstance(optimizer, Float32Optimizer)
     assert len(optimizer.chunks) == (1 if chunk_elements > 1 else 2)
     for step in range(20):
         for weight, its_gradients in zip(weights, gradients, strict=True):
@@ -343,7 +343,7 @@ def test_a_second_moment_in_bf16_would_stand_still() -> None:
             if wrapped
             else torch.optim.AdamW([weight], lr=0.1, fused=False, foreach=False)
         )
-        state: Any = optimizer.inner.state if isinstance(optimizer, Float32State) else optimizer.state
+        state: Any = optimizer.inner.state if isinstance(optimizer, Float32Optimizer) else optimizer.state
         for step in range(300):
             weight.grad = torch.ones_like(weight) * (1.0 if step < 100 else 0.0625)
             optimizer.step()
@@ -357,7 +357,7 @@ def test_a_second_moment_in_bf16_would_stand_still() -> None:
 def test_stand_ins_hold_no_memory_between_steps() -> None:
     weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
     optimizer = build_optimizer("adamw", [group(weight)])
-    assert isinstance(optimizer, Float32State)
+    assert isinstance(optimizer, Float32Optimizer)
     for _ in range(2):
         assert [stand_in.numel() for _, stand_in in optimizer.chunks[0]] == [0]
         weight.grad = torch.ones_like(weight)

@@ -1,0 +1,53 @@
+"""How a trial can end, and what each end means to Optuna."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """The end of a trial; its text is the user attribute `outcome`."""
+
+    COMPLETE = "complete"
+    """Trained and evaluated."""
+    PRUNED = "pruned"
+    """The pruner stopped it."""
+    NONFINITE = "nonfinite"
+    """Loss, gradients or metrics stay NaN or infinite."""
+    INCOMPATIBLE = "incompatible"
+    """The compatibility check failed."""
+    UNSUPPORTED = "unsupported"
+    """The device cannot run the requested precision."""
+    OOM = "oom"
+    """Not even one example fits into memory."""
+    CRASHED = "crashed"
+    """Its process died again and again at the same place."""
+    FAILED = "failed"
+    """A bug or the infrastructure; tried again."""
+    PREEMPTED = "preempted"
+    """Told to stop; checkpointed, and goes on as the same trial."""
+
+    @property
+    def infeasible(self) -> bool:
+        """Whether the configuration is to blame: the trial violates a constraint, and samplers avoid it."""
+        return self in _INFEASIBLE
+
+    @property
+    def wasted(self) -> bool:
+        """Whether the trial's time gave the search no value."""
+        return self.infeasible or self is Outcome.FAILED
+
+    @property
+    def optuna_state(self) -> str:
+        """The name of the `optuna.trial.TrialState` that a trial with this outcome ends in.
+
+        A deterministic failure is PRUNED and never FAIL: Optuna's samplers ignore FAIL, and would come back
+        to what failed. A preempted trial has not ended.
+        """
+        return _OPTUNA_STATES.get(self, "PRUNED")
+
+
+_INFEASIBLE = frozenset(
+    {Outcome.NONFINITE, Outcome.INCOMPATIBLE, Outcome.UNSUPPORTED, Outcome.OOM, Outcome.CRASHED}
+)
+_OPTUNA_STATES = {Outcome.COMPLETE: "COMPLETE", Outcome.FAILED: "FAIL", Outcome.PREEMPTED: "RUNNING"}
