@@ -8,6 +8,8 @@ import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+
 from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord
 
 DEVICE = {
@@ -30,6 +32,13 @@ DEFINITION: dict[str, Any] = {
         "head_type": {"type": "categorical", "choices": ["linear", "mlp"]},
         "init_scale": {"type": "categorical", "choices": [1024, 65536], "when": {"fp_precision": "fp16"}},
     },
+}
+DISTRIBUTIONS: dict[str, BaseDistribution] = {
+    "fp_precision": CategoricalDistribution(DEFINITION["search_space"]["fp_precision"]["choices"]),
+    "learning_rate": FloatDistribution(1e-5, 1e-3, log=True),
+    "batch_size": CategoricalDistribution([8, 16, 32]),
+    "head_type": CategoricalDistribution(["linear", "mlp"]),
+    "init_scale": CategoricalDistribution([1024, 65536]),
 }
 START = datetime(2026, 1, 5, 9, 0, tzinfo=UTC)
 EXAMPLES_PER_SECOND = {"fp32": 24.0, "bf16": 29.0, "fp16": 6.0, "tf32": 0.0}
@@ -184,6 +193,7 @@ def _trial(
         outcome=outcome,
         reason=reason,
         params=params,
+        distributions={name: DISTRIBUTIONS[name] for name in params},
         values=None if score is None else (score,),
         started=begun,
         ended=begun + timedelta(seconds=seconds) if ended else None,

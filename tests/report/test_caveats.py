@@ -7,7 +7,7 @@ import pytest
 from study_records import fake_record, fake_trial, record_of
 
 from hpo.report.caveats import Notice, caveats
-from hpo.study.study_record import complete_trials
+from hpo.study.study_record import StudyRecord, complete_trials
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,28 @@ def test_nothing_complete_is_said() -> None:
     record = record_of([fake_trial(0, "fp32", "failed")])
     assert [notice.text for notice in caveats(record)] == ["No trial is complete."]
     assert complete_trials(record) == []
+
+
+def texts(record: StudyRecord) -> str:
+    return " ".join(notice.text for notice in caveats(record))
+
+
+def test_equal_configurations_under_every_precision_are_no_caveat() -> None:
+    trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16"] * 3)]
+    for trial in trials:
+        trial.params.update(learning_rate=10.0 ** -(3 + trial.number // 2), batch_size=8, head_type="mlp")
+    assert "different configurations" not in texts(record_of(trials))
+    assert "different configurations (settings: learning_rate)" in texts(record_of(trials[:-1]))
+    assert "different configurations" not in texts(record_of(trials[::2])), "one precision alone"
+
+
+def test_medians_over_what_the_pruner_left_are_a_caveat() -> None:
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16"), fake_trial(2, "bf16", "pruned")]
+    assert "pruner stopped 1 trial (bf16 1)" in texts(record_of(trials))
+    assert "pruner" not in texts(record_of(trials[:2]))
+
+
+def test_cut_texts_in_a_study_without_spans_say_nothing_of_spans() -> None:
+    (notice,) = cut_notices({"num_cut_examples": 3, "num_lost_spans": {}, "num_examples": 10})
+    assert "3 of 10 texts cut." in notice.text
+    assert "span" not in notice.text + notice.advice

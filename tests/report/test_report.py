@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import html
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pandas as pd
 import pytest
 from browser import open_chromium
+from command_line import hpo_command, ok
 from plotly.offline import get_plotlyjs
 from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
+from tiny import write_study
 
 from hpo.errors import RunError
 from hpo.report.report import write_report
@@ -223,3 +227,29 @@ def test_hostile_text_does_nothing_in_a_browser(chromium: Any, tmp_path: Path) -
     assert page.evaluate("window.hacked") is None
     assert page.locator("h1").inner_text() == HOSTILE
     page.close()
+
+
+def test_the_printed_command_runs(tmp_path: Path) -> None:
+    """With a choice that is null, one that is a list, and a file whose name is not the study's."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32"]},
+        "head_hidden_size": {"type": "categorical", "choices": [None]},
+        "betas": {"type": "categorical", "choices": [[0.9, 0.98]]},
+        "gradient_checkpointing": {"type": "categorical", "choices": [False]},
+        "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-4},
+    }
+    training = {"max_steps": 2, "batch_size": 8, "max_length": 64}
+    write_study(tmp_path, n_trials=1, search_space=space, training=training).rename(tmp_path / "my file.yaml")
+    ok(hpo_command(tmp_path, "run", "my file.yaml", "--json"))
+    path = ok(hpo_command(tmp_path, "report", "my file.yaml", "--json")).json["report"]
+    (command,) = re.findall("<pre>(.*?)</pre>", page_text(tmp_path / path), re.DOTALL)
+    words = shlex.split(html.unescape(command))
+    assert words[:3] == ["hpo", "train", "my file.yaml"]
+    trained = ok(hpo_command(tmp_path, *words[1:], "--json")).json
+    stored = ok(hpo_command(tmp_path, "best", "my file.yaml", "--json")).json["trials"][0]
+    assert trained["values"] == stored["values"]
+
+
+def test_without_the_study_file_the_command_has_a_place_for_it(tmp_path: Path) -> None:
+    write_report(record_of([fake_trial(0, "fp32")]), tmp_path)
+    assert "hpo train STUDY.yaml --param" in page_text(tmp_path / "report.html")
