@@ -185,7 +185,7 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
 def _whole_step(chart: Chart) -> int:
     """The distance between ticks, of 1, 2, 5, 10, 20 ..., that gives at most nine of them."""
     x = [value for series in chart.series for value in series.x]
-    steps = (digit * 10**power for power in range(10) for digit in (1, 2, 5))
+    steps = (digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
     return next(step for step in steps if (max(x) - min(x)) / step <= 8)
 
 

@@ -77,7 +77,8 @@ def importance_table(record: StudyRecord) -> pd.DataFrame:
     import optuna
 
     trials = compared_trials(record)
-    study = optuna.create_study(directions=record.directions)
+    directions = [optuna.study.StudyDirection[direction.upper()] for direction in record.directions]
+    study = optuna.create_study(directions=directions)
     study.add_trials(trials)
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(
         target_quantile=num_top_trials(len(trials)) / len(trials)

@@ -152,10 +152,11 @@ def undrawn_precisions(record: StudyRecord) -> dict[str, str]:
 def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
     """Why a device, as a trial's telemetry describes it, cannot run the precision; empty if it may."""
     capability = facts.get("compute_capability")
+    major, _, minor = (capability or "0.0").partition(".")
     device = DeviceInfo(
         type=str(facts.get("type")),
         name=str(facts.get("name")),
-        compute_capability=tuple(map(int, capability.split("."))) if capability else None,
+        compute_capability=(int(major), int(minor)) if capability else None,
         cpu_features=frozenset(facts.get("cpu_features") or ()),
     )
     found = support(name, device)

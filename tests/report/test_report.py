@@ -72,7 +72,7 @@ def test_the_page_says_what_matters_first(full_report: Path) -> None:
     assert "40 trials, 27 complete. Objective: maximize score." in text
     assert "Planned: 40, of which 38 are done." in text
     assert f"<dt>trial</dt><dd>{best.number}</dd>" in text
-    assert f"hpo train fake --param fp_precision={best.params['fp_precision']}" in text
+    assert f"hpo train STUDY.yaml --param fp_precision={best.params['fp_precision']}" in text
     assert f"learning_rate={best.params['learning_rate']!r}" in text
     assert (
         "requested fp16, effective fp16 (emulated), observed: 38 linear layers gave float16, TF32 off" in text
@@ -233,7 +233,7 @@ def test_the_printed_command_runs(tmp_path: Path) -> None:
     """With a choice that is null, one that is a list, and a file whose name is not the study's."""
     space = {
         "fp_precision": {"type": "categorical", "choices": ["fp32"]},
-        "head_hidden_size": {"type": "categorical", "choices": [None]},
+        "max_grad_norm": {"type": "categorical", "choices": [None]},
         "betas": {"type": "categorical", "choices": [[0.9, 0.98]]},
         "gradient_checkpointing": {"type": "categorical", "choices": [False]},
         "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-4},
