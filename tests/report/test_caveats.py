@@ -49,10 +49,10 @@ def test_cut_texts_and_lost_spans_are_said() -> None:
     assert "7 true spans lost (evidence 7)" in notice.text
 
 
-def test_cut_texts_without_spans_are_said_and_whole_texts_are_not() -> None:
-    (notice,) = cut_notices({"num_cut_examples": 3, "num_lost_spans": {}, "num_examples": 10})
-    assert "3 of 10 texts cut, no true span lost" in notice.text
+def test_whole_texts_are_not_said() -> None:
     assert cut_notices({"num_cut_examples": 0, "num_lost_spans": {}, "num_examples": 10}, {}) == []
+    (notice,) = cut_notices({"num_cut_examples": 3, "num_lost_spans": {"pii": 0}, "num_examples": 10})
+    assert "3 of 10 texts cut, no true span lost" in notice.text
 
 
 def test_spans_that_no_window_holds_are_said() -> None:
@@ -68,10 +68,11 @@ def test_low_utilisation_says_what_to_raise() -> None:
 
 
 def test_a_clean_study_has_only_the_notices_that_always_hold() -> None:
-    trials = [fake_trial(number, "fp32") for number in range(3)]
+    trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16", "bf16"])]
     for trial in trials:
         trial.telemetry["device_utilization"] = 0.95
-    assert [notice.text[:25] for notice in caveats(record_of(trials))] == [
+    definition = {"search_space": {"fp_precision": {"choices": ["fp32", "bf16"]}}}
+    assert [notice.text[:25] for notice in caveats(record_of(trials, definition=definition))] == [
         "Each of the 3 complete co",
         "The precision table compa",
     ]
@@ -84,7 +85,7 @@ def test_repeated_configurations_lift_the_caveat_of_one_seed() -> None:
 
 
 def test_nothing_complete_is_said() -> None:
-    record = record_of([fake_trial(0, "fp32", "failed")])
+    record = record_of([fake_trial(0, "fp32", "failed")], definition={})
     assert [notice.text for notice in caveats(record)] == ["No trial is complete."]
     assert complete_trials(record) == []
 
@@ -104,7 +105,7 @@ def test_equal_configurations_under_every_precision_are_no_caveat() -> None:
 
 def test_medians_over_what_the_pruner_left_are_a_caveat() -> None:
     trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16"), fake_trial(2, "bf16", "pruned")]
-    assert "pruner stopped 1 trial (bf16 1)" in texts(record_of(trials))
+    assert "The pruner stopped 1 trial (bf16 1): the medians" in texts(record_of(trials))
     assert "pruner" not in texts(record_of(trials[:2]))
 
 
@@ -112,3 +113,9 @@ def test_cut_texts_in_a_study_without_spans_say_nothing_of_spans() -> None:
     (notice,) = cut_notices({"num_cut_examples": 3, "num_lost_spans": {}, "num_examples": 10})
     assert "3 of 10 texts cut." in notice.text
     assert "span" not in notice.text + notice.advice
+
+
+def test_precisions_that_no_trial_ran_are_said() -> None:
+    said = texts(record_of([fake_trial(0, "fp32")]))
+    assert "Not run here: tf32. `tf32` needs CUDA with compute capability >= 8.0" in said
+    assert "No trial drew bf16, fp16." in said
