@@ -217,7 +217,10 @@ def learning_curves(record: StudyRecord, index: int, axis: Literal["epochs", "se
     series: list[Series] = []
     for precision, group in _by_precision(evaluations[evaluations["number"].isin(chosen)]):
         color, *markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
-        for place, (number, curve) in enumerate(group.sort_values("step").groupby("number")):
+        curves = list(group.sort_values("step").groupby("number"))
+        # The first curve stands in the legend: one that is complete, if there is one.
+        curves.sort(key=lambda curve: outcomes[curve[0]] != Outcome.COMPLETE)
+        for place, (number, curve) in enumerate(curves):
             trial = f"trial {number}, {precision}, {outcomes[number]}"
             series.append(
                 Series(

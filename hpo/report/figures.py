@@ -174,7 +174,7 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     if chart.x_log:
         figure.update_xaxes(type="log")
     if chart.x_whole:
-        figure.update_xaxes(tick0=0, dtick=_whole_step(chart), rangemode="nonnegative")
+        figure.update_xaxes(**_whole_axis(chart))
     if chart.x_ticks:
         figure.update_xaxes(**_category_axis(chart.x_ticks), showgrid=False)
     if chart.y_ticks:
@@ -182,11 +182,14 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     return figure
 
 
-def _whole_step(chart: Chart) -> int:
-    """The distance between ticks, of 1, 2, 5, 10, 20 ..., that gives at most nine of them."""
+def _whole_axis(chart: Chart) -> dict[str, Any]:
+    """Ticks 1, 2, 5, 10, 20 ... apart, at most nine of them, and room for the markers at both ends."""
     x = [value for series in chart.series for value in series.x]
+    low, high = min(x), max(x)
     steps = (digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
-    return next(step for step in steps if (max(x) - min(x)) / step <= 8)
+    room = max(0.4, 0.03 * (high - low))
+    step = next(step for step in steps if (high - low) / step <= 8)
+    return {"tick0": 0, "dtick": step, "range": [low - room, high + room]}
 
 
 def _category_axis(names: Sequence[str]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None
         if record.trials
         else "There is no trial yet.",
         cards=_cards(record, best[0]) if best else {},
-        front=pd.DataFrame([_cards(record, trial) for trial in best]),
+        front=pd.DataFrame([{"trial": ""} | _cards(record, trial) for trial in best]),
         best=[_trial(record, trial, study_file) for trial in best],
         study_file=study_file,
         caveats=caveats(record),
@@ -110,13 +110,16 @@ def _environment(trial: TrialRecord) -> str:
 def _cards(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
     """The headline of one of the best trials."""
     throughput = trial.telemetry.get("throughput") or {}
-    return objective_values(record, trial) | {
-        "trial": str(trial.number),
-        "precision that ran": str((trial.telemetry.get("precision") or {}).get("effective") or "not known"),
-        "train examples/s": format_number(throughput.get("train_examples_per_second")),
-        "peak memory": format_bytes(trial.telemetry.get("peak_memory_bytes")),
-        "time": format_seconds(trial_seconds(trial)),
-    }
+    cards = objective_values(record, trial)
+    cards["trial"] = str(trial.number)
+    cards["precision that ran"] = str(
+        (trial.telemetry.get("precision") or {}).get("effective") or "not known"
+    )
+    if "train_examples_per_second" not in cards:
+        cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))
+    if "peak_memory_bytes" not in cards:
+        cards["peak memory"] = format_bytes(trial.telemetry.get("peak_memory_bytes"))
+    return cards | {"time": format_seconds(trial_seconds(trial))}
 
 
 def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> dict[str, Any]:
@@ -133,7 +136,7 @@ def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> d
         "precision": precision_facts(trial),
         "searched": pd.DataFrame(searched.items(), columns=["searched", "value"]),
         "fixed": pd.DataFrame(fixed.items(), columns=["fixed", "value"]),
-        "command": " ".join(["hpo train", shlex.quote(study_file or "STUDY.yaml"), *arguments]),
+        "command": [f"hpo train {shlex.quote(study_file or 'STUDY.yaml')}", *arguments],
         "metrics": metrics.assign(value=metrics["value"].map(format_number)),
     }
 
