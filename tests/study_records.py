@@ -43,27 +43,19 @@ DISTRIBUTIONS: dict[str, BaseDistribution] = {
 START = datetime(2026, 1, 5, 9, 0, tzinfo=UTC)
 EXAMPLES_PER_SECOND = {"fp32": 24.0, "bf16": 29.0, "fp16": 6.0, "tf32": 0.0}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}
+NO_TF32 = "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16."
 ENDINGS = {
     # trial number: outcome other than complete, and why
-    3: (
-        "unsupported",
-        "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16.",
-    ),
+    3: ("unsupported", NO_TF32),
     5: ("pruned", "the pruner stopped it at step 40 (score 0.31)"),
     8: ("nonfinite", "the loss of `criteria` was NaN in 5 micro-batches of one epoch"),
-    11: (
-        "unsupported",
-        "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16.",
-    ),
+    11: ("unsupported", NO_TF32),
     13: ("incompatible", "gradients are not finite; first in `encoder.layer.3.attention`"),
     16: ("pruned", "the pruner stopped it at step 40 (score 0.28)"),
     19: ("oom", "one example of 512 tokens does not fit into 2 GiB"),
     22: ("failed", "RuntimeError: <worker> lost & gone"),
     25: ("pruned", "the pruner stopped it at step 80 (score 0.44)"),
-    27: (
-        "unsupported",
-        "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16.",
-    ),
+    27: ("unsupported", NO_TF32),
     30: ("nonfinite", "the scale fell to its floor of 1"),
     38: ("preempted", "told to stop at step 60; the checkpoint is written"),
     39: ("running", ""),

@@ -47,14 +47,9 @@ OUTCOME_COLORS = {
     "waiting": "#F0E442",
 }
 
-GRID_COLOR = "#E3E6EA"
-
-TEXT_COLOR = "#22272E"
-
-DASHES = {True: "dash", False: "solid"}
-
+GRID_COLOR, TEXT_COLOR = "#E3E6EA", "#22272E"
+OUTLINE = {"width": 0.8, "color": "#333333"}
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
-
 MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
 
 
@@ -122,31 +117,20 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         }
         if series.draw == "bars":
             common["x"] = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
-            style: dict[str, Any] = {"marker_color": series.color, "width": chart.bar_width}
-            figure.add_bar(**common, base=list(series.x_start), orientation="h", **style)
+            common |= {"marker_color": series.color, "width": chart.bar_width}
+            figure.add_bar(**common, base=list(series.x_start), orientation="h")
         elif series.draw == "points":
-            triangle = series.markers[0].startswith("triangle")
-            marker: dict[str, Any] = {
-                "color": series.color,
-                "symbol": series.markers[0],
-                "size": 12 if triangle else 10,
-            }
-            marker |= {"opacity": 0.9, "line": {"width": 0.8, "color": "#333333"}}
-            figure.add_scatter(**common, mode="markers", marker=marker)
+            size = 12 if series.markers[0].startswith("triangle") else 10
+            marker = {"color": series.color, "symbol": series.markers[0], "size": size, "opacity": 0.9}
+            figure.add_scatter(**common, mode="markers", marker=marker, marker_line=OUTLINE)
         else:
-            figure.add_scatter(
-                **common,
-                mode="lines+markers" if series.with_markers else "lines",
-                marker={"symbol": series.markers[0], "size": 6},
-                line={
-                    "color": series.color,
-                    "width": 1.8,
-                    "dash": DASHES[series.dashed],
-                    "shape": PLOTLY_STEPS[series.draw],
-                },
-            )
+            dash = "dash" if series.dashed else "solid"
+            line = {"color": series.color, "width": 1.8, "dash": dash, "shape": PLOTLY_STEPS[series.draw]}
+            mode = "lines+markers" if series.with_markers else "lines"
+            marker = {"symbol": series.markers[0], "size": 6}
+            figure.add_scatter(**common, mode=mode, marker=marker, line=line)
     axis = {"gridcolor": GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": "#9AA4AF"}
-    legend = {"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom"}
+    place = {"yref": "container", "y": 0} if standalone else {"y": 1.02}
     figure.update_layout(
         template="none",
         barmode="overlay",
@@ -156,17 +140,11 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         yaxis={**axis, "title": {"text": html.escape(chart.y_label)} if chart.y_label else None},
         paper_bgcolor="white",
         plot_bgcolor="white",
+        margin={"l": 8, "r": 12, "t": 48 if standalone else 8, "b": 8},
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", **place},
+        title={"text": html.escape(chart.title), "x": 0.01} if standalone else None,
+        height=None if standalone else chart.height,
     )
-    if standalone:
-        figure.update_layout(
-            title={"text": html.escape(chart.title), "x": 0.01},
-            margin={"l": 8, "r": 12, "t": 48, "b": 8},
-            legend={**legend, "yref": "container", "y": 0},
-        )
-    else:
-        figure.update_layout(
-            height=chart.height, margin={"l": 8, "r": 12, "t": 8, "b": 8}, legend={**legend, "y": 1.02}
-        )
     if chart.absent:
         sentence = "<br>".join(map(html.escape, textwrap.wrap(chart.absent, 44)))
         figure.add_annotation(text=sentence, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
@@ -215,24 +193,17 @@ def png(chart: Chart) -> bytes:
             label = series.name if series.in_legend else None
             if series.draw == "bars":
                 widths = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
-                style: dict[str, Any] = {"color": series.color, "height": chart.bar_width, "label": label}
-                axes.barh(series.y, widths, left=series.x_start, **style)
+                style: dict[str, Any] = {"color": series.color, "height": chart.bar_width}
+                axes.barh(series.y, widths, left=series.x_start, label=label, **style)
             elif series.draw == "points":
                 style = {"s": 52, "alpha": 0.9, "color": series.color, "marker": series.markers[1]}
                 style |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
                 axes.scatter(series.x, series.y, label=label, linewidths=0.7, **style)
             else:
-                axes.plot(
-                    series.x,
-                    series.y,
-                    color=series.color,
-                    linewidth=1.5,
-                    linestyle="--" if series.dashed else "-",
-                    drawstyle=MATPLOTLIB_STEPS[series.draw],
-                    marker=series.markers[1] if series.with_markers else None,
-                    markersize=4,
-                    label=label,
-                )
+                style = {"color": series.color, "linewidth": 1.5, "drawstyle": MATPLOTLIB_STEPS[series.draw]}
+                style |= {"linestyle": "--" if series.dashed else "-", "markersize": 4}
+                style |= {"marker": series.markers[1]} if series.with_markers else {}
+                axes.plot(series.x, series.y, label=label, **style)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
         figure.suptitle(chart.title, x=0.01, horizontalalignment="left", fontsize=13)
         axes.set_axisbelow(True)

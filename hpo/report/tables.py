@@ -14,9 +14,9 @@ What is counted where decides whether a comparison of precisions is honest:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +105,7 @@ def _trial_row(record: StudyRecord, trial: TrialRecord, first_start: datetime | 
     }
     values = trial.values or (None,) * len(record.metric_names)
     row.update(zip(map(objective_column, record.metric_names), values, strict=True))
-    row.update({f"param.{name}": _plain(value) for name, value in trial.params.items()})
-    return row
+    return row | {f"param.{name}": value for name, value in trial.params.items()}
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:
@@ -225,16 +224,9 @@ def evaluations_table(record: StudyRecord) -> pd.DataFrame:
     """One row per evaluation of a trial: trial, precision, step, epoch, seconds, speed, every metric."""
     precision = trials_table(record).set_index("number")["precision"]
     rows = [
-        {
-            "number": trial.number,
-            "precision": precision[trial.number],
-            "step": row.step,
-            "epoch": row.epoch,
-            "seconds": row.seconds,
-            "train_examples_per_second": row.train_examples_per_second,
-            "train_tokens_per_second": row.train_tokens_per_second,
-            **flat_metrics(row.metrics),
-        }
+        {"number": trial.number, "precision": precision[trial.number]}
+        | {field.name: getattr(row, field.name) for field in fields(row) if field.name != "metrics"}
+        | flat_metrics(row.metrics)
         for trial in record.trials
         for row in trial.evaluations
     ]
@@ -255,11 +247,7 @@ def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
     """Every metric of every task of one trial: task, metric, value."""
     metrics = trial.telemetry.get("metrics") or {}
-    rows = [
-        {"task": task, "metric": metric, "value": value}
-        for task, values in metrics.items()
-        for metric, value in values.items()
-    ]
+    rows = [(task, metric, value) for task, values in metrics.items() for metric, value in values.items()]
     return pd.DataFrame(rows, columns=["task", "metric", "value"])
 
 
@@ -274,10 +262,6 @@ def precision_order(precision: str) -> tuple[int, str]:
     """Sorts precisions as in the table of precisions, unknown names last."""
     known = precision in PRECISION_NAMES
     return (PRECISION_NAMES.index(precision) if known else len(PRECISION_NAMES), precision)
-
-
-def _plain(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | tuple | dict) else value
 
 
 def _seconds_between(start: datetime | None, end: datetime | None) -> float | None:
