@@ -109,25 +109,20 @@ def record_of(trials: list[TrialRecord], **changes: Any) -> StudyRecord:
 
 
 def _trial(
-    random_numbers: random.Random,
-    number: int,
-    precision: str,
-    outcome: str,
-    reason: str,
-    worker: str,
-    start: float,
+    draw: random.Random, number: int, precision: str, outcome: str, reason: str, worker: str, start: float
 ) -> TrialRecord:
     params: dict[str, Any] = {
         "fp_precision": precision,
-        "learning_rate": 10 ** random_numbers.uniform(-5, -3),
-        "batch_size": random_numbers.choice([8, 16, 32]),
-        "head_type": random_numbers.choice(["linear", "mlp"]),
+        "learning_rate": 10 ** draw.uniform(-5, -3),
+        "batch_size": draw.choice([8, 16, 32]),
+        "head_type": draw.choice(["linear", "mlp"]),
     }
     if precision == "fp16":
-        params["init_scale"] = random_numbers.choice([1024, 65536])
-    peak = 0.82 - 0.12 * (math.log10(params["learning_rate"]) + 3.7) ** 2 + random_numbers.gauss(0, 0.01)
+        params["init_scale"] = draw.choice([1024, 65536])
+    batch_size = params["batch_size"]
+    peak = 0.82 - 0.12 * (math.log10(params["learning_rate"]) + 3.7) ** 2 + draw.gauss(0, 0.01)
     started_training = outcome not in ("unsupported", "incompatible", "oom")
-    speed = EXAMPLES_PER_SECOND[precision] * params["batch_size"] ** 0.15 * random_numbers.uniform(0.95, 1.05)
+    speed = EXAMPLES_PER_SECOND[precision] * batch_size**0.15 * draw.uniform(0.95, 1.05)
     num_evaluations = {"complete": 4, "pruned": 1, "preempted": 1, "running": 1}.get(outcome, 0)
     train_seconds = 2400 / speed * max(num_evaluations, 1) / 4 if started_training else 0.0
     seconds = 3.0 + train_seconds
@@ -147,20 +142,13 @@ def _trial(
     support = {"fp16": "emulated", "tf32": "unsupported"}.get(precision, "native")
     ran = started_training and outcome != "failed"
     telemetry: dict[str, Any] = {
-        "precision": {
-            "requested": precision,
-            "effective": precision if ran else None,
-            "support": support,
-            "observed": {"linear_dtypes": {DTYPES[precision]: 38}, "tf32": False, "compiled": False}
-            if ran
-            else {},
-            "agrees": True if ran else None,
-            "reason": "",
-        },
+        "precision": {"requested": precision, "effective": None, "support": support, "reason": ""},
         "device": dict(DEVICE),
         "compatibility": {"verdict": "degraded" if number == 6 else "ok", "reasons": []},
     }
     if ran:
+        seen = {"linear_dtypes": {DTYPES[precision]: 38}, "tf32": False, "compiled": False}
+        telemetry["precision"] |= {"effective": precision, "observed": seen, "agrees": True}
         telemetry |= {
             "metrics": _metrics(peak * (1 - math.exp(-4))),
             "throughput": {
@@ -171,9 +159,7 @@ def _trial(
             "scaler": {"skipped_steps": 3 if precision == "fp16" else 0},
             "fp32_fallbacks": 1 if number == 8 else 0,
             "device_utilization": 0.62,
-            "peak_memory_bytes": int(
-                (900 if precision == "fp32" else 640) * 2**20 * params["batch_size"] ** 0.3
-            ),
+            "peak_memory_bytes": int((900 if precision == "fp32" else 640) * 2**20 * batch_size**0.3),
             "num_steps": 40 * num_evaluations,
         }
     begun = START + timedelta(seconds=start)
