@@ -131,6 +131,7 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
             figure.add_scatter(**common, mode=mode, marker=marker, line=line)
     axis = {"gridcolor": GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": "#9AA4AF"}
     place = {"yref": "container", "y": 0} if standalone else {"y": 1.02}
+    own = {"title": {"text": html.escape(chart.title), "x": 0.01}} if standalone else {"height": chart.height}
     figure.update_layout(
         template="none",
         barmode="overlay",
@@ -142,8 +143,7 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         plot_bgcolor="white",
         margin={"l": 8, "r": 12, "t": 48 if standalone else 8, "b": 8},
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", **place},
-        title={"text": html.escape(chart.title), "x": 0.01} if standalone else None,
-        height=None if standalone else chart.height,
+        **own,
     )
     if chart.absent:
         sentence = "<br>".join(map(html.escape, textwrap.wrap(chart.absent, 44)))

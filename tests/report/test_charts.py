@@ -4,7 +4,7 @@ import dataclasses
 from itertools import combinations, pairwise
 
 import pytest
-from study_records import fake_record, fake_trial, record_of
+from study_records import fake_record, fake_trial, record_of, with_values
 
 from hpo.precision.table import PRECISION_NAMES
 from hpo.report.charts import (
@@ -37,13 +37,7 @@ def series(chart: Chart, name: str) -> Series:
 
 
 def two_objectives() -> StudyRecord:
-    record = fake_record()
-    trials = [
-        dataclasses.replace(trial, values=(*trial.values, trial.telemetry["peak_memory_bytes"]))
-        if trial.values
-        else trial
-        for trial in record.trials
-    ]
+    trials = [with_values(number, (0.5 + number / 100, (number + 1) * 2**28)) for number in range(12)]
     return record_of(trials, metric_names=("score", "peak_memory_bytes"), directions=("maximize", "minimize"))
 
 

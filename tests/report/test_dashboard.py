@@ -15,9 +15,7 @@ from optuna_dashboard import get_note, save_note
 from study_records import fake_record, fake_trial, record_of
 
 from hpo.errors import InputError, StorageError
-from hpo.report.charts import Chart
 from hpo.report.dashboard import NOTE_END, dashboard_server, is_named, publish, study_note
-from hpo.report.figures import plotly_figure
 from hpo.study.storage import open_storage
 
 
@@ -162,11 +160,3 @@ def test_the_dashboard_shows_the_study_with_our_note_and_charts(study: optuna.St
         row = page.get_by_role("row", name="support native").inner_text().split()
         assert row == ["support", "native", "unsupported", "native", "emulated"]
         assert errors == []
-
-
-def test_a_sentence_in_place_of_a_chart_is_wrapped_without_axes() -> None:
-    chart = Chart("importances", "Importance", absent="word " * 30)
-    figure = plotly_figure(chart)
-    (note,) = figure.layout.annotations
-    assert max(map(len, note.text.split("<br>"))) <= 45
-    assert figure.layout.xaxis.visible is False

@@ -14,7 +14,7 @@ import pytest
 from browser import open_chromium
 from command_line import hpo_command, ok
 from plotly.offline import get_plotlyjs
-from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of
+from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of, with_values
 from tiny import write_study
 
 from hpo.errors import RunError
@@ -139,13 +139,9 @@ def test_a_report_of_little_says_so(
 
 
 def test_several_objectives_show_the_front(tmp_path: Path) -> None:
-    trials = [
-        dataclasses.replace(fake_trial(number, "fp32"), values=values)
-        for number, values in enumerate([(0.5, 2**30), (0.6, 2**31), (0.4, 2**31)])
-    ]
-    record = record_of(
-        trials, metric_names=("score", "peak_memory_bytes"), directions=("maximize", "minimize")
-    )
+    trials = [with_values(n, values) for n, values in enumerate([(0.5, 2**30), (0.6, 2**31), (0.4, 2**31)])]
+    metrics, directions = ("score", "peak_memory_bytes"), ("maximize", "minimize")
+    record = record_of(trials, metric_names=metrics, directions=directions)
     text = page_text(write_report(record, tmp_path))
     assert "2 of 3 complete trials are on the Pareto front" in text
     assert "<td>2 GiB</td>" in text

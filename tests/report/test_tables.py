@@ -262,3 +262,13 @@ def test_a_crashed_trial_is_wasted_time() -> None:
     row = row_of(record_of([fake_trial(0, "fp32", "crashed"), fake_trial(1, "fp32")]), "fp32")
     assert row["crashed"] == 1
     assert row["wasted_seconds"] == pytest.approx(fake_trial(0, "fp32", "crashed").seconds)
+
+
+def test_readable_summary_fits_a_terminal() -> None:
+    record = fake_record()
+    brief = readable_summary(record, brief=True)
+    assert list(brief["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
+    assert brief.loc[1, "outcomes"] == "3 unsupported"
+    assert brief.loc[1, "score, best"] == "–"
+    widths = [max(len(name), brief[name].str.len().max()) for name in brief if name != "outcomes"]
+    assert sum(widths) + 2 * len(widths) <= 110
