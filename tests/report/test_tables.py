@@ -3,13 +3,18 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command_line import hpo_command, ok
 from study_records import ENDINGS, fake_record, fake_trial, record_of, with_values
+from tiny import write_study
 
+from hpo.device import probe_device
 from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION_NAMES, support
 from hpo.report.importances import importance_table
 from hpo.report.tables import (
     OUTCOMES,
@@ -272,3 +277,13 @@ def test_readable_summary_fits_a_terminal() -> None:
     assert brief.loc[1, "score, best"] == "–"
     widths = [max(len(name), brief[name].str.len().max()) for name in brief if name != "outcomes"]
     assert sum(widths) + 2 * len(widths) <= 110
+
+
+def test_what_a_trial_stores_tells_what_its_device_can_run(tmp_path: Path) -> None:
+    write_study(tmp_path, training={"max_steps": 1, "batch_size": 8, "max_length": 64}, device="cpu")
+    stored = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=fp32", "--json")).json
+    trial = dataclasses.replace(fake_trial(0, "fp32"), telemetry=stored["telemetry"])
+    names = [name for name in PRECISION_NAMES if name != "fp32"]
+    space = {"fp_precision": {"type": "categorical", "choices": ["fp32", *names]}}
+    found = undrawn_precisions(record_of([trial], definition={"search_space": space}))
+    assert found == {name: support(name, probe_device("cpu")).reason for name in names}
