@@ -102,7 +102,7 @@ def _environment(trial: TrialRecord) -> str:
         return ""
     parts = [str(device["name"])]
     if device.get("type") == "cpu" and device.get("num_threads"):
-        parts.append(f"{device['num_threads']} threads")
+        parts.append(f"{device['num_threads']} thread{'s' if device['num_threads'] > 1 else ''}")
     parts += [f"{name} {device[name]}" for name in ("torch", "transformers", "cuda") if device.get(name)]
     return ", ".join(parts)
 

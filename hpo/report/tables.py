@@ -283,8 +283,7 @@ def readable_summary(record: StudyRecord, brief: bool = False) -> pd.DataFrame:
         if brief:
             cells["outcomes"] = ", ".join(f"{row[name]} {name}" for name in occurring if row[name])
         else:
-            cells |= {outcome: str(row[outcome]) for outcome in occurring}
-            cells["fell back"] = str(row["fell_back"])
+            cells |= {name.replace("_", " "): str(row[name]) for name in (*occurring, "fell_back")}
         for metric in record.metric_names:
             cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
             cells[f"{metric}, median"] = format_metric(metric, row[f"median_{metric}"])
@@ -296,8 +295,7 @@ def readable_summary(record: StudyRecord, brief: bool = False) -> pd.DataFrame:
             cells["train tokens/s"] = _spread(row, "train_tokens_per_second", format_number)
             cells["trials measured"] = str(row["measured"])
             cells["peak memory"] = _spread(row, "peak_memory_bytes", format_bytes)
-            cells["skipped steps"] = str(row["skipped_steps"])
-            cells["fp32 fallbacks"] = str(row["fp32_fallbacks"])
+            cells |= {name.replace("_", " "): str(row[name]) for name in ("skipped_steps", "fp32_fallbacks")}
             cells["time"] = format_seconds(row["seconds"])
         cells["share of time"] = "–" if math.isnan(row["share_of_time"]) else f"{row['share_of_time']:.1%}"
         cells["wasted"] = format_seconds(row["wasted_seconds"])
