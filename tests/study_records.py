@@ -8,6 +8,8 @@ import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+
 from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord
 
 DEVICE = {
@@ -31,30 +33,29 @@ DEFINITION: dict[str, Any] = {
         "init_scale": {"type": "categorical", "choices": [1024, 65536], "when": {"fp_precision": "fp16"}},
     },
 }
+DISTRIBUTIONS: dict[str, BaseDistribution] = {
+    "fp_precision": CategoricalDistribution(DEFINITION["search_space"]["fp_precision"]["choices"]),
+    "learning_rate": FloatDistribution(1e-5, 1e-3, log=True),
+    "batch_size": CategoricalDistribution([8, 16, 32]),
+    "head_type": CategoricalDistribution(["linear", "mlp"]),
+    "init_scale": CategoricalDistribution([1024, 65536]),
+}
 START = datetime(2026, 1, 5, 9, 0, tzinfo=UTC)
 EXAMPLES_PER_SECOND = {"fp32": 24.0, "bf16": 29.0, "fp16": 6.0, "tf32": 0.0}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}
+NO_TF32 = "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16."
 ENDINGS = {
     # trial number: outcome other than complete, and why
-    3: (
-        "unsupported",
-        "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16.",
-    ),
+    3: ("unsupported", NO_TF32),
     5: ("pruned", "the pruner stopped it at step 40 (score 0.31)"),
     8: ("nonfinite", "the loss of `criteria` was NaN in 5 micro-batches of one epoch"),
-    11: (
-        "unsupported",
-        "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16.",
-    ),
+    11: ("unsupported", NO_TF32),
     13: ("incompatible", "gradients are not finite; first in `encoder.layer.3.attention`"),
     16: ("pruned", "the pruner stopped it at step 40 (score 0.28)"),
     19: ("oom", "one example of 512 tokens does not fit into 2 GiB"),
     22: ("failed", "RuntimeError: <worker> lost & gone"),
     25: ("pruned", "the pruner stopped it at step 80 (score 0.44)"),
-    27: (
-        "unsupported",
-        "`tf32` needs compute capability >= 8.0, but Example CPU has no TF32. Use fp32 or bf16.",
-    ),
+    27: ("unsupported", NO_TF32),
     30: ("nonfinite", "the scale fell to its floor of 1"),
     38: ("preempted", "told to stop at step 60; the checkpoint is written"),
     39: ("running", ""),
@@ -108,25 +109,20 @@ def record_of(trials: list[TrialRecord], **changes: Any) -> StudyRecord:
 
 
 def _trial(
-    random_numbers: random.Random,
-    number: int,
-    precision: str,
-    outcome: str,
-    reason: str,
-    worker: str,
-    start: float,
+    draw: random.Random, number: int, precision: str, outcome: str, reason: str, worker: str, start: float
 ) -> TrialRecord:
     params: dict[str, Any] = {
         "fp_precision": precision,
-        "learning_rate": 10 ** random_numbers.uniform(-5, -3),
-        "batch_size": random_numbers.choice([8, 16, 32]),
-        "head_type": random_numbers.choice(["linear", "mlp"]),
+        "learning_rate": 10 ** draw.uniform(-5, -3),
+        "batch_size": draw.choice([8, 16, 32]),
+        "head_type": draw.choice(["linear", "mlp"]),
     }
     if precision == "fp16":
-        params["init_scale"] = random_numbers.choice([1024, 65536])
-    peak = 0.82 - 0.12 * (math.log10(params["learning_rate"]) + 3.7) ** 2 + random_numbers.gauss(0, 0.01)
+        params["init_scale"] = draw.choice([1024, 65536])
+    batch_size = params["batch_size"]
+    peak = 0.82 - 0.12 * (math.log10(params["learning_rate"]) + 3.7) ** 2 + draw.gauss(0, 0.01)
     started_training = outcome not in ("unsupported", "incompatible", "oom")
-    speed = EXAMPLES_PER_SECOND[precision] * params["batch_size"] ** 0.15 * random_numbers.uniform(0.95, 1.05)
+    speed = EXAMPLES_PER_SECOND[precision] * batch_size**0.15 * draw.uniform(0.95, 1.05)
     num_evaluations = {"complete": 4, "pruned": 1, "preempted": 1, "running": 1}.get(outcome, 0)
     train_seconds = 2400 / speed * max(num_evaluations, 1) / 4 if started_training else 0.0
     seconds = 3.0 + train_seconds
@@ -146,20 +142,13 @@ def _trial(
     support = {"fp16": "emulated", "tf32": "unsupported"}.get(precision, "native")
     ran = started_training and outcome != "failed"
     telemetry: dict[str, Any] = {
-        "precision": {
-            "requested": precision,
-            "effective": precision if ran else None,
-            "support": support,
-            "observed": {"linear_dtypes": {DTYPES[precision]: 38}, "tf32": False, "compiled": False}
-            if ran
-            else {},
-            "agrees": True if ran else None,
-            "reason": "",
-        },
+        "precision": {"requested": precision, "effective": None, "support": support, "reason": ""},
         "device": dict(DEVICE),
         "compatibility": {"verdict": "degraded" if number == 6 else "ok", "reasons": []},
     }
     if ran:
+        seen = {"linear_dtypes": {DTYPES[precision]: 38}, "tf32": False, "compiled": False}
+        telemetry["precision"] |= {"effective": precision, "observed": seen, "agrees": True}
         telemetry |= {
             "metrics": _metrics(peak * (1 - math.exp(-4))),
             "throughput": {
@@ -170,9 +159,7 @@ def _trial(
             "scaler": {"skipped_steps": 3 if precision == "fp16" else 0},
             "fp32_fallbacks": 1 if number == 8 else 0,
             "device_utilization": 0.62,
-            "peak_memory_bytes": int(
-                (900 if precision == "fp32" else 640) * 2**20 * params["batch_size"] ** 0.3
-            ),
+            "peak_memory_bytes": int((900 if precision == "fp32" else 640) * 2**20 * batch_size**0.3),
             "num_steps": 40 * num_evaluations,
         }
     begun = START + timedelta(seconds=start)
@@ -184,6 +171,7 @@ def _trial(
         outcome=outcome,
         reason=reason,
         params=params,
+        distributions={name: DISTRIBUTIONS[name] for name in params},
         values=None if score is None else (score,),
         started=begun,
         ended=begun + timedelta(seconds=seconds) if ended else None,

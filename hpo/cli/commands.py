@@ -430,7 +430,8 @@ def report(
 
     with _storage(storage, create=False) as database:
         record = database.read_study(_study_name(study))
-    path = write_report(record, out or RUNS / record.name / "report")
+    study_file = study if _load_file(study) else None
+    path = write_report(record, out or RUNS / record.name / "report", study_file)
     if as_json:
         _print_json({"study": record.name, "report": str(path)})
     else:
@@ -557,17 +558,23 @@ def _storage(given: str | None, *, create: bool = True) -> Iterator[Storage]:
         yield database
 
 
-def _study_name(study: str) -> str:
-    """The name under which the database knows STUDY: of its file, or as given where there is none."""
+def _load_file(study: str) -> StudyConfig | None:
+    """The study file; None where STUDY can only be a name in the database."""
     from hpo.config.study_config import load_study
     from hpo.errors import StudyFileError
 
     try:
-        return load_study(study).name
+        return load_study(study)
     except StudyFileError:
         if _is_path(study):
             raise
-        return study
+        return None
+
+
+def _study_name(study: str) -> str:
+    """The name under which the database knows STUDY: of its file, or as given where there is none."""
+    config = _load_file(study)
+    return config.name if config else study
 
 
 def _config_of(study: str, record: StudyRecord) -> StudyConfig:
@@ -575,15 +582,11 @@ def _config_of(study: str, record: StudyRecord) -> StudyConfig:
 
     Raises StudyChangedError when the file says something else than the study was made with.
     """
-    from hpo.config.study_config import StudyConfig, load_study
-    from hpo.errors import StudyFileError
+    from hpo.config.study_config import StudyConfig
     from hpo.study.storage import refuse_changes
 
-    try:
-        config = load_study(study)
-    except StudyFileError:
-        if _is_path(study):
-            raise
+    config = _load_file(study)
+    if config is None:
         return StudyConfig.model_validate(record.definition)
     refuse_changes(record.name, record.definition, json.loads(json.dumps(config.definition())))
     return config

@@ -6,13 +6,14 @@ Everything here follows from what the trials stored about themselves.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from hpo.report.tables import precision_order, trials_table
+from hpo.outcome import Outcome
+from hpo.report.tables import differing_settings, precision_order, trials_table, undrawn_precisions
 from hpo.study.study_record import complete_trials
 
 if TYPE_CHECKING:
@@ -33,30 +34,35 @@ class Notice:
 def caveats(record: StudyRecord) -> list[Notice]:
     """What limits the conclusions of this study, most serious first, each with what to do about it."""
     trials = trials_table(record)
-    found: list[Notice] = []
+    return [
+        *_precision_caveats(trials),
+        *_not_run(record),
+        *_speed_caveats(trials),
+        *_lost_text(record),
+        *_comparison_caveats(record, trials),
+    ]
 
-    def add(text: str, advice: str) -> None:
-        found.append(Notice(text, advice))
 
+def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
     disagree = trials[trials["agrees"].eq(False) & trials["effective"].eq(trials["precision"])]
     if len(disagree):
         reasons = "; ".join(sorted({reason.rstrip(".") for reason in disagree["disagreement"]} - {""}))
-        reasons = reasons or "no reason is stored"
-        add(
-            f"{_trials(disagree)}: the precision observed is not the one requested ({reasons}).",
+        yield Notice(
+            f"{_trials(disagree)}: the precision observed is not the one requested "
+            f"({reasons or 'no reason is stored'}).",
             "Left out of the statistics by precision. Run `hpo verify` on that machine.",
         )
     fell_back = trials[trials["effective"].notna() & trials["effective"].ne(trials["precision"])]
     if len(fell_back):
         pairs = fell_back["precision"] + " ran as " + fell_back["effective"]
-        add(
+        yield Notice(
             f"{_trials(fell_back)} fell back ({', '.join(sorted(pairs.unique()))}).",
             "Left out of the statistics of both precisions. "
             "With `amp.on_unsupported: prune` such a trial ends at once instead.",
         )
     emulated = trials[trials["support"].eq("emulated") & trials["effective"].notna()]
     if len(emulated):
-        add(
+        yield Notice(
             f"{_names(emulated['precision'])} ran emulated on {_names(emulated['device'].dropna())}, which "
             "has no instructions for it.",
             "Its speed here says nothing about a device that has them. "
@@ -64,73 +70,115 @@ def caveats(record: StudyRecord) -> list[Notice]:
         )
     degraded = trials[trials["compatibility"].eq("degraded")]
     if len(degraded):
-        add(
+        yield Notice(
             f"{_trials(degraded)}: the compatibility check found larger errors than usual against fp32 "
             f"({_names(degraded['precision'])}).",
             "Look at `compatibility` in the trial's telemetry before trusting a small difference in metric.",
         )
+
+
+def _not_run(record: StudyRecord) -> Iterator[Notice]:
+    undrawn = undrawn_precisions(record)
+    if lacking := {name: reason for name, reason in undrawn.items() if reason}:
+        yield Notice(
+            f"Not run here: {_names(lacking)}. {' '.join(dict.fromkeys(lacking.values()))}",
+            "This study says nothing about it. A worker on a device that has it can join.",
+        )
+    if open_still := undrawn.keys() - lacking.keys():
+        yield Notice(
+            f"No trial drew {_names(open_still)}.",
+            "This study says nothing about it; with more trials (`n_trials`) it might.",
+        )
+
+
+def _speed_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
     shared = trials[trials["shared"].astype(bool)]
     if len(shared):
-        add(
+        yield Notice(
             f"{_trials(shared)} shared a device with other work.",
             "Left out of speed comparisons. Use one worker per device to measure speed.",
         )
     devices = sorted(trials["device"].dropna().unique())
     if len(devices) > 1:
-        add(
+        yield Notice(
             f"The study ran on {len(devices)} kinds of device ({', '.join(devices)}).",
             "Compare speeds within one device only; the precision table has a row for each.",
         )
     utilization = pd.to_numeric(trials["device_utilization"]).dropna()
     if len(utilization) and utilization.median() < LOW_UTILIZATION:
-        add(
+        yield Notice(
             f"The device was busy {utilization.median():.0%} of the time (median of {len(utilization)} "
             "trials).",
             "Raise `batch_size` (or `micro_batch_size`), or run more workers per device.",
         )
-    if losing := [
-        (_num_lost(data), data["num_cut_examples"], trial.number, data)
-        for trial in record.trials
-        if (data := trial.telemetry.get("data")) and (data["num_cut_examples"] or _num_lost(data))
-    ]:
-        # Trials may differ in max_length: the one that lost most speaks for all.
-        num_lost, num_cut, number, data = max(losing, key=lambda one: one[:3])
+
+
+def _lost_text(record: StudyRecord) -> Iterator[Notice]:
+    losses = [(trial.telemetry.get("data"), trial.number) for trial in record.trials]
+    losing = [
+        (sum(data["num_lost_spans"].values()), data["num_cut_examples"], number, data)
+        for data, number in losses
+        if data and (data["num_cut_examples"] or any(data["num_lost_spans"].values()))
+    ]
+    if not losing:
+        return
+    # Trials may differ in max_length: the one that lost most speaks for all.
+    num_lost, num_cut, number, data = max(losing, key=lambda one: one[:3])
+    advice = "Nothing is learned from it. Raise `max_length`, or set `data.long_text: window`"
+    spans = ""
+    if data["num_lost_spans"]:
         by_task = ", ".join(f"{task} {num:,}" for task, num in sorted(data["num_lost_spans"].items()) if num)
-        spans = f"{num_lost:,} true spans lost ({by_task})" if num_lost else "no true span lost"
-        add(
-            f"{len(losing)} trial{'s' if len(losing) > 1 else ''} lost training text at `max_length`; most "
-            f"in trial {number}: {num_cut:,} of {data['num_examples']:,} texts cut, {spans}.",
-            "Nothing is learned from it. Raise `max_length`, or set `data.long_text: window`; a span that no "
-            "window holds whole needs a larger `data.stride`.",
-        )
+        spans = f", {num_lost:,} true spans lost ({by_task})" if num_lost else ", no true span lost"
+        advice += "; a span that no window holds whole needs a larger `data.stride`"
+    yield Notice(
+        f"{len(losing)} trial{'s' if len(losing) > 1 else ''} lost training text at `max_length`; most "
+        f"in trial {number}: {num_cut:,} of {data['num_examples']:,} texts cut{spans}.",
+        f"{advice}.",
+    )
+
+
+def _comparison_caveats(record: StudyRecord, trials: pd.DataFrame) -> Iterator[Notice]:
     complete = complete_trials(record)
     if not complete:
-        add("No trial is complete.", "Nothing can be concluded from this study yet.")
-    else:
-        configurations = {
-            json.dumps({**trial.params, "seed": None}, sort_keys=True, default=str) for trial in complete
-        }
-        if len(configurations) == len(complete):
-            add(
-                f"Each of the {len(complete)} complete configurations was trained with one seed only.",
-                "Small differences may be chance: no interval can be given. To say that one precision is as "
-                "good as another, train the same configurations under both with several seeds.",
-            )
-        add(
-            "The precision table compares different configurations (learning rate, batch size ...).",
+        yield Notice("No trial is complete.", "Nothing can be concluded from this study yet.")
+        return
+    configurations = {
+        json.dumps({**trial.params, "seed": None}, sort_keys=True, default=str) for trial in complete
+    }
+    if len(configurations) == len(complete):
+        yield Notice(
+            f"Each of the {len(complete)} complete configurations was trained with one seed only.",
+            "Small differences may be chance: no interval can be given. To say that one precision is as "
+            "good as another, train the same configurations under both with several seeds.",
+        )
+    counted = trials[trials["outcome"].eq(Outcome.COMPLETE) & trials["counts"].astype(bool)]
+    settings = differing_settings(counted)
+    tried = {
+        frozenset(map(tuple, group[[f"param.{name}" for name in settings]].astype(str).to_numpy()))
+        for _, group in counted.groupby("precision")
+    }
+    if len(tried) > 1:
+        yield Notice(
+            f"The precision table compares different configurations (settings: {', '.join(settings)}).",
             "It shows what the search found under each precision, not the effect of precision alone.",
         )
-    return found
+    pruned = trials[trials["outcome"].eq(Outcome.PRUNED)]["precision"].value_counts()
+    if len(pruned) and counted["precision"].nunique() > 1:
+        by_precision = ", ".join(
+            f"{name} {pruned[name]}" for name in sorted(pruned.index, key=precision_order)
+        )
+        yield Notice(
+            f"The pruner stopped {pruned.sum()} trial{'s' if pruned.sum() > 1 else ''} ({by_precision}): the "
+            "medians by precision are over the trials that it let finish.",
+            "A precision that lost more of its weak trials has the higher median. Compare the best, or "
+            "search with `pruner: {name: none}`.",
+        )
 
 
 def _trials(trials: pd.DataFrame) -> str:
     numbers = [str(number) for number in trials["number"]]
     shown = ", ".join(numbers[:8]) + (" ..." if len(numbers) > 8 else "")
     return f"{len(numbers)} trial{'s' if len(numbers) > 1 else ''} (number {shown})"
-
-
-def _num_lost(data: Mapping[str, Any]) -> int:
-    return int(sum(data["num_lost_spans"].values()))
 
 
 def _names(values: Iterable[Any]) -> str:

@@ -1,53 +1,31 @@
-"""The charts of a study as plain numbers: what is drawn. `figures.py` says how.
-
-Colours are those of Okabe and Ito (2008), told apart by people with any of the common colour-blindnesses.
-A precision keeps its colour and its marker in every chart of every study.
-"""
+"""The charts of a study as plain numbers: what is drawn. `figures.py` says how."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from hpo.outcome import Outcome
+from hpo.report.figures import OTHER_STYLE, OUTCOME_COLORS, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_metric, format_number, format_seconds
-from hpo.report.importances import importance_table, num_top_trials, why_no_importances
-from hpo.report.tables import OUTCOMES, evaluations_table, objective_column, precision_order, trials_table
+from hpo.report.importances import compared_trials, importance_table, num_top_trials, why_no_importances
+from hpo.report.tables import (
+    OUTCOMES,
+    differing_settings,
+    evaluations_table,
+    objective_column,
+    precision_order,
+    trials_table,
+)
 from hpo.study.study_record import best_trials, complete_trials, pareto_front
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord
 
-PRECISION_STYLES = {
-    # precision: (colour, plotly's marker, matplotlib's marker)
-    "fp32": ("#0072B2", "circle", "o"),
-    "tf32": ("#56B4E9", "square", "s"),
-    "bf16": ("#D55E00", "diamond", "D"),
-    "fp16": ("#E69F00", "triangle-up", "^"),
-    "bf16-true": ("#CC79A7", "triangle-down", "v"),
-    "fp8": ("#009E73", "pentagon", "p"),
-}
-
-OTHER_STYLE = ("#6B6B6B", "x-thin-open", "x")
-
-OUTCOME_COLORS = {
-    Outcome.COMPLETE: "#009E73",
-    Outcome.PRUNED: "#B8B8B8",
-    Outcome.NONFINITE: "#D55E00",
-    Outcome.INCOMPATIBLE: "#CC79A7",
-    Outcome.UNSUPPORTED: "#56B4E9",
-    Outcome.OOM: "#E69F00",
-    Outcome.CRASHED: "#882255",
-    Outcome.FAILED: "#000000",
-    Outcome.PREEMPTED: "#0072B2",
-    "running": "#F0E442",
-    "waiting": "#F0E442",
-}
+LINE_COLOR = "#333333"
+"""Of what is computed over several trials."""
 
 MAX_CURVES = 24
 """More learning curves than this cannot be told apart; the best ones are drawn."""
@@ -66,61 +44,7 @@ CHART_KEYS = (
     "timeline",
 )
 
-
-@dataclass(frozen=True)
-class Series:
-    """Points, a line, a staircase or horizontal bars, with one entry in the legend."""
-
-    name: str
-    color: str
-    x: Sequence[float]
-    y: Sequence[float]
-    draw: Literal["points", "line", "steps_after", "steps_before", "bars"] = "points"
-    x_start: Sequence[float] = ()
-    """Where bars begin; they end at `x`."""
-    markers: tuple[str, str] = ("circle", "o")
-    hover: Sequence[str] = ()
-    dashed: bool = False
-    with_markers: bool = False
-    group: str = ""
-    """Series of one group share the legend entry of the first."""
-    in_legend: bool = True
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One chart; `absent` says why it cannot be drawn, and then `series` is empty."""
-
-    key: str
-    title: str
-    x_label: str = ""
-    y_label: str = ""
-    series: Sequence[Series] = ()
-    caption: str = ""
-    absent: str = ""
-    x_ticks: Sequence[str] = ()
-    """Names of the positions 0, 1, 2 ... where an axis holds categories."""
-    y_ticks: Sequence[str] = ()
-    x_log: bool = False
-    bar_width: float = 0.72
-    """In steps of the axis of categories."""
-    height: int = 420
-    """Pixels, of the interactive chart."""
-
-
-@dataclass(frozen=True)
-class _Group:
-    """The rows of one precision, with its style."""
-
-    precision: str
-    rows: pd.DataFrame
-    color: str = field(init=False)
-    markers: tuple[str, str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        color, plotly_marker, matplotlib_marker = PRECISION_STYLES.get(self.precision, OTHER_STYLE)
-        object.__setattr__(self, "color", color)
-        object.__setattr__(self, "markers", (plotly_marker, matplotlib_marker))
+THROUGHPUTS = ("train_examples_per_second", "train_tokens_per_second")
 
 
 def all_charts(record: StudyRecord, max_timeline_rows: int = MAX_TIMELINE_ROWS) -> list[Chart]:
@@ -129,31 +53,18 @@ def all_charts(record: StudyRecord, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     With several objectives, charts of one metric come once per metric, with the metric's position in
     the key: `history`, `history_2`, ...
     """
-    charts: list[Chart] = []
-    for index in range(len(record.metric_names)):
-        charts.append(history(record, index))
-        charts.append(precision_metric(record, index))
-        if record.metric_names[index] not in ("train_examples_per_second", "train_tokens_per_second"):
+    indices = range(len(record.metric_names))
+    charts = [objectives(record)] if len(indices) > 1 else []
+    for index in indices:
+        charts += [history(record, index), precision_metric(record, index)]
+        # Of the first two objectives, the chart of the objectives shows one against the other.
+        shown = record.metric_names[:2] if index < 2 else record.metric_names[index : index + 1]
+        if not set(THROUGHPUTS) & set(shown):
             charts.append(metric_throughput(record, index))
-    if len(record.metric_names) > 1:
-        charts.insert(0, objectives(record))
     charts.append(importances(record))
-    for index in range(len(record.metric_names)):
-        charts.append(learning_curves(record, index, "epochs"))
-        charts.append(learning_curves(record, index, "seconds"))
-    charts.append(timeline(record, max_timeline_rows))
-    return charts
-
-
-def _axis(metric: str) -> tuple[float, str]:
-    """What an objective's values are divided by for display, and the axis label: bytes become GiB."""
-    if metric.endswith("_bytes"):
-        return 2.0**30, f"{metric.removesuffix('_bytes').replace('_', ' ')} (GiB)"
-    return 1.0, metric
-
-
-def _shown(rows: pd.DataFrame, metric: str) -> pd.Series:
-    return rows[objective_column(metric)].astype(float) / _axis(metric)[0]
+    for index in indices:
+        charts += [learning_curves(record, index, "epochs"), learning_curves(record, index, "seconds")]
+    return [*charts, timeline(record, max_timeline_rows)]
 
 
 def history(record: StudyRecord, index: int = 0) -> Chart:
@@ -171,9 +82,10 @@ def history(record: StudyRecord, index: int = 0) -> Chart:
         y_label=_axis(metric)[1],
         series=[
             *_points(record, rows, rows["number"].astype(float), values),
-            Series("best so far", "#333333", list(rows["number"]), list(best), "steps_after"),
+            Series("best so far", LINE_COLOR, list(rows["number"]), list(best), "steps_after"),
         ],
         caption=f"{len(rows)} complete trials. The line is the best so far ({direction}).",
+        x_whole=True,
     )
 
 
@@ -186,69 +98,43 @@ def precision_metric(record: StudyRecord, index: int = 0) -> Chart:
     if rows.empty:
         return Chart(**chart, absent="No complete trial ran the precision that it requested.")
     groups = _by_precision(rows)
-    series, medians = [], []
-    for position, group in enumerate(groups):
+    x, y = pd.Series(0.0, index=rows.index), _shown(rows, metric)
+    medians = []
+    for position, (_, group) in enumerate(groups):
         # Spread sideways so that equal values stay visible; the order is fixed, so reports are repeatable.
-        offsets = np.linspace(-0.18, 0.18, len(group.rows)) if len(group.rows) > 1 else [0.0]
-        series.append(
-            Series(
-                group.precision,
-                group.color,
-                [position + float(offset) for offset in offsets],
-                list(_shown(group.rows, metric)),
-                markers=group.markers,
-                hover=_hover(record, group.rows),
-            )
-        )
-        medians.append(float(_shown(group.rows, metric).median()))
-    for position, median in enumerate(medians):
-        line = [position - 0.3, position + 0.3]
-        series.append(
-            Series("median", "#333333", line, [median] * 2, "line", group="median", in_legend=position == 0)
-        )
+        spread = 0.18 if len(group) > 1 else 0.0
+        x[group.index] = position + np.linspace(-spread, spread, len(group))
+        line = [position - 0.3, position + 0.3], [float(y[group.index].median())] * 2
+        medians.append(Series("median", LINE_COLOR, *line, "line", group="median", in_legend=position == 0))
+    differing = ", ".join(differing_settings(rows))
     return Chart(
         **chart,
         y_label=_axis(metric)[1],
-        series=series,
-        x_ticks=[f"{group.precision} (n = {len(group.rows)})" for group in groups],
-        caption="Trials of one precision differ in all other parameters too.",
+        series=[*_points(record, rows, x, y), *medians],
+        x_ticks=[f"{precision} (n = {len(group)})" for precision, group in groups],
+        caption=f"The trials differ in these settings too: {differing}." if differing else "",
     )
 
 
 def metric_throughput(record: StudyRecord, index: int = 0) -> Chart:
     """Metric against training throughput with the trials that no other beats in both."""
     metric, direction = record.metric_names[index], record.directions[index]
-    chart: dict[str, Any] = {
-        "key": _key("metric_throughput", index),
-        "title": f"{metric} against training throughput",
-    }
-    rows = _complete_rows(record)
-    num_complete = len(rows)
-    rows = rows[rows["counts_for_speed"].astype(bool)]
+    title = f"{metric} against training throughput"
+    chart: dict[str, Any] = {"key": _key("metric_throughput", index), "title": title}
+    complete = _complete_rows(record)
+    rows = complete[complete["counts_for_speed"].astype(bool)]
     if rows.empty:
         return Chart(**chart, absent="No complete trial has a throughput that may be compared.")
-    speed = rows["train_examples_per_second"].astype(float)
-    values = _shown(rows, metric)
-    is_front = pareto_front(np.column_stack([speed, values]), ("maximize", direction))
-    on_front = rows[is_front].sort_values("train_examples_per_second")
-    left_out = num_complete - len(rows)
+    speed, values = rows["train_examples_per_second"].astype(float), _shown(rows, metric)
+    front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
+    left_out = len(complete) - len(rows)
     return Chart(
         **chart,
         x_label="training throughput (examples/s)",
         y_label=_axis(metric)[1],
-        series=[
-            *_points(record, rows, speed, values),
-            Series(
-                "Pareto front",
-                "#333333",
-                list(speed[on_front.index]),
-                list(values[on_front.index]),
-                "steps_before",
-                dashed=True,
-            ),
-        ],
+        series=[*_points(record, rows, speed, values), _front_line(front, speed, values, "maximize")],
         x_log=bool(speed.max() > 20 * speed.min() > 0),
-        caption=f"{len(rows)} complete trials. On the Pareto front: {_numbers(on_front)}."
+        caption=_front_caption(rows, front)
         + (f" {left_out} left out: device shared, fell back, or no speed measured." if left_out else ""),
     )
 
@@ -262,20 +148,15 @@ def objectives(record: StudyRecord) -> Chart:
         return Chart(**chart, absent="No trial is complete yet.")
     x, y = _shown(rows, first), _shown(rows, second)
     front = rows[rows["number"].isin([trial.number for trial in best_trials(record)])]
-    front = front.loc[x[front.index].sort_values().index]
     series = _points(record, rows, x, y)
     if len(record.metric_names) == 2:
-        draw: Literal["steps_before", "steps_after"] = (
-            "steps_before" if record.directions[0] == "maximize" else "steps_after"
-        )
-        line = list(x[front.index]), list(y[front.index])
-        series.append(Series("Pareto front", "#333333", *line, draw, dashed=True))
+        series.append(_front_line(front, x, y, record.directions[0]))
     return Chart(
         **chart,
         x_label=f"{_axis(first)[1]}, {record.directions[0]}",
         y_label=f"{_axis(second)[1]}, {record.directions[1]}",
         series=series,
-        caption=f"{len(rows)} complete trials. On the Pareto front: {_numbers(front)}.",
+        caption=_front_caption(rows, front),
     )
 
 
@@ -298,12 +179,13 @@ def importances(record: StudyRecord) -> Chart:
             x_start=[0.0] * len(table),
             in_legend=num_metrics > 1,
             hover=[
-                f"{name}: {share:.1%}" for name, share in zip(table["parameter"], table[metric], strict=True)
+                f"{row.parameter}: {share:.1%}"
+                for row, share in zip(table.itertuples(), table[metric], strict=True)
             ],
         )
         for index, metric in enumerate(record.metric_names)
     ]
-    count = len(complete_trials(record))
+    count = len(compared_trials(record))
     return Chart(
         **chart,
         x_label="share of importance",
@@ -319,53 +201,45 @@ def importances(record: StudyRecord) -> Chart:
 def learning_curves(record: StudyRecord, index: int, axis: Literal["epochs", "seconds"]) -> Chart:
     """The metric at every evaluation against epochs, or against seconds of the trial."""
     metric, direction = record.metric_names[index], record.directions[index]
+    column, x_label = ("epoch", "epoch") if axis == "epochs" else ("seconds", "seconds in the trial")
     title = f"{metric} while training, by {'epoch' if axis == 'epochs' else 'time'}"
     chart: dict[str, Any] = {"key": _key(f"learning_curves_{axis}", index), "title": title}
     evaluations = evaluations_table(record)
-    if metric not in evaluations:
-        return Chart(**chart, absent=f"No evaluation with `{metric}` is stored.")
-    column = "epoch" if axis == "epochs" else "seconds"
-    evaluations[metric] = pd.to_numeric(evaluations[metric])
-    evaluations = evaluations.dropna(subset=[metric, column])
-    if evaluations.empty:
+    if metric in evaluations:
+        evaluations[metric] = pd.to_numeric(evaluations[metric])
+        evaluations = evaluations.dropna(subset=[metric, column])
+    if metric not in evaluations or evaluations.empty:
         return Chart(**chart, absent=f"No evaluation with `{metric}` is stored.")
     reached = evaluations.groupby("number")[metric].agg("max" if direction == "maximize" else "min")
     chosen = reached.sort_values(ascending=direction == "minimize").index[:MAX_CURVES]
-    trials = trials_table(record).set_index("number")
-    series, seen = [], set()
-    shown = evaluations[evaluations["number"].isin(chosen)]
-    for group in _by_precision(shown):
-        for number, curve in group.rows.sort_values("step").groupby("number"):
-            trial = trials.loc[number]
-            text = f"trial {number}, {group.precision}, {trial['outcome']}"
-            values = list(curve[metric].astype(float))
+    outcomes = trials_table(record).set_index("number")["outcome"]
+    scale, y_label = _axis(metric)
+    series: list[Series] = []
+    for precision, group in _by_precision(evaluations[evaluations["number"].isin(chosen)]):
+        color, *markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+        curves = list(group.sort_values("step").groupby("number"))
+        # The first curve stands in the legend: one that is complete, if there is one.
+        curves.sort(key=lambda curve: outcomes[curve[0]] != Outcome.COMPLETE)
+        for place, (number, curve) in enumerate(curves):
+            trial = f"trial {number}, {precision}, {outcomes[number]}"
             series.append(
                 Series(
-                    group.precision,
-                    group.color,
+                    precision,
+                    color,
                     list(curve[column].astype(float)),
-                    values,
+                    list(curve[metric].astype(float) / scale),
                     "line",
-                    markers=group.markers,
+                    markers=(markers[0], markers[1]),
                     with_markers=True,
-                    dashed=trial["outcome"] != Outcome.COMPLETE,
-                    hover=[f"{text}<br>{metric} {format_number(value)}" for value in values],
-                    group=group.precision,
-                    in_legend=group.precision not in seen,
+                    dashed=outcomes[number] != Outcome.COMPLETE,
+                    hover=[f"{trial}\n{metric} {format_metric(metric, value)}" for value in curve[metric]],
+                    group=precision,
+                    in_legend=place == 0,
                 )
             )
-            seen.add(group.precision)
-    several = len(reached) > len(chosen)
-    return Chart(
-        **chart,
-        x_label="epoch" if axis == "epochs" else "seconds in the trial",
-        y_label=_axis(metric)[1],
-        series=series,
-        caption=(
-            f"The {len(chosen)} best of {len(reached)} trials. " if several else f"{len(reached)} trials. "
-        )
-        + "Dashed: not complete.",
-    )
+    best = f"The {len(chosen)} best of " if len(reached) > len(chosen) else ""
+    caption = f"{best}{len(reached)} trials. Dashed: not complete."
+    return Chart(**chart, x_label=x_label, y_label=y_label, series=series, caption=caption)
 
 
 def timeline(record: StudyRecord, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
@@ -374,34 +248,33 @@ def timeline(record: StudyRecord, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
     rows = trials_table(record).dropna(subset=["start_seconds"]).sort_values("number")
     if rows.empty:
         return Chart(**chart, absent="No trial has started.")
-    now = rows[["start_seconds", "end_seconds"]].astype(float).max().max()
-    rows["end_seconds"] = rows["end_seconds"].astype(float).fillna(now)
-    scale, unit = (
-        (1.0, "seconds") if now < 300 else (60.0, "minutes") if now < 3 * 3600 else (3600.0, "hours")
-    )
+    starts, ends = rows["start_seconds"].astype(float), rows["end_seconds"].astype(float)
+    now = max(starts.max(), ends.max())
+    ends = ends.fillna(now)
+    units = ((1.0, "seconds", 300), (60.0, "minutes", 3 * 3600), (3600.0, "hours", np.inf))
+    scale, unit = next((scale, unit) for scale, unit, limit in units if now < limit)
     if len(rows) <= max_rows:
         labels = [f"{row.number}  {row.precision}" for row in rows.itertuples()]
         caption = "One row per trial: its number and the precision requested."
-        rows["position"] = range(len(rows) - 1, -1, -1)
+        positions = pd.Series(range(len(rows) - 1, -1, -1), index=rows.index)
     else:
         workers = sorted(rows["worker"].unique())
         labels = [worker or "worker not known" for worker in workers]
         caption = "One row per worker. Gaps are time without a trial."
-        rows["position"] = [len(workers) - 1 - workers.index(worker) for worker in rows["worker"]]
-    series = []
-    for outcome in [name for name in OUTCOMES if (rows["outcome"] == name).any()]:
-        bars = rows[rows["outcome"] == outcome]
-        series.append(
-            Series(
-                outcome,
-                OUTCOME_COLORS[outcome],
-                list(bars["end_seconds"].astype(float) / scale),
-                list(bars["position"].astype(float)),
-                "bars",
-                x_start=list(bars["start_seconds"].astype(float) / scale),
-                hover=_hover(record, bars),
-            )
+        positions = len(workers) - 1 - rows["worker"].map(workers.index)
+    series = [
+        Series(
+            outcome,
+            OUTCOME_COLORS[outcome],
+            list(ends[bars.index] / scale),
+            list(positions[bars.index].astype(float)),
+            "bars",
+            x_start=list(starts[bars.index] / scale),
+            hover=_hover(record, bars),
         )
+        for outcome in OUTCOMES
+        if len(bars := rows[rows["outcome"] == outcome])
+    ]
     return Chart(
         **chart,
         x_label=f"{unit} since the first trial began",
@@ -418,48 +291,65 @@ def _complete_rows(record: StudyRecord) -> pd.DataFrame:
     return trials[trials["number"].isin(numbers)].sort_values("number")
 
 
-def _by_precision(rows: pd.DataFrame) -> list[_Group]:
-    groups = rows.groupby("precision", sort=False)
-    return [
-        _Group(str(name), group) for name, group in sorted(groups, key=lambda pair: precision_order(pair[0]))
-    ]
+def _axis(metric: str) -> tuple[float, str]:
+    """What an objective's values are divided by for display, and the axis label: bytes become GiB."""
+    if metric.endswith("_bytes"):
+        return 2.0**30, f"{metric.removesuffix('_bytes').replace('_', ' ')} (GiB)"
+    return 1.0, metric
+
+
+def _shown(rows: pd.DataFrame, metric: str) -> pd.Series:
+    return rows[objective_column(metric)].astype(float) / _axis(metric)[0]
+
+
+def _by_precision(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    return sorted(rows.groupby("precision", sort=False), key=lambda pair: precision_order(pair[0]))
 
 
 def _points(record: StudyRecord, rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> list[Series]:
-    return [
-        Series(
-            group.precision,
-            group.color,
-            list(x[group.rows.index]),
-            list(y[group.rows.index]),
-            markers=group.markers,
-            hover=_hover(record, group.rows),
-        )
-        for group in _by_precision(rows)
-    ]
+    """One series for each precision."""
+    series = []
+    for precision, group in _by_precision(rows):
+        color, *markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+        places = list(x[group.index]), list(y[group.index])
+        hover = _hover(record, group)
+        series.append(Series(precision, color, *places, markers=(markers[0], markers[1]), hover=hover))
+    return series
+
+
+def _front_line(front: pd.DataFrame, x: pd.Series, y: pd.Series, x_direction: str) -> Series:
+    order = x[front.index].sort_values().index
+    draw: Literal["steps_before", "steps_after"] = (
+        "steps_before" if x_direction == "maximize" else "steps_after"
+    )
+    return Series("Pareto front", LINE_COLOR, list(x[order]), list(y[order]), draw, dashed=True)
+
+
+def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
+    numbers = ", ".join(f"trial {number}" for number in front["number"])
+    return f"{len(rows)} complete trials. On the Pareto front: {numbers}."
 
 
 def _hover(record: StudyRecord, rows: pd.DataFrame) -> list[str]:
     texts = []
     for row in rows.to_dict("records"):
         ran = row["effective"] if isinstance(row["effective"], str) else "nothing"
-        lines = [f"trial {row['number']}: {row['outcome']}", f"requested {row['precision']}, ran {ran}"]
-        lines += [
-            f"{name} {format_metric(name, row[objective_column(name)])}" for name in record.metric_names
-        ]
-        lines.append(f"{format_number(row['train_examples_per_second'])} examples/s")
-        lines.append(f"took {format_seconds(row['seconds'])}")
-        lines += [
-            f"{name.removeprefix('param.')} {format_number(value) if isinstance(value, float) else value}"
+        values = [(name, format_metric(name, row[objective_column(name)])) for name in record.metric_names]
+        params = [
+            (name.removeprefix("param."), format_number(value) if isinstance(value, float) else value)
             for name, value in row.items()
             if name.startswith("param.") and name != "param.fp_precision" and not pd.isna(value)
         ]
-        texts.append("<br>".join(html.escape(str(line)) for line in lines))
+        lines = [
+            f"trial {row['number']}: {row['outcome']}",
+            f"requested {row['precision']}, ran {ran}",
+            *[f"{name} {text}" for name, text in values],
+            f"{format_number(row['train_examples_per_second'])} examples/s",
+            f"took {format_seconds(row['seconds'])}",
+            *[f"{name} {text}" for name, text in params],
+        ]
+        texts.append("\n".join(lines))
     return texts
-
-
-def _numbers(rows: pd.DataFrame) -> str:
-    return ", ".join(f"trial {number}" for number in rows["number"])
 
 
 def _key(name: str, index: int) -> str:

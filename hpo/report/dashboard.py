@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hpo.errors import InputError
+from hpo.outcome import Outcome
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
 from hpo.report.figures import plotly_figure
-from hpo.report.formats import format_metric, precision_facts
+from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.tables import precision_comparison
 from hpo.study.storage import open_storage
 from hpo.study.study_record import best_trials, complete_trials
@@ -57,12 +58,7 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
     theirs = before.partition(NOTE_END)[2] if NOTE_END in before else before
     save_note(study, f"{study_note(record)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
     for chart in all_charts(record, MAX_TIMELINE_ROWS):
-        if chart.absent:
-            figure = plotly_figure(chart).add_annotation(
-                text=chart.absent, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper"
-            )
-        else:
-            figure = plotly_figure(chart)
+        figure = plotly_figure(chart)
         if sum(len(series.x) for series in chart.series) > MAX_HOVER_POINTS:
             figure.update_traces(hovertext=None, hoverinfo="x+y")
         save_plotly_graph_object(study, figure, graph_object_id=chart.key)
@@ -74,10 +70,9 @@ def study_note(record: StudyRecord) -> str:
     best = best_trials(record)
     for trial in best:
         values = ", ".join(
-            f"{_escape(metric)} **{format_metric(metric, value)}**"
-            for metric, value in zip(record.metric_names, trial.values or (), strict=True)
+            f"{_escape(metric)} **{value}**" for metric, value in objective_values(record, trial).items()
         )
-        parameters = ", ".join(f"{name} = {value}" for name, value in trial.params.items())
+        parameters = ", ".join(f"{name} = {format_value(value)}" for name, value in trial.params.items())
         lines += [f"- Trial {trial.number}: {values}. {_escape(parameters)}."]
         lines += [f"  Precision: {_escape(precision_facts(trial))}"]
     if not best:
@@ -85,10 +80,10 @@ def study_note(record: StudyRecord) -> str:
     lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(record)), ""]
     lines += ["## How to read this", ""]
     lines += [f"- {notice.text} {notice.advice}" for notice in caveats(record)]
+    infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)
     lines.append(
         f"- {len(complete_trials(record))} of {len(record.trials)} trials are complete. Trials that ended as "
-        "`nonfinite`, `incompatible`, `unsupported` or `oom` are PRUNED here; the user attribute `outcome` "
-        "says which and `outcome_reason` why."
+        f"{infeasible} are PRUNED here; the user attribute `outcome` says which and `outcome_reason` why."
     )
     lines.append(
         "- This note and the charts with a key by precision or outcome show the study as it was when "

@@ -1,4 +1,7 @@
-"""Draws charts: plotly for the report and the dashboard, matplotlib for the PNG files.
+"""What a chart is, and how it is drawn: with plotly in the report and the dashboard, with matplotlib as PNG.
+
+Colours are those of Okabe and Ito (2008), told apart by people with any of the common colour-blindnesses.
+A precision keeps its colour and its marker in every chart of every study.
 
 In a browser a reader points at a trial to see what it was. plotly makes PNGs by running a Chrome browser,
 which a compute node does not have; matplotlib needs neither browser nor display.
@@ -8,23 +11,90 @@ from __future__ import annotations
 
 import html
 import io
+import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from hpo.report.charts import Chart
+from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-GRID_COLOR = "#E3E6EA"
+PRECISION_STYLES = {
+    # precision: (colour, plotly's marker, matplotlib's marker)
+    "fp32": ("#0072B2", "circle", "o"),
+    "tf32": ("#56B4E9", "square", "s"),
+    "bf16": ("#D55E00", "diamond", "D"),
+    "fp16": ("#E69F00", "triangle-up", "^"),
+    "bf16-true": ("#CC79A7", "triangle-down", "v"),
+    "fp8": ("#009E73", "pentagon", "p"),
+}
 
-TEXT_COLOR = "#22272E"
+OTHER_STYLE = ("#6B6B6B", "x-thin-open", "x")
 
-DASHES = {True: "dash", False: "solid"}
+OUTCOME_COLORS = {
+    Outcome.COMPLETE: "#009E73",
+    Outcome.PRUNED: "#B8B8B8",
+    Outcome.NONFINITE: "#D55E00",
+    Outcome.INCOMPATIBLE: "#CC79A7",
+    Outcome.UNSUPPORTED: "#56B4E9",
+    Outcome.OOM: "#E69F00",
+    Outcome.CRASHED: "#882255",
+    Outcome.FAILED: "#000000",
+    Outcome.PREEMPTED: "#0072B2",
+    "running": "#F0E442",
+    "waiting": "#F0E442",
+}
 
+GRID_COLOR, TEXT_COLOR = "#E3E6EA", "#22272E"
+OUTLINE = {"width": 0.8, "color": "#333333"}
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
-
 MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points, a line, a staircase or horizontal bars, with one entry in the legend."""
+
+    name: str
+    color: str
+    x: Sequence[float]
+    y: Sequence[float]
+    draw: Literal["points", "line", "steps_after", "steps_before", "bars"] = "points"
+    x_start: Sequence[float] = ()
+    """Where bars begin; they end at `x`."""
+    markers: tuple[str, str] = ("circle", "o")
+    hover: Sequence[str] = ()
+    """What is said of each point, in plain text."""
+    dashed: bool = False
+    with_markers: bool = False
+    group: str = ""
+    """Series of one group share the legend entry of the first."""
+    in_legend: bool = True
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart; `absent` says why it cannot be drawn, and then `series` is empty."""
+
+    key: str
+    title: str
+    x_label: str = ""
+    y_label: str = ""
+    series: Sequence[Series] = ()
+    caption: str = ""
+    absent: str = ""
+    x_ticks: Sequence[str] = ()
+    """Names of the positions 0, 1, 2 ... where an axis holds categories."""
+    y_ticks: Sequence[str] = ()
+    x_log: bool = False
+    x_whole: bool = False
+    """Ticks at whole numbers only."""
+    bar_width: float = 0.72
+    """In steps of the axis of categories."""
+    height: int = 420
+    """Pixels, of the interactive chart."""
 
 
 def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
@@ -42,36 +112,26 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
             "y": list(series.y),
             "legendgroup": html.escape(series.group or series.name),
             "showlegend": series.in_legend,
-            "hovertext": list(series.hover) or None,
+            "hovertext": [html.escape(text).replace("\n", "<br>") for text in series.hover] or None,
             "hoverinfo": "text" if series.hover else "name+y",
         }
         if series.draw == "bars":
             common["x"] = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
-            style: dict[str, Any] = {"marker_color": series.color, "width": chart.bar_width}
-            figure.add_bar(**common, base=list(series.x_start), orientation="h", **style)
+            common |= {"marker_color": series.color, "width": chart.bar_width}
+            figure.add_bar(**common, base=list(series.x_start), orientation="h")
         elif series.draw == "points":
-            triangle = series.markers[0].startswith("triangle")
-            marker: dict[str, Any] = {
-                "color": series.color,
-                "symbol": series.markers[0],
-                "size": 12 if triangle else 10,
-            }
-            marker |= {"opacity": 0.9, "line": {"width": 0.8, "color": "#333333"}}
-            figure.add_scatter(**common, mode="markers", marker=marker)
+            size = 12 if series.markers[0].startswith("triangle") else 10
+            marker = {"color": series.color, "symbol": series.markers[0], "size": size, "opacity": 0.9}
+            figure.add_scatter(**common, mode="markers", marker=marker, marker_line=OUTLINE)
         else:
-            figure.add_scatter(
-                **common,
-                mode="lines+markers" if series.with_markers else "lines",
-                marker={"symbol": series.markers[0], "size": 6},
-                line={
-                    "color": series.color,
-                    "width": 1.8,
-                    "dash": DASHES[series.dashed],
-                    "shape": PLOTLY_STEPS[series.draw],
-                },
-            )
+            dash = "dash" if series.dashed else "solid"
+            line = {"color": series.color, "width": 1.8, "dash": dash, "shape": PLOTLY_STEPS[series.draw]}
+            mode = "lines+markers" if series.with_markers else "lines"
+            marker = {"symbol": series.markers[0], "size": 6}
+            figure.add_scatter(**common, mode=mode, marker=marker, line=line)
     axis = {"gridcolor": GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": "#9AA4AF"}
-    legend = {"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom"}
+    place = {"yref": "container", "y": 0} if standalone else {"y": 1.02}
+    own = {"title": {"text": html.escape(chart.title), "x": 0.01}} if standalone else {"height": chart.height}
     figure.update_layout(
         template="none",
         barmode="overlay",
@@ -81,24 +141,33 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         yaxis={**axis, "title": {"text": html.escape(chart.y_label)} if chart.y_label else None},
         paper_bgcolor="white",
         plot_bgcolor="white",
+        margin={"l": 8, "r": 12, "t": 48 if standalone else 8, "b": 8},
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", **place},
+        **own,
     )
-    if standalone:
-        figure.update_layout(
-            title={"text": html.escape(chart.title), "x": 0.01},
-            margin={"l": 8, "r": 12, "t": 48, "b": 8},
-            legend={**legend, "yref": "container", "y": 0},
-        )
-    else:
-        figure.update_layout(
-            height=chart.height, margin={"l": 8, "r": 12, "t": 8, "b": 8}, legend={**legend, "y": 1.02}
-        )
+    if chart.absent:
+        sentence = "<br>".join(map(html.escape, textwrap.wrap(chart.absent, 44)))
+        figure.add_annotation(text=sentence, showarrow=False, x=0.5, y=0.5, xref="paper", yref="paper")
+        figure.update_layout(xaxis_visible=False, yaxis_visible=False)
     if chart.x_log:
         figure.update_xaxes(type="log")
+    if chart.x_whole:
+        figure.update_xaxes(**_whole_axis(chart))
     if chart.x_ticks:
         figure.update_xaxes(**_category_axis(chart.x_ticks), showgrid=False)
     if chart.y_ticks:
         figure.update_yaxes(**_category_axis(chart.y_ticks), showgrid=False, tickfont_size=11)
     return figure
+
+
+def _whole_axis(chart: Chart) -> dict[str, Any]:
+    """Ticks 1, 2, 5, 10, 20 ... apart, at most nine of them, and room for the markers at both ends."""
+    x = [value for series in chart.series for value in series.x]
+    low, high = min(x), max(x)
+    steps = (digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
+    room = max(0.4, 0.03 * (high - low))
+    step = next(step for step in steps if (high - low) / step <= 8)
+    return {"tick0": 0, "dtick": step, "range": [low - room, high + room]}
 
 
 def _category_axis(names: Sequence[str]) -> dict[str, Any]:
@@ -114,6 +183,7 @@ def png(chart: Chart) -> bytes:
     """The chart as a PNG of 1440 pixels width. Needs no display and no browser."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     # A `$` in a metric's name is a dollar sign, not the start of a formula.
     with rc_context({"text.parse_math": False, "font.size": 11, "axes.edgecolor": "#9AA4AF"}):
@@ -123,24 +193,17 @@ def png(chart: Chart) -> bytes:
             label = series.name if series.in_legend else None
             if series.draw == "bars":
                 widths = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
-                style: dict[str, Any] = {"color": series.color, "height": chart.bar_width, "label": label}
-                axes.barh(series.y, widths, left=series.x_start, **style)
+                style: dict[str, Any] = {"color": series.color, "height": chart.bar_width}
+                axes.barh(series.y, widths, left=series.x_start, label=label, **style)
             elif series.draw == "points":
                 style = {"s": 52, "alpha": 0.9, "color": series.color, "marker": series.markers[1]}
                 style |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
                 axes.scatter(series.x, series.y, label=label, linewidths=0.7, **style)
             else:
-                axes.plot(
-                    series.x,
-                    series.y,
-                    color=series.color,
-                    linewidth=1.5,
-                    linestyle="--" if series.dashed else "-",
-                    drawstyle=MATPLOTLIB_STEPS[series.draw],
-                    marker=series.markers[1] if series.with_markers else None,
-                    markersize=4,
-                    label=label,
-                )
+                style = {"color": series.color, "linewidth": 1.5, "drawstyle": MATPLOTLIB_STEPS[series.draw]}
+                style |= {"linestyle": "--" if series.dashed else "-", "markersize": 4}
+                style |= {"marker": series.markers[1]} if series.with_markers else {}
+                axes.plot(series.x, series.y, label=label, **style)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
         figure.suptitle(chart.title, x=0.01, horizontalalignment="left", fontsize=13)
         axes.set_axisbelow(True)
@@ -148,6 +211,8 @@ def png(chart: Chart) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
         if chart.x_log:
             axes.set_xscale("log")
+        if chart.x_whole:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if chart.x_ticks:
             axes.set_xticks(range(len(chart.x_ticks)), chart.x_ticks)
             axes.set_xlim(-0.6, len(chart.x_ticks) - 0.4)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpo.study.study_record import is_number
 
 if TYPE_CHECKING:
-    from hpo.study.study_record import TrialRecord
+    from hpo.study.study_record import StudyRecord, TrialRecord
 
 
 def format_metric(metric: str, value: Any) -> str:
     """An objective's value: bytes with their unit, everything else as a number."""
     return format_bytes(value) if metric.endswith("_bytes") else format_number(value)
+
+
+def objective_values(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
+    """The values of a complete trial by metric."""
+    pairs = zip(record.metric_names, trial.values or (), strict=True)
+    return {metric: format_metric(metric, value) for metric, value in pairs}
 
 
 def format_number(value: Any) -> str:
@@ -76,7 +83,7 @@ def precision_facts(trial: TrialRecord) -> str:
 
 def format_value(value: Any) -> str:
     """A parameter as one would write it in a study file; floats in full, so that it can be repeated."""
-    return repr(value) if isinstance(value, float) else str(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def describe_params(params: Mapping[str, Any], *, in_full: bool = False) -> str:

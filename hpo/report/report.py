@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord
 
 
-def write_report(record: StudyRecord, out_dir: Path) -> Path:
+def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = None) -> Path:
     """Write the report of `record` into `out_dir`, over an earlier one, and return the HTML file's path.
 
+    `study_file` is the study as `hpo train` takes it, for the commands that the report names.
     Raises RunError when a file cannot be written; files of an earlier report are then still whole.
     """
     charts = all_charts(record)
@@ -53,7 +54,7 @@ def write_report(record: StudyRecord, out_dir: Path) -> Path:
             if old.stem not in drawn and old.stem.rstrip("_0123456789") in CHART_KEYS:
                 old.unlink()
         path = out_dir / "report.html"
-        _write(path, report_html(record, charts).encode())
+        _write(path, report_html(record, charts, study_file).encode())
     except OSError as error:
         raise RunError(
             f"the report could not be written to {out_dir}: {error.strerror or error}. "

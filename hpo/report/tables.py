@@ -14,16 +14,17 @@ What is counted where decides whether a comparison of precisions is honest:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION_NAMES
+from hpo.precision.table import PRECISION_NAMES, support
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
 from hpo.study.study_record import is_number, trial_outcome
 
@@ -33,6 +34,29 @@ if TYPE_CHECKING:
 OUTCOMES = (*Outcome, "running", "waiting")
 """In the order of tables and charts."""
 
+QUANTITIES = ("train_examples_per_second", "train_tokens_per_second", "peak_memory_bytes")
+"""Of which the table by precision gives median, min and max."""
+
+_TELEMETRY = {
+    # column: where a trial's telemetry has it
+    "effective": "precision.effective",
+    "support": "precision.support",
+    "agrees": "precision.agrees",
+    "disagreement": "precision.reason",
+    "compatibility": "compatibility.verdict",
+    "device": "device.name",
+    "shared": "device.shared",
+    "train_examples_per_second": "throughput.train_examples_per_second",
+    "train_tokens_per_second": "throughput.train_tokens_per_second",
+    "evaluation_examples_per_second": "throughput.evaluation_examples_per_second",
+    "peak_memory_bytes": "peak_memory_bytes",
+    "device_utilization": "device_utilization",
+    "skipped_steps": "scaler.skipped_steps",
+    "fp32_fallbacks": "fp32_fallbacks",
+    "num_steps": "num_steps",
+}
+_COMPUTED = ("counts", "counts_for_speed", "worker", "start_seconds", "end_seconds", "seconds")
+
 
 def trials_table(record: StudyRecord) -> pd.DataFrame:
     """One row per trial: outcome, precision facts, cost, `objective.<metric>`, `param.<name>`.
@@ -40,11 +64,10 @@ def trials_table(record: StudyRecord) -> pd.DataFrame:
     `counts` says whether the trial stands for its requested precision, `counts_for_speed` whether its
     throughput may be compared. `start_seconds` and `end_seconds` are relative to the study's first trial.
     """
-    fixed_precision = (record.definition.get("training") or {}).get("fp_precision")
-    starts = [trial.started for trial in record.trials if trial.started]
-    first_start = min(starts) if starts else None
-    rows = [_trial_row(record, trial, fixed_precision, first_start) for trial in record.trials]
-    columns = [*_TRIAL_COLUMNS, *map(objective_column, record.metric_names)]
+    first_start = min((trial.started for trial in record.trials if trial.started), default=None)
+    rows = [_trial_row(record, trial, first_start) for trial in record.trials]
+    columns = ["number", "outcome", "reason", "precision", *_TELEMETRY, *_COMPUTED]
+    columns += map(objective_column, record.metric_names)
     params = {key: None for row in rows for key in row if key.startswith("param.")}
     return pd.DataFrame(rows, columns=[*columns, *params])
 
@@ -54,81 +77,42 @@ def objective_column(metric: str) -> str:
     return f"objective.{metric}"
 
 
-_TRIAL_COLUMNS = (
-    "number",
-    "outcome",
-    "reason",
-    "precision",
-    "effective",
-    "support",
-    "agrees",
-    "disagreement",
-    "counts",
-    "counts_for_speed",
-    "compatibility",
-    "device",
-    "shared",
-    "worker",
-    "start_seconds",
-    "end_seconds",
-    "seconds",
-    "train_examples_per_second",
-    "train_tokens_per_second",
-    "evaluation_examples_per_second",
-    "peak_memory_bytes",
-    "device_utilization",
-    "skipped_steps",
-    "fp32_fallbacks",
-    "num_steps",
-)
-
-
-def _trial_row(
-    record: StudyRecord, trial: TrialRecord, fixed_precision: str | None, first_start: datetime | None
-) -> dict[str, Any]:
-    telemetry = trial.telemetry
-    precision = telemetry.get("precision") or {}
-    device = telemetry.get("device") or {}
-    throughput = telemetry.get("throughput") or {}
-    requested = precision.get("requested") or trial.params.get("fp_precision") or fixed_precision or "auto"
-    effective = precision.get("effective")
-    agrees = precision.get("agrees")
-    counts = effective == requested and agrees is not False
-    examples_per_second = throughput.get("train_examples_per_second")
-    shared = bool(device.get("shared"))
+def _trial_row(record: StudyRecord, trial: TrialRecord, first_start: datetime | None) -> dict[str, Any]:
+    row = {column: _look_up(trial.telemetry, path) for column, path in _TELEMETRY.items()}
+    requested = (
+        _look_up(trial.telemetry, "precision.requested")
+        or trial.params.get("fp_precision")
+        or _look_up(record.definition, "training.fp_precision")
+        or "auto"
+    )
     outcome = trial_outcome(trial)
-    start = _seconds_between(first_start, trial.started)
-    row: dict[str, Any] = {
+    counts = row["effective"] == requested and row["agrees"] is not False
+    shared = bool(row["shared"])
+    row |= {
         "number": trial.number,
         "outcome": outcome,
         "reason": trial.reason or "",
         "precision": requested,
-        "effective": effective,
-        "support": "unsupported" if outcome == Outcome.UNSUPPORTED else precision.get("support"),
-        "agrees": agrees,
-        "disagreement": precision.get("reason") or "",
-        "counts": counts,
-        "counts_for_speed": counts and not shared and is_number(examples_per_second),
-        "compatibility": (telemetry.get("compatibility") or {}).get("verdict"),
-        "device": device.get("name"),
+        "support": "unsupported" if outcome == Outcome.UNSUPPORTED else row["support"],
+        "disagreement": row["disagreement"] or "",
         "shared": shared,
-        "worker": worker_of(trial),
-        "start_seconds": start,
+        "counts": counts,
+        "counts_for_speed": counts and not shared and is_number(row["train_examples_per_second"]),
+        "worker": str(trial.attributes.get("worker") or ""),
+        "start_seconds": _seconds_between(first_start, trial.started),
         "end_seconds": _seconds_between(first_start, trial.ended),
         "seconds": trial_seconds(trial),
-        "train_examples_per_second": examples_per_second,
-        "train_tokens_per_second": throughput.get("train_tokens_per_second"),
-        "evaluation_examples_per_second": throughput.get("evaluation_examples_per_second"),
-        "peak_memory_bytes": telemetry.get("peak_memory_bytes"),
-        "device_utilization": telemetry.get("device_utilization"),
-        "skipped_steps": (telemetry.get("scaler") or {}).get("skipped_steps"),
-        "fp32_fallbacks": telemetry.get("fp32_fallbacks"),
-        "num_steps": telemetry.get("num_steps"),
     }
     values = trial.values or (None,) * len(record.metric_names)
     row.update(zip(map(objective_column, record.metric_names), values, strict=True))
-    row.update({f"param.{name}": _plain(value) for name, value in trial.params.items()})
-    return row
+    return row | {f"param.{name}": value for name, value in trial.params.items()}
+
+
+def _look_up(values: Mapping[str, Any], path: str) -> Any:
+    """`values["a"]["b"]` for the path `a.b`; None where that is missing."""
+    first, _, rest = path.partition(".")
+    value = values.get(first)
+    return _look_up(value or {}, rest) if rest else value
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:
@@ -140,15 +124,51 @@ def trial_seconds(trial: TrialRecord) -> float | None:
     return sum(parts) or trial.seconds
 
 
-def worker_of(trial: TrialRecord) -> str:
-    """Who ran the trial, as stored; empty when that is not known."""
-    return str(trial.attributes.get("worker") or "")
+def differing_settings(trials: pd.DataFrame) -> list[str]:
+    """The searched settings, but precision and seed, that have several values in rows of `trials_table`."""
+    names = [column.removeprefix("param.") for column in trials if column.startswith("param.")]
+    return sorted(
+        name
+        for name in names
+        if name not in ("fp_precision", "seed") and trials[f"param.{name}"].nunique(dropna=False) > 1
+    )
+
+
+def undrawn_precisions(record: StudyRecord) -> dict[str, str]:
+    """The study's choices of precision that no trial asked for, each with the reason why no device that
+    worked on the study can run it. The reason is empty where one can, or where that is not known."""
+    devices = [device for trial in record.trials if (device := trial.telemetry.get("device"))]
+    choices = _look_up(record.definition, "search_space.fp_precision.choices") if devices else None
+    emulated = bool(_look_up(record.definition, "amp.allow_emulated"))
+    drawn = set(trials_table(record)["precision"])
+    undrawn = {}
+    for name in sorted(set(choices or ()) - drawn, key=precision_order):
+        reasons = {_why_not(name, device, emulated) for device in devices}
+        undrawn[name] = "" if "" in reasons else " ".join(sorted(reasons))
+    return undrawn
+
+
+def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
+    """Why a device, as a trial's telemetry describes it, cannot run the precision; empty if it may."""
+    capability = facts.get("compute_capability")
+    major, _, minor = (capability or "0.0").partition(".")
+    device = DeviceInfo(
+        type=str(facts.get("type")),
+        name=str(facts.get("name")),
+        compute_capability=(int(major), int(minor)) if capability else None,
+        cpu_features=frozenset(facts.get("cpu_features") or ()),
+    )
+    found = support(name, device)
+    is_known = bool(capability) or "cpu_features" in facts or found.level == "unsupported"
+    runs = found.level == "native" or (found.level == "emulated" and allow_emulated)
+    return found.reason if is_known and not runs else ""
 
 
 def summary_by_precision(record: StudyRecord) -> pd.DataFrame:
     """One row per requested precision, and per device where the study ran on several.
 
-    Columns: `precision`, `device`, `support` (native, emulated, unsupported), `trials`, one count per
+    Columns: `precision`, `device`, `support` (native, emulated, unsupported; for a choice of the study
+    that no trial drew, `not run here` where no device can run it, else `not drawn`), `trials`, one count per
     outcome, `fell_back`, `best_<metric>` and `median_<metric>` over the `complete` trials that count,
     `measured` (trials that speed and memory are from), median, min and max of
     `train_examples_per_second`, `train_tokens_per_second` and `peak_memory_bytes`, `skipped_steps` and
@@ -157,81 +177,56 @@ def summary_by_precision(record: StudyRecord) -> pd.DataFrame:
     """
     trials = trials_table(record)
     devices = sorted(trials["device"].dropna().unique())
-    if len(devices) > 1:
-        trials["device"] = trials["device"].fillna("not known")
-    else:
-        trials["device"] = devices[0] if devices else ""
+    trials["device"] = trials["device"].fillna("not known") if len(devices) > 1 else "".join(devices)
     total_seconds = float(pd.to_numeric(trials["seconds"]).sum())
-    groups = sorted(
-        trials.groupby(["precision", "device"]),
-        key=lambda item: (precision_order(item[0][0]), item[0][1]),
-    )
+    nothing = _summary_row(record, trials.iloc[:0], total_seconds)
     rows = [
         {"precision": precision, "device": device, **_summary_row(record, group, total_seconds)}
-        for (precision, device), group in groups
+        for (precision, device), group in trials.groupby(["precision", "device"])
     ]
-    return pd.DataFrame(rows, columns=["precision", "device", *_summary_columns(record)])
+    for precision, reason in undrawn_precisions(record).items():
+        named = {"precision": precision, "device": "".join(devices) if len(devices) == 1 else ""}
+        rows.append({**named, **nothing, "support": "not run here" if reason else "not drawn"})
+    rows.sort(key=lambda row: (precision_order(row["precision"]), row["device"]))
+    return pd.DataFrame(rows, columns=["precision", "device", *nothing])
 
 
 def _summary_row(record: StudyRecord, group: pd.DataFrame, total_seconds: float) -> dict[str, Any]:
     counted = group[group["counts"].astype(bool)]
     complete = counted[counted["outcome"] == Outcome.COMPLETE]
+    trained = counted[counted["train_examples_per_second"].notna()]
+    for_speed = counted[counted["counts_for_speed"].astype(bool)]
     seconds = pd.to_numeric(group["seconds"])
     row: dict[str, Any] = {
         "support": ", ".join(sorted(group["support"].dropna().unique())),
         "trials": len(group),
-        **{outcome: int((group["outcome"] == outcome).sum()) for outcome in OUTCOMES},
+        **{str(outcome): int((group["outcome"] == outcome).sum()) for outcome in OUTCOMES},
         "fell_back": int((group["effective"].notna() & (group["effective"] != group["precision"])).sum()),
     }
     for metric, direction in zip(record.metric_names, record.directions, strict=True):
         values = pd.to_numeric(complete[objective_column(metric)])
         row[f"best_{metric}"] = values.max() if direction == "maximize" else values.min()
         row[f"median_{metric}"] = values.median()
-    trained = counted[counted["train_examples_per_second"].notna()]
-    for_speed = counted[counted["counts_for_speed"].astype(bool)]
     row["measured"] = len(for_speed)
-    for quantity, trials in (
-        ("train_examples_per_second", for_speed),
-        ("train_tokens_per_second", for_speed),
-        ("peak_memory_bytes", trained),
-    ):
-        values = pd.to_numeric(trials[quantity])
+    for quantity in QUANTITIES:
+        values = pd.to_numeric((trained if quantity == "peak_memory_bytes" else for_speed)[quantity])
         row |= {f"{quantity}_{name}": getattr(values, name)() for name in ("median", "min", "max")}
-    row["skipped_steps"] = int(pd.to_numeric(counted["skipped_steps"]).sum())
-    row["fp32_fallbacks"] = int(pd.to_numeric(counted["fp32_fallbacks"]).sum())
+    for count in ("skipped_steps", "fp32_fallbacks"):
+        row[count] = int(pd.to_numeric(counted[count]).sum())
+    wasted = [outcome for outcome in Outcome if outcome.wasted]
     row["seconds"] = float(seconds.sum())
-    row["wasted_seconds"] = float(
-        seconds[group["outcome"].isin([outcome for outcome in Outcome if outcome.wasted])].sum()
-    )
+    row["wasted_seconds"] = float(seconds[group["outcome"].isin(wasted)].sum())
     row["share_of_time"] = row["seconds"] / total_seconds if total_seconds else math.nan
     return row
-
-
-def _summary_columns(record: StudyRecord) -> list[str]:
-    metrics = [f"{name}_{metric}" for metric in record.metric_names for name in ("best", "median")]
-    spreads = [
-        f"{quantity}_{name}"
-        for quantity in ("train_examples_per_second", "train_tokens_per_second", "peak_memory_bytes")
-        for name in ("median", "min", "max")
-    ]
-    tail = ["skipped_steps", "fp32_fallbacks", "seconds", "wasted_seconds", "share_of_time"]
-    return ["support", "trials", *OUTCOMES, "fell_back", *metrics, "measured", *spreads, *tail]
 
 
 def evaluations_table(record: StudyRecord) -> pd.DataFrame:
     """One row per evaluation of a trial: trial, precision, step, epoch, seconds, speed, every metric."""
     precision = trials_table(record).set_index("number")["precision"]
     rows = [
-        {
-            "number": trial.number,
-            "precision": precision[trial.number],
-            "step": row.step,
-            "epoch": row.epoch,
-            "seconds": row.seconds,
-            "train_examples_per_second": row.train_examples_per_second,
-            "train_tokens_per_second": row.train_tokens_per_second,
-            **flat_metrics(row.metrics),
-        }
+        {"number": trial.number, "precision": precision[trial.number]}
+        | {field.name: getattr(row, field.name) for field in fields(row) if field.name != "metrics"}
+        | flat_metrics(row.metrics)
         for trial in record.trials
         for row in trial.evaluations
     ]
@@ -252,11 +247,7 @@ def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
     """Every metric of every task of one trial: task, metric, value."""
     metrics = trial.telemetry.get("metrics") or {}
-    rows = [
-        {"task": task, "metric": metric, "value": value}
-        for task, values in metrics.items()
-        for metric, value in values.items()
-    ]
+    rows = [(task, metric, value) for task, values in metrics.items() for metric, value in values.items()]
     return pd.DataFrame(rows, columns=["task", "metric", "value"])
 
 
@@ -271,10 +262,6 @@ def precision_order(precision: str) -> tuple[int, str]:
     """Sorts precisions as in the table of precisions, unknown names last."""
     known = precision in PRECISION_NAMES
     return (PRECISION_NAMES.index(precision) if known else len(PRECISION_NAMES), precision)
-
-
-def _plain(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | tuple | dict) else value
 
 
 def _seconds_between(start: datetime | None, end: datetime | None) -> float | None:
@@ -296,8 +283,7 @@ def readable_summary(record: StudyRecord, brief: bool = False) -> pd.DataFrame:
         if brief:
             cells["outcomes"] = ", ".join(f"{row[name]} {name}" for name in occurring if row[name])
         else:
-            cells |= {outcome: str(row[outcome]) for outcome in occurring}
-            cells["fell back"] = str(row["fell_back"])
+            cells |= {name.replace("_", " "): str(row[name]) for name in (*occurring, "fell_back")}
         for metric in record.metric_names:
             cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
             cells[f"{metric}, median"] = format_metric(metric, row[f"median_{metric}"])
@@ -309,8 +295,7 @@ def readable_summary(record: StudyRecord, brief: bool = False) -> pd.DataFrame:
             cells["train tokens/s"] = _spread(row, "train_tokens_per_second", format_number)
             cells["trials measured"] = str(row["measured"])
             cells["peak memory"] = _spread(row, "peak_memory_bytes", format_bytes)
-            cells["skipped steps"] = str(row["skipped_steps"])
-            cells["fp32 fallbacks"] = str(row["fp32_fallbacks"])
+            cells |= {name.replace("_", " "): str(row[name]) for name in ("skipped_steps", "fp32_fallbacks")}
             cells["time"] = format_seconds(row["seconds"])
         cells["share of time"] = "–" if math.isnan(row["share_of_time"]) else f"{row['share_of_time']:.1%}"
         cells["wasted"] = format_seconds(row["wasted_seconds"])
@@ -324,7 +309,7 @@ def precision_comparison(record: StudyRecord) -> pd.DataFrame:
     if table.empty:
         return table
     names = list(table.columns[: 2 if "device" in table else 1])
-    header = [" on ".join(row) for row in table[names].itertuples(index=False)]
+    header = [" on ".join(filter(None, row)) for row in table[names].itertuples(index=False)]
     return table.drop(columns=names).T.set_axis(header, axis=1).reset_index(names="requested precision")
 
 

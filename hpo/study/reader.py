@@ -41,8 +41,10 @@ def read_study(
         return list(connection.execute(query.order_by(*(table.c[column] for column in order))).all())
 
     params: dict[int, dict[str, Any]] = defaultdict(dict)
+    distributions: dict[int, dict[str, BaseDistribution]] = defaultdict(dict)
     for row in of_trials(models.TrialParamModel, "param_id"):
         distribution = _distribution(row.distribution_json)
+        distributions[row.trial_id][row.param_name] = distribution
         params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
     values: dict[int, list[float]] = defaultdict(list)
     for row in of_trials(models.TrialValueModel, "trial_id", "objective"):
@@ -71,6 +73,7 @@ def read_study(
                 outcome=unfinished if state == TrialState.RUNNING else outcome,
                 reason=own.pop("outcome_reason", ""),
                 params=params[row.trial_id],
+                distributions=distributions[row.trial_id],
                 values=tuple(values[row.trial_id]) if state == TrialState.COMPLETE else None,
                 started=started,
                 ended=ended,

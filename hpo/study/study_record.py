@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpo.outcome import Outcome
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class TrialRecord:
     attributes: dict[str, Any]
     """User attributes but the telemetry; `worker` is the last worker that had the trial."""
     telemetry: dict[str, Any] = field(default_factory=dict)
+    distributions: dict[str, BaseDistribution] = field(default_factory=dict)
+    """Optuna's, of each of the `params`."""
     evaluations: list[EvaluationRow] = field(default_factory=list)
 
 

@@ -150,6 +150,7 @@ class TrialRecorder:
             "type": self.device.type,
             "name": self.device.name,
             "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
+            "cpu_features": sorted(self.device.cpu_features) if self.device.type == "cpu" else None,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "cuda": self.device.cuda_version,

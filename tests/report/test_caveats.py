@@ -7,7 +7,7 @@ import pytest
 from study_records import fake_record, fake_trial, record_of
 
 from hpo.report.caveats import Notice, caveats
-from hpo.study.study_record import complete_trials
+from hpo.study.study_record import StudyRecord, complete_trials
 
 
 @pytest.mark.parametrize(
@@ -26,39 +26,58 @@ def test_notices_name_what_limits_the_conclusions(text: str) -> None:
     assert any(notice.text.startswith(text) or text in notice.text for notice in caveats(fake_record()))
 
 
+MOST = (
+    "2 trials lost training text at `max_length`; most in trial 2: 1,200 of 2,400 texts cut, "
+    "1,540 true spans lost (evidence 40, pii 1,500)."
+)
+
+
+def cut(num_cut: int, spans: dict[str, int], num: int = 2400) -> dict[str, Any]:
+    return {"num_cut_examples": num_cut, "num_lost_spans": spans, "num_examples": num}
+
+
+@pytest.mark.parametrize(
+    ("data", "said", "advice"),
+    [
+        ([{}, cut(0, {})], None, None),
+        (
+            [
+                cut(0, {"pii": 0}),
+                cut(300, {"pii": 0, "evidence": 7}),
+                cut(1200, {"pii": 1500, "evidence": 40}),
+            ],
+            MOST,
+            "Raise `max_length`, or set `data.long_text: window`; a span",
+        ),
+        ([cut(300, {"pii": 0, "evidence": 7})], "1 trial lost", "`data.stride`"),
+        (
+            [cut(0, {"evidence": 2}, 10)],
+            "0 of 10 texts cut, 2 true spans lost (evidence 2).",
+            "`data.stride`",
+        ),
+        ([cut(3, {"pii": 0}, 10)], "3 of 10 texts cut, no true span lost.", "`data.stride`"),
+    ],
+    ids=["none", "the one that lost most", "one", "spans that no window holds", "no span"],
+)
+def test_cut_texts_and_lost_spans_are_said(data: list[dict[str, Any]], said: str | None, advice: str) -> None:
+    notices = cut_notices(*data)
+    assert len(notices) == (said is not None)
+    for notice in notices:
+        assert said in notice.text
+        assert advice in notice.advice
+
+
+def test_cut_texts_in_a_study_without_spans_say_nothing_of_spans() -> None:
+    (notice,) = cut_notices(cut(3, {}, 10))
+    assert "3 of 10 texts cut." in notice.text
+    assert "span" not in notice.text + notice.advice
+
+
 def cut_notices(*data: dict[str, Any]) -> list[Notice]:
     trials = [fake_trial(number, "fp32") for number in range(len(data))]
     for trial, its_data in zip(trials, data, strict=True):
         trial.telemetry["data"] = its_data
     return [notice for notice in caveats(record_of(trials)) if "max_length" in notice.text]
-
-
-def test_cut_texts_and_lost_spans_are_said() -> None:
-    whole = {"num_cut_examples": 0, "num_lost_spans": {"evidence": 0, "pii": 0}, "num_examples": 2400}
-    some = {"num_cut_examples": 300, "num_lost_spans": {"evidence": 7, "pii": 0}, "num_examples": 2400}
-    most = {"num_cut_examples": 1200, "num_lost_spans": {"pii": 1500, "evidence": 40}, "num_examples": 2400}
-    (notice,) = cut_notices(whole, some, most)
-    assert notice.text == (
-        "2 trials lost training text at `max_length`; most in trial 2: 1,200 of 2,400 texts cut, 1,540 true "
-        "spans lost (evidence 40, pii 1,500)."
-    )
-    assert "Raise `max_length`" in notice.advice
-    assert "`data.long_text: window`" in notice.advice
-    (notice,) = cut_notices(some)
-    assert "1 trial lost" in notice.text
-    assert "7 true spans lost (evidence 7)" in notice.text
-
-
-def test_cut_texts_without_spans_are_said_and_whole_texts_are_not() -> None:
-    (notice,) = cut_notices({"num_cut_examples": 3, "num_lost_spans": {}, "num_examples": 10})
-    assert "3 of 10 texts cut, no true span lost" in notice.text
-    assert cut_notices({"num_cut_examples": 0, "num_lost_spans": {}, "num_examples": 10}, {}) == []
-
-
-def test_spans_that_no_window_holds_are_said() -> None:
-    (notice,) = cut_notices({"num_cut_examples": 0, "num_lost_spans": {"evidence": 2}, "num_examples": 10})
-    assert "0 of 10 texts cut, 2 true spans lost (evidence 2)" in notice.text
-    assert "`data.stride`" in notice.advice
 
 
 def test_low_utilisation_says_what_to_raise() -> None:
@@ -68,10 +87,11 @@ def test_low_utilisation_says_what_to_raise() -> None:
 
 
 def test_a_clean_study_has_only_the_notices_that_always_hold() -> None:
-    trials = [fake_trial(number, "fp32") for number in range(3)]
+    trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16", "bf16"])]
     for trial in trials:
         trial.telemetry["device_utilization"] = 0.95
-    assert [notice.text[:25] for notice in caveats(record_of(trials))] == [
+    definition = {"search_space": {"fp_precision": {"choices": ["fp32", "bf16"]}}}
+    assert [notice.text[:25] for notice in caveats(record_of(trials, definition=definition))] == [
         "Each of the 3 complete co",
         "The precision table compa",
     ]
@@ -84,6 +104,31 @@ def test_repeated_configurations_lift_the_caveat_of_one_seed() -> None:
 
 
 def test_nothing_complete_is_said() -> None:
-    record = record_of([fake_trial(0, "fp32", "failed")])
+    record = record_of([fake_trial(0, "fp32", "failed")], definition={})
     assert [notice.text for notice in caveats(record)] == ["No trial is complete."]
     assert complete_trials(record) == []
+
+
+def texts(record: StudyRecord) -> str:
+    return " ".join(notice.text for notice in caveats(record))
+
+
+def test_equal_configurations_under_every_precision_are_no_caveat() -> None:
+    trials = [fake_trial(number, precision) for number, precision in enumerate(["fp32", "bf16"] * 3)]
+    for trial in trials:
+        trial.params.update(learning_rate=10.0 ** -(3 + trial.number // 2), batch_size=8, head_type="mlp")
+    assert "different configurations" not in texts(record_of(trials))
+    assert "different configurations (settings: learning_rate)" in texts(record_of(trials[:-1]))
+    assert "different configurations" not in texts(record_of(trials[::2])), "one precision alone"
+
+
+def test_medians_over_what_the_pruner_left_are_a_caveat() -> None:
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16"), fake_trial(2, "bf16", "pruned")]
+    assert "The pruner stopped 1 trial (bf16 1): the medians" in texts(record_of(trials))
+    assert "pruner" not in texts(record_of(trials[:2]))
+
+
+def test_precisions_that_no_trial_ran_are_said() -> None:
+    said = texts(record_of([fake_trial(0, "fp32")]))
+    assert "Not run here: tf32. `tf32` needs CUDA with compute capability >= 8.0" in said
+    assert "No trial drew bf16, fp16." in said

@@ -4,7 +4,7 @@ import dataclasses
 from itertools import combinations, pairwise
 
 import pytest
-from study_records import fake_record, fake_trial, record_of
+from study_records import fake_record, fake_trial, record_of, with_values
 
 from hpo.precision.table import PRECISION_NAMES
 from hpo.report.charts import (
@@ -37,13 +37,7 @@ def series(chart: Chart, name: str) -> Series:
 
 
 def two_objectives() -> StudyRecord:
-    record = fake_record()
-    trials = [
-        dataclasses.replace(trial, values=(*trial.values, trial.telemetry["peak_memory_bytes"]))
-        if trial.values
-        else trial
-        for trial in record.trials
-    ]
+    trials = [with_values(number, (0.5 + number / 100, (number + 1) * 2**28)) for number in range(12)]
     return record_of(trials, metric_names=("score", "peak_memory_bytes"), directions=("maximize", "minimize"))
 
 
@@ -173,3 +167,49 @@ def test_a_chart_that_cannot_be_drawn_says_why(record: StudyRecord) -> None:
     for chart in all_charts(record):
         assert bool(chart.absent) != bool(chart.series)
         assert chart.key in CHART_KEYS
+
+
+def test_learning_curves_of_memory_are_in_the_unit_of_their_axis() -> None:
+    trial = fake_trial(0, "fp32")
+    for row in trial.evaluations:
+        row.metrics["peak_memory_bytes"] = 1.5 * 2**30
+    chart = learning_curves(record_of([trial], metric_names=("peak_memory_bytes",)), 0, "epochs")
+    assert chart.y_label == "peak memory (GiB)"
+    assert list(chart.series[0].y) == [1.5] * 4
+    assert "1.5 GiB" in chart.series[0].hover[0]
+
+
+def test_trial_numbers_have_whole_ticks() -> None:
+    chart = history(record_of([fake_trial(number, "fp32") for number in range(3)]))
+    assert plotly_figure(chart).layout.xaxis.dtick == 1
+    chart = history(record_of([fake_trial(number, "fp32") for number in range(0, 60, 7)]))
+    assert plotly_figure(chart).layout.xaxis.dtick == 10
+
+
+@pytest.mark.parametrize(
+    ("metrics", "keys"),
+    [
+        (("score", "train_examples_per_second"), ["objectives"]),
+        (("train_tokens_per_second", "score"), ["objectives"]),
+        (("train_examples_per_second",), []),
+        (("score", "peak_memory_bytes"), ["objectives", "metric_throughput", "metric_throughput_2"]),
+        (
+            ("score", "peak_memory_bytes", "train_tokens_per_second"),
+            ["objectives", "metric_throughput", "metric_throughput_2"],
+        ),
+    ],
+)
+def test_no_chart_shows_an_objective_against_throughput_twice(
+    metrics: tuple[str, ...], keys: list[str]
+) -> None:
+    trial = dataclasses.replace(fake_trial(0, "fp32"), values=(1.0,) * len(metrics))
+    record = record_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))
+    drawn = [chart.key for chart in all_charts(record)]
+    assert [key for key in drawn if key.startswith(("objectives", "metric_throughput"))] == keys
+
+
+def test_the_caption_names_the_settings_that_differ_too() -> None:
+    assert "batch_size, head_type, init_scale, learning_rate" in precision_metric(fake_record()).caption
+    alike = [fake_trial(0, "fp32"), fake_trial(1, "bf16")]
+    alike[1].params.update({**alike[0].params, "fp_precision": "bf16"})
+    assert "differ" not in precision_metric(record_of(alike)).caption

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
+import pandas as pd
 import pytest
 from study_records import record_of, with_values
+from tiny import tiny_study
 
+from hpo.config.search_space import suggest
 from hpo.report.importances import importance_table, why_no_importances
+from hpo.study.storage import open_storage
 from hpo.study.study_record import TrialRecord
 
 
@@ -21,12 +27,12 @@ def test_importances_find_the_parameter_that_decides() -> None:
     assert table.loc[0, "score"] > 1.5 * table.loc[1, "score"]
 
 
-def test_importances_take_values_outside_the_range_and_lists() -> None:
-    trials = [
-        with_values(number, (number / 20,), learning_rate=0.5, betas=[0.9, 0.9 + number % 2 / 100])
-        for number in range(20)
-    ]
-    assert {"learning_rate", "betas"} <= set(importance_table(record_of(trials))["parameter"])
+def test_trials_with_a_value_outside_the_space_are_not_compared() -> None:
+    trials = [with_values(number, (number / 20,)) for number in range(20)]
+    outside = with_values(20, (5.0,), learning_rate=0.5)
+    pd.testing.assert_frame_equal(
+        importance_table(record_of([*trials, outside])), importance_table(record_of(trials))
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ def test_importances_take_values_outside_the_range_and_lists() -> None:
         ([with_values(n, (0.1 * n,)) for n in range(7)], "at least 8 complete trials; there are 7"),
         ([with_values(n, (0.5,)) for n in range(20)], "differ too little"),
         (
-            [dataclasses.replace(with_values(n, (0.1 * n,)), params={}) for n in range(20)],
+            [dataclasses.replace(with_values(n, (0.1 * n,)), params={}, distributions={}) for n in range(20)],
             "No parameter was searched",
         ),
     ],
@@ -44,3 +50,23 @@ def test_importances_take_values_outside_the_range_and_lists() -> None:
 def test_why_there_are_no_importances(trials: list[TrialRecord], reason: str) -> None:
     assert reason in why_no_importances(record_of(trials))
     assert importance_table(record_of(trials)).empty
+
+
+def test_choices_that_are_lists_count_once(tmp_path: Path, sqlite_url: str) -> None:
+    """Two settings drawn alike are equally important, whether Optuna holds a choice as it is or as JSON."""
+    betas, poolings = [[0.9, 0.999], [0.9, 0.99]], ["cls", "mean"]
+    space = {
+        "betas": {"type": "categorical", "choices": betas},
+        "pooling": {"type": "categorical", "choices": poolings},
+    }
+    config = tiny_study(tmp_path, search_space=space, n_trials=20)
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(config)
+        study = storage.load_study(config.name)
+        for number in range(20):
+            study.enqueue_trial({"betas": json.dumps(betas[number % 2]), "pooling": poolings[number % 2]})
+            trial = study.ask()
+            suggest(config.search_space, trial)
+            study.tell(trial, number % 2 + number / 100)
+        table = importance_table(storage.read_study(config.name)).set_index("parameter")
+    assert list(table["score"]) == pytest.approx([0.5, 0.5])

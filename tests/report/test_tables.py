@@ -3,13 +3,18 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command_line import hpo_command, ok
 from study_records import ENDINGS, fake_record, fake_trial, record_of, with_values
+from tiny import write_study
 
+from hpo.device import probe_device
 from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION_NAMES, support
 from hpo.report.importances import importance_table
 from hpo.report.tables import (
     OUTCOMES,
@@ -21,6 +26,7 @@ from hpo.report.tables import (
     summary_by_precision,
     task_metrics_table,
     trials_table,
+    undrawn_precisions,
 )
 from hpo.study.study_record import StudyRecord, best_trials, pareto_front
 
@@ -140,11 +146,12 @@ def test_devices_are_not_mixed() -> None:
     trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32"), fake_trial(2, "fp32", "failed")]
     trials[1].telemetry["device"]["name"] = "Example GPU"
     trials[2].telemetry.clear()
-    summary = summary_by_precision(record_of(trials))
+    record = record_of(trials, definition={})
+    summary = summary_by_precision(record)
     assert list(summary["device"]) == ["Example CPU", "Example GPU", "not known"]
     assert list(summary["measured"]) == [1, 1, 0]
-    assert "device" in readable_summary(record_of(trials))
-    assert "fp32 on Example GPU" in precision_comparison(record_of(trials))
+    assert "device" in readable_summary(record)
+    assert "fp32 on Example GPU" in precision_comparison(record)
 
 
 def test_a_resumed_trial_is_not_charged_for_the_time_it_waited() -> None:
@@ -231,3 +238,52 @@ def test_an_objective_may_be_a_measured_quantity() -> None:
     row = row_of(record, "fp32")
     assert row["best_train_examples_per_second"] == 12.0
     assert row["measured"] == 2
+
+
+def test_choices_that_no_trial_drew_are_in_the_table() -> None:
+    choices = {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32", "bf16", "fp16", "fp8"]}}
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32")]
+    trials[0].telemetry["device"] |= {"cpu_features": ["avx2"]}
+    trials[1].telemetry["device"] |= {"type": "cuda", "name": "Example GPU", "compute_capability": "7.5"}
+    record = record_of(trials, definition={"search_space": choices})
+    support = summary_by_precision(record).drop_duplicates("precision").set_index("precision")["support"]
+    assert dict(support) == {
+        "fp32": "native",
+        "tf32": "not run here",
+        "bf16": "not run here",
+        "fp16": "not drawn",
+        "fp8": "not run here",
+    }
+    reasons = undrawn_precisions(record)
+    assert reasons["fp16"] == ""
+    assert "needs compute capability >= 8.0, but this Example GPU has 7.5" in reasons["bf16"]
+    assert "needs a CPU with AMX or AVX512-BF16, which this Example CPU lacks" in reasons["bf16"]
+    unknown = record_of(trials[:1], definition={"search_space": choices, "amp": {"allow_emulated": True}})
+    assert undrawn_precisions(unknown)["bf16"] == ""
+    assert undrawn_precisions(record_of([], definition={"search_space": choices})) == {}
+
+
+def test_a_crashed_trial_is_wasted_time() -> None:
+    row = row_of(record_of([fake_trial(0, "fp32", "crashed"), fake_trial(1, "fp32")]), "fp32")
+    assert row["crashed"] == 1
+    assert row["wasted_seconds"] == pytest.approx(fake_trial(0, "fp32", "crashed").seconds)
+
+
+def test_readable_summary_fits_a_terminal() -> None:
+    record = fake_record()
+    brief = readable_summary(record, brief=True)
+    assert list(brief["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
+    assert brief.loc[1, "outcomes"] == "3 unsupported"
+    assert brief.loc[1, "score, best"] == "–"
+    widths = [max(len(name), brief[name].str.len().max()) for name in brief if name != "outcomes"]
+    assert sum(widths) + 2 * len(widths) <= 110
+
+
+def test_what_a_trial_stores_tells_what_its_device_can_run(tmp_path: Path) -> None:
+    write_study(tmp_path, training={"max_steps": 1, "batch_size": 8, "max_length": 64}, device="cpu")
+    stored = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=fp32", "--json")).json
+    trial = dataclasses.replace(fake_trial(0, "fp32"), telemetry=stored["telemetry"])
+    names = [name for name in PRECISION_NAMES if name != "fp32"]
+    space = {"fp_precision": {"type": "categorical", "choices": ["fp32", *names]}}
+    found = undrawn_precisions(record_of([trial], definition={"search_space": space}))
+    assert found == {name: support(name, probe_device("cpu")).reason for name in names}
