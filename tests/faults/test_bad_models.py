@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -337,84 +333,3 @@ def test_compile_names() -> None:
     with pytest.raises(ModelError, match=r"compile_scope: unknown `layer`\. Did you mean `layers`"):
         apply_compile(model, "default", "layer")
     assert all(module._compiled_call_impl is None for module in nn.ModuleList([model]).modules())
-
-
-# The hub out of reach.
-
-
-class RefusingServer:
-    """Accepts connections and closes them at once; counts them."""
-
-    def __init__(self) -> None:
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.connections = 0
-        self.thread = threading.Thread(target=self.serve)
-        self.thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-
-    def serve(self) -> None:
-        while True:
-            connection, _ = self.socket.accept()
-            with connection:
-                if connection.recv(1) == b"Q":
-                    return
-                self.connections += 1  # before it is closed: the client looks at the count as soon as it is
-
-    def close(self) -> None:
-        with socket.create_connection(self.socket.getsockname()) as connection:
-            connection.sendall(b"Q")
-        self.thread.join()
-        self.socket.close()
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def refusing_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RefusingServer]:
-    server = RefusingServer()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-@pytest.mark.parametrize("load", [load_encoder, load_tokenizer])
-@pytest.mark.usefixtures("empty_cache")
-def test_a_hub_name_in_offline_mode(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="not in the Hugging Face cache, and HF_HUB_OFFLINE forbids"):
-        load("someone/tiny")
-
-
-@pytest.mark.parametrize("load", [load_encoder, load_tokenizer])
-@pytest.mark.usefixtures("empty_cache")
-def test_a_hub_name_without_network_fails_after_one_try(load: Any, refusing_server: RefusingServer) -> None:
-    with pytest.raises(ModelError, match=r"the hub could not be reached \(.*Check the network"):
-        load("someone/tiny")
-    assert refusing_server.connections == 1
-
-
-def test_an_incomplete_cache_is_not_taken_for_a_model(
-    empty_cache: Path, folder: Path, refusing_server: RefusingServer
-) -> None:
-    snapshot = empty_cache / "models--someone--tiny" / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
-    reference = empty_cache / "models--someone--tiny" / "refs" / "main"
-    reference.parent.mkdir()
-    reference.write_text("a" * 40)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (snapshot / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(ModelError, match="the hub could not be reached"):
-        load_encoder("someone/tiny")
-    (snapshot / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    connections = refusing_server.connections
-    load_encoder("someone/tiny")
-    assert refusing_server.connections == connections
