@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import pairwise
 
+from hpo.config.data_config import TaskConfig
 from hpo.data.tasks import Task
 from hpo.errors import DataError, did_you_mean
 
@@ -79,7 +80,7 @@ class RowChecker:
         self,
         tasks: Sequence[Task],
         pair_segments: tuple[str, str] | None = None,
-        passed_over: Sequence[Task] = (),
+        passed_over: Mapping[str, TaskConfig] | None = None,
     ) -> None:
         self._tasks = {task.name: task for task in tasks}
         self._classes = {task.name: frozenset(task.labels) for task in tasks}
@@ -87,8 +88,13 @@ class RowChecker:
         self._span_names = frozenset(name for task in self._span_tasks for name in task.labels)
         self._all_span_tasks = frozenset(task.name for task in self._span_tasks)
         self._pair_segments = pair_segments
-        self._labels_passed_over = frozenset(task.name for task in passed_over)
-        self._spans_passed_over = frozenset(name for task in passed_over for name in task.labels)
+        passed_over = passed_over or {}
+        self._labels_passed_over = frozenset(passed_over)
+        self._spans_passed_over = frozenset(
+            name
+            for config in passed_over.values()
+            for name in (*(config.span_names or ()), *(config.classes or ()))
+        )
 
     def check(
         self, row: object, span_tasks: frozenset[str] | None = None
