@@ -24,6 +24,7 @@ import numpy as np
 
 from hpo.config.data_config import DataConfig, TaskConfig
 from hpo.data.examples import DataProblems, Example, RowChecker
+from hpo.data.progress import ProgressLog
 from hpo.data.sources import SPLITS, Reader, file_readers, hub_readers, nearest_file
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
@@ -126,7 +127,9 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
         name: set() for name, config in configs.items() if config.has_classes and config.classes is None
     }
     if found:
+        progress = ProgressLog(f"reading the classes of {train.name}")
         for row in train.rows():
+            progress.advance()
             labels = row.row.get("labels") if isinstance(row.row, dict) else None
             for name in found:
                 value = labels.get(name) if isinstance(labels, dict) else None
@@ -165,7 +168,9 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
         examples: list[Example] = []
+        progress = ProgressLog(f"reading {reader.name}")
         for row in reader.rows():
+            progress.advance()
             example, found = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
                 before = first_seen.setdefault(example.id, (reader, row.number))

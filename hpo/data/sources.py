@@ -20,6 +20,7 @@ from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, HubConfig, TaskConfig
 from hpo.data.examples import SPAN_KINDS
+from hpo.data.progress import ProgressLog
 from hpo.errors import DataError, did_you_mean
 
 SPLITS = ("train", "validation", "test")
@@ -141,6 +142,7 @@ def hub_readers(hub: HubConfig, columns: ColumnsConfig, tasks: TaskConfigs) -> d
     import datasets
 
     datasets.disable_progress_bars()
+    ProgressLog(f"loading the data set {hub.name}")
     try:
         loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.

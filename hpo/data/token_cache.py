@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from filelock import FileLock
-from transformers import (
-    PreTrainedTokenizerBase,
-)
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
+from hpo.data.progress import ProgressLog
 from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import AnyArray, Concatenation, TokenizedSplit, Windowing, split_of_arrays
 from hpo.errors import RunError
@@ -60,7 +58,11 @@ def load_tokenized(
         with FileLock(f"{folder}.lock"):
             if (cached := _read(folder, examples)) is not None:
                 return cached
-            _write(folder, tokenize_chunks(examples, dataset.tasks, tokenizer, windowing))
+            num, length = len(examples), windowing.max_length
+            what = f"tokenising {num:,} texts of the {split} split (max_length {length})"
+            progress = ProgressLog(what, num)
+            chunks = tokenize_chunks(examples, dataset.tasks, tokenizer, windowing)
+            _write(folder, chunks, progress)
     except OSError as error:
         raise RunError(
             f"the token cache could not be written: {error}. Free space or make {cache_dir} writable."
@@ -118,7 +120,7 @@ class _ArrayFile:
         self._file.close()
 
 
-def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
+def _write(folder: Path, chunks: Iterable[TokenizedSplit], progress: ProgressLog) -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished")  # Ours alone: the lock is held.
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -132,6 +134,7 @@ def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
                         files[name] = _ArrayFile(unfinished / f"{name}.npy", array)
                         opened.callback(files[name].close)
                     files[name].append(array)
+                progress.advance(len(chunk.examples))
             for file in files.values():
                 file.finish()
         arrays = {name: [file.dtype.str, list(file.shape)] for name, file in files.items()}
