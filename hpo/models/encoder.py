@@ -143,10 +143,6 @@ def load_encoder(
 
     Raises ModelError.
     """
-    if attention not in ATTENTION_IMPLEMENTATIONS:
-        raise ModelError(
-            f"attention: unknown `{attention}`.{did_you_mean(attention, list(ATTENTION_IMPLEMENTATIONS))}"
-        )
     resolved = resolve_encoder(encoder)
     fresh = isinstance(resolved, dict)
     if isinstance(resolved, dict):

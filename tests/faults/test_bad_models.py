@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import BertModel, GPT2Config, GPT2Model, T5Config, T5Model, ViTConfig, ViTModel
 
 from hpo.data.tasks import Task
 from hpo.errors import InputError, ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer, resolve_encoder
 from hpo.models.multitask import MultitaskModel, build_model
-from hpo.training.compilation import apply_compile
 
 TASKS = (Task("label", "single_label", ("a", "b")),)
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -277,16 +275,6 @@ def test_a_bad_inline_configuration(changes: dict[str, Any], message: str) -> No
             {"attention": "sdpa"},
             "attention: `sdpa` does not work for a fresh mpnet here.* Use eager or flash",
         ),
-        ({}, {"attention": "best"}, r"attention: unknown `best`\. Known: sdpa, eager, flash"),
-        ({}, {"attention": "flsh"}, r"unknown `flsh`\. Did you mean `flash`"),
-        (
-            {"model_type": "modernbert"},
-            {"attention": "flex"},
-            "attention: unknown `flex`",
-        ),
-        ({}, {"pooling": "men"}, r"pooling: unknown `men`\. Did you mean `mean`"),
-        ({}, {"head_type": "conv"}, r"head_type: unknown `conv`\. Known: linear, mlp"),
-        ({}, {"loss_weighting": "uncertain"}, "loss_weighting: unknown `uncertain`"),
     ],
 )
 def test_a_setting_that_the_encoder_cannot_do(
@@ -324,12 +312,3 @@ def test_an_encoder_that_does_not_see_the_mask() -> None:
 def test_no_task() -> None:
     with pytest.raises(ModelError, match="at least one task"):
         build_model(BERT, (), max_length=16)
-
-
-def test_compile_names() -> None:
-    model = build()
-    with pytest.raises(ModelError, match="compile: unknown `fast`"):
-        apply_compile(model, "fast")
-    with pytest.raises(ModelError, match=r"compile_scope: unknown `layer`\. Did you mean `layers`"):
-        apply_compile(model, "default", "layer")
-    assert all(module._compiled_call_impl is None for module in nn.ModuleList([model]).modules())
