@@ -18,10 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
-from hpo.models.encoder import (
-    load_encoder,
-    load_tokenizer,
-)
+from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HEAD_SETTINGS, MultitaskModel
 
 EXPORT_FORMAT = 1
@@ -65,9 +62,7 @@ def export_model(
             "max_length": max_length,
             "precision": precision,
             "decisions": {
-                name: asdict(decision)
-                if is_dataclass(decision) and not isinstance(decision, type)
-                else decision
+                name: asdict(decision) if is_dataclass(decision) else decision
                 for name, decision in (decisions or {}).items()
             },
         }
