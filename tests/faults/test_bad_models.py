@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertModel, GPT2Config, GPT2Model, T5Config, T5Model, ViTConfig, ViTModel
 
 from hpo.data.tasks import Task
-from hpo.errors import InputError, ModelError
+from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer, resolve_encoder
 from hpo.models.multitask import MultitaskModel, build_model
 
@@ -40,11 +41,6 @@ def change_config(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
-def test_a_model_error_is_the_users_to_mend() -> None:
-    assert issubclass(ModelError, InputError)
-    assert ModelError.exit_code == 2
-
-
 # Names and folders.
 
 
@@ -66,16 +62,48 @@ def test_a_folder_without_config(folder: Path) -> None:
             load(str(folder))
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "must be JSON"), ("[]", "must be a JSON object")])
-def test_a_config_that_is_no_configuration(folder: Path, content: str, message: str) -> None:
-    (folder / "config.json").write_text(content)
+def without_tensors(folder: Path, *names: str) -> None:
+    """Weights that lack what holds one of these names."""
+    weights = load_file(folder / "model.safetensors")
+    kept = {key: value for key, value in weights.items() if not any(name in key for name in names)}
+    save_file(
+        {**kept, "other.weight": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").write_text("{"), "must be JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "must be a JSON object"),
+        (
+            lambda folder: (folder / "model.safetensors").unlink(),
+            r"must hold weights \(model\.safetensors .* none",
+        ),
+        (lambda folder: cut_in_half(folder / "model.safetensors"), "could not be loaded"),
+        (
+            lambda folder: without_tensors(folder, ""),
+            r"\d+ tensors are missing and would be random: embeddings",
+        ),
+        (
+            lambda folder: without_tensors(folder, "layer.1.output.dense.weight"),
+            r"1 tensors are missing .*: encoder\.layer\.1\.output\.dense\.weight",
+        ),
+        (lambda folder: change_config(folder, hidden_size=64), "could not be loaded"),
+        (
+            lambda folder: change_config(folder, model_type="bertt"),
+            r"it is 'bertt'\. Did you mean `\w*bert\w*`",
+        ),
+        (lambda folder: change_config(folder, is_decoder=True), "bert is a decoder"),
+    ],
+)
+def test_a_damaged_folder_is_refused(damage: Callable[[Path], Any], message: str, folder: Path) -> None:
+    damage(folder)
     with pytest.raises(ModelError, match=message):
-        build(str(folder))
-
-
-def test_a_folder_without_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"must hold weights \(model\.safetensors .* but there are none"):
         build(str(folder))
 
 
@@ -91,39 +119,9 @@ def test_a_folder_with_a_shard_missing(folder: Path) -> None:
         build(str(folder))
 
 
-def test_torn_weights(folder: Path) -> None:
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ModelError, match="could not be loaded"):
-        build(str(folder))
-
-
-def test_weights_of_another_model(folder: Path) -> None:
-    save_file({"something.weight": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"\d+ tensors are missing and would be random: embeddings"):
-        build(str(folder))
-
-
-def test_weights_with_one_tensor_missing(folder: Path) -> None:
-    weights = load_file(folder / "model.safetensors")
-    del weights["encoder.layer.1.output.dense.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"1 tensors are missing .*: encoder\.layer\.1\.output\.dense\.weight"
-    ):
-        build(str(folder))
-
-
 def test_weights_without_a_pooler_are_fine(folder: Path) -> None:
-    weights = {k: v for k, v in load_file(folder / "model.safetensors").items() if "pooler" not in k}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    without_tensors(folder, "pooler")
     build(str(folder))
-
-
-def test_weights_of_another_size(folder: Path) -> None:
-    change_config(folder, hidden_size=64)
-    with pytest.raises(ModelError, match="could not be loaded"):
-        build(str(folder))
 
 
 def test_a_folder_without_tokenizer(folder: Path) -> None:
@@ -139,12 +137,6 @@ def test_a_tokenizer_with_more_tokens_than_embeddings(folder: Path) -> None:
         load_tokenizer(str(folder))
     with pytest.raises(ModelError, match=r"vocab_size is 100 and the tokenizer .* has 30522 tokens"):
         build({**BERT, "vocab_size": 100})
-
-
-def test_a_model_type_from_the_future(folder: Path) -> None:
-    change_config(folder, model_type="bertt")
-    with pytest.raises(ModelError, match=r"it is 'bertt'\. Did you mean `\w*bert\w*`"):
-        build(str(folder))
 
 
 # Code that comes with the model.
@@ -211,11 +203,6 @@ def test_only_text_encoders_are_trained(module: Any, message: str, tmp_path: Pat
     load_tokenizer("minilm").save_pretrained(tmp_path / "other")
     with pytest.raises(ModelError, match=message):
         build(str(tmp_path / "other"))
-
-
-def test_a_bert_that_was_made_a_decoder() -> None:
-    with pytest.raises(ModelError, match="bert is a decoder"):
-        build({**BERT, "is_decoder": True})
 
 
 # Inline configurations.

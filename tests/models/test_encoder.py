@@ -145,19 +145,6 @@ def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> 
     }
 
 
-def test_dropout_makes_training_random_and_zero_makes_it_exact() -> None:
-    def spread(**settings: float) -> float:
-        torch.manual_seed(0)
-        module = load_encoder(BERT, **settings).train()
-        with torch.no_grad():
-            first, second = (module(*make_batch()).last_hidden_state for _ in range(2))
-        return (first - second).abs().max().item()
-
-    assert spread(dropout=0.0, attention_dropout=0.0) == 0
-    assert spread(dropout=0.1, attention_dropout=0.0) > 0
-    assert spread(dropout=0.0, attention_dropout=0.1) > 0
-
-
 def test_attention_implementations_agree_and_are_what_was_asked_for() -> None:
     outputs = {}
     for attention, implementation in (("sdpa", DROPOUT_ATTENTION), ("eager", "eager")):
