@@ -174,7 +174,7 @@ def memory_share(device: DeviceInfo, num_workers: int) -> float:
 
 
 def memory_limit(device: DeviceInfo, fraction: float | None) -> int | None:
-    """Bytes that one process may take: `fraction` of a GPU's memory, or all there is. None: not known."""
+    """Bytes that one process may take: `fraction` of a GPU's memory, or all of it. None: not known."""
     share = fraction if device.type == "cuda" and fraction is not None else 1.0
     return int(share * device.total_memory_bytes) or None
 

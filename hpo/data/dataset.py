@@ -204,28 +204,25 @@ def _hash01(purpose: str, key: str) -> float:
 def _drawn_splits(
     splits: Mapping[str, list[Example]], validation_fraction: float, test_fraction: float
 ) -> dict[str, list[Example]]:
-    validation_share = 0.0 if "validation" in splits else validation_fraction
-    test_share = 0.0 if "test" in splits else test_fraction
-    if not validation_share and not test_share:
-        return dict(splits)
-    drawn: dict[str, list[Example]] = {split: [] for split in SPLITS}
+    shares = {"validation": validation_fraction, "test": test_fraction}
+    shares = {split: share for split, share in shares.items() if share and split not in splits}
+    drawn: dict[str, list[Example]] = {split: [] for split in (*shares, "train")}
     for example in splits["train"]:
         position = _hash01("split", example.group or example.id)
-        if position < validation_share:
-            drawn["validation"].append(example)
-        elif position < validation_share + test_share:
-            drawn["test"].append(example)
+        for split, share in shares.items():
+            position -= share
+            if position < 0:
+                drawn[split].append(example)
+                break
         else:
             drawn["train"].append(example)
-    given = {split: rows for split, rows in splits.items() if split != "train"}
-    wanted = ("train", *(["validation"] if validation_share else []), *(["test"] if test_share else []))
-    for split in wanted:
+    for split in ("train", *shares):
         if not drawn[split]:
             raise DataError(
                 f"{len(splits['train'])} training rows are too few to draw a {split} split from. "
                 f"Give a {split} file or change data.{'validation' if split == 'train' else split}_fraction."
             )
-    made = {split: drawn[split] for split in wanted} | given
+    made = {**splits, **drawn}
     return {split: made[split] for split in SPLITS if split in made}
 
 
