@@ -49,13 +49,8 @@ class MultitaskModel(nn.Module):
         if not tasks:
             raise ModelError("a model must have at least one task, but got none.")
         self.tasks = tuple(tasks)
-        self.head_settings = {
-            "pooling": pooling,
-            "head_type": head_type,
-            "head_hidden_size": head_hidden_size,
-            "head_dropout": head_dropout,
-            "loss_weighting": loss_weighting,
-        }
+        settings = (pooling, head_type, head_hidden_size, head_dropout, loss_weighting)
+        self.head_settings = dict(zip(HEAD_SETTINGS, settings, strict=True))
         self.encoder = encoder
         self.passes_type_ids = takes_type_ids(encoder)
         config: Any = encoder.config
