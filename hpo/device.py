@@ -103,7 +103,7 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
             host=socket.gethostname(),
-            uuid=_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
+            uuid=device_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
         )
     cpuinfo = _cpuinfo(root)
     flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
@@ -126,7 +126,7 @@ def _uses_cuda(kind: str, has_cuda: bool) -> bool:
     return has_cuda and kind != "cpu"
 
 
-def _uuid(visible: str | None, reported: str) -> str:
+def device_uuid(visible: str | None, reported: str) -> str:
     """The name of a part of a GPU where this process was given one: CUDA may report the whole one's."""
     return visible if visible and visible.startswith("MIG-") and "," not in visible else reported
 

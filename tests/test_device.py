@@ -16,9 +16,9 @@ import torch
 from hpo.device import (
     DeviceInfo,
     Utilization,
-    _uuid,
     available_cores,
     cuda_devices,
+    device_uuid,
     limit_threads,
     memory_limit,
     memory_share,
@@ -187,7 +187,7 @@ def test_no_gpu_to_share_where_one_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_tells_a_device_from_others(visible: str | None, expected: str) -> None:
-    assert _uuid(visible, "GPU-5ef") == expected
+    assert device_uuid(visible, "GPU-5ef") == expected
 
 
 def test_device_id() -> None:
