@@ -8,6 +8,7 @@ support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import socket
@@ -79,10 +80,11 @@ class DeviceInfo:
         return f"{self.name} ({self.num_cores} cores, {gib:.0f} GiB; {features})"
 
 
-def probe_device(kind: str = "auto") -> DeviceInfo:
+def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
     """Describe the device that trials run on here: `auto` takes CUDA where there is one.
 
-    Raises InputError when `kind` is `cuda` and no CUDA device is usable.
+    `root` is where `/proc` and `/sys` are. Raises InputError when `kind` is `cuda` and no CUDA device is
+    usable.
     """
     import torch
 
@@ -96,19 +98,21 @@ def probe_device(kind: str = "auto") -> DeviceInfo:
             compute_capability=(properties.major, properties.minor),
             cuda_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
             total_memory_bytes=properties.total_memory,
-            num_cores=available_cores(),
+            num_cores=available_cores(root),
             has_torchao=find_spec("torchao") is not None,
             torch_version=torch.__version__,
             cuda_version=torch.version.cuda,
             host=socket.gethostname(),
-            uuid=_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
+            uuid=device_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
         )
+    cpuinfo = _cpuinfo(root)
+    flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
     return DeviceInfo(
         type="cpu",
-        name=_cpu_name(),
-        cpu_features=_cpu_features(),
-        total_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        num_cores=available_cores(),
+        name=cpuinfo.get("model name") or platform.processor() or platform.machine(),
+        cpu_features=frozenset(_CPU_FEATURES[flag] for flag in flags if flag in _CPU_FEATURES),
+        total_memory_bytes=available_memory_bytes(root),
+        num_cores=available_cores(root),
         torch_version=torch.__version__,
         host=socket.gethostname(),
     )
@@ -122,7 +126,7 @@ def _uses_cuda(kind: str, has_cuda: bool) -> bool:
     return has_cuda and kind != "cpu"
 
 
-def _uuid(visible: str | None, reported: str) -> str:
+def device_uuid(visible: str | None, reported: str) -> str:
     """The name of a part of a GPU where this process was given one: CUDA may report the whole one's."""
     return visible if visible and visible.startswith("MIG-") and "," not in visible else reported
 
@@ -170,33 +174,79 @@ def memory_share(device: DeviceInfo, num_workers: int) -> float:
 
 
 def memory_limit(device: DeviceInfo, fraction: float | None) -> int | None:
-    """Bytes that one process may take: `fraction` of a GPU's memory, or all there is. None: not known."""
+    """Bytes that one process may take: `fraction` of a GPU's memory, or all of it. None: not known."""
     share = fraction if device.type == "cuda" and fraction is not None else 1.0
     return int(share * device.total_memory_bytes) or None
 
 
-def available_cores() -> int:
-    """Cores that this process may use (its affinity), not those of the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def available_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use: those of its affinity, or fewer where its cgroups have a CPU quota.
+
+    A quota counts in whole cores: with one thread more than that, all threads are halted again and again.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [
+        _share_of_cores(*(folder / "cpu.max").read_text().split())
+        for folder in _cgroups(root, "")
+        if (folder / "cpu.max").exists()
+    ]
+    quotas += [
+        _share_of_cores(
+            *((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        )
+        for folder in _cgroups(root, "cpu")
+        if (folder / "cpu.cfs_quota_us").exists()
+    ]
+    return max(1, int(min([cores, *quotas])))
 
 
-def _cpuinfo() -> dict[str, str]:
-    path = Path("/proc/cpuinfo")
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Memory of the machine, or less where the cgroups of this process have a limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    files = [folder / "memory.max" for folder in _cgroups(root, "")]
+    files += [folder / "memory.limit_in_bytes" for folder in _cgroups(root, "memory")]
+    limits = [file.read_text().strip() for file in files if file.exists()]
+    return min([total, *(int(limit) for limit in limits if limit != "max")])
+
+
+def limit_threads(device: DeviceInfo) -> None:
+    """Give PyTorch no more threads than the process has cores, unless OMP_NUM_THREADS says how many.
+
+    PyTorch counts the cores of the affinity, whatever quota the cgroups leave.
+    """
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > device.num_cores:
+        torch.set_num_threads(device.num_cores)
+
+
+def _share_of_cores(quota: str, period: str) -> float:
+    return math.inf if quota in ("max", "-1") else int(quota) / int(period)
+
+
+def _cgroups(root: Path, controller: str) -> list[Path]:
+    """The folder of this process's cgroup and all above it; controller "": of cgroup v2, else of v1.
+
+    In a container that sees its own cgroup as the top, the path that the kernel tells is not there, and
+    what limits the process lies at the top. https://docs.kernel.org/admin-guide/cgroup-v2.html
+    """
+    own = root / "proc/self/cgroup"
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / controller
+            parts = path.strip("/").split("/")
+            return [top.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return []
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    path = root / "proc/cpuinfo"
     if not path.exists():
         return {}
     first_processor = path.read_text().split("\n\n", 1)[0]
     pairs = (line.split(":", 1) for line in first_processor.splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
-
-
-def _cpu_name() -> str:
-    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_features() -> frozenset[str]:
-    info = _cpuinfo()
-    flags = (info.get("flags") or info.get("Features") or "").split()
-    return frozenset(_CPU_FEATURES[flag] for flag in flags if flag in _CPU_FEATURES)
 
 
 class Utilization:

@@ -16,9 +16,10 @@ import torch
 from hpo.device import (
     DeviceInfo,
     Utilization,
-    _uuid,
     available_cores,
     cuda_devices,
+    device_uuid,
+    limit_threads,
     memory_limit,
     memory_share,
     probe_device,
@@ -50,6 +51,80 @@ def test_the_features_are_those_of_the_kernel() -> None:
     features = probe_device("cpu").cpu_features
     assert ("avx512_bf16" in features) == ("avx512_bf16" in flags)
     assert ("avx2" in features) == ("avx2" in flags)
+
+
+def machine(root: Path, own_cgroups: str, **limits: str) -> Path:
+    """A machine whose `/proc` and `/sys` say this; the names of `limits` are paths below /sys/fs/cgroup."""
+    for path, content in {
+        "proc/self/cgroup": own_cgroups,
+        "proc/cpuinfo": "model name : Example CPU\nflags : fpu avx2 amx_bf16\n\nmodel name : other\n",
+        **{f"sys/fs/cgroup/{path}": content for path, content in limits.items()},
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(content)
+    return root
+
+
+V1 = "9:name=systemd:/job\n4:cpu,cpuacct:/slurm/job\n3:memory:/slurm/job"
+
+
+@pytest.mark.parametrize(
+    ("own_cgroups", "limits", "cores", "memory"),
+    [
+        ("0::/slurm/job", {"slurm/job/cpu.max": "300000 100000", "slurm/job/memory.max": "1000"}, 3, 1000),
+        ("0::/slurm/job", {"slurm/cpu.max": "250000 100000", "slurm/job/cpu.max": "max 100000"}, 2, None),
+        ("0::/pod", {"memory.max": "max", "pod/memory.max": "2000", "pod/cpu.max": "50000 100000"}, 1, 2000),
+        ("0::/docker/5ef", {"cpu.max": "200000 100000", "memory.max": "3000"}, 2, 3000),  # seen from within
+        ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, 8, None),
+        ("0::/job", {"other/cpu.max": "100000 100000", "other/memory.max": "1"}, 8, None),
+        (
+            V1,
+            {
+                "cpu/slurm/job/cpu.cfs_quota_us": "400000",
+                "cpu/slurm/job/cpu.cfs_period_us": "100000",
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/slurm/memory.limit_in_bytes": "4000",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+            },
+            4,
+            4000,
+        ),
+        ("", {}, 8, None),
+    ],
+)
+def test_cores_and_memory_are_those_that_the_cgroups_leave(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own_cgroups: str,
+    limits: dict[str, str],
+    cores: int,
+    memory: int | None,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
+    device = probe_device("cpu", machine(tmp_path, own_cgroups, **limits))
+    assert (device.num_cores, device.name) == (cores, "Example CPU")
+    assert device.cpu_features == {"avx2", "amx_bf16"}
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert device.total_memory_bytes == (memory or whole)
+
+
+def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    limit_threads(DeviceInfo(type="cpu", name="CPU", num_cores=3))
+    limit_threads(DeviceInfo(type="cpu", name="CPU", num_cores=16))
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    limit_threads(DeviceInfo(type="cpu", name="CPU", num_cores=3))
+    assert asked == [3]
+
+
+def test_without_proc_the_machine_is_as_python_tells_it(tmp_path: Path) -> None:
+    device = probe_device("cpu", tmp_path)
+    assert device.num_cores >= 1
+    assert device.cpu_features == frozenset()
 
 
 def test_cuda_is_refused_where_there_is_none() -> None:
@@ -112,7 +187,7 @@ def test_no_gpu_to_share_where_one_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_what_tells_a_device_from_others(visible: str | None, expected: str) -> None:
-    assert _uuid(visible, "GPU-5ef") == expected
+    assert device_uuid(visible, "GPU-5ef") == expected
 
 
 def test_device_id() -> None:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from hpo.config.study_file import Problem, refused, show, validation_error
+from hpo.config.study_file import Problem, problems_of, refused, show, validation_error
 from hpo.config.trial_settings import Count, Section
-from hpo.errors import did_you_mean
 
-TASK_KINDS = (
+TaskKind = Literal[
     "single_label",
     "multi_label",
     "token_classification",
     "span_extraction",
     "span_per_label",
     "regression",
-)
+]
+TASK_KINDS: tuple[str, ...] = get_args(TaskKind)
 
 
 def _path(value: Any, info: ValidationInfo) -> Any:
@@ -40,6 +51,90 @@ def _hub_name(value: Any, info: ValidationInfo) -> Any:
 
 
 StudyPath = Annotated[Path, BeforeValidator(_path)]
+
+
+def _names(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names or not all(names):
+        raise ValueError("must hold at least one name, and no empty one.")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"must not repeat a name, but {show(twice[0])} occurs twice.")
+    return names
+
+
+Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_names)]
+
+
+class TaskConfig(Section):
+    """One task, in `tasks.json` or in the study file. Other keys describe the data for people."""
+
+    model_config = ConfigDict(extra="allow")
+
+    kind: TaskKind
+    classes: Names | None = None
+    """Of single_label and multi_label; left out, those of the training rows."""
+    span_names: Names | None = None
+    """Of the kinds whose truth is spans; of span_per_label, left out, the classes."""
+    evidence_for: str | None = None
+    """Of span_per_label: the task whose classes the spans are evidence for."""
+    spans_may_overlap: bool = False
+    inside_segment: str | None = None
+    """Of span_extraction: the segment that the span lies in."""
+    max_spans: int | None = None
+
+    @property
+    def has_classes(self) -> bool:
+        return self.kind in ("single_label", "multi_label")
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> TaskConfig:
+        known = list(type(self).model_fields)
+        problems = [
+            Problem((key,), f"there is no such key. Did you mean `{near[0]}`?")
+            for key in self.model_extra or ()
+            if (near := get_close_matches(key, known, n=1, cutoff=0.8))
+        ]
+        of_kind = {
+            "token_classification": ("span_names",),
+            "span_extraction": ("span_names",),
+            "span_per_label": ("evidence_for",),
+        }
+        problems += [
+            Problem((key,), f"must be given for the kind {self.kind}.")
+            for key in of_kind.get(self.kind, ())
+            if getattr(self, key) is None
+        ]
+        if self.kind == "span_extraction" and (
+            self.max_spans not in (None, 1) or len(self.span_names or "x") > 1
+        ):
+            message = (
+                "span_extraction finds at most one span of one name. Use token_classification for several."
+            )
+            problems.append(Problem(("kind",), message))
+        if problems:
+            raise validation_error(problems)
+        return self
+
+
+def task_configs(tasks: Mapping[str, Any]) -> dict[str, TaskConfig]:
+    """The checked tasks by name. Raises pydantic's ValidationError with all that is wrong."""
+    configs: dict[str, TaskConfig] = {}
+    problems = [] if tasks else [Problem((), "there must be at least one task.")]
+    for name, content in tasks.items():
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", str(name)):
+            problems.append(
+                Problem((name,), "a task's name must be a letter followed by letters, digits, `_` or `-`.")
+            )
+        if name == "score":
+            message = "`score` names the objective over all tasks. Give the task another name."
+            problems.append(Problem((name,), message))
+        try:
+            configs[name] = TaskConfig.model_validate(content)
+        except ValidationError as error:
+            found = problems_of(error, TaskConfig, content)
+            problems += [Problem((name, *problem.where), problem.message) for problem in found]
+    if problems:
+        raise validation_error(problems)
+    return configs
 
 
 class FilesConfig(Section):
@@ -156,20 +251,12 @@ class DataConfig(Section):
             raise refused((), f"must be a path or a mapping of task names to tasks, but got {show(value)}.")
         wrapped = isinstance(value.get("tasks"), Mapping) and "kind" not in value["tasks"]
         tasks, above = (value["tasks"], ("tasks",)) if wrapped else (value, ())
-        problems = [] if tasks else [Problem(above, "there must be at least one task.")]
-        for name, task in tasks.items():
-            if not isinstance(task, Mapping):
-                problems.append(Problem((*above, name), f"must be a mapping with `kind`, got {show(task)}."))
-            elif task.get("kind") not in TASK_KINDS:
-                kinds = ", ".join(TASK_KINDS)
-                message = (
-                    f"unknown kind {show(task['kind'])}.{did_you_mean(str(task['kind']), TASK_KINDS)}"
-                    if "kind" in task
-                    else f"must be given: one of {kinds}."
-                )
-                problems.append(Problem((*above, name, "kind"), message))
-        if problems:
-            raise validation_error(problems)
+        try:
+            task_configs(tasks)
+        except ValidationError as error:
+            found = problems_of(error, None, tasks)
+            problems = [Problem((*above, *problem.where), problem.message) for problem in found]
+            raise validation_error(problems) from None
         return dict(value) if wrapped else {"tasks": dict(value)}
 
     @model_validator(mode="after")

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from hpo.config.data_config import DataConfig
+from hpo.config.data_config import DataConfig, TaskConfig
 from hpo.data.examples import DataProblems, Example, RowChecker
+from hpo.data.progress import ProgressLog
 from hpo.data.sources import SPLITS, Reader, file_readers, hub_readers, nearest_file
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
-from hpo.data.tasks import Task, parse_tasks
+from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
 
 
@@ -54,13 +55,13 @@ def load_data(config: DataConfig) -> DataSet:
 
 
 def _load(config: DataConfig) -> DataSet:
-    specs, where, passed_over = _read_tasks(config)
+    configs, where, passed_over = _read_tasks(config)
     readers = (
-        hub_readers(config.hub, config.columns, specs)
+        hub_readers(config.hub, config.columns, configs)
         if config.hub is not None
-        else file_readers(config.source, config.path, dict(config.files), config.columns, specs)
+        else file_readers(config.source, config.path, dict(config.files), config.columns, configs)
     )
-    tasks = parse_tasks({"tasks": _with_inferred_classes(specs, readers["train"])}, where)
+    tasks = make_tasks(_with_inferred_classes(configs, readers["train"]), where)
     splits = _checked(readers, RowChecker(tasks, config.pair_segments, passed_over))
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
@@ -91,16 +92,15 @@ def _generate(config: DataConfig) -> DataSet:
 # Tasks
 
 
-def _read_tasks(config: DataConfig) -> tuple[dict[str, Any], str, tuple[Task, ...]]:
-    """The tasks by name as they are written, where that is, and the data's tasks that are left out."""
+def _read_tasks(config: DataConfig) -> tuple[dict[str, TaskConfig], str, Mapping[str, TaskConfig]]:
+    """The tasks as they are written, where that is, and the data's tasks that the study leaves out."""
     beside = None if config.path is None else config.path / "tasks.json"
     if isinstance(config.tasks, Mapping):
-        specs = dict(config.tasks["tasks"])
-        passed_over: tuple[Task, ...] = ()
+        configs = read_task_configs(config.tasks, "data.tasks")
+        others: dict[str, TaskConfig] = {}
         if beside is not None and beside.is_file():
-            known = parse_tasks(_read_json(beside), str(beside))
-            passed_over = tuple(task for task in known if task.name not in specs)
-        return specs, "data.tasks", passed_over
+            others = read_task_configs(_read_json(beside), str(beside))
+        return configs, "data.tasks", {name: others[name] for name in others if name not in configs}
     path = config.tasks or beside
     assert path is not None  # DataConfig has seen to it.
     if not path.is_file():
@@ -108,12 +108,7 @@ def _read_tasks(config: DataConfig) -> tuple[dict[str, Any], str, tuple[Task, ..
             f"{path}: no such file. It must say what is annotated, or give the tasks in the study's "
             f"`data.tasks`.{nearest_file(path)}"
         )
-    content = _read_json(path)
-    inner = content.get("tasks", content) if isinstance(content, Mapping) else content
-    if not isinstance(inner, Mapping) or not inner:
-        parse_tasks(content, str(path))
-        raise DataError(f"{path}: `tasks` must be a mapping of tasks.")
-    return dict(inner), str(path), ()
+    return read_task_configs(_read_json(path), str(path)), str(path), {}
 
 
 def _read_json(path: Path) -> Any:
@@ -123,35 +118,31 @@ def _read_json(path: Path) -> Any:
         raise DataError(f"{path}: must be JSON, but {error}.") from None
 
 
-def _with_inferred_classes(specs: Mapping[str, Any], train: Reader) -> dict[str, Any]:
+def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> dict[str, TaskConfig]:
     """Fill in the classes that a label task leaves out: those of the training rows, sorted.
 
     Evidence without span names is evidence for all classes of its task.
     """
     found: dict[str, set[str]] = {
-        name: set()
-        for name, spec in specs.items()
-        if isinstance(spec, Mapping)
-        and spec.get("kind") in ("single_label", "multi_label")
-        and "classes" not in spec
+        name: set() for name, config in configs.items() if config.has_classes and config.classes is None
     }
     if found:
+        progress = ProgressLog(f"reading the classes of {train.name}")
         for row in train.rows():
-            line = row.row
-            labels = line.get("labels") if isinstance(line, dict) else None
+            progress.advance()
+            labels = row.row.get("labels") if isinstance(row.row, dict) else None
             for name in found:
                 value = labels.get(name) if isinstance(labels, dict) else None
                 of_row = value if isinstance(value, list) else [value]
                 found[name].update(label for label in of_row if isinstance(label, str) and label)
     completed = {
-        name: {**spec, "classes": sorted(found[name])} if name in found else spec
-        for name, spec in specs.items()
+        name: config.model_copy(update={"classes": tuple(sorted(found[name]))}) if name in found else config
+        for name, config in configs.items()
     }
-    for name, spec in completed.items():
-        if isinstance(spec, Mapping) and spec.get("kind") == "span_per_label" and "span_names" not in spec:
-            of = completed.get(str(spec.get("evidence_for")))
-            if isinstance(of, Mapping) and "classes" in of:
-                completed[name] = {**spec, "span_names": of["classes"]}
+    for name, config in completed.items():
+        labelled = completed.get(config.evidence_for or "")
+        if config.kind == "span_per_label" and config.span_names is None and labelled is not None:
+            completed[name] = config.model_copy(update={"span_names": labelled.classes})
     return completed
 
 
@@ -177,7 +168,9 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
         examples: list[Example] = []
+        progress = ProgressLog(f"reading {reader.name}")
         for row in reader.rows():
+            progress.advance()
             example, found = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
                 before = first_seen.setdefault(example.id, (reader, row.number))
@@ -211,28 +204,25 @@ def _hash01(purpose: str, key: str) -> float:
 def _drawn_splits(
     splits: Mapping[str, list[Example]], validation_fraction: float, test_fraction: float
 ) -> dict[str, list[Example]]:
-    validation_share = 0.0 if "validation" in splits else validation_fraction
-    test_share = 0.0 if "test" in splits else test_fraction
-    if not validation_share and not test_share:
-        return dict(splits)
-    drawn: dict[str, list[Example]] = {split: [] for split in SPLITS}
+    shares = {"validation": validation_fraction, "test": test_fraction}
+    shares = {split: share for split, share in shares.items() if share and split not in splits}
+    drawn: dict[str, list[Example]] = {split: [] for split in (*shares, "train")}
     for example in splits["train"]:
         position = _hash01("split", example.group or example.id)
-        if position < validation_share:
-            drawn["validation"].append(example)
-        elif position < validation_share + test_share:
-            drawn["test"].append(example)
+        for split, share in shares.items():
+            position -= share
+            if position < 0:
+                drawn[split].append(example)
+                break
         else:
             drawn["train"].append(example)
-    given = {split: rows for split, rows in splits.items() if split != "train"}
-    wanted = ("train", *(["validation"] if validation_share else []), *(["test"] if test_share else []))
-    for split in wanted:
+    for split in ("train", *shares):
         if not drawn[split]:
             raise DataError(
                 f"{len(splits['train'])} training rows are too few to draw a {split} split from. "
                 f"Give a {split} file or change data.{'validation' if split == 'train' else split}_fraction."
             )
-    made = {split: drawn[split] for split in wanted} | given
+    made = {**splits, **drawn}
     return {split: made[split] for split in SPLITS if split in made}
 
 

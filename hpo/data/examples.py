@@ -11,18 +11,22 @@ that task's loss and metrics.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import pairwise
 
+from hpo.config.data_config import TaskConfig
 from hpo.data.tasks import Task
 from hpo.errors import DataError, did_you_mean
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
 MAX_LISTED = 20
 SPAN_KINDS = ("token_classification", "span_extraction", "span_per_label")
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Span = tuple[int, int]
 Label = str | list[str] | float
@@ -79,7 +83,7 @@ class RowChecker:
         self,
         tasks: Sequence[Task],
         pair_segments: tuple[str, str] | None = None,
-        passed_over: Sequence[Task] = (),
+        passed_over: Mapping[str, TaskConfig] | None = None,
     ) -> None:
         self._tasks = {task.name: task for task in tasks}
         self._classes = {task.name: frozenset(task.labels) for task in tasks}
@@ -87,8 +91,13 @@ class RowChecker:
         self._span_names = frozenset(name for task in self._span_tasks for name in task.labels)
         self._all_span_tasks = frozenset(task.name for task in self._span_tasks)
         self._pair_segments = pair_segments
-        self._labels_passed_over = frozenset(task.name for task in passed_over)
-        self._spans_passed_over = frozenset(name for task in passed_over for name in task.labels)
+        passed_over = passed_over or {}
+        self._labels_passed_over = frozenset(passed_over)
+        self._spans_passed_over = frozenset(
+            name
+            for config in passed_over.values()
+            for name in (*(config.span_names or ()), *(config.classes or ()))
+        )
 
     def check(
         self, row: object, span_tasks: frozenset[str] | None = None
@@ -117,7 +126,7 @@ class RowChecker:
             problems.append(f"`text` must be a string, but got {_show_key(row, 'text')}")
         elif not text.strip():
             problems.append("`text` is empty")
-        elif not _is_unicode(text):
+        elif _SURROGATE.search(text):
             problems.append("`text` holds half of a surrogate pair (a broken \\u escape)")
         group = row.get("group")
         if group is not None and not isinstance(group, str):
@@ -138,19 +147,8 @@ class RowChecker:
             self._check_task_spans(task, labels, spans, segments, problems)
         if problems:
             return None, problems
-        return (
-            Example(
-                id=str(row_id),
-                text=text,
-                labels=labels,
-                spans=spans,
-                segments=segments,
-                alt_spans=alt_spans,
-                annotated=frozenset(annotated),
-                group=group,
-            ),
-            problems,
-        )
+        truth = (labels, spans, segments, alt_spans, frozenset(annotated))
+        return Example(str(row_id), text, *truth, group), []
 
     def _labels(self, given: object, problems: list[str]) -> dict[str, Label]:
         labels: dict[str, Label] = {}
@@ -174,32 +172,26 @@ class RowChecker:
                     problems.append(f"labels.{name} must be a finite number, but got {_show(value)}")
                 else:
                     labels[name] = float(value)
-            elif task.kind == "single_label":
-                if not isinstance(value, str):
-                    problems.append(f"labels.{name} must be one class as a string, but got {_show(value)}")
-                elif value not in self._classes[name]:
-                    problems.append(f"labels.{name}: unknown class `{value}`.{self._nearest(task, value)}")
-                else:
-                    labels[name] = value
             else:
-                labels[name] = self._classes_of(task, value, problems)
+                labels[name] = value
+                problems += self._class_problems(task, value)
         return labels
 
-    def _classes_of(self, task: Task, value: object, problems: list[str]) -> list[str]:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            problems.append(f"labels.{task.name} must be a list of classes, but got {_show(value)}")
-            return []
-        unknown = [item for item in value if item not in self._classes[task.name]]
-        if unknown:
-            problems.append(
-                f"labels.{task.name}: unknown class `{unknown[0]}`.{self._nearest(task, unknown[0])}"
-            )
-        elif len(set(value)) < len(value):
-            problems.append(f"labels.{task.name} names a class twice: {_show(value)}")
-        return value
-
-    def _nearest(self, task: Task, value: str) -> str:
-        return did_you_mean(value, task.labels)
+    def _class_problems(self, task: Task, value: object) -> list[str]:
+        where = f"labels.{task.name}"
+        if task.kind == "single_label":
+            if not isinstance(value, str):
+                return [f"{where} must be one class as a string, but got {_show(value)}"]
+            classes = [value]
+        else:
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                return [f"{where} must be a list of classes, but got {_show(value)}"]
+            classes = value
+        for item in classes:
+            if item not in self._classes[task.name]:
+                return [f"{where}: unknown class `{item}`.{did_you_mean(item, task.labels)}"]
+        repeats = len(set(classes)) < len(classes)
+        return [f"{where} names a class twice: {_show(value)}"] if repeats else []
 
     def _spans(self, key: str, given: object, text: str, problems: list[str]) -> dict[str, list[Span]]:
         spans: dict[str, list[Span]] = {}
@@ -307,16 +299,6 @@ def _misspelt(key: str) -> str | None:
     """Return the row key that `key` was probably meant to be; other unknown keys are the user's own notes."""
     near = get_close_matches(key.lower(), ROW_KEYS, n=1, cutoff=0.75)
     return near[0] if near else None
-
-
-def _is_unicode(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _show_key(row: Mapping[str, object], key: str) -> str:

@@ -18,13 +18,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hpo.config.data_config import ColumnsConfig, HubConfig
+from hpo.config.data_config import ColumnsConfig, HubConfig, TaskConfig
 from hpo.data.examples import SPAN_KINDS
+from hpo.data.progress import ProgressLog
 from hpo.errors import DataError, did_you_mean
 
 SPLITS = ("train", "validation", "test")
-TaskSpecs = Mapping[str, Any]
-"""Task name to its entry in `tasks.json`, not yet checked."""
+TaskConfigs = Mapping[str, TaskConfig]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def file_readers(
     folder: Path | None,
     files: Mapping[str, Path | None],
     columns: ColumnsConfig,
-    specs: TaskSpecs,
+    tasks: TaskConfigs,
 ) -> dict[str, Reader]:
     """Readers of the splits that are there: `files`, or else `<folder>/<split>.<source>`."""
     readers: dict[str, Reader] = {}
@@ -67,16 +67,16 @@ def file_readers(
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
-        readers[split] = _file_reader(source, path, split, columns, specs)
+        readers[split] = _file_reader(source, path, split, columns, tasks)
     return readers
 
 
-def _file_reader(source: str, path: Path, split: str, columns: ColumnsConfig, specs: TaskSpecs) -> Reader:
+def _file_reader(source: str, path: Path, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> Reader:
     if source == "jsonl":
         return Reader(str(path), ":", lambda: _jsonl_rows(path))
     if source == "csv":
-        return Reader(str(path), ":", lambda: _csv_rows(path, split, columns, specs))
-    return Reader(str(path), " row ", lambda: _parquet_rows(path, split, columns, specs))
+        return Reader(str(path), ":", lambda: _csv_rows(path, split, columns, tasks))
+    return Reader(str(path), " row ", lambda: _parquet_rows(path, split, columns, tasks))
 
 
 def nearest_file(path: Path) -> str:
@@ -100,13 +100,13 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield Row(number, None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _csv_rows(path: Path, split: str, columns: ColumnsConfig, specs: TaskSpecs) -> Iterator[Row]:
+def _csv_rows(path: Path, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = csv.reader(file, strict=True)
             header = next(lines, [])
-            layout = _Columns(columns, specs, header, str(path), split)
+            layout = _Columns(columns, tasks, header, str(path), split)
             end = lines.line_num
             for number, cells in enumerate(lines, start=1):
                 line, end = end + 1, lines.line_num
@@ -123,13 +123,13 @@ def _csv_rows(path: Path, split: str, columns: ColumnsConfig, specs: TaskSpecs) 
         raise DataError(f"{path}:{lines.line_num}: must be CSV, but {error}.") from None
 
 
-def _parquet_rows(path: Path, split: str, columns: ColumnsConfig, specs: TaskSpecs) -> Iterator[Row]:
+def _parquet_rows(path: Path, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(path)
-        layout = _Columns(columns, specs, file.schema_arrow.names, str(path), split)
+        layout = _Columns(columns, tasks, file.schema_arrow.names, str(path), split)
         batches = file.iter_batches(columns=layout.names)
         for number, cells in enumerate(chain.from_iterable(b.to_pylist() for b in batches), start=1):
             yield layout.row(number, number, cells)
@@ -137,11 +137,12 @@ def _parquet_rows(path: Path, split: str, columns: ColumnsConfig, specs: TaskSpe
         raise DataError(f"{path}: must be a parquet file, but {error}.") from None
 
 
-def hub_readers(hub: HubConfig, columns: ColumnsConfig, specs: TaskSpecs) -> dict[str, Reader]:
+def hub_readers(hub: HubConfig, columns: ColumnsConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     """Readers of the splits of a data set that `datasets` loads."""
     import datasets
 
     datasets.disable_progress_bars()
+    ProgressLog(f"loading the data set {hub.name}")
     try:
         loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
@@ -161,12 +162,12 @@ def hub_readers(hub: HubConfig, columns: ColumnsConfig, specs: TaskSpecs) -> dic
                     f"{did_you_mean(name, sorted(map(str, loaded)))}"
                 )
             continue
-        readers[split] = _hub_reader(f"{hub.name}[{name}]", split, loaded[name], columns, specs)
+        readers[split] = _hub_reader(f"{hub.name}[{name}]", split, loaded[name], columns, tasks)
     return readers
 
 
-def _hub_reader(where: str, split: str, table: Any, columns: ColumnsConfig, specs: TaskSpecs) -> Reader:
-    layout = _Columns(columns, specs, table.column_names, where, split)
+def _hub_reader(where: str, split: str, table: Any, columns: ColumnsConfig, tasks: TaskConfigs) -> Reader:
+    layout = _Columns(columns, tasks, table.column_names, where, split)
     table = table.select_columns(layout.names)
     # Classes are stored as numbers where the data set names them; their names are what tasks use.
     names = {
@@ -193,20 +194,17 @@ class _Columns:
     """Turns the cells of a table's row into the form of a jsonl line."""
 
     def __init__(
-        self, columns: ColumnsConfig, specs: TaskSpecs, header: Sequence[str], where: str, split: str
+        self, columns: ColumnsConfig, tasks: TaskConfigs, header: Sequence[str], where: str, split: str
     ) -> None:
         self._columns = columns
         self._split = split
-        specs = {name: spec for name, spec in specs.items() if isinstance(spec, Mapping)}
-        self._kinds = {name: spec.get("kind") for name, spec in specs.items()}
-        self._span_names: dict[str, list[str] | None] = {
-            name: list(spec["span_names"]) if isinstance(spec.get("span_names"), list) else None
-            for name, spec in specs.items()
-            if self._kinds[name] in SPAN_KINDS
+        self._kinds = {name: config.kind for name, config in tasks.items()}
+        self._span_names = {
+            name: config.span_names for name, config in tasks.items() if config.kind in SPAN_KINDS
         }
         for task in columns.labels:
-            if task not in specs or task in self._span_names:
-                known = [name for name in specs if name not in self._span_names]
+            if task not in tasks or task in self._span_names:
+                known = [name for name in tasks if name not in self._span_names]
                 raise DataError(
                     f"data.columns.labels: no task with labels is called `{task}`.{_hint(task, known)}"
                 )

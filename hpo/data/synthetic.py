@@ -85,10 +85,7 @@ _OTHERS = ("my brother", "my mum", "a friend of mine", "my flatmate", "the guy n
 
 # Frames around a sentence of the writer's: they leave it true, or make it denied, over, or another person's.
 _TRUE_FRAMES = (
-    ("", ""),
-    ("", ""),
-    ("", ""),
-    ("", ""),
+    *[("", "")] * 4,
     ("it is true that ", ""),
     ("i cannot deny that ", ""),
     ("nobody else knows that ", ""),
@@ -117,196 +114,136 @@ _FALSE_FRAMES = (
 )
 _FRAMED_LOOK_ALIKE = 0.7
 
-# For each criterion: what holds, with {often}; what is denied; what is over; what another person has.
-_SENTENCES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split("/"))
+
+
+# Sentences of each criterion, parted by slashes: of one who has it, who denies it, who had it, and another's.
+_SENTENCES = {
     "low_mood": (
-        (
-            "i feel sad and empty {often}",
-            "i end up crying in the bathroom {often}",
-            "everything looks grey and hopeless to me {often}",
-            "i am down {often} and cannot say why",
-            "there is this heavy gloom over me {often}",
-            "tears come {often}, even when nothing has happened",
-            "i wake up miserable {often}",
-            "my heart is like lead {often}",
-        ),
-        ("i am not sad at all", "i cannot say that i feel down", "no tears and no gloom on my side"),
-        ("i used to cry a lot, which is long over", "last year i was miserable, now my mood is fine"),
-        ("{other} feels sad and empty {often}", "{other} cries {often} and it scares me"),
+        """i feel sad and empty {often} / i end up crying in the bathroom {often} /
+        everything looks grey and hopeless to me {often} / i am down {often} and cannot say why /
+        there is this heavy gloom over me {often} / tears come {often}, even when nothing has happened /
+        i wake up miserable {often} / my heart is like lead {often}""",
+        "i am not sad at all / i cannot say that i feel down / no tears and no gloom on my side",
+        "i used to cry a lot, which is long over / last year i was miserable, now my mood is fine",
+        "{other} feels sad and empty {often} / {other} cries {often} and it scares me",
     ),
     "lost_interest": (
-        (
-            "nothing is fun for me any more, {often} i just stare at the wall",
-            "i drop the hobbies that i loved {often}",
-            "my guitar gathers dust and i do not care {often}",
-            "i turn friends down {often} because nothing appeals to me",
-            "games, films, football, it all leaves me cold {often}",
-            "i get no joy {often} out of things that used to thrill me",
-            "i have stopped looking forward to anything, {often} it is just flat",
-            "even sex is of no interest to me {often}",
-        ),
-        ("i still enjoy my hobbies", "i have not lost interest in my friends", "football thrills me as ever"),
-        (
-            "for a while nothing was fun, but i paint again with joy",
-            "i had dropped my guitar and took it up again",
-        ),
-        ("{other} has lost all interest in going out {often}", "{other} gets no joy out of anything {often}"),
+        """nothing is fun for me any more, {often} i just stare at the wall /
+        i drop the hobbies that i loved {often} / my guitar gathers dust and i do not care {often} /
+        i turn friends down {often} because nothing appeals to me /
+        games, films, football, it all leaves me cold {often} /
+        i get no joy {often} out of things that used to thrill me /
+        i have stopped looking forward to anything, {often} it is just flat /
+        even sex is of no interest to me {often}""",
+        "i still enjoy my hobbies / i have not lost interest in my friends / football thrills me as ever",
+        """for a while nothing was fun, but i paint again with joy /
+        i had dropped my guitar and took it up again""",
+        "{other} has lost all interest in going out {often} / {other} gets no joy out of anything {often}",
     ),
     "appetite_change": (
-        (
-            "i skip meals {often} since food disgusts me",
-            "i lost six kilos without trying and leave my plate full {often}",
-            "i stuff myself with crisps {often} and my jeans no longer close",
-            "i have to force every bite down {often}",
-            "hunger is gone {often} and i forget to eat",
-            "i eat whole packs of biscuits {often} without being hungry",
-            "my clothes hang off me and dinner stays untouched {often}",
-            "i gain weight because i eat {often} against the emptiness",
-        ),
-        ("i have not lost my appetite", "i eat three proper meals", "my weight has not changed at all"),
-        ("i could not eat in spring, that has passed", "i had lost weight back then and have it all back"),
-        ("{other} skips meals {often}", "{other} has lost a lot of weight and picks at the food {often}"),
+        """i skip meals {often} since food disgusts me /
+        i lost six kilos without trying and leave my plate full {often} /
+        i stuff myself with crisps {often} and my jeans no longer close /
+        i have to force every bite down {often} / hunger is gone {often} and i forget to eat /
+        i eat whole packs of biscuits {often} without being hungry /
+        my clothes hang off me and dinner stays untouched {often} /
+        i gain weight because i eat {often} against the emptiness""",
+        "i have not lost my appetite / i eat three proper meals / my weight has not changed at all",
+        "i could not eat in spring, that has passed / i had lost weight back then and have it all back",
+        "{other} skips meals {often} / {other} has lost a lot of weight and picks at the food {often}",
     ),
     "sleep_change": (
-        (
-            "i lie awake until four {often}",
-            "i wake at three and cannot drop off again {often}",
-            "i sleep twelve hours {often} and stay in bed after that",
-            "insomnia gets me {often}",
-            "i toss and turn {often} and hear the birds start",
-            "i doze through the whole day {often}",
-            "i get maybe two hours of rest at night {often}",
-            "nights are the worst, {often} i watch the ceiling",
-        ),
-        ("i sleep like a log", "i have no trouble falling asleep", "insomnia is not my problem"),
-        (
-            "i used to lie awake all night, that is behind me",
-            "my sleep was a mess last winter and is fine again",
-        ),
-        ("{other} barely sleeps {often}", "{other} lies awake until four {often}"),
+        """i lie awake until four {often} / i wake at three and cannot drop off again {often} /
+        i sleep twelve hours {often} and stay in bed after that / insomnia gets me {often} /
+        i toss and turn {often} and hear the birds start / i doze through the whole day {often} /
+        i get maybe two hours of rest at night {often} /
+        nights are the worst, {often} i watch the ceiling""",
+        "i sleep like a log / i have no trouble falling asleep / insomnia is not my problem",
+        """i used to lie awake all night, that is behind me /
+        my sleep was a mess last winter and is fine again""",
+        "{other} barely sleeps {often} / {other} lies awake until four {often}",
     ),
     "restless_or_slowed": (
-        (
-            "i pace up and down the hallway {often}",
-            "my legs will not keep still {often}",
-            "people tell me {often} that i talk and move as if through syrup",
-            "i fidget {often} until my colleagues stare",
-            "it takes me an hour to get dressed {often}, each movement drags",
-            "i wring my hands {often} and cannot sit through a meal",
-            "my speech has become so slow {often} that others finish my sentences",
-            "i am so keyed up {often} that i circle the table",
-        ),
-        ("i can sit still without effort", "nobody says that i have slowed down", "i do not fidget or pace"),
-        ("i was pacing all day in march, that has stopped", "i used to move like a snail and am quick again"),
-        ("{other} paces up and down {often}", "{other} has become so slow {often} that we all notice"),
+        """i pace up and down the hallway {often} / my legs will not keep still {often} /
+        people tell me {often} that i talk and move as if through syrup /
+        i fidget {often} until my colleagues stare /
+        it takes me an hour to get dressed {often}, each movement drags /
+        i wring my hands {often} and cannot sit through a meal /
+        my speech has become so slow {often} that others finish my sentences /
+        i am so keyed up {often} that i circle the table""",
+        "i can sit still without effort / nobody says that i have slowed down / i do not fidget or pace",
+        "i was pacing all day in march, that has stopped / i used to move like a snail and am quick again",
+        "{other} paces up and down {often} / {other} has become so slow {often} that we all notice",
     ),
     "low_energy": (
-        (
-            "i am worn out {often} before noon",
-            "a shower takes all the strength i have {often}",
-            "my battery is empty {often}, whatever i do",
-            "i drag myself to work {often}",
-            "climbing the stairs exhausts me {often}",
-            "i am tired to the bone {often}",
-            "i have no strength for the dishes {often}",
-            "fatigue flattens me {often}",
-        ),
-        ("i have plenty of energy", "i am not tired", "no fatigue here, i run after work"),
-        ("i was exhausted all autumn and have my energy back", "the tiredness of last year is gone"),
-        ("{other} is worn out {often}", "{other} has no strength for anything {often}"),
+        """i am worn out {often} before noon / a shower takes all the strength i have {often} /
+        my battery is empty {often}, whatever i do / i drag myself to work {often} /
+        climbing the stairs exhausts me {often} / i am tired to the bone {often} /
+        i have no strength for the dishes {often} / fatigue flattens me {often}""",
+        "i have plenty of energy / i am not tired / no fatigue here, i run after work",
+        "i was exhausted all autumn and have my energy back / the tiredness of last year is gone",
+        "{other} is worn out {often} / {other} has no strength for anything {often}",
     ),
     "worthlessness": (
-        (
-            "i feel like a burden to everyone {often}",
-            "i blame myself {often} for things that are years old",
-            "i am a failure and think so {often}",
-            "guilt eats me up {often} over nothing",
-            "i tell myself {often} that i am worth nothing",
-            "i apologise {often} for merely existing",
-            "the others would be better off with someone else in my place, i think {often}",
-            "i am ashamed {often} of what i have become",
-        ),
-        ("i do not feel guilty about it", "i know that i am worth something", "i am no burden to anybody"),
-        ("i used to blame myself for it all, therapy ended that", "i once felt worthless and no longer do"),
-        ("{other} feels like a failure {often}", "{other} blames herself {often} for everything"),
+        """i feel like a burden to everyone {often} /
+        i blame myself {often} for things that are years old / i am a failure and think so {often} /
+        guilt eats me up {often} over nothing / i tell myself {often} that i am worth nothing /
+        i apologise {often} for merely existing /
+        the others would be better off with someone else in my place, i think {often} /
+        i am ashamed {often} of what i have become""",
+        "i do not feel guilty about it / i know that i am worth something / i am no burden to anybody",
+        "i used to blame myself for it all, therapy ended that / i once felt worthless and no longer do",
+        "{other} feels like a failure {often} / {other} blames herself {often} for everything",
     ),
     "poor_concentration": (
-        (
-            "i read the same line five times {often}",
-            "i cannot follow a film {often}",
-            "i stand in the shop {often} and cannot decide between two kinds of bread",
-            "my thoughts drift off in every meeting {often}",
-            "i lose the thread in the middle of a sentence {often}",
-            "my head is full of fog {often}",
-            "i make silly mistakes at work {often} because i cannot focus",
-            "i forget {often} what i have just been told",
-        ),
-        (
-            "i can focus as well as ever",
-            "my concentration is fine",
-            "i read a whole novel without drifting off",
-        ),
-        ("i could not focus during the move, now i can", "the fog in my head has lifted weeks ago"),
-        ("{other} cannot focus {often}", "{other} forgets {often} what we agreed on"),
+        """i read the same line five times {often} / i cannot follow a film {often} /
+        i stand in the shop {often} and cannot decide between two kinds of bread /
+        my thoughts drift off in every meeting {often} /
+        i lose the thread in the middle of a sentence {often} / my head is full of fog {often} /
+        i make silly mistakes at work {often} because i cannot focus /
+        i forget {often} what i have just been told""",
+        """i can focus as well as ever / my concentration is fine /
+        i read a whole novel without drifting off""",
+        "i could not focus during the move, now i can / the fog in my head has lifted weeks ago",
+        "{other} cannot focus {often} / {other} forgets {often} what we agreed on",
     ),
     "thoughts_of_death": (
-        (
-            "i wish {often} that i would not wake up",
-            "i think about ending it {often}",
-            "i picture my own funeral {often}",
-            "i catch myself {often} counting the pills",
-            "it would be easier to be dead, i think {often}",
-            "i look at the tracks {often} and wonder",
-            "i have been writing a goodbye letter {often}",
-            "dying seems like a relief {often}",
-        ),
-        ("i have no thoughts of killing myself", "i do not want to die", "suicide is not on my mind"),
-        (
-            "years ago i wanted to die, today i am glad to be here",
-            "i once wrote a goodbye letter and burned it",
-        ),
-        ("{other} talks about dying {often}", "{other} has thought about suicide {often}"),
+        """i wish {often} that i would not wake up / i think about ending it {often} /
+        i picture my own funeral {often} / i catch myself {often} counting the pills /
+        it would be easier to be dead, i think {often} / i look at the tracks {often} and wonder /
+        i have been writing a goodbye letter {often} / dying seems like a relief {often}""",
+        "i have no thoughts of killing myself / i do not want to die / suicide is not on my mind",
+        """years ago i wanted to die, today i am glad to be here /
+        i once wrote a goodbye letter and burned it""",
+        "{other} talks about dying {often} / {other} has thought about suicide {often}",
     ),
 }
-_BORROWED = (
-    "the hotel bed was huge and the pillows were soft",
-    "we watched a sad film and the whole row was crying",
-    "dinner at the new place was a waste of money",
-    "my phone battery is dead by noon",
-    "the cat sleeps on the keyboard and eats like a horse",
-    "the meeting about energy prices dragged on for hours",
-    "i lost weight on the barbell by mistake and had to load it again",
-    "there was heavy fog on the motorway",
-    "the train tracks were being repaired again",
-    "the funeral scene was the best part of the show",
-    "i failed my driving test on the parking part",
-    "the pills for the dog cost a fortune",
-    "a slow waiter finished off what was left of the evening",
-    "the interest on my loan went up",
-    "the baby next door cried through the match",
-    "they moved the deadline, so everybody paced themselves",
+_BORROWED = _parts(
+    """the hotel bed was huge and the pillows were soft /
+    we watched a sad film and the whole row was crying / dinner at the new place was a waste of money /
+    my phone battery is dead by noon / the cat sleeps on the keyboard and eats like a horse /
+    the meeting about energy prices dragged on for hours /
+    i lost weight on the barbell by mistake and had to load it again /
+    there was heavy fog on the motorway / the train tracks were being repaired again /
+    the funeral scene was the best part of the show / i failed my driving test on the parking part /
+    the pills for the dog cost a fortune / a slow waiter finished off what was left of the evening /
+    the interest on my loan went up / the baby next door cried through the match /
+    they moved the deadline, so everybody paced themselves"""
 )
-_FILLER = (
-    "i moved to another city in august",
-    "work has been busy with the new client",
-    "my sister is getting married in june",
-    "the weather has been odd this month",
-    "i started a course in bookkeeping",
-    "we repainted the kitchen over the weekend",
-    "i have an appointment with my doctor on monday",
-    "sorry for the long post",
-    "i have never posted here before",
-    "the bus was late again and i walked",
-    "my parents came to visit for a few days",
-    "i changed phones and lost some photos",
-    "our team won by two goals",
-    "rent went up by fifty a month",
-    "i am twenty six and live with two others",
-    "thanks for reading this far",
-    "does anybody know a good dentist around here",
-    "i bought a second hand bike",
-    "exams are in three weeks",
-    "the neighbours have a new dog",
+_FILLER = _parts(
+    """i moved to another city in august / work has been busy with the new client /
+    my sister is getting married in june / the weather has been odd this month /
+    i started a course in bookkeeping / we repainted the kitchen over the weekend /
+    i have an appointment with my doctor on monday / sorry for the long post /
+    i have never posted here before / the bus was late again and i walked /
+    my parents came to visit for a few days / i changed phones and lost some photos /
+    our team won by two goals / rent went up by fifty a month /
+    i am twenty six and live with two others / thanks for reading this far /
+    does anybody know a good dentist around here / i bought a second hand bike /
+    exams are in three weeks / the neighbours have a new dog"""
 )
 
 
@@ -326,11 +263,11 @@ def _with_others(frames: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ..
 _TRUE = _with_others(_TRUE_FRAMES)
 _FALSE = tuple(_with_others(frames) for frames in _FALSE_FRAMES)
 _EVIDENCE = tuple(
-    tuple(_expand(_SENTENCES[name][0], level) for level in range(len(_OFTEN))) for name in CRITERIA
+    tuple(_expand(_parts(_SENTENCES[name][0]), level) for level in range(len(_OFTEN))) for name in CRITERIA
 )
 _LOOK_ALIKES = tuple(
     (denied, over, tuple(text for level in range(len(_OFTEN)) for text in _expand(others, level, _OTHERS)))
-    for _, denied, over, others in (_SENTENCES[name] for name in CRITERIA)
+    for _, denied, over, others in (map(_parts, _SENTENCES[name]) for name in CRITERIA)
 )
 
 

@@ -1,7 +1,7 @@
 """What a task is: its kind, its classes, its metrics, and the layout of its logits and targets.
 
 A data set names its tasks in `tasks.json`; every task has one of six kinds, and the kind alone decides
-the layout of logits and targets, the loss and the metrics:
+the layout of logits and targets, the losses (`hpo.training.losses`) and the metrics:
 
     kind                  logits        target                      missing  an item is
     single_label          [B, C]        int64 [B]                   -100     a row
@@ -16,17 +16,17 @@ the layout of logits and targets, the loss and the metrics:
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
-from hpo.config.data_config import TASK_KINDS
+from pydantic import ValidationError
+
+from hpo.config.data_config import TaskConfig, task_configs
+from hpo.config.study_file import Problem, problems_of, show
 from hpo.errors import DataError, did_you_mean
 
 IGNORE_INDEX = -100
-
 
 # The first metric of a kind is its primary one.
 METRICS = {
@@ -91,119 +91,79 @@ class Task:
         return METRICS[self.kind][0]
 
 
-# What each kind must say and may say. Other keys describe the data for people and are passed over, unless
-# they look like one of these misspelt.
-_REQUIRED_KEYS = {
-    "single_label": ("classes",),
-    "multi_label": ("classes",),
-    "token_classification": ("span_names",),
-    "span_extraction": ("span_names",),
-    "span_per_label": ("span_names", "evidence_for"),
-    "regression": (),
-}
-_OPTIONAL_KEYS = ("spans_may_overlap", "inside_segment", "max_spans")
-_KNOWN_KEYS = ("kind", "classes", "span_names", "evidence_for", *_OPTIONAL_KEYS)
+def parse_tasks(content: Any, where: str) -> tuple[Task, ...]:
+    """The tasks of a `tasks.json`, in its order; see `read_task_configs` and `make_tasks`."""
+    return make_tasks(read_task_configs(content, where), where)
 
 
-def parse_tasks(tasks_json: Mapping[str, Any], where: str) -> tuple[Task, ...]:
-    """Return the tasks of a `tasks.json`, in its order.
+def read_task_configs(content: Any, where: str) -> dict[str, TaskConfig]:
+    """Check the content of a `tasks.json`: `{"tasks": {name: {"kind": ...}}}`, or the inner mapping alone.
 
-    `tasks_json` is the file's content, `{"tasks": {name: {"kind": ...}}}`, or the inner mapping alone;
-    `where` names it in messages. Raises DataError at the first thing that does not hold.
+    Raises DataError with all problems, a line each; `where` names the file in it.
     """
-    if not isinstance(tasks_json, Mapping):
-        raise DataError(f"{where}: must be a mapping of tasks, but got {_shown(tasks_json)}.")
-    specs = tasks_json.get("tasks", tasks_json)
-    if not isinstance(specs, Mapping) or not specs:
-        raise DataError(f"{where}: `tasks` must name at least one task, but got {_shown(specs)}.")
-    tasks = tuple(_parse_task(name, spec, f"{where}: task `{name}`") for name, spec in specs.items())
-    by_name = {task.name: task for task in tasks}
-    for task in tasks:
+    tasks = content.get("tasks", content) if isinstance(content, Mapping) else content
+    if not isinstance(tasks, Mapping):
+        raise DataError(f"{where}: must be a mapping of tasks, but got {show(tasks)}.")
+    try:
+        return task_configs(tasks)
+    except ValidationError as error:
+        problems = problems_of(error, None, tasks)
+        raise DataError("\n".join(_line(where, problem) for problem in problems)) from None
+
+
+def make_tasks(configs: Mapping[str, TaskConfig], where: str) -> tuple[Task, ...]:
+    """The tasks whose classes are known by now. Raises DataError for too few, or evidence that fits none."""
+    tasks: dict[str, Task] = {}
+    problems: list[Problem] = []
+    for name, config in configs.items():
+        labels = (config.classes if config.has_classes else config.span_names) or ()
+        at_least = {"single_label": 2, "multi_label": 1, "span_per_label": 1}.get(config.kind, 0)
+        if len(labels) < at_least:
+            key = "classes" if config.has_classes else "span_names"
+            message = f"must hold at least {at_least}, but got {show(list(labels))}."
+            problems.append(Problem((name, key), message))
+        tasks[name] = Task(
+            name=name,
+            kind=config.kind,
+            labels=() if config.kind == "regression" else labels,
+            evidence_for=config.evidence_for if config.kind == "span_per_label" else None,
+            spans_may_overlap=config.spans_may_overlap,
+            inside_segment=config.inside_segment,
+        )
+    for task in tasks.values():
         if task.evidence_for is not None:
-            _check_evidence(task, by_name, f"{where}: task `{task.name}`")
-    return tasks
+            problems += _evidence_problems(task, tasks)
+    if problems:
+        raise DataError("\n".join(_line(where, problem) for problem in problems))
+    return tuple(tasks.values())
 
 
-def _parse_task(name: Any, spec: Any, at: str) -> Task:
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
-        raise DataError(f"{at}: a name must be a letter followed by letters, digits, `_` or `-`.")
-    if name == "score":
-        raise DataError(f"{at}: `score` names the objective over all tasks. Give the task another name.")
-    if not isinstance(spec, Mapping):
-        raise DataError(f"{at}: must be a mapping with the key `kind`, but got {_shown(spec)}.")
-    kind = spec.get("kind")
-    if kind not in TASK_KINDS:
-        raise DataError(f"{at}: unknown kind {_shown(kind)}.{did_you_mean(str(kind), TASK_KINDS)}")
-    for key in spec:
-        near = get_close_matches(str(key), _KNOWN_KEYS, n=1, cutoff=0.8)
-        if key not in _KNOWN_KEYS and near:
-            raise DataError(f"{at}: unknown key `{key}`. Did you mean `{near[0]}`?")
-    required = _REQUIRED_KEYS[kind]
-    for key in required:
-        if key not in spec:
-            raise DataError(f"{at}: the kind {kind} needs the key `{key}`.")
-    labels = _parse_labels(spec, required[0], at) if required else ()
-    if kind == "single_label" and len(labels) < 2:
-        raise DataError(f"{at}: `classes` must hold at least two classes, but got {list(labels)}.")
-    if kind == "span_extraction" and (len(labels) != 1 or spec.get("max_spans", 1) != 1):
-        raise DataError(
-            f"{at}: span_extraction finds at most one span of one name, but got span_names={list(labels)}, "
-            f"max_spans={spec.get('max_spans', 1)}. Use token_classification for several."
-        )
-    return Task(
-        name=name,
-        kind=kind,
-        labels=labels,
-        evidence_for=_typed(spec, "evidence_for", str, at) if kind == "span_per_label" else None,
-        spans_may_overlap=bool(_typed(spec, "spans_may_overlap", bool, at)),
-        inside_segment=_typed(spec, "inside_segment", str, at),
-    )
-
-
-def _parse_labels(spec: Mapping[str, Any], key: str, at: str) -> tuple[str, ...]:
-    labels = spec[key]
-    if not isinstance(labels, Sequence) or isinstance(labels, str) or not labels:
-        raise DataError(f"{at}: `{key}` must be a list of names, but got {_shown(labels)}.")
-    wrong = [label for label in labels if not isinstance(label, str) or not label]
-    if wrong:
-        raise DataError(f"{at}: `{key}` must hold non-empty strings, but got {_shown(wrong[0])}. Quote it.")
-    twice = sorted({label for label in labels if list(labels).count(label) > 1})
-    if twice:
-        raise DataError(f"{at}: `{key}` must not repeat a name, but {_shown(twice[0])} occurs twice.")
-    return tuple(labels)
-
-
-def _check_evidence(task: Task, by_name: Mapping[str, Task], at: str) -> None:
+def _evidence_problems(task: Task, tasks: Mapping[str, Task]) -> list[Problem]:
     assert task.evidence_for is not None
-    labelled = by_name.get(task.evidence_for)
+    at = (task.name, "evidence_for")
+    labelled = tasks.get(task.evidence_for)
     if labelled is None:
-        known = [name for name in by_name if name != task.name]
-        hint = did_you_mean(task.evidence_for, known) if known else ""
-        raise DataError(f"{at}: `evidence_for` names no task: {_shown(task.evidence_for)}.{hint}")
+        hint = did_you_mean(task.evidence_for, others) if (others := [*tasks.keys() - {task.name}]) else ""
+        return [Problem(at, f"there is no task {show(task.evidence_for)}.{hint}")]
     if labelled.kind not in ("single_label", "multi_label"):
-        raise DataError(
-            f"{at}: `evidence_for` must name a single_label or multi_label task, "
-            f"but `{labelled.name}` is {labelled.kind}."
+        message = f"must name a single_label or multi_label task, but `{labelled.name}` is {labelled.kind}."
+        return [Problem(at, message)]
+    return [
+        Problem(
+            (task.name, "span_names"),
+            f"{show(name)} is no class of `{labelled.name}`.{did_you_mean(name, labelled.labels)}",
         )
-    for label in task.labels:
-        if label not in labelled.labels:
-            raise DataError(
-                f"{at}: span name {_shown(label)} is no class of `{labelled.name}`."
-                f"{did_you_mean(label, labelled.labels)}"
-            )
+        for name in task.labels
+        if name not in labelled.labels
+    ]
 
 
-def _typed(spec: Mapping[str, Any], key: str, kind: type, at: str) -> Any:
-    value = spec.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise DataError(f"{at}: `{key}` must be a {kind.__name__}, but got {_shown(value)}.")
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _line(where: str, problem: Problem) -> str:
+    task = f" task `{problem.where[0]}`:" if problem.where else ""
+    key = "".join(f" {part}:" for part in problem.where[1:])
+    return f"{where}:{task}{key} {problem.message}"
 
 
 def tags_each_name(task: Task) -> bool:
+    """Whether each span name has tags of its own, so that spans of different names may overlap."""
     return task.kind == "token_classification" and task.spans_may_overlap

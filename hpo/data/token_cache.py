@@ -1,32 +1,31 @@
 """Tokenise once, share by all trials and workers.
 
-A tokenised split lies as .npy files in a folder named by a hash of everything that it depends on: the
-examples, the tasks, the tokenizer, and how long texts are cut. The folder is written under another name and
-renamed when it is whole and on the disk, so it is there whole or not at all; one that is damaged all the
-same (a copy that was cut short) is noticed by its sizes and made again. The files are mapped, not read, so
-eight workers hold one copy in memory.
+A tokenised split lies in a folder, one file for each array, named by a hash of everything that it depends
+on: the examples, the tasks, the tokenizer, and how long texts are cut. The folder is written under another
+name and renamed when it is whole and on the disk, so it is there whole or not at all; one that is damaged
+all the same (a copy that was cut short) is noticed by its sizes and made again. The files are mapped, not
+read, so eight workers hold one copy in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from filelock import FileLock
-from transformers import (
-    PreTrainedTokenizerBase,
-)
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
+from hpo.data.progress import ProgressLog
 from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import AnyArray, Concatenation, TokenizedSplit, Windowing, split_of_arrays
 from hpo.errors import RunError
@@ -34,7 +33,7 @@ from hpo.errors import RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """To be raised when the arrays, or how they are made, change their meaning."""
 _CONTENTS = "contents.json"
 
@@ -60,7 +59,11 @@ def load_tokenized(
         with FileLock(f"{folder}.lock"):
             if (cached := _read(folder, examples)) is not None:
                 return cached
-            _write(folder, tokenize_chunks(examples, dataset.tasks, tokenizer, windowing))
+            num, length = len(examples), windowing.max_length
+            what = f"tokenising {num:,} texts of the {split} split (max_length {length})"
+            progress = ProgressLog(what, num)
+            chunks = tokenize_chunks(examples, dataset.tasks, tokenizer, windowing)
+            _write(folder, chunks, progress)
     except OSError as error:
         raise RunError(
             f"the token cache could not be written: {error}. Free space or make {cache_dir} writable."
@@ -85,60 +88,31 @@ def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windo
     return f"{split}-{hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
 
 
-class _ArrayFile:
-    """A .npy file that grows along its first axis. The type is that of the first array appended."""
-
-    def __init__(self, path: Path, first: AnyArray) -> None:
-        self.dtype = first.dtype
-        self.shape = (0, *first.shape[1:])
-        self._file = path.open("wb")
-        self._write_header()
-
-    def _write_header(self) -> None:
-        """NumPy leaves room in the header for the first axis to grow, so that its size stays the same."""
-        header = {"descr": self.dtype.str, "fortran_order": False, "shape": self.shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
-
-    def append(self, array: AnyArray) -> None:
-        if (array.dtype, array.shape[1:]) != (self.dtype, self.shape[1:]):
-            raise ValueError(
-                f"{self._file.name} holds {self.dtype} {self.shape}, not {array.dtype} {array.shape}"
-            )
-        self._file.write(array.tobytes())
-        self.shape = (self.shape[0] + len(array), *self.shape[1:])
-
-    def finish(self) -> None:
-        """Write how long it has become, and see to it that all of it is on the disk."""
-        self._file.seek(0)
-        self._write_header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
+def _write(folder: Path, chunks: Iterable[TokenizedSplit], progress: ProgressLog) -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished")  # Ours alone: the lock is held.
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     concatenation = Concatenation()
-    files: dict[str, _ArrayFile] = {}
+    files: dict[str, BinaryIO] = {}
+    arrays: dict[str, tuple[str, list[int]]] = {}
     try:
         with ExitStack() as opened:
             for chunk in chunks:
                 for name, array in concatenation.next(chunk).items():
                     if name not in files:
-                        files[name] = _ArrayFile(unfinished / f"{name}.npy", array)
-                        opened.callback(files[name].close)
-                    files[name].append(array)
+                        files[name] = opened.enter_context((unfinished / name).open("wb"))
+                        arrays[name] = (array.dtype.str, [0, *array.shape[1:]])
+                    if arrays[name] != (array.dtype.str, [arrays[name][1][0], *array.shape[1:]]):
+                        raise ValueError(f"{name} holds {arrays[name]}, not {array.dtype} {array.shape}")
+                    files[name].write(array.tobytes())
+                    arrays[name][1][0] += len(array)
+                progress.advance(len(chunk.examples))
+            contents = json.dumps({"totals": concatenation.totals, "arrays": arrays})
+            files[_CONTENTS] = opened.enter_context((unfinished / _CONTENTS).open("wb"))
+            files[_CONTENTS].write(contents.encode())
             for file in files.values():
-                file.finish()
-        arrays = {name: [file.dtype.str, list(file.shape)] for name, file in files.items()}
-        with (unfinished / _CONTENTS).open("w") as contents:
-            json.dump({"totals": concatenation.totals, "arrays": arrays}, contents)
-            contents.flush()
-            os.fsync(contents.fileno())
+                file.flush()
+                os.fsync(file.fileno())
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     finally:
@@ -149,20 +123,22 @@ def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
     """Map the arrays of a cached split; None where it is not there or not whole."""
     try:
         contents = json.loads((folder / _CONTENTS).read_bytes())
-        arrays = {
-            name: _map(folder / f"{name}.npy", dtype, shape)
-            for name, (dtype, shape) in contents["arrays"].items()
-        }
+        arrays = {name: _map(folder / name, *of_array) for name, of_array in contents["arrays"].items()}
         return split_of_arrays(examples, arrays, contents["totals"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _map(path: Path, dtype: str, shape: list[int]) -> AnyArray:
-    array: AnyArray = np.load(path, mmap_mode="r", allow_pickle=False)
-    if array.dtype.str != dtype or list(array.shape) != shape:
+    num_bytes = path.stat().st_size
+    if num_bytes != math.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{path} does not hold what the cache says")
-    return array.view(np.ndarray)
+    # Nothing cannot be mapped.
+    return (
+        np.memmap(path, dtype, "r", shape=tuple(shape)).view(np.ndarray)
+        if num_bytes
+        else np.zeros(shape, dtype)
+    )
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -210,19 +210,10 @@ def _tokenize_chunk(
 
     type_ids_T: IntArray | None = None
     if layout.type_ids is not None:
-        size_W5 = np.stack(
-            [
-                np.full_like(first_W, len(layout.prefix)),
-                first_W,
-                np.full_like(first_W, len(layout.middle)),
-                cut.length_W,
-                np.full_like(first_W, len(layout.suffix)),
-            ],
-            axis=1,
-        )
-        type_ids_T = np.repeat(
-            np.tile(np.array(layout.type_ids, dtype=np.int8), len(size_W5)), size_W5.ravel()
-        )
+        pieces = (len(layout.prefix), first_W, len(layout.middle), cut.length_W, len(layout.suffix))
+        size_W5 = np.stack(np.broadcast_arrays(*pieces), axis=1)
+        of_pieces = np.tile(np.array(layout.type_ids, dtype=np.int8), len(size_W5))
+        type_ids_T = np.repeat(of_pieces, size_W5.ravel())
 
     targets, annotated = _window_targets(examples, tasks, cut.example_W)
     spans: dict[str, WindowSpans] = {}

@@ -27,9 +27,6 @@ from hpo.data.tokenized_split import IntArray, ragged_arange
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MAX_BYTES = 32 << 20
-"""Size of the table's strings from which a new one is begun: half a million words, or fewer long ones."""
-
 
 def treats_words_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True for tokenizers of BERT's form, whose tokens of a text are those of its words.
@@ -62,10 +59,14 @@ class _Numbers(dict[str, int]):
 
 
 class WordTable:
-    """The tokens of the words met so far, of a tokenizer that `treats_words_apart`."""
+    """The tokens of the words met so far, of a tokenizer that `treats_words_apart`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    A new table is begun when the words take more than `max_bytes`: half a million words, or fewer long ones.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_bytes: int = 32 << 20) -> None:
         self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
         self._clear()
 
     def _clear(self) -> None:
@@ -74,9 +75,12 @@ class WordTable:
         self._tokens_V = TokenStream(empty, empty, empty, np.zeros(1, dtype=np.int64))
         self._num_bytes = 0
 
+    def __len__(self) -> int:
+        return len(self._number)
+
     def encode(self, texts: Sequence[str], offset_E: IntArray) -> TokenStream:
         """As `hpo.data.token_stream.encode` with the table's tokenizer."""
-        if self._num_bytes > _MAX_BYTES:
+        if self._num_bytes > self._max_bytes:
             self._clear()
         joined = " ".join(texts)
         for space in "\t\n\r":

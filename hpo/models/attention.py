@@ -12,10 +12,10 @@ kept and D = P * M / (1 - p):
 Under autocast Q, K and V have its dtype, as in PyTorch. Scores and softmax are fp32; P, which meets V, is
 rounded to the dtype of V.
 
-Among transformers' attention functions this is `hpo_sdpa`, and it is what `attention: sdpa` runs. Where it
-is not for a case (a GPU, no dropout, a mask that is not padding at the end of texts, compiled code),
-it is PyTorch's own. `use_training_attention` runs it without dropout, so that a check of the precision checks
-what trains.
+Among transformers' attention functions this is `hpo_sdpa`, and `attention: sdpa` runs it. On a GPU, without
+dropout, in compiled code, and with a mask other than padding at the end of texts, it calls PyTorch's own
+function. `use_training_attention` runs it without dropout, so that a check of the precision checks the kernel
+that trains.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ PIECE_ELEMENTS = 2**20
 DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout")
 """The names that configurations give to the dropout of attention weights."""
 
-_is_rehearsal = ContextVar("is_rehearsal", default=False)
+_uses_training_attention = ContextVar("uses_training_attention", default=False)
 
 
 @contextmanager
 def use_training_attention() -> Iterator[None]:
     """Inside, models in evaluation mode use the attention that they use in training, dropping nothing."""
-    token = _is_rehearsal.set(True)
+    token = _uses_training_attention.set(True)
     try:
         yield
     finally:
-        _is_rehearsal.reset(token)
+        _uses_training_attention.reset(token)
 
 
 def attend_with_fast_dropout(encoder: Any) -> None:
@@ -116,9 +116,9 @@ def attention_forward(
     is_plain = not getattr(module, "is_causal", True) and not any(
         options.get(name) is not None for name in OTHER_ATTENTION
     )
-    is_rehearsed = _is_rehearsal.get() and not module.training and _drops_in_training(module)
+    is_checked = _uses_training_attention.get() and not module.training and _drops_in_training(module)
     same_shape = query.shape == key.shape == value.shape
-    if is_plain and (0 < dropout < 1 or is_rehearsed) and same_shape and is_fast_here(query, key, value):
+    if is_plain and (0 < dropout < 1 or is_checked) and same_shape and is_fast_here(query, key, value):
         lengths = _text_lengths(query, attention_mask)
     if lengths is None:
         output, _ = sdpa_attention_forward(

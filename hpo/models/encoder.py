@@ -23,6 +23,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +144,6 @@ def load_encoder(
 
     Raises ModelError.
     """
-    if attention not in ATTENTION_IMPLEMENTATIONS:
-        raise ModelError(
-            f"attention: unknown `{attention}`.{did_you_mean(attention, list(ATTENTION_IMPLEMENTATIONS))}"
-        )
     resolved = resolve_encoder(encoder)
     fresh = isinstance(resolved, dict)
     if isinstance(resolved, dict):
@@ -266,11 +263,9 @@ def _folder_config(folder: Path, shown: str, trust_remote_code: bool) -> PreTrai
     if raw.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         if raw.get("auto_map"):
             raise ModelError(_trust_message(shown))
-        known = list(CONFIG_MAPPING.keys())
-        hint = did_you_mean(str(raw.get("model_type")), known) if raw.get("model_type") else ""
         raise ModelError(
             f"{shown}/config.json: `model_type` must be one that this transformers knows, but it is "
-            f"{raw.get('model_type')!r}.{hint if 'Known' not in hint else ''}"
+            f"{raw.get('model_type')!r}.{_nearest_type(raw.get('model_type'))}"
         )
     if not has_weights(folder):
         raise ModelError(
@@ -288,10 +283,9 @@ def _inline_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
     options = {key: value for key, value in settings.items() if key not in ("model_type", "tokenizer")}
     model_type = str(settings.get("model_type"))
     if model_type not in CONFIG_MAPPING:
-        near = did_you_mean(model_type, list(CONFIG_MAPPING.keys()))
         raise ModelError(
             f"encoder: an inline configuration must have a `model_type` that transformers knows (bert, "
-            f"modernbert, ...), but got `{model_type}`.{near if 'Known' not in near else ''}"
+            f"modernbert, ...), but got `{model_type}`.{_nearest_type(model_type)}"
         )
     with _as_model_error(f"a fresh {model_type}"):
         plain = AutoConfig.for_model(model_type)
@@ -308,6 +302,11 @@ def _inline_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
     with _as_model_error(f"a fresh {model_type}"):
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **options)
     return config
+
+
+def _nearest_type(model_type: Any) -> str:
+    near = get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=1)
+    return f" Did you mean `{near[0]}`?" if near and model_type else ""
 
 
 def _check_is_encoder(config: PreTrainedConfig, shown: str) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
-from hpo.models.encoder import (
-    load_encoder,
-    load_tokenizer,
-)
+from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HEAD_SETTINGS, MultitaskModel
 
 EXPORT_FORMAT = 1
@@ -59,19 +56,14 @@ def export_model(
         save_file(_head_state(model), staging / "heads.safetensors")
         metadata = {
             "format": EXPORT_FORMAT,
-            "tasks": [asdict(task) for task in model.tasks],
+            "tasks": model.tasks,
             **model.head_settings,
             "attention": attention,
             "max_length": max_length,
             "precision": precision,
-            "decisions": {
-                name: asdict(decision)
-                if is_dataclass(decision) and not isinstance(decision, type)
-                else decision
-                for name, decision in (decisions or {}).items()
-            },
+            "decisions": dict(decisions or {}),
         }
-        (staging / "hpo.json").write_text(json.dumps(metadata, indent=2) + "\n")
+        (staging / "hpo.json").write_text(json.dumps(metadata, indent=2, default=asdict) + "\n")
         # safetensors writes files that only their owner can read, whatever the umask.
         for file in staging.iterdir():
             file.chmod((staging / "hpo.json").stat().st_mode)

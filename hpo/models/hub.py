@@ -7,6 +7,7 @@ neither cached nor in reach fails at once and not after minutes of retries.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
@@ -20,6 +21,7 @@ from huggingface_hub.errors import (
 from hpo.errors import ModelError
 
 TIMEOUT_SECONDS = 10.0
+_logger = logging.getLogger("hpo.models")
 SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SHARDED_WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TOKENIZER_FILES = (
@@ -43,6 +45,7 @@ def download(name: str, revision: str | None = None) -> Path:
     try:
         # One question with a short timeout: transformers would retry each of several files for 20 s.
         info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT_SECONDS)
+        _logger.info("downloading the encoder %s", name)
         wanted = _wanted_files([file.rfilename for file in info.siblings or ()])
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=wanted, etag_timeout=TIMEOUT_SECONDS)

@@ -20,14 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from hpo.data.tasks import Task
-from hpo.errors import ModelError, did_you_mean
+from hpo.errors import ModelError
 from hpo.models.dropout import use_bit_dropout
-from hpo.models.encoder import (
-    encoder_layers,
-    load_encoder,
-    max_positions,
-    takes_type_ids,
-)
+from hpo.models.encoder import encoder_layers, load_encoder, max_positions, takes_type_ids
 
 HEAD_SETTINGS = ("pooling", "head_type", "head_hidden_size", "head_dropout", "loss_weighting")
 
@@ -51,24 +46,16 @@ class MultitaskModel(nn.Module):
         loss_weighting: str = "fixed",
     ) -> None:
         super().__init__()
-        _check_choice("pooling", pooling, POOLINGS)
-        _check_choice("head_type", head_type, ("linear", "mlp"))
-        _check_choice("loss_weighting", loss_weighting, ("fixed", "uncertainty"))
         if not tasks:
             raise ModelError("a model must have at least one task, but got none.")
         self.tasks = tuple(tasks)
-        self.head_settings = {
-            "pooling": pooling,
-            "head_type": head_type,
-            "head_hidden_size": head_hidden_size,
-            "head_dropout": head_dropout,
-            "loss_weighting": loss_weighting,
-        }
+        settings = (pooling, head_type, head_hidden_size, head_dropout, loss_weighting)
+        self.head_settings = dict(zip(HEAD_SETTINGS, settings, strict=True))
         self.encoder = encoder
         self.passes_type_ids = takes_type_ids(encoder)
         config: Any = encoder.config
         hidden_size: int = config.hidden_size
-        self.pool = _PLAIN_POOLINGS.get(pooling) or AttentionPooling(hidden_size)
+        self.pool = AttentionPooling(hidden_size) if pooling == "attention" else _POOLINGS[pooling]
         # Lists in the order of the tasks: a dictionary of modules refuses names such as `type` or `a.b`.
         self.heads = nn.ModuleList(
             _head(head_type, hidden_size, task.num_outputs, head_hidden_size, head_dropout) for task in tasks
@@ -156,8 +143,7 @@ class AttentionPooling(nn.Module):
         return pooled_BD.to(hidden_BLD.dtype)
 
 
-_PLAIN_POOLINGS = {"cls": pool_cls, "mean": pool_mean, "max": pool_max}
-POOLINGS = (*_PLAIN_POOLINGS, "attention")
+_POOLINGS = {"cls": pool_cls, "mean": pool_mean, "max": pool_max}
 
 
 def build_model(
@@ -277,11 +263,6 @@ def _head(
         nn.Dropout(dropout),
         nn.Linear(head_hidden_size, num_outputs),
     )
-
-
-def _check_choice(setting: str, value: str, known: Sequence[str] | Mapping[str, Any]) -> None:
-    if value not in known:
-        raise ModelError(f"{setting}: unknown `{value}`.{did_you_mean(value, list(known))}")
 
 
 def initial_bias(task: Task) -> Tensor:

@@ -19,6 +19,7 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.study_config import StudyConfig
+from hpo.device import available_cores
 from hpo.errors import HpoError, InputError, RunError
 from hpo.study.storage import Storage
 from hpo.study.worker import OnEvent, RunSummary, TrialEvent
@@ -132,7 +133,7 @@ def run_workers(
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"worker-{number}.log" for number in range(len(places))]
     # Each worker would otherwise use all cores, and they would get into each other's way.
-    threads = max(1, len(os.sched_getaffinity(0)) // len(places)) if hasattr(os, "sched_getaffinity") else 1
+    threads = max(1, available_cores() // len(places))
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     environment |= {"HPO_STORAGE": storage.url}
     watch = _Watch(study, on_event or (lambda _: None))

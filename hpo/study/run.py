@@ -11,7 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from hpo.config.study_config import StudyConfig
-from hpo.device import CUDA_CONTEXT_BYTES, DeviceInfo, cuda_devices, memory_limit, memory_share, probe_device
+from hpo.device import (
+    CUDA_CONTEXT_BYTES,
+    DeviceInfo,
+    cuda_devices,
+    limit_threads,
+    memory_limit,
+    memory_share,
+    probe_device,
+)
 from hpo.errors import InputError
 from hpo.memory import gc_frozen_imports
 from hpo.study.processes import (
@@ -80,6 +88,7 @@ def run_study(
             torch.cuda.set_device(worker_number % num_devices)
         num_on_device = int(os.environ.get(WORKERS_ON_DEVICE, "1"))
         device = probe_device(config.device)
+        limit_threads(device)
         executor = Executor(
             share_memory(config, device, num_on_device),
             device,

@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import re
 import string
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +32,8 @@ from numpy.typing import NDArray
 from hpo.data.tasks import Task
 
 Span = tuple[str, int, int]
+
+_WORD = re.compile(r"\S+")
 
 
 class AnnotatedText(Protocol):
@@ -153,19 +153,14 @@ def span_overlap_f1(
     return 2 * hits / total if total else 1.0
 
 
-@lru_cache(maxsize=100_000)
-def _word_bounds(text: str) -> tuple[list[int], list[int]]:
-    matches = list(re.finditer(r"\S+", text))
-    return [match.start() for match in matches], [match.end() for match in matches]
-
-
 def _words(text: str, spans: Iterable[Span]) -> set[tuple[str, int]]:
-    starts, ends = _word_bounds(text)
-    return {
-        (name, word)
-        for name, start, end in spans
-        for word in range(bisect_right(ends, start), bisect_left(starts, end))
-    }
+    """The words that each span shares a character with, told by where they begin."""
+    words: set[tuple[str, int]] = set()
+    for name, start, end in spans:
+        while start > 0 and not text[start].isspace() and not text[start - 1].isspace():
+            start -= 1
+        words.update((name, match.start()) for match in _WORD.finditer(text, start, end))
+    return words
 
 
 def answer_scores(

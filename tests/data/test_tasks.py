@@ -382,50 +382,61 @@ def test_parse_tasks_takes_the_inner_mapping_alone() -> None:
 
 
 SINGLE = {"kind": "single_label", "classes": ["a", "b"]}
+SPANS = {"kind": "token_classification", "span_names": ["a"]}
+EVIDENCE = {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "y"}
 
 
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        ({}, r"t.json: `tasks` must name at least one task, but got \{\}"),
-        ([], r"`tasks` must name at least one task, but got \[\]"),
+        ({}, "t.json: there must be at least one task"),
+        ([], "t.json: must be a mapping of tasks, but got `\\[\\]`"),
         (
-            {"x": {"kind": "multilabel", "classes": ["a"]}},
-            "unknown kind 'multilabel'. Did you mean `multi_label`",
+            {"x": {"kind": "multilabel"}},
+            "task `x`: kind: must be one of single_label.* Did you mean `multi_label`",
         ),
-        ({"x": {"classes": ["a"]}}, "unknown kind None. Known: single_label"),
-        ({"x": "single_label"}, "must be a mapping with the key `kind`, but got 'single_label'"),
-        ({"x.y": SINGLE}, "task `x.y`: a name must be a letter"),
-        ({"x": {"kind": "single_label"}}, "the kind single_label needs the key `classes`"),
-        ({"x": {"kind": "single_label", "clases": ["a"]}}, "unknown key `clases`. Did you mean `classes`"),
-        ({"x": {"kind": "single_label", "classes": "ab"}}, "must be a list of names, but got 'ab'"),
-        ({"x": {"kind": "single_label", "classes": ["a"]}}, "at least two classes"),
-        ({"x": {"kind": "multi_label", "classes": ["a", 1]}}, "non-empty strings, but got 1. Quote it"),
-        ({"x": {"kind": "multi_label", "classes": ["a", "b", "a"]}}, "'a' occurs twice"),
+        ({"x": {"classes": ["a"]}}, "task `x`: kind: must be given"),
+        ({"x": "single_label"}, "task `x`: must be a mapping of keys, but got `single_label`"),
+        ({"x.y": SINGLE}, "task `x.y`: a task's name must be a letter"),
+        ({"score": SINGLE}, "task `score`: `score` names the objective over all tasks"),
+        ({"x": {"kind": "single_label"}}, r"task `x`: classes: must hold at least 2, but got `\[\]`"),
         (
-            {"x": {"kind": "token_classification", "span_names": ["a"], "spans_may_overlap": "no"}},
-            "`spans_may_overlap` must be a bool, but got 'no'",
+            {"x": {"kind": "single_label", "clases": ["a"]}},
+            "clases: there is no such key. Did you mean `classes`",
+        ),
+        ({"x": {"kind": "single_label", "classes": "ab"}}, "classes: must be a list, but got `ab`"),
+        (
+            {"x": {"kind": "single_label", "classes": ["a"]}},
+            r"classes: must hold at least 2, but got `\[a\]`",
         ),
         (
-            {"x": {"kind": "span_extraction", "span_names": ["a"], "max_spans": 2}},
-            "at most one span of one name",
+            {"x": {"kind": "multi_label", "classes": ["a", 1]}},
+            "classes: 1: must be text, but got `1`. Put it in q",
         ),
+        (
+            {"x": {"kind": "multi_label", "classes": ["a", ""]}},
+            "classes: must hold at least one name, and no empty",
+        ),
+        ({"x": {"kind": "multi_label", "classes": ["a", "b", "a"]}}, "`a` occurs twice"),
+        (
+            {"x": {**SPANS, "spans_may_overlap": "maybe"}},
+            "spans_may_overlap: must be true or false, but got `maybe`",
+        ),
+        (
+            {"x": {"kind": "token_classification"}},
+            "span_names: must be given for the kind token_classification",
+        ),
+        ({"x": {**SPANS, "kind": "span_extraction", "max_spans": 2}}, "at most one span of one name"),
         ({"x": {"kind": "span_extraction", "span_names": ["a", "b"]}}, "at most one span of one name"),
         (
-            {"y": SINGLE, "x": {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "z"}},
-            "`evidence_for` names no task: 'z'. Known: y",
+            {"y": SINGLE, "x": {**EVIDENCE, "evidence_for": "z"}},
+            "evidence_for: there is no task `z`. Known: y",
         ),
         (
-            {
-                "y": {"kind": "regression"},
-                "x": {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "y"},
-            },
-            "`evidence_for` must name a single_label or multi_label task, but `y` is regression",
+            {"y": {"kind": "regression"}, "x": EVIDENCE},
+            "evidence_for: must name a single_label or multi_label task, but `y` is regression",
         ),
-        (
-            {"y": SINGLE, "x": {"kind": "span_per_label", "span_names": ["c"], "evidence_for": "y"}},
-            "span name 'c' is no class of `y`",
-        ),
+        ({"y": SINGLE, "x": {**EVIDENCE, "span_names": ["c"]}}, "span_names: `c` is no class of `y`"),
     ],
 )
 def test_parse_tasks_refuses(tasks: Any, message: str) -> None:
@@ -433,11 +444,9 @@ def test_parse_tasks_refuses(tasks: Any, message: str) -> None:
         parse_tasks({"tasks": tasks}, "t.json")
 
 
-def test_parse_tasks_refuses_what_is_no_mapping() -> None:
-    with pytest.raises(DataError, match=r"t.json: must be a mapping of tasks, but got 3"):
-        parse_tasks(3, "t.json")  # type: ignore[arg-type]
-
-
-def test_the_name_of_the_objective_is_taken() -> None:
-    with pytest.raises(DataError, match=r"`score` names the objective over all tasks"):
-        parse_tasks({"tasks": {"score": {"kind": "regression"}}}, "tasks.json")
+def test_all_problems_of_a_tasks_file_are_told_at_once() -> None:
+    with pytest.raises(DataError) as raised:
+        parse_tasks({"x": {"kind": "single"}, "y": {"kind": "multi_label", "classes": "a"}}, "t.json")
+    first, second = str(raised.value).splitlines()
+    assert first.startswith("t.json: task `x`: kind: must be one of")
+    assert second == "t.json: task `y`: classes: must be a list, but got `a`."

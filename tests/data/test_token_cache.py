@@ -95,9 +95,6 @@ def test_a_split_written_in_chunks_is_the_whole(
     cached = load(dataset, tmp_path, max_length=32, long_text=long_text, stride=8)
     assert_same(cached, whole)
     assert sum(whole.num_lost_spans.values()) > 0
-    for path in tmp_path.glob("*/*.npy"):
-        array = np.load(path)
-        assert path.stat().st_size == array.nbytes + 128, "a header as NumPy writes it, and nothing else"
 
 
 def test_a_cache_that_cannot_be_read_back_says_so(
@@ -145,42 +142,30 @@ def test_stride_matters_to_windows_alone_and_earlier_calls_to_nothing(
     assert len(made) == 3
 
 
-def cut_short(folder: Path) -> None:
-    path = folder / "input_ids_T.npy"
+def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
-def emptied(folder: Path) -> None:
-    (folder / "owned_T.npy").write_bytes(b"")
-
-
-def file_lost(folder: Path) -> None:
-    (folder / "target.severity.npy").unlink()
-
-
-def contents_lost(folder: Path) -> None:
-    (folder / "contents.json").unlink()
-
-
-def contents_cut(folder: Path) -> None:
-    path = folder / "contents.json"
-    path.write_text(path.read_text()[:30])
-
-
-def other_array(folder: Path) -> None:
-    np.save(folder / "char_end_T.npy", np.zeros(3, dtype=np.int32))
-
-
-@pytest.mark.parametrize("damage", [cut_short, emptied, file_lost, contents_lost, contents_cut, other_array])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("input_ids_T", cut_short),
+        ("owned_T", lambda path: path.write_bytes(b"")),
+        ("target.severity", Path.unlink),
+        ("char_end_T", lambda path: path.write_bytes(b"more" + path.read_bytes())),
+        ("contents.json", Path.unlink),
+        ("contents.json", cut_short),
+    ],
+)
 def test_a_damaged_cache_is_made_again(
-    damage: Callable[[Path], None], dataset: DataSet, tmp_path: Path, made: list[int]
+    name: str, damage: Callable[[Path], None], dataset: DataSet, tmp_path: Path, made: list[int]
 ) -> None:
     direct = tokenize_split(
         dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), Windowing(64)
     )
     load(dataset, tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    damage(folder)
+    damage(folder / name)
     assert_same(load(dataset, tmp_path), direct)
     assert_same(load(dataset, tmp_path), direct)
     assert len(made) == 2

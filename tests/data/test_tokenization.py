@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hpo.config.data_config import DataConfig
 from hpo.data.dataset import load_data
 from hpo.data.examples import Example
-from hpo.data.synthetic import TASKS_JSON, SyntheticRows
-from hpo.data.tasks import Task, parse_tasks
+from hpo.data.tasks import Task
 from hpo.data.tokenization import tokenize_split
 from hpo.data.tokenized_split import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
 from hpo.errors import DataError, ModelError
@@ -126,21 +125,6 @@ def test_every_span_is_the_smallest_run_of_tokens_that_covers_it(family: str) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_spans_of_whole_words_come_back_exactly(family: str) -> None:
-    text = "  Ann works\nin Rome,\u00a0and  the lazy\tdog sleeps"
-    words = ["Ann works", "Rome", "lazy\tdog", "in Rome", "sleeps"]
-    spans = [(text.index(word), text.index(word) + len(word)) for word in words]
-    split = tokenize_split(
-        [example(text, spans={"x": spans})], [NAMES], tiny_tokenizer(family), Windowing(512)
-    )
-    back = [
-        text[split.char_start_T[first] : split.char_end_T[last]]
-        for _, _, first, last, _ in shown_spans(split, "names")
-    ]
-    assert sorted(back) == sorted(words)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stride", [0, 1, 7])
 def test_windows_own_every_token_once_and_in_order(family: str, stride: int) -> None:
     tokenizer = tiny_tokenizer(family)
@@ -172,33 +156,26 @@ def test_a_token_is_owned_by_the_window_that_shows_most_around_it() -> None:
     assert owned == ["abcdefgh", "ijklmn", "opqrst"]
 
 
+@pytest.mark.parametrize("long_text", ["truncate", "window"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_windows_are_those_of_the_tokenizer_itself(family: str) -> None:
+def test_windows_are_those_of_the_tokenizer_itself(family: str, long_text: str) -> None:
     tokenizer = tiny_tokenizer(family)
     examples = random_examples(20, seed=3)
-    split = tokenize_split(examples, [], tokenizer, Windowing(max_length=20, stride=5, **WINDOWED))
+    split = tokenize_split(examples, [], tokenizer, Windowing(max_length=20, stride=5, long_text=long_text))
     theirs = tokenizer(
         [row.text for row in examples],
         truncation=True,
         max_length=20,
         stride=5,
-        return_overflowing_tokens=True,
+        return_overflowing_tokens=long_text == "window",
     )
     ours = np.split(split.input_ids_T, split.window_start_W1[1:-1])
     assert [ids.tolist() for ids in ours] == theirs["input_ids"]
-    assert split.window_example_W.tolist() == theirs["overflow_to_sample_mapping"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_truncation_is_that_of_the_tokenizer_itself(family: str) -> None:
-    tokenizer = tiny_tokenizer(family)
-    examples = random_examples(20, seed=4)
-    split = tokenize_split(examples, [NAMES], tokenizer, Windowing(max_length=20))
-    theirs = tokenizer([row.text for row in examples], truncation=True, max_length=20)["input_ids"]
-    assert [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])] == theirs
-    assert split.num_cut_examples == sum(
-        len(tokenizer(row.text, verbose=False)["input_ids"]) > 20 for row in examples
-    )
+    if long_text == "window":
+        assert split.window_example_W.tolist() == theirs["overflow_to_sample_mapping"]
+    else:
+        whole = [len(tokenizer(row.text, verbose=False)["input_ids"]) for row in examples]
+        assert split.num_cut_examples == sum(length > 20 for length in whole)
 
 
 def test_a_span_over_the_cut_is_clipped_and_one_behind_it_is_lost() -> None:
@@ -349,31 +326,6 @@ def test_all_targets_of_a_window_are_those_of_its_example() -> None:
     assert split.targets["proof"].tolist() == [[0, 1], [0, 1], [0, 0], [0, 0]]
     np.testing.assert_array_equal(split.targets["grade"], [2.5, 2.5, np.nan, np.nan])
     assert split.annotated["proof"].tolist() == [True, True, False, False]
-
-
-def test_chunks_of_a_large_split_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks = parse_tasks(TASKS_JSON, "synthetic")
-    rows = SyntheticRows("train", 25)
-    whole = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(48, stride=8, **WINDOWED))
-    monkeypatch.setattr("hpo.data.tokenization._CHUNK", 7)
-    joined = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(48, stride=8, **WINDOWED))
-    for name in (
-        "input_ids_T",
-        "char_start_T",
-        "char_end_T",
-        "owned_T",
-        "window_start_W1",
-        "window_example_W",
-    ):
-        assert np.array_equal(getattr(joined, name), getattr(whole, name))
-        assert getattr(joined, name).dtype == getattr(whole, name).dtype
-    for task in tasks:
-        np.testing.assert_array_equal(joined.targets[task.name], whole.targets[task.name])
-        assert np.array_equal(joined.annotated[task.name], whole.annotated[task.name])
-    assert np.array_equal(joined.spans["evidence"].rows_S4, whole.spans["evidence"].rows_S4)
-    assert np.array_equal(joined.spans["evidence"].start_W1, whole.spans["evidence"].start_W1)
-    assert joined.num_lost_spans == whole.num_lost_spans
-    assert joined.examples is rows
 
 
 def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:

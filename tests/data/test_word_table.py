@@ -96,16 +96,15 @@ def test_a_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.encode([], np.zeros(0, dtype=np.int64)).start_E1.tolist() == [0]
 
 
-def test_a_full_table_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hpo.data.word_table, "_MAX_BYTES", 200)
+def test_a_full_table_is_begun_anew() -> None:
     tokenizer = tiny_tokenizer("wordpiece")
-    table = WordTable(tokenizer)
+    table = WordTable(tokenizer, max_bytes=200)
     sizes = []
     for number in range(12):
         texts = [f"word{number} again", f"other{number}"]
         at = np.zeros(2, dtype=np.int64)
         assert_same(table.encode(texts, at), encode(tokenizer, texts, at))
-        sizes.append(len(table._number))
+        sizes.append(len(table))
     assert max(sizes) < 12  # of 25 words
 
 

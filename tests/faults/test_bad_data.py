@@ -253,8 +253,8 @@ def test_a_file_that_the_study_names_must_be_there(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "tasks.json: must be JSON, but Expecting property name"),
-        ("[]", "must be a mapping of tasks"),
-        ('{"tasks": {}}', "must name at least one task"),
+        ("[]", "tasks.json: must be a mapping of tasks, but got"),
+        ('{"tasks": {}}', "there must be at least one task"),
         ('{"tasks": {"tone": {"kind": "single_labl"}}}', "Did you mean `single_label`"),
     ],
 )

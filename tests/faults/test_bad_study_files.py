@@ -291,13 +291,13 @@ def test_names_that_cannot_be_a_folder(tmp_path: Path, name: str, problem: str) 
         (
             "{source: jsonl, path: x, tasks: {a: {kind: singel_label}, b: {classes: [c]}, d: 3}}",
             [
-                "data.tasks.a.kind: unknown kind `singel_label`. Did you mean `single_label`?",
                 (
-                    "data.tasks.b.kind: must be given: one of single_label, multi_label, "
-                    "token_classification, "
-                    "span_extraction, span_per_label, regression."
+                    "data.tasks.a.kind: must be one of single_label, multi_label, token_classification, "
+                    "span_extraction, span_per_label, regression, but got `singel_label`. "
+                    "Did you mean `single_label`?"
                 ),
-                "data.tasks.d: must be a mapping with `kind`, got `3`.",
+                "data.tasks.b.kind: must be given.",
+                "data.tasks.d: must be a mapping of keys, but got `3`.",
             ],
         ),
         (

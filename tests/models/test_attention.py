@@ -213,11 +213,6 @@ def test_encoders_give_what_their_own_attention_gives(family: str, monkeypatch: 
         torch.testing.assert_close(trained[real_BL], evaluated[real_BL], rtol=1e-4, atol=1e-5)
 
 
-def test_minilm_uses_it_for_sdpa_and_only_for_that() -> None:
-    assert load_encoder("minilm").config._attn_implementation == NAME
-    assert load_encoder("minilm", attention="eager").config._attn_implementation == "eager"
-
-
 def test_a_batch_without_padding_needs_no_mask_in_evaluation() -> None:
     encoder = load_encoder("minilm")
     ids_BL = torch.randint(1000, 2000, (2, 6))

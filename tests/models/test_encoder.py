@@ -1,17 +1,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,7 +12,6 @@ from tiny_encoders import BERT, FAMILIES, make_batch
 from torch import nn
 
 from hpo.data.token_cache import tokenizer_fingerprint
-from hpo.errors import ModelError
 from hpo.models import encoder as encoder_module
 from hpo.models.attention import NAME as DROPOUT_ATTENTION
 from hpo.models.encoder import (
@@ -153,19 +145,6 @@ def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> 
     }
 
 
-def test_dropout_makes_training_random_and_zero_makes_it_exact() -> None:
-    def spread(**settings: float) -> float:
-        torch.manual_seed(0)
-        module = load_encoder(BERT, **settings).train()
-        with torch.no_grad():
-            first, second = (module(*make_batch()).last_hidden_state for _ in range(2))
-        return (first - second).abs().max().item()
-
-    assert spread(dropout=0.0, attention_dropout=0.0) == 0
-    assert spread(dropout=0.1, attention_dropout=0.0) > 0
-    assert spread(dropout=0.0, attention_dropout=0.1) > 0
-
-
 def test_attention_implementations_agree_and_are_what_was_asked_for() -> None:
     outputs = {}
     for attention, implementation in (("sdpa", DROPOUT_ATTENTION), ("eager", "eager")):
@@ -249,134 +228,3 @@ def test_tokenizer_fingerprint_is_of_the_tokenizer_and_not_of_its_last_call(bert
     assert tokenizer_fingerprint(load_tokenizer(str(bert_folder))) == before
     tokenizer.add_tokens(["[PII]"])
     assert tokenizer_fingerprint(tokenizer) != before
-
-
-# Output and the hub.
-
-LOAD_TWICE = """
-from hpo.models.encoder import load_encoder, load_tokenizer
-for _ in range(2):
-    load_tokenizer({encoder!r})
-    load_encoder({encoder!r})
-"""
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_loading_prints_nothing() -> None:
-    done = run_python(LOAD_TWICE.format(encoder="minilm"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-class FakeHub(ThreadingHTTPServer):
-    """Serves one folder as the hub model `someone/tiny`, and remembers every request."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), FakeHubHandler)
-        self.folder = folder
-        self.requests: list[str] = []
-
-
-class FakeHubHandler(BaseHTTPRequestHandler):
-    server: FakeHub
-
-    def do_GET(self) -> None:
-        self.server.requests.append(f"{self.command} {self.path}")
-        path = self.path.split("?")[0]
-        files = {file.name: file.read_bytes() for file in self.server.folder.iterdir()}
-        if path.startswith("/api/models/someone/tiny/tree/"):
-            tree = [
-                {"type": "file", "path": name, "size": len(content), "oid": f"{len(content):040x}"}
-                for name, content in files.items()
-            ]
-            self.answer(json.dumps(tree).encode())
-        elif path.endswith("/revision/v9"):
-            self.answer(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
-        elif path.startswith("/api/models/someone/gated"):
-            self.answer(b"{}", 403, {"X-Error-Code": "GatedRepo"})
-        elif path.startswith("/api/models/someone/tiny"):
-            siblings = [{"rfilename": name} for name in files]
-            self.answer(json.dumps({"id": "someone/tiny", "sha": SHA, "siblings": siblings}).encode())
-        elif path.startswith("/someone/tiny/resolve/") and path.split("/")[-1] in files:
-            self.answer(files[path.split("/")[-1]])
-        else:
-            self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
-
-    do_HEAD = do_GET
-
-    def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{len(body):040x}"')
-        self.send_header("X-Repo-Commit", SHA)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_args: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def fake_hub(bert_folder: Path, tmp_path: Path) -> Iterator[FakeHub]:
-    folder = tmp_path / "served"
-    shutil.copytree(bert_folder, folder)
-    (folder / "pytorch_model.bin").write_bytes(b"the same weights in another format")
-    (folder / "model.onnx").write_bytes(b"and another")
-    server = FakeHub(folder)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def test_a_hub_model_is_downloaded_once_and_then_needs_no_hub(fake_hub: FakeHub, tmp_path: Path) -> None:
-    endpoint = f"http://127.0.0.1:{fake_hub.server_port}"
-    environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": "1"}
-    code = LOAD_TWICE.format(encoder="someone/tiny")
-
-    first = run_python(code, **environment)
-    assert (first.returncode, first.stdout, first.stderr) == (0, "", "")
-    fetched = [request.split("/")[-1] for request in fake_hub.requests if request.startswith("GET /someone")]
-    assert sorted(fetched) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-
-    fake_hub.requests.clear()
-    second = run_python(code, **environment)
-    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
-    assert fake_hub.requests == []
-
-
-@pytest.mark.parametrize(
-    ("name", "revision", "message"),
-    [
-        ("someone/else", None, "the hub has no such public model"),
-        ("someone/gated", None, "only to those who accepted its terms"),
-        ("someone/tiny", "v9", "no revision `v9` on the hub. Check model.revision"),
-    ],
-)
-def test_what_the_hub_refuses_is_said(
-    fake_hub: FakeHub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    revision: str | None,
-    message: str,
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{fake_hub.server_port}")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ModelError, match=message):
-        load_tokenizer(name, revision=revision)

@@ -3,12 +3,11 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny_encoders import BERT, FAMILIES, LABEL, SPANS, TASKS, make_batch, make_model, scalar_loss
+from tiny_encoders import BERT, FAMILIES, LABEL, SPANS, make_batch, make_model, scalar_loss
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
@@ -18,7 +17,6 @@ from hpo.errors import ModelError
 from hpo.models.encoder import encoder_layers, load_tokenizer
 from hpo.models.export import export_model, load_exported
 from hpo.models.multitask import (
-    POOLINGS,
     AttentionPooling,
     MultitaskModel,
     parameter_depths,
@@ -26,13 +24,14 @@ from hpo.models.multitask import (
     pool_max,
     pool_mean,
 )
-from hpo.training.compilation import COMPILE_MODES, apply_compile, compiled_modules
+from hpo.training.compilation import apply_compile, compiled_modules
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.throughput import training_flops
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
+POOLINGS = ("cls", "mean", "max", "attention")
 KIND_TASKS = (
     Task("single", "single_label", ("a", "b", "c")),
     Task("multi", "multi_label", ("a", "b")),
@@ -177,26 +176,11 @@ def test_pooling_setting_changes_the_sequence_head_only(pooling: str) -> None:
 # Heads.
 
 
-def test_linear_head_is_one_layer_and_mlp_has_the_hidden_size() -> None:
-    linear = shapes(make_model(head_type="linear", head_hidden_size=48).heads)
-    assert linear == {"0.1.weight": (3, 32), "0.1.bias": (3,), "1.1.weight": (5, 32), "1.1.bias": (5,)}
-    mlp = shapes(make_model(head_type="mlp", head_hidden_size=48).heads)
-    assert mlp == {
-        "0.1.weight": (48, 32),
-        "0.1.bias": (48,),
-        "0.4.weight": (3, 48),
-        "0.4.bias": (3,),
-        "1.1.weight": (48, 32),
-        "1.1.bias": (48,),
-        "1.4.weight": (5, 48),
-        "1.4.bias": (5,),
-    }
-
-
 def test_mlp_head_computes_gelu_of_a_hidden_layer() -> None:
     model = make_model(head_type="mlp", head_hidden_size=48, pooling="cls").eval()
     pooled = model.encoder(*make_batch()).last_hidden_state[:, 0]
     first, second = model.heads[0][1], model.heads[0][4]
+    assert (first.weight.shape, second.weight.shape) == ((48, 32), (3, 48))
     by_hand = nn.functional.gelu(pooled @ first.weight.T + first.bias) @ second.weight.T + second.bias
     torch.testing.assert_close(model(*make_batch())["label"], by_hand)
 
@@ -292,11 +276,6 @@ def test_freeze_layers_keeps_the_lowest_layers_and_trains_the_rest(family: str, 
             assert not torch.equal(parameter, before[name]), name
 
 
-def test_freeze_layers_changes_no_logits() -> None:
-    free, frozen = make_model().eval(), make_model(freeze_layers=2).eval()
-    assert torch.equal(free(*make_batch())["label"], frozen(*make_batch())["label"])
-
-
 # Memory and speed settings that must not change results.
 
 
@@ -324,7 +303,7 @@ def test_gradient_checkpointing_runs_layers_twice_and_gives_the_same_gradients(
         torch.testing.assert_close(gradients[True][name], gradient, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("mode", COMPILE_MODES[1:])
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_compile_takes_what_the_scope_says(
     mode: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
@@ -348,11 +327,6 @@ def test_compile_takes_what_the_scope_says(
         assert compiled_modules(model) == names
         assert asked == [{"mode": mode, "dynamic": dynamic}] * len(names)
         assert list(model.state_dict()) == keys
-
-
-def test_compile_none_does_nothing() -> None:
-    model = make_model()
-    assert compiled_modules(apply_compile(model, "none", "model")) == []
 
 
 @pytest.mark.slow
@@ -552,24 +526,6 @@ def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 # The class over any encoder.
-
-
-def test_the_model_takes_any_module_with_hidden_states() -> None:
-    class Embedder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(hidden_size=8)
-            self.table = nn.Embedding(30522, 8)
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-            return SimpleNamespace(last_hidden_state=self.table(input_ids) * attention_mask[..., None])
-
-    logits = MultitaskModel(Embedder(), (LABEL,))(*make_batch(), torch.zeros(2, 12, dtype=torch.int64))
-    assert logits["label"].shape == (2, 3)
-
-
-def test_tasks_are_kept_in_order() -> None:
-    assert list(make_model(tasks=TASKS[::-1])(*make_batch())) == ["spans", "label"]
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,6 +182,19 @@ def test_span_overlap_counts_words_and_not_characters() -> None:
     assert scores["span_f1"] == 0.0
     assert score(SLOTS, [[("b", 4, 15)]], [row])["span_overlap_f1"] == 0.0
     assert score(SLOTS, [[("a", 4, 9), ("a", 10, 15)]], [row])["span_overlap_f1"] == 1.0
+
+
+def test_scoring_keeps_nothing_of_the_texts() -> None:
+    rows = [Row(f"{number} " + "word " * 2000, spans={"a": [(0, 12)]}) for number in range(200)]
+    predictions = [[("a", 0, 3)]] * len(rows)
+    tracemalloc.start()
+    try:
+        assert 0 < score(SLOTS, predictions, rows)["span_overlap_f1"] < 1
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 500_000
+    assert peak < 1_000_000
 
 
 def squad_official(prediction: str, answers: list[str]) -> tuple[float, float]:

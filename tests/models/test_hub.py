@@ -1,0 +1,198 @@
+"""Encoders from a hub that runs here: fetched once, and every refusal in one clear message."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from huggingface_hub import close_session
+from tiny_encoders import BERT
+
+from hpo.errors import ModelError
+from hpo.models.encoder import load_encoder, load_tokenizer
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+LOAD_TWICE = """
+from hpo.models.encoder import load_encoder, load_tokenizer
+for _ in range(2):
+    load_tokenizer({encoder!r})
+    load_encoder({encoder!r})
+"""
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves one folder as the hub model `someone/tiny`, and remembers what it is asked about models."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHubHandler)
+        self.folder = folder
+        self.requests: list[str] = []
+        self.is_down = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class FakeHubHandler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        # The client also asks, once in a process, for things that are no model.
+        if "/someone/" in path:
+            self.server.requests.append(f"{self.command} {path}")
+        if self.server.is_down:
+            self.close_connection = True
+            return
+        files = {file.name: file.read_bytes() for file in self.server.folder.iterdir()}
+        if path.startswith("/api/models/someone/tiny/tree/"):
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": f"{len(content):040x}"}
+                for name, content in files.items()
+            ]
+            self.answer(json.dumps(tree).encode())
+        elif path.endswith("/revision/v9"):
+            self.answer(b"{}", 404, {"X-Error-Code": "RevisionNotFound"})
+        elif path.startswith("/api/models/someone/gated"):
+            self.answer(b"{}", 403, {"X-Error-Code": "GatedRepo"})
+        elif path.startswith("/api/models/someone/tiny"):
+            siblings = [{"rfilename": name} for name in files]
+            self.answer(json.dumps({"id": "someone/tiny", "sha": SHA, "siblings": siblings}).encode())
+        elif path.startswith("/someone/tiny/resolve/") and path.split("/")[-1] in files:
+            self.answer(files[path.split("/")[-1]])
+        else:
+            self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def answer(self, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{len(body):040x}"')
+        self.send_header("X-Repo-Commit", SHA)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A hub, and a client with an empty cache that may ask it, whatever the environment says."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    folder = tmp_path / "served"
+    module: Any = load_encoder(BERT)
+    module.save_pretrained(folder)
+    load_tokenizer(BERT).save_pretrained(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights in another format")
+    (folder / "model.onnx").write_bytes(b"and another")
+    server = FakeHub(folder)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        close_session()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def run_python(code: str, **environment: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a process in which every warning is an error."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_loading_prints_nothing() -> None:
+    assert run_python(LOAD_TWICE.format(encoder="minilm")) == (0, "", "")
+
+
+def test_a_hub_model_is_downloaded_once_and_then_needs_no_hub(fake_hub: FakeHub, tmp_path: Path) -> None:
+    environment = {
+        "HF_ENDPOINT": fake_hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
+    code = LOAD_TWICE.format(encoder="someone/tiny")
+    assert run_python(code, **environment) == (0, "", "")
+    fetched = [request.split("/")[-1] for request in fake_hub.requests if request.startswith("GET /someone")]
+    assert sorted(fetched) == ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+    fake_hub.requests.clear()
+    for offline in ("0", "1"):
+        assert run_python(code, **environment | {"HF_HUB_OFFLINE": offline}) == (0, "", "")
+    assert fake_hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("someone/else", None, "the hub has no such public model"),
+        ("someone/gated", None, "only to those who accepted its terms"),
+        ("someone/tiny", "v9", "no revision `v9` on the hub. Check model.revision"),
+    ],
+)
+@pytest.mark.usefixtures("fake_hub")
+def test_what_the_hub_refuses_is_said(name: str, revision: str | None, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_tokenizer(name, revision=revision)
+
+
+@pytest.mark.parametrize("load", [load_encoder, load_tokenizer])
+def test_offline_mode_asks_no_hub(
+    load: Callable[[str], object], fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="not in the Hugging Face cache, and HF_HUB_OFFLINE forbids"):
+        load("someone/tiny")
+    assert fake_hub.requests == []
+
+
+@pytest.mark.parametrize("load", [load_encoder, load_tokenizer])
+def test_a_hub_name_without_network_fails_after_one_try(
+    load: Callable[[str], object], fake_hub: FakeHub
+) -> None:
+    fake_hub.is_down = True
+    with pytest.raises(ModelError, match=r"the hub could not be reached \(.*Check the network"):
+        load("someone/tiny")
+    assert fake_hub.requests == ["GET /api/models/someone/tiny"]
+
+
+def test_an_incomplete_cache_is_not_taken_for_a_model(fake_hub: FakeHub, tmp_path: Path) -> None:
+    fake_hub.is_down = True
+    cache = tmp_path / "cache"
+    snapshot = cache / "models--someone--tiny" / "snapshots" / SHA
+    snapshot.mkdir(parents=True)
+    reference = cache / "models--someone--tiny" / "refs" / "main"
+    reference.parent.mkdir()
+    reference.write_text(SHA)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(fake_hub.folder / name, snapshot)
+    with pytest.raises(ModelError, match="the hub could not be reached"):
+        load_encoder("someone/tiny")
+    shutil.copy(fake_hub.folder / "model.safetensors", snapshot)
+    fake_hub.requests.clear()
+    load_encoder("someone/tiny")
+    assert fake_hub.requests == []
