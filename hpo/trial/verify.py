@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
+from hpo.config.trial_config import build_trial_config
+from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
-from hpo.precision.table import PRECISION_NAMES, Support, support
-from hpo.trial.compat import Compatibility
+from hpo.precision.table import PRECISION_NAMES, Resolution, Support, support
+from hpo.trial.check import measure_parts
+from hpo.trial.compat import Compatibility, judge
 from hpo.trial.executor import Executor
 
 
@@ -40,28 +45,55 @@ class PrecisionCheck:
         )
 
 
-def verify(
+class CheckPrecision(Protocol):
+    """Checks a precision by its name, timing `repeats` passes; tells how many seconds it expects to take."""
+
+    def __call__(
+        self, name: str, repeats: int, on_estimate: Callable[[float], None] = ...
+    ) -> Compatibility: ...
+
+
+def check_precision(
     executor: Executor,
-    names: Sequence[str] = PRECISION_NAMES,
+    name: str,
+    repeats: int,
+    on_estimate: Callable[[float], None] = lambda _: None,
+) -> Compatibility:
+    """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
+    config = build_trial_config(executor.study, {}, name, executor.amp).model_copy(
+        update={"fp_precision": name}
+    )
+    level = support(name, executor.device).level
+    parts = executor.parts(config, Resolution(name, name, level))
+    return judge(measure_parts(parts, executor.device, repeats, on_estimate), executor.study.compat)
+
+
+def verify(
+    device: DeviceInfo,
+    check: CheckPrecision,
     repeats: int = 3,
-    on_start: Callable[[str], None] = lambda _: None,
+    on_start: Callable[[str, Support], None] = lambda *_: None,
+    on_estimate: Callable[[str, float], None] = lambda *_: None,
 ) -> list[PrecisionCheck]:
-    """Check each precision of `names`, timing the fastest of `repeats` passes."""
+    """Check each precision that `device` runs, natively or emulated, by `partial(check_precision, executor)`.
+
+    `on_start` is told each precision before its check, `on_estimate` the seconds that its timing will take,
+    once a first pass has shown them.
+    """
     checks = []
-    for name in names:
-        found = support(name, executor.device)
+    for name in PRECISION_NAMES:
+        found = support(name, device)
         if found.level == "unsupported":
             checks.append(PrecisionCheck(name, found, None, found.reason))
             continue
-        on_start(name)
+        on_start(name, found)
         try:
-            compatibility = executor.check_precision(name, repeats)
+            compatibility = check(name, repeats, partial(on_estimate, name))
         except OutOfMemory as error:
             checks.append(PrecisionCheck(name, found, None, str(error)))
             continue
-        checks.append(
-            PrecisionCheck(name, found, compatibility, " ".join(compatibility.reasons) or found.reason)
-        )
+        note = " ".join(compatibility.reasons) or found.reason
+        checks.append(PrecisionCheck(name, found, compatibility, note))
     return checks
 
 

@@ -222,6 +222,6 @@ def test_a_measurement_survives_json() -> None:
     import json
 
     found = check(None, "bf16")
-    stored = found.telemetry()
+    stored = found.telemetry()["compatibility"]
     fields = {key: stored[key] for key in Measurement.__dataclass_fields__}
     assert Measurement(**json.loads(json.dumps(fields))) == found.measurement
