@@ -47,7 +47,7 @@ from hpo.training.loop import Budget, TrainingArgs
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups, reads_short_gradients
 from hpo.trial.check import CompatibilityCache
-from hpo.trial.objectives import check_labelled, check_metric, decision_metrics
+from hpo.trial.objectives import check_metric, decision_metrics
 from hpo.trial.telemetry import DeviceFacts, ScoredEvaluation, TrialRecorder, TrialResult
 from hpo.trial.trial_parts import TrialParts
 from hpo.trial.trial_run import MODEL_SETTINGS, TrialRun
@@ -155,7 +155,7 @@ class Executor:
         return recorder.result(outcome, reason, values, trace)
 
     def check_study(self) -> None:
-        """Find out what is wrong with the study's data, tokenizers, models, heads and objectives.
+        """Find out what is wrong with the study's data, tokenizers, models and heads, before it is stored.
 
         Both splits are tokenised, and for each encoder that the study searches (or the one that it has) a
         small batch goes through model and loss in fp32, forward and backward; of what else is searched the
@@ -179,11 +179,6 @@ class Executor:
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         config = build_trial_config(self.study, params, "fp32", self.amp)
         parts = self.parts(config, resolve("fp32", self.device, config.amp))
-        examples = parts.validation_split.examples
-        annotated = set().union(*(example.annotated for example in examples))
-        labelled = [task.name for task in self.tasks if task.name in annotated]
-        for objective in self.study.objective:
-            check_labelled(objective.metric, labelled)
         batch = parts.batch(2)
         items = parts.loss_fn.count(batch)
         try:

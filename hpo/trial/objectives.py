@@ -34,13 +34,6 @@ def check_metric(metric: str, tasks: Sequence[Task]) -> None:
         )
 
 
-def check_labelled(metric: str, labelled: Sequence[str]) -> None:
-    """Raise InputError where an objective has no value if only the tasks `labelled` have any labels."""
-    task = metric.partition("/")[0]
-    if metric not in MEASURED_METRICS and not (labelled if metric == "score" else task in labelled):
-        raise _no_value(metric)
-
-
 def objective_value(
     metric: str,
     metrics: Mapping[str, Mapping[str, float]],
@@ -66,7 +59,7 @@ def objective_value(
         seen = measured[metric]
         return math.nan if seen is None else seen
     if value is None or not math.isfinite(value):
-        raise _no_value(metric)
+        raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
     return value
 
 
@@ -97,7 +90,3 @@ def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
     """{task: metric} of the objectives that name one: what the task's thresholds are chosen for."""
     named = (objective.partition("/") for objective in reversed(objectives) if "/" in objective)
     return {task: metric for task, _, metric in named}
-
-
-def _no_value(metric: str) -> InputError:
-    return InputError(f"the objective {metric} has no value: the validation split has no labels for it.")

@@ -39,7 +39,7 @@ class Altered(Executor):
         folder: Path,
         alter: Callable[[MultitaskModel], object],
         device: DeviceInfo = CPU,
-        **changes: Any,
+        **study: Any,
     ) -> None:
         self.alter = alter
         super().__init__(tiny_study(folder, **study), device, folder / "runs")
