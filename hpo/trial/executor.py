@@ -185,12 +185,12 @@ class Executor:
             with backend_flags(parts.resolution.precision, config.amp):
                 batch = batch.to(self.device.torch_device)
                 parts.loss_fn(parts.model, batch, items, items).backward()
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+        except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
                 return  # which a trial ends by, and another device may have more
+            name = config.encoder if isinstance(config.encoder, str) else "of this config"
             raise ModelError(
-                f"the encoder {_named(config)} cannot run a batch of this study's data: "
-                f"{type(error).__name__}: {error}"
+                f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
 
     # Parts of a trial, each made from the settings that it takes.
@@ -337,7 +337,3 @@ class _Lowest:
 
     def suggest_float(self, name: str, low: float, high: float, **_: Any) -> float:  # noqa: ARG002
         return low
-
-
-def _named(config: TrialConfig) -> str:
-    return config.encoder if isinstance(config.encoder, str) else "of this config"

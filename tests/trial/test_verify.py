@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def test_the_fastest_native_precision_is_recommended() -> None:
     assert advice.startswith("Search fp_precision over [fp32, tf32, bf16, fp16")
     assert "bf16-true" not in advice, "as fast as fp32"
     assert "bf16 is the fastest, 2.4 times as fast as fp32" in advice
+
+
+def test_what_was_not_faster_in_every_pass_is_not_called_faster() -> None:
+    noisy = Measurement("bf16", speed_ratio=1.65, speed_ratio_low=0.8, speed_ratio_high=2.1)
+    checks = verify(AMX, lambda name, *_: Compatibility("ok", (), replace(noisy, precision=name)))
+    assert recommendation(checks).startswith("Use fp32: no native precision of this machine is faster")
 
 
 def test_what_is_incompatible_is_not_recommended() -> None:
