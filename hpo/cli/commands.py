@@ -330,8 +330,8 @@ def verify(
         typer.echo(f"checking {name} ...{slow} one training pass in fp32 and in {name}", err=True)
 
     def estimate(name: str, seconds: float) -> None:
-        passes = f"timing {repeats + 1} passes of {name} and of fp32 in turn"
-        typer.echo(f"  {passes}: about {seconds:.0f} s" if seconds >= 1 else f"  {passes}", err=True)
+        how_long = f": about {seconds:.0f} s" if seconds >= 1 else ""
+        typer.echo(f"  timing fp32 and {name} in turn, {repeats} times{how_long}", err=True)
 
     check = partial(check_precision, executor)
     checks = verify_precisions(device, check, repeats, announce, estimate)

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Set
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from hpo.data.batches import Batch
 from hpo.device import DeviceInfo, synchronize
 from hpo.memory import PeakMemory, is_out_of_memory, release_free_memory
 from hpo.models.attention import use_training_attention
-from hpo.precision.amp import MixedPrecision, Observation, backend_flags, observe, prepare_model
+from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 from hpo.training.compilation import compiled_modules
 from hpo.training.losses import MultitaskLoss
@@ -41,6 +43,8 @@ MEASUREMENT_VERSION = 2
 """To be raised when the measuring changes: what is cached of another version is measured again."""
 
 _MEANINGFUL_BYTES = 2**20
+_TIMED_SECONDS = 0.2
+"""A timing of each side lasts about as long, over several passes where they are shorter."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,9 @@ class Measurement:
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
     speed_ratio: float | None = None
-    """fp32's seconds over this precision's, of the fastest pass each: above 1 is faster than fp32."""
+    """fp32's seconds over this precision's, of the fastest timing each: above 1 is faster than fp32."""
     speed_ratio_low: float | None = None
-    """The smallest of the ratios of one pass each, timed in turn; with `speed_ratio_high` the noise."""
+    """The smallest of the ratios of one timing each, made in turn; with `speed_ratio_high` the noise."""
     speed_ratio_high: float | None = None
     memory_ratio: float | None = None
     """This precision's peak memory of one pass over fp32's; None where it is too small to be seen."""
@@ -139,7 +143,7 @@ def measure(
     """Run `model` (fp32 weights, on the device) on `batch` in fp32 and under `precision`.
 
     `transform` is what a trial does to the prepared model besides, such as compiling it in place; it gets a
-    copy. `repeats` passes of each side are timed in turn after one that warms up; with 0 that one is timed.
+    copy. Each side is timed `repeats` times, in turn, after a pass that warms up; with 0 that pass is timed.
     `on_estimate` is told the seconds that this will take. The model comes back as it was, without gradients.
 
     Raises what an allocator raises where the precision itself does not fit into memory.
@@ -210,14 +214,10 @@ def _candidate(
             nonfinite=broken,
             first_nonfinite_module=_find_culprit(side, result) if broken else None,
             usable_scale=scale,
-            observed=_observed(seen, side.model),
+            observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
             disagreement=seen.disagreement(precision),
         )
         return side, result, found
-
-
-def _observed(seen: Observation, model: nn.Module) -> dict[str, Any]:
-    return seen.telemetry(compiled=bool(compiled_modules(model)))
 
 
 def _errors(candidate: _Pass, reference: _Pass) -> dict[str, Any]:
@@ -232,45 +232,55 @@ def _errors(candidate: _Pass, reference: _Pass) -> dict[str, Any]:
 
 
 def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
-    """Time and memory against fp32: one pass of each for memory, then `repeats` of each for time, in turn.
+    """Time and memory against fp32: one pass of each for memory, then `repeats` of each for time.
 
-    In turn, so that what slows the machine down for a while slows both. The first pass begins without freed
-    memory to take, so its time counts only where there is no other.
+    They are timed in turn, so that what slows the machine down for a while slows both; short passes many
+    times, of which the median counts. The first pass begins without freed memory to take, so its time counts
+    only where there is no other.
     """
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    peak_bytes: dict[bool, int] = {}
     device = side.mixed_precision.device
     memory = PeakMemory(device)
+    times: list[list[float]] = []
+    peak_bytes = []
     try:
-        for number in range(repeats + 1):
-            for is_reference, each in ((True, fp32), (False, side)):
-                if number == 0:
-                    release_free_memory(device)
-                    memory.reset()
-                held = memory.read()
-                synchronize(device)
-                with each.flags():
-                    started = time.perf_counter()
-                    _forward_backward(each)
-                    synchronize(device)
-                    seconds[is_reference].append(time.perf_counter() - started)
-                peak_bytes.setdefault(is_reference, memory.read() - held)
-                each.model.zero_grad(set_to_none=True)
+        first = []
+        for each in (fp32, side):
+            release_free_memory(device)
+            memory.reset()
+            held = memory.read()
+            first.append(_seconds(each))
+            peak_bytes.append(memory.read() - held)
+        turns = math.ceil(min(_TIMED_SECONDS / max(first), 50))
+        for _ in range(repeats):
+            passes = [[_seconds(fp32), _seconds(side)] for _ in range(turns)]
+            times.append([median(seconds) for seconds in zip(*passes, strict=True)])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return {}  # fp32 fits alone, but not beside the copy of the model that the precision needs
-    first = 1 if repeats else 0
-    own, reference = seconds[False][first:], seconds[True][first:]
-    ratios = [slow / fast for slow, fast in zip(reference, own, strict=True)]
-    big_enough = min(peak_bytes.values()) > _MEANINGFUL_BYTES
+    times = times or [first]
+    ratios = [reference / own for reference, own in times]
+    reference, own = (min(seconds) for seconds in zip(*times, strict=True))
     return {
-        "speed_ratio": min(reference) / min(own),
+        "speed_ratio": reference / own,
         "speed_ratio_low": min(ratios),
         "speed_ratio_high": max(ratios),
-        "memory_ratio": peak_bytes[False] / peak_bytes[True] if big_enough else None,
-        "seconds": min(own),
+        "memory_ratio": peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None,
+        "seconds": own,
     }
+
+
+def _seconds(side: _Side) -> float:
+    """Wall time of one pass."""
+    device = side.mixed_precision.device
+    with side.flags():
+        synchronize(device)
+        started = time.perf_counter()
+        _forward_backward(side)
+        synchronize(device)
+        seconds = time.perf_counter() - started
+    side.model.zero_grad(set_to_none=True)
+    return seconds
 
 
 def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = False) -> Compatibility:

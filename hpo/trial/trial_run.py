@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,10 +171,7 @@ class TrialRun:
             self.compile_clock.start()
         observed = seen.telemetry(compiled=bool(compiled_modules(parts.model)))
         disagreement = seen.disagreement(parts.resolution.precision)
-        facts = self.precision_facts
-        self.recorder.note(
-            PrecisionFacts(facts.requested, facts.support, facts.resolution, observed, disagreement)
-        )
+        self.recorder.note(replace(self.precision_facts, observed=observed, disagreement=disagreement))
         self.utilization = Utilization(device, torch.get_num_threads())
         self.recorder.note(
             TrainingFacts(

@@ -382,22 +382,8 @@ def test_texts_that_were_cut_are_counted(executor: Executor, tmp_path: Path) -> 
     assert result.telemetry["data"]["num_lost_spans"]["evidence"] > 0
 
 
-def test_an_objective_that_no_task_has(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"'criteria/f1_mikro'.* Did you mean `criteria/f1_micro`"):
-        tiny_executor(tmp_path, objective={"metric": "criteria/f1_mikro"})
-
-
 def test_the_best_checkpoint_is_scored_on_the_test_split(executor: Executor, tmp_path: Path) -> None:
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     validation = score_checkpoint(executor, tmp_path / "trial", "validation")
     assert validation == result.telemetry["metrics"]
     assert score_checkpoint(executor, tmp_path / "trial", "test") != validation
-
-
-def test_a_gpu_that_is_not_there_decides_as_if_it_were(tmp_path: Path) -> None:
-    """What is decided from the record alone needs no GPU."""
-    old_gpu = DeviceInfo(type="cuda", name="Tesla T4", compute_capability=(7, 5), cuda_bf16=False)
-    result = run(tiny_executor(tmp_path, device=old_gpu, amp={}), tmp_path, {"fp_precision": "bf16"})
-    assert result.outcome == "unsupported"
-    assert "`bf16` needs compute capability >= 8.0, but this Tesla T4 has 7.5. Use fp16" in result.reason
-    assert CPU.type == "cpu"
