@@ -151,8 +151,8 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
         )
     console.print(table)
     console.print(
-        "Speed and memory against fp32, forward and backward of the check's batch. In brackets the range over "
-        "the repeats, timed in turn: where it holds 1.00, no difference shows.",
+        "Speed and memory against fp32, forward and backward of the check's batch. In brackets the range "
+        "over the repeats, timed in turn: where it holds 1.00, no difference shows.",
         style="dim",
     )
     notes = Table.grid(padding=(0, 2))
