@@ -30,7 +30,10 @@ class TrialParts:
     """Compiles a model in place; None: the trial is not compiled."""
 
     def batch(self, first: int, last: int = 0) -> Batch:
-        """The `first` shortest and the `last` longest windows of the training split, on the CPU."""
+        """The `first` shortest and the `last` longest windows of the training split, on the CPU.
+
+        Of a split with fewer windows, all of them.
+        """
         order = np.argsort(self.train_split.lengths_W)
-        windows = np.concatenate([order[:first], order[len(order) - last :]])
+        windows = np.concatenate([order[:first], order[::-1][:last]])
         return collate(self.train_split, windows, self.loss_fn.tasks, self.pad_id)

@@ -14,12 +14,24 @@ from hpo.errors import HpoError, ModelError
 from hpo.precision.table import resolve
 from hpo.trial.check import cache_key
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import TrialParts
+
+
+def parts_of(executor: Executor, **params: Any) -> TrialParts:
+    config = build_trial_config(executor.study, params, "fp32", executor.amp)
+    return executor.parts(config, resolve("fp32", CPU, config.amp))
 
 
 def key_of(executor: Executor, **params: Any) -> str:
-    config = build_trial_config(executor.study, params, "fp32", executor.amp)
-    parts = executor.parts(config, resolve("fp32", CPU, config.amp))
+    parts = parts_of(executor, **params)
     return cache_key(parts, executor.study, executor.dataset.fingerprint, CPU)
+
+
+def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None:
+    parts = parts_of(tiny_executor(tmp_path))
+    lengths = sorted(parts.train_split.lengths_W)
+    assert sorted(parts.batch(2, 1).lengths_B) == [*lengths[:2], lengths[-1]]
+    assert sorted(parts.batch(0, 10**6).lengths_B) == lengths == sorted(parts.batch(10**6).lengths_B)
 
 
 def test_attention_with_dropout_is_another_measurement(tmp_path: Path) -> None:
