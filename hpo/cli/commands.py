@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import threading
 
     from hpo.config.study_config import StudyConfig
+    from hpo.precision.table import Support
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord
     from hpo.study.worker import RunSummary
@@ -299,18 +300,24 @@ def train(
 def verify(
     study: StudyArgument,
     repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Timed passes of each precision; the fastest counts.")
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Timed passes of each precision, in turn with fp32's; the fastest counts.",
+        ),
     ] = 3,
     as_json: JsonOption = False,
 ) -> None:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
     from dataclasses import asdict
+    from functools import partial
 
     from hpo.cli.display import print_verification
     from hpo.config.study_config import load_study
     from hpo.device import probe_device
     from hpo.trial.executor import Executor
-    from hpo.trial.verify import recommendation
+    from hpo.trial.verify import check_precision, recommendation
     from hpo.trial.verify import verify as verify_precisions
 
     config = load_study(study)
@@ -318,10 +325,16 @@ def verify(
     device = probe_device(config.device)
     executor = Executor(config, device, RUNS)
 
-    def announce(name: str) -> None:
-        typer.echo(f"checking {name} ...", err=True)
+    def announce(name: str, support: Support) -> None:
+        slow = " (emulated here, so slow)" if support.level == "emulated" else ""
+        typer.echo(f"checking {name} ...{slow} one training pass in fp32 and in {name}", err=True)
 
-    checks = verify_precisions(executor, repeats=repeats, on_start=announce)
+    def estimate(name: str, seconds: float) -> None:
+        how_long = f": about {seconds:.0f} s" if seconds >= 1 else ""
+        typer.echo(f"  timing fp32 and {name} in turn, {repeats} times{how_long}", err=True)
+
+    check = partial(check_precision, executor)
+    checks = verify_precisions(device, check, repeats, announce, estimate)
     if as_json:
         rows = [asdict(check) for check in checks]
         _print_json({"device": asdict(device), "precisions": rows, "recommendation": recommendation(checks)})

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from hpo.study.study_record import StudyRecord
+    from hpo.trial.compat import Measurement
     from hpo.trial.verify import PrecisionCheck
 
 
@@ -145,11 +146,15 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
             check.compatibility.verdict if check.compatibility else "",
             f"{max(errors):.1e}" if errors else "",
             "" if measured is None or measured.gradient_cosine is None else f"{measured.gradient_cosine:.4f}",
-            "" if measured is None or measured.speed_ratio is None else f"{measured.speed_ratio:.2f}x",
+            _speed(measured),
             "" if measured is None or measured.memory_ratio is None else f"{measured.memory_ratio:.2f}x",
         )
     console.print(table)
-    console.print("Speed and memory against fp32, forward and backward of the check's batch.", style="dim")
+    console.print(
+        "Speed and memory against fp32, forward and backward of the check's batch. In brackets the range "
+        "over the repeats, timed in turn: where it holds 1.00, no difference shows.",
+        style="dim",
+    )
     notes = Table.grid(padding=(0, 2))
     notes.add_column(no_wrap=True)
     for check in checks:
@@ -158,6 +163,15 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
     if notes.row_count:
         console.print(notes)
     console.print(Text(advice, style="bold"))
+
+
+def _speed(measured: Measurement | None) -> str:
+    """The ratio to fp32 with its noise."""
+    if measured is None or measured.speed_ratio is None:
+        return ""
+    ratio = f"{measured.speed_ratio:.2f}x"
+    low, high = measured.speed_ratio_low, measured.speed_ratio_high
+    return ratio if low is None or high is None else f"{ratio}\n({low:.2f}-{high:.2f})"
 
 
 def _table(*columns: str, title: str | None = None) -> Table:

@@ -50,7 +50,7 @@ _uses_training_attention = ContextVar("uses_training_attention", default=False)
 
 @contextmanager
 def use_training_attention() -> Iterator[None]:
-    """Inside, models in evaluation mode use the attention that they use in training, dropping nothing."""
+    """Inside, attention without dropout runs as it does in training with it, and drops nothing."""
     token = _uses_training_attention.set(True)
     try:
         yield
@@ -116,7 +116,7 @@ def attention_forward(
     is_plain = not getattr(module, "is_causal", True) and not any(
         options.get(name) is not None for name in OTHER_ATTENTION
     )
-    is_checked = _uses_training_attention.get() and not module.training and _drops_in_training(module)
+    is_checked = _uses_training_attention.get() and not dropout and _drops_in_training(module)
     same_shape = query.shape == key.shape == value.shape
     if is_plain and (0 < dropout < 1 or is_checked) and same_shape and is_fast_here(query, key, value):
         lengths = _text_lengths(query, attention_mask)

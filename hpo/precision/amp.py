@@ -26,6 +26,10 @@ from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 NONFINITE_PATIENCE = 3
 """Steps in a row whose loss or (without loss scaling) gradients are not finite before a trial ends."""
 
+_COUNTS = {"epoch_fallbacks", "num_steps", "fp32_fallbacks"}
+_TENSORS = {"skipped", "scale_sum", "scale_min", "scale_max"}
+"""The counters that a checkpoint holds, on the host and on the device."""
+
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
 
@@ -317,29 +321,17 @@ class MixedPrecision:
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: plain numbers."""
-        return {
-            "scaler": dict(self.scaler.state_dict()),
-            "epoch_fallbacks": self._epoch_fallbacks,
-            "num_steps": self._num_steps,
-            "fp32_fallbacks": self._fp32_fallbacks,
-            "skipped": float(self._skipped),
-            "scale_sum": float(self._scale_sum),
-            "scale_min": float(self._scale_min),
-            "scale_max": float(self._scale_max),
-        }
+        numbers = {name: float(getattr(self, f"_{name}")) for name in (*_COUNTS, *_TENSORS)}
+        return {"scaler": dict(self.scaler.state_dict()), **numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a checkpoint's state; one without a scaler leaves this one as it was made."""
         if state.get("scaler") and self.precision.loss_scaling:
             self.scaler.load_state_dict(state["scaler"])
-        device = self.device.torch_device
-        self._epoch_fallbacks = state.get("epoch_fallbacks", 0)
-        self._num_steps = state.get("num_steps", 0)
-        self._fp32_fallbacks = state.get("fp32_fallbacks", 0)
-        self._skipped = torch.tensor(state.get("skipped", 0.0), device=device)
-        self._scale_sum = torch.tensor(state.get("scale_sum", 0.0), device=device)
-        self._scale_min = torch.tensor(state.get("scale_min", math.inf), device=device)
-        self._scale_max = torch.tensor(state.get("scale_max", -math.inf), device=device)
+        for name in _COUNTS & state.keys():
+            setattr(self, f"_{name}", int(state[name]))
+        for name in _TENSORS & state.keys():
+            setattr(self, f"_{name}", torch.tensor(state[name], device=self.device.torch_device))
 
 
 def _in_float32(model: nn.Module) -> Callable[..., Any]:

@@ -94,7 +94,6 @@ def run_study(
             device,
             runs_dir,
             storage,
-            shared_device=num_on_device > 1,
         )
         storage.bind_data(config.name, executor.dataset.fingerprint)
         study = storage.load_study(config.name)
@@ -102,7 +101,7 @@ def run_study(
         return run_worker(
             config,
             storage,
-            trial_runner(executor, storage, stop, on_event),
+            trial_runner(executor, storage, stop, on_event, shared_device=num_on_device > 1),
             worker_number=worker_number,
             device=device.device_id,
             memory_bytes=memory_limit(device, executor.amp.memory_fraction),

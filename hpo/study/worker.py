@@ -163,13 +163,20 @@ def _died(num_deaths: int) -> TrialResult:
 
 
 def trial_runner(
-    executor: Executor, storage: Storage, stop: threading.Event, on_event: OnEvent | None = None
+    executor: Executor,
+    storage: Storage,
+    stop: threading.Event,
+    on_event: OnEvent | None = None,
+    *,
+    shared_device: bool = False,
 ) -> Execute:
-    """Return how a trial runs for real: suggest, train with `executor`, report each evaluation."""
+    """Return how a trial runs for real: suggest, train with `executor`, report each evaluation.
+
+    `shared_device` says that workers were started together on the device; others are looked for.
+    """
     on_event = on_event or (lambda _: None)
     metric_names = [objective.metric for objective in executor.study.objective]
     token = storage.study_token(executor.study.name)
-    started_together = executor.shared_device
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
@@ -198,9 +205,10 @@ def trial_runner(
 
         folder = executor.trial_folder(token, trial.number)
         place = executor.device.device_id
-        executor.shared_device = started_together or storage.has_other_workers_on(place)
-        result = executor.run(params, folder, f"{token}/{trial.number}", on_evaluation, should_stop)
-        if not executor.shared_device and storage.has_other_workers_on(place):  # it came during the trial
+        shared = shared_device or storage.has_other_workers_on(place)
+        resume_key = f"{token}/{trial.number}"
+        result = executor.run(params, folder, resume_key, on_evaluation, should_stop, shared_device=shared)
+        if not shared and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})
         return result

@@ -8,11 +8,16 @@ foreseen is compiled before the first step; the rest happens in a step or an eva
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from torch import nn
 
+from hpo.data.batches import Batch
+from hpo.device import synchronize
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
+from hpo.precision.amp import MixedPrecision
+from hpo.training.losses import MultitaskLoss
 
 
 class CompileClock:
@@ -56,3 +61,23 @@ def apply_compile(
 def compiled_modules(model: nn.Module) -> list[str]:
     """Return the names of the modules that run compiled; "" is the model itself, [] means none."""
     return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+
+
+def run_compiled_shapes(
+    model: MultitaskModel, loss_fn: MultitaskLoss, batches: Iterable[Batch], mixed_precision: MixedPrecision
+) -> None:
+    """Run a model that compiles on batches of its shapes, with and without gradients, and drop the gradients.
+
+    So it is compiled before the first training step. A shape that comes up later compiles in its step.
+    """
+    device = mixed_precision.device
+    for each in batches:
+        items, batch = loss_fn.count(each), each.to(device.torch_device)
+        loss_fn.start_step()
+        with mixed_precision.autocast():
+            loss = loss_fn(model.train(), batch, items, items)
+        mixed_precision.scaler.scale(loss).backward()
+        model.zero_grad(set_to_none=True)
+        with mixed_precision.evaluation():
+            model.eval()(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+    synchronize(device)

@@ -1,11 +1,11 @@
-"""Does this model work under this precision, here? Asked of a dummy batch before a trial trains.
+"""Does this model work under this precision, here? Asked of a small batch before a trial trains.
 
-The trial's own encoder, heads and loss run forward and backward twice from the same weights, dropout off:
-in fp32 and under the precision. Compared are finiteness, the relative error of each head's logits
-||y - y32|| / ||y32||, the cosine between the gradients, time and peak memory. A gradient that overflows
-under loss scaling is given what training would give it: the scale backs off to its floor before the
-verdict. On a CPU bf16 converts its weights here as autocast does, in each pass; a trial with adam or adamw
-is spared that (`reduced_weights`), so its gain is somewhat larger than the one timed here.
+The trial's own encoder, heads and loss run forward and backward from the same weights, in fp32 and under the
+precision, as training runs them but for dropout, which is off: gradient checkpointing is on where the trial
+has it. Compared are finiteness, the relative error of each head's logits ||y - y32|| / ||y32||, the cosine
+between the gradients, time and peak memory. A gradient that overflows under loss scaling is given what
+training would give it: the scale backs off to its floor before the verdict. Where fp32 does not fit into
+memory, finiteness alone is measured.
 
     ok            as expected of the precision
     degraded      works, but further from fp32 than the study's bounds, or not everywhere in the precision
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Set
 from dataclasses import asdict, dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,8 +37,14 @@ from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_mo
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 from hpo.training.compilation import compiled_modules
 from hpo.training.losses import MultitaskLoss
+from hpo.trial.nonfinite import entered_module, is_finite, watch_for_nonfinite
+
+MEASUREMENT_VERSION = 2
+"""To be raised when the measuring changes: what is cached of another version is measured again."""
 
 _MEANINGFUL_BYTES = 2**20
+_TIMED_SECONDS = 0.2
+"""A timing of each side lasts about as long, over several passes where they are shorter."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Measurement:
     first_nonfinite_module: str | None = None
     reference_finite: bool = True
     """Whether fp32 was finite; if not, the precision is not to blame."""
+    reference_fits: bool = True
+    """Whether fp32 fitted into memory; if not, nothing is known against it."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task: ||y - y32|| / ||y32||}."""
     loss_relative_error: float | None = None
@@ -60,7 +69,10 @@ class Measurement:
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
     speed_ratio: float | None = None
-    """fp32's seconds over this precision's: above 1 is faster than fp32."""
+    """fp32's seconds over this precision's, of the fastest timing each: above 1 is faster than fp32."""
+    speed_ratio_low: float | None = None
+    """The smallest of the ratios of one timing each, made in turn; with `speed_ratio_high` the noise."""
+    speed_ratio_high: float | None = None
     memory_ratio: float | None = None
     """This precision's peak memory of one pass over fp32's; None where it is too small to be seen."""
     seconds: float | None = None
@@ -80,132 +92,195 @@ class Compatibility:
     cached: bool = False
 
     def telemetry(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict,
-            "reasons": list(self.reasons),
-            "cached": self.cached,
-        } | asdict(self.measurement)
+        record = {"verdict": self.verdict, "reasons": list(self.reasons), "cached": self.cached}
+        return {"compatibility": record | asdict(self.measurement)}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A model under one precision, with the check's batch (on the device) and loss."""
+
+    model: nn.Module
+    mixed_precision: MixedPrecision
+    batch: Batch
+    loss_fn: MultitaskLoss
+
+    def flags(self) -> contextlib.AbstractContextManager[None]:
+        return backend_flags(self.mixed_precision.precision, self.mixed_precision.config)
 
 
 @dataclass
 class _Pass:
-    """One forward and backward."""
+    """One forward and backward: logits and unscaled gradients in fp32, on the CPU."""
 
-    logits: dict[str, Tensor] = field(default_factory=dict)
-    loss: Tensor | None = None
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor
+    logits: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    seconds: float
+
+    def broken(self) -> str | None:
+        """What is not finite first."""
+        if not all(is_finite(value) for value in self.logits.values()):
+            return "logits"
+        if not is_finite(self.loss):
+            return "loss"
+        if not all(is_finite(value) for value in self.gradients.values()):
+            return "gradients"
+        return None
 
 
 def measure(
     model: nn.Module,
     batch: Batch,
-    objective: MultitaskLoss,
+    loss_fn: MultitaskLoss,
     precision: Precision,
     config: AmpConfig,
     device: DeviceInfo,
-    transform: Callable[[nn.Module], None] | None = None,
-    repeats: int = 1,
+    transform: Callable[[Any], object] | None = None,
+    repeats: int = 0,
+    on_estimate: Callable[[float], None] = lambda _: None,
 ) -> Measurement:
     """Run `model` (fp32 weights, on the device) on `batch` in fp32 and under `precision`.
 
     `transform` is what a trial does to the prepared model besides, such as compiling it in place; it gets a
-    copy. `repeats` more passes are timed, the fastest counts. The model comes back as it was, without
-    gradients.
+    copy. Each side is timed `repeats` times, in turn, after a pass that warms up; with 0 that pass is timed.
+    `on_estimate` is told the seconds that this will take. The model comes back as it was, without gradients.
+
+    Raises what an allocator raises where the precision itself does not fit into memory.
     """
-    was_training = model.training
-    model.eval()
     batch = batch.to(device.torch_device)
-    try:
-        with use_training_attention():
-            return _measure(model, batch, objective, precision, config, device, transform, repeats)
-    finally:
-        model.zero_grad(set_to_none=True)
-        model.train(was_training)
+    fp32 = _Side(model, MixedPrecision(PRECISIONS["fp32"], config, device), batch, loss_fn)
+    side = replace(fp32, mixed_precision=MixedPrecision(precision, config, device))
+    with _training_without_dropout(model), use_training_attention():
+        reference, found = _reference(fp32, precision.name)
+        if found is not None:
+            return found
+        side, candidate, found = _candidate(side, transform)
+        if candidate is None or not found.finite:
+            return found
+        if reference is None:
+            return replace(found, reference_fits=False, seconds=candidate.seconds)
+        on_estimate((repeats + 1) * (reference.seconds + candidate.seconds))
+        return replace(found, **_errors(candidate, reference), **_costs(side, fp32, repeats))
 
 
-def _measure(
-    model: nn.Module,
-    batch: Batch,
-    objective: MultitaskLoss,
-    precision: Precision,
-    config: AmpConfig,
-    device: DeviceInfo,
-    transform: Callable[[nn.Module], None] | None,
-    repeats: int,
-) -> Measurement:
-    fp32 = PRECISIONS["fp32"]
-    with backend_flags(fp32, config):
-        mixed32 = MixedPrecision(fp32, config, device)
+def _reference(fp32: _Side, name: str) -> tuple[_Pass | None, Measurement | None]:
+    """The pass in fp32, and the measurement of `name` where fp32 is broken; neither where it does not fit."""
+    with fp32.flags(), entered_module(fp32.model) as entered:
         try:
-            with _entered_module(model) as entered:
-                reference = _run(model, batch, objective, mixed32)
+            result = _run(fp32)
         except Exception as error:
+            if not is_out_of_memory(error):
+                message = f"{_describe(error, entered)} (in fp32 already)"
+                return None, Measurement(name, error=message, finite=False, reference_finite=False)
+            result = None
+    if result is None:  # after the error, which held the activations, is gone
+        fp32.model.zero_grad(set_to_none=True)
+        release_free_memory(fp32.mixed_precision.device)
+        return None, None
+    broken = result.broken()
+    if not broken:
+        return result, None
+    culprit = _find_culprit(fp32, result)
+    return result, Measurement(
+        name, finite=False, reference_finite=False, nonfinite=broken, first_nonfinite_module=culprit
+    )
+
+
+def _candidate(
+    side: _Side, transform: Callable[[Any], object] | None
+) -> tuple[_Side, _Pass | None, Measurement]:
+    """The model as a trial prepares it, its pass (None: it raised), and what is known without fp32."""
+    precision, mixed_precision = side.mixed_precision.precision, side.mixed_precision
+    with side.flags(), entered_module(side.model) as entered:
+        try:
+            if precision.float8 or precision.weights != "float32" or transform is not None:
+                side = replace(side, model=prepare_model(copy.deepcopy(side.model), precision))
+            with observe(side.model) as seen:
+                result = _run_with_backoff(side)
+            if transform is not None:  # what is judged is what a trial runs
+                transform(side.model)
+                result = _run_with_backoff(side)
+        except Exception as error:
+            # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
             if is_out_of_memory(error):
                 raise
-            return Measurement(
-                precision.name,
-                error=f"{_describe(error, entered)} (in fp32 already)",
-                finite=False,
-                reference_finite=False,
-            )
-        broken = _not_finite(reference)
-        if broken:
-            return Measurement(
-                precision.name,
-                finite=False,
-                reference_finite=False,
-                nonfinite=broken,
-                first_nonfinite_module=_find_culprit(model, batch, objective, mixed32, reference),
-            )
-    with backend_flags(precision, config):
-        mixed_precision = MixedPrecision(precision, config, device)
-        prepared = model
-        with _entered_module(model) as entered:
-            try:
-                if precision.float8 or precision.weights != "float32" or transform is not None:
-                    prepared = prepare_model(copy.deepcopy(model), precision)
-                with observe(prepared) as seen:
-                    result = _run_with_backoff(prepared, batch, objective, mixed_precision)
-                if transform is not None:  # what is judged is what a trial runs
-                    transform(prepared)
-                    result = _run_with_backoff(prepared, batch, objective, mixed_precision)
-            except Exception as error:
-                # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
-                if is_out_of_memory(error):
-                    raise
-                return Measurement(precision.name, error=_describe(error, entered), finite=False)
-        broken = _not_finite(result)
-        measurement = Measurement(
+            return side, None, Measurement(precision.name, error=_describe(error, entered), finite=False)
+        broken = result.broken()
+        scale = mixed_precision.scaler.get_scale() if precision.loss_scaling and not broken else None
+        found = Measurement(
             precision.name,
             finite=not broken,
             nonfinite=broken,
-            usable_scale=mixed_precision.scaler.get_scale()
-            if precision.loss_scaling and not broken
-            else None,
-            observed=seen.telemetry(compiled=bool(compiled_modules(prepared))),
+            first_nonfinite_module=_find_culprit(side, result) if broken else None,
+            usable_scale=scale,
+            observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
             disagreement=seen.disagreement(precision),
         )
-        if broken:
-            culprit = _find_culprit(prepared, batch, objective, mixed_precision, result)
-            return replace(measurement, first_nonfinite_module=culprit)
-        seconds, peak_bytes = _timed(prepared, batch, objective, mixed_precision, repeats)
-        prepared.zero_grad(set_to_none=True)
-    with backend_flags(fp32, config):
-        seconds32, peak_bytes32 = _timed(model, batch, objective, mixed32, repeats)
-    big_enough = min(peak_bytes, peak_bytes32) > _MEANINGFUL_BYTES
-    assert reference.loss is not None
-    assert result.loss is not None
-    return replace(
-        measurement,
-        logits_relative_error={
-            name: _relative_error(result.logits[name], reference.logits[name]) for name in reference.logits
+        return side, result, found
+
+
+def _errors(candidate: _Pass, reference: _Pass) -> dict[str, Any]:
+    """How far the precision's pass is from fp32's."""
+    return {
+        "logits_relative_error": {
+            name: _relative_error(candidate.logits[name], reference.logits[name]) for name in reference.logits
         },
-        loss_relative_error=_relative_error(result.loss, reference.loss),
-        gradient_cosine=_cosine(result.gradients, reference.gradients),
-        speed_ratio=seconds32 / seconds,
-        memory_ratio=peak_bytes / peak_bytes32 if big_enough else None,
-        seconds=seconds,
-    )
+        "loss_relative_error": _relative_error(candidate.loss, reference.loss),
+        "gradient_cosine": _cosine(candidate.gradients, reference.gradients),
+    }
+
+
+def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
+    """Time and memory against fp32: one pass of each for memory, then `repeats` of each for time.
+
+    They are timed in turn, so that what slows the machine down for a while slows both; short passes many
+    times, of which the median counts. The first pass begins without freed memory to take, so its time counts
+    only where there is no other.
+    """
+    device = side.mixed_precision.device
+    memory = PeakMemory(device)
+    times: list[list[float]] = []
+    peak_bytes = []
+    try:
+        first = []
+        for each in (fp32, side):
+            release_free_memory(device)
+            memory.reset()
+            held = memory.read()
+            first.append(_seconds(each))
+            peak_bytes.append(memory.read() - held)
+        turns = math.ceil(min(_TIMED_SECONDS / max(first), 50))
+        for _ in range(repeats):
+            passes = [[_seconds(fp32), _seconds(side)] for _ in range(turns)]
+            times.append([median(seconds) for seconds in zip(*passes, strict=True)])
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return {}  # fp32 fits alone, but not beside the copy of the model that the precision needs
+    times = times or [first]
+    ratios = [reference / own for reference, own in times]
+    reference, own = (min(seconds) for seconds in zip(*times, strict=True))
+    return {
+        "speed_ratio": reference / own,
+        "speed_ratio_low": min(ratios),
+        "speed_ratio_high": max(ratios),
+        "memory_ratio": peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None,
+        "seconds": own,
+    }
+
+
+def _seconds(side: _Side) -> float:
+    """Wall time of one pass."""
+    device = side.mixed_precision.device
+    with side.flags():
+        synchronize(device)
+        started = time.perf_counter()
+        _forward_backward(side)
+        synchronize(device)
+        seconds = time.perf_counter() - started
+    side.model.zero_grad(set_to_none=True)
+    return seconds
 
 
 def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = False) -> Compatibility:
@@ -244,83 +319,64 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         )
     if measurement.disagreement:
         degraded.append(measurement.disagreement)
+    unknown = (
+        ()
+        if measurement.reference_fits
+        else (f"fp32 does not fit into memory here, so of {name} only that it is finite was checked.",)
+    )
     verdict = "incompatible" if incompatible else "degraded" if degraded else "ok"
-    return Compatibility(verdict, (*incompatible, *degraded), measurement, cached)
+    return Compatibility(verdict, (*incompatible, *degraded, *unknown), measurement, cached)
 
 
-def _run(model: nn.Module, batch: Batch, objective: MultitaskLoss, mixed_precision: MixedPrecision) -> _Pass:
-    """Forward and backward once; logits and unscaled gradients in fp32, on the CPU."""
-    result = _Pass()
+def _run(side: _Side) -> _Pass:
+    """Forward and backward once."""
+    logits: dict[str, Tensor] = {}
 
-    def keep_logits(logits: dict[str, Tensor]) -> None:
-        result.logits = {name: value.detach().float().cpu() for name, value in logits.items()}
+    def keep_logits(values: dict[str, Tensor]) -> None:
+        logits.update({name: value.detach().float().cpu() for name, value in values.items()})
 
-    loss = _forward_backward(model, batch, objective, mixed_precision, keep_logits)
-    result.loss = loss.detach().cpu()
-    scale = mixed_precision.scale_value().cpu()
-    result.gradients = {
+    started = time.perf_counter()
+    loss = _forward_backward(side, keep_logits)
+    synchronize(side.mixed_precision.device)
+    seconds = time.perf_counter() - started
+    scale = side.mixed_precision.scale_value().cpu()
+    gradients = {
         name: parameter.grad.detach().float().cpu() / scale
-        for name, parameter in model.named_parameters()
+        for name, parameter in side.model.named_parameters()
         if parameter.grad is not None
     }
-    return result
+    side.model.zero_grad(set_to_none=True)
+    return _Pass(loss.detach().cpu(), logits, gradients, seconds)
 
 
-def _forward_backward(
-    model: nn.Module,
-    batch: Batch,
-    objective: MultitaskLoss,
-    mixed_precision: MixedPrecision,
-    on_logits: Callable[[dict[str, Tensor]], None] = lambda _: None,
-) -> Tensor:
+def _forward_backward(side: _Side, on_logits: Callable[[dict[str, Tensor]], None] = lambda _: None) -> Tensor:
     """The pass of a training step; the gradients are left in the model."""
-    items = objective.count(batch)
-    objective.start_step()
+    items = side.loss_fn.count(side.batch)
+    side.loss_fn.start_step()
 
     def forward(*args: Any) -> dict[str, Tensor]:
-        logits: dict[str, Tensor] = model(*args)
+        logits: dict[str, Tensor] = side.model(*args)
         on_logits(logits)
         return logits
 
-    model.zero_grad(set_to_none=True)
-    with mixed_precision.autocast():
-        loss = objective(forward, batch, items, items)
-    mixed_precision.scaler.scale(loss).backward()
+    side.model.zero_grad(set_to_none=True)
+    with side.mixed_precision.autocast():
+        loss = side.loss_fn(forward, side.batch, items, items)
+    side.mixed_precision.scaler.scale(loss).backward()
     return loss
 
 
-def _run_with_backoff(
-    model: nn.Module, batch: Batch, objective: MultitaskLoss, mixed_precision: MixedPrecision
-) -> _Pass:
+def _run_with_backoff(side: _Side) -> _Pass:
     """`_run`, with the loss scale backing off while gradients overflow, down to its floor."""
+    mixed_precision = side.mixed_precision
     config = mixed_precision.config
     while True:
-        result = _run(model, batch, objective, mixed_precision)
+        result = _run(side)
         scale = mixed_precision.scaler.get_scale()
-        overflowed = _not_finite(result) == "gradients"
+        overflowed = result.broken() == "gradients"
         if not overflowed or not mixed_precision.precision.loss_scaling or scale <= config.min_scale:
             return result
         mixed_precision.update_amp_config(init_scale=max(config.min_scale, scale * config.backoff_factor))
-
-
-def _timed(
-    model: nn.Module, batch: Batch, objective: MultitaskLoss, mixed_precision: MixedPrecision, repeats: int
-) -> tuple[float, int]:
-    """Seconds of the fastest of `repeats` passes, and the bytes that it takes on top of what is held."""
-    device = mixed_precision.device
-    memory = PeakMemory(device)
-    passes = []
-    for _ in range(repeats):
-        model.zero_grad(set_to_none=True)
-        release_free_memory(device)
-        memory.reset()
-        held = memory.read()
-        synchronize(device)
-        started = time.perf_counter()
-        _forward_backward(model, batch, objective, mixed_precision)
-        synchronize(device)
-        passes.append((time.perf_counter() - started, memory.read() - held))
-    return min(passes)
 
 
 def _describe(error: Exception, entered: list[str]) -> str:
@@ -328,98 +384,42 @@ def _describe(error: Exception, entered: list[str]) -> str:
     return f"{type(error).__name__}{where}: {error}"
 
 
-def _not_finite(result: _Pass) -> str | None:
-    assert result.loss is not None
-    if not all(_is_finite(value) for value in result.logits.values()):
-        return "logits"
-    if not _is_finite(result.loss):
-        return "loss"
-    if not all(_is_finite(value) for value in result.gradients.values()):
-        return "gradients"
-    return None
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Whether all values are; by their extremes, which NaN becomes one of: several times faster than each."""
-    return not values.numel() or bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
-
-
-def _find_culprit(
-    model: nn.Module, batch: Batch, objective: MultitaskLoss, mixed_precision: MixedPrecision, result: _Pass
-) -> str | None:
+def _find_culprit(side: _Side, result: _Pass) -> str | None:
     """Run again, watching every module: the first that turns finite values into others, in either pass.
 
     Where no module does (the loss itself may), it is the one whose parameters' gradients broke first: the
     backward pass runs from the heads to the embeddings, so the last in the order of the model.
     """
-    with _watch(model) as found, contextlib.suppress(RuntimeError):  # hooks refuse some in-place operators
-        _run(model, batch, objective, mixed_precision)
+    with side.flags(), watch_for_nonfinite(side.model) as found, contextlib.suppress(RuntimeError):
+        _run(side)  # hooks refuse some in-place operators
     if found:
         return found[0]
-    broken = [name for name, value in result.gradients.items() if not _is_finite(value)]
+    broken = [name for name, value in result.gradients.items() if not is_finite(value)]
     return broken[-1].rpartition(".")[0] if broken else None
 
 
 @contextlib.contextmanager
-def _entered_module(model: nn.Module) -> Iterator[list[str]]:
-    """A list that holds the name of the module whose forward began last."""
-    entered: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_, name=name: entered.__setitem__(slice(None), [name]))
-        for name, module in model.named_modules()
-        if name
-    ]
+def _training_without_dropout(model: nn.Module) -> Iterator[None]:
+    """As in training but for dropout: modules that compute activations again do so, the others evaluate."""
+    was_training = model.training
+    model.eval()
+    kept = []
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            module.training = True
+            # Some layers drop by a number of their own and not by a module.
+            for name, value in vars(module).items():
+                if "drop" in name and isinstance(value, float):
+                    kept.append((module, name, value))
+    for module, name, _ in kept:
+        setattr(module, name, 0.0)
     try:
-        yield entered
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
-def _watch(model: nn.Module) -> Iterator[list[str]]:
-    """A list of the modules, in order, that turned finite values into others in the block."""
-    found: list[str] = []
-    handles = []
-
-    def hook_for(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, before: Any, after: Any) -> None:
-            if _all_finite(before) and not _all_finite(after):
-                found.append(name)
-
-        return hook
-
-    for name, module in model.named_modules():
-        if name:
-            forward_hook = hook_for(name)
-            handles.append(module.register_forward_hook(forward_hook))
-            handles.append(
-                module.register_full_backward_hook(
-                    lambda module, grad_input, grad_output, hook=forward_hook: hook(
-                        module, grad_output, grad_input
-                    )
-                )
-            )
-    try:
-        with warnings.catch_warnings():
-            # Said of modules whose inputs need no gradient, such as embeddings, and of those that return
-            # no tensor: the modules inside them are watched.
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            warnings.filterwarnings("ignore", message="For backward hooks to be called")
-            yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _all_finite(values: Any) -> bool:
-    if isinstance(values, Tensor):
-        return not values.is_floating_point() or _is_finite(values)
-    if isinstance(values, dict):
-        return all(_all_finite(value) for value in values.values())
-    if isinstance(values, tuple | list):
-        return all(_all_finite(value) for value in values)
-    return True
+        for module, name, value in kept:
+            setattr(module, name, value)
+        model.zero_grad(set_to_none=True)
+        model.train(was_training)
 
 
 def _relative_error(value: Tensor, reference: Tensor) -> float:

@@ -1,117 +1,62 @@
-"""One trial, from its configuration to its outcome: the only place that unpacks a TrialConfig.
+"""Runs the trials of one study on one device: the only place that unpacks a TrialConfig.
 
     resolve precision -> tokens -> model -> compatibility check -> train / evaluate -> TrialResult
 
 What cannot work is found out in this order because it is the order of cost: an unsupported precision
 takes milliseconds, a cached compatibility verdict one query. Every way a trial can end becomes a
-`TrialResult`; only what concerns the whole study (bad data, a full disk, a lost lease) is raised.
+`TrialResult`; only what concerns the whole study (bad data, a full disk, a lost lease) is raised. The order
+itself is in `hpo.trial.trial_run`; here is what it is made of, and what is kept from trial to trial.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-from hpo.config.search_space import is_searched
-from hpo.config.study_config import MEASURED_METRICS, StudyConfig
+from hpo.config.search_space import is_searched, suggest
+from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.config.trial_settings import BUDGETS
 from hpo.data.batches import collate
 from hpo.data.dataset import DataSet, load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
-from hpo.device import DeviceInfo, Utilization, synchronize
-from hpo.errors import (
-    Incompatible,
-    InputError,
-    ModelError,
-    OutOfMemory,
-    Preempted,
-    RunError,
-    TrialEnd,
-    did_you_mean,
-)
-from hpo.json_safe import json_safe
-from hpo.memory import disable_malloc_trim, gc_collect, is_out_of_memory, release_free_memory
+from hpo.device import DeviceInfo
+from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd, did_you_mean
+from hpo.memory import disable_malloc_trim, gc_collect, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_tokenizer
 from hpo.models.multitask import MultitaskModel, build_model
 from hpo.outcome import Outcome
-from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
-from hpo.precision.table import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
+from hpo.precision.amp import backend_flags, prepare_model
+from hpo.precision.table import Precision, Resolution, apply_preset, resolve
 from hpo.precision.weight_copies import keep_reduced_weights
 from hpo.training.checkpoint import CheckpointStore
-from hpo.training.compilation import apply_compile, compiled_modules
-from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Budget, TrainingArgs, TrainState, train
+from hpo.training.compilation import apply_compile
+from hpo.training.loop import Budget, TrainingArgs
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups, reads_short_gradients
-from hpo.training.throughput import ThroughputMeter, training_flops
-from hpo.trial.compat import Compatibility, Measurement, judge, measure
-from hpo.trial.objectives import check_metric, decision_metrics, objective_value
-from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, TrialResult
-
-CHECKPOINT_FORMAT = 2
-"""To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
-
-UTILIZATION_EVERY = 20
-"""Steps between two questions to the device how busy it is."""
-
-_MODEL_SETTINGS = (
-    "encoder",
-    "attention",
-    "freeze_layers",
-    "max_length",
-    "dropout",
-    "attention_dropout",
-    "gradient_checkpointing",
-    "layerwise_lr_decay",
-    "compile",
-    "compile_scope",
-)
-"""Settings that can make a model that cannot be built."""
-
-_STEP_SETTINGS = (
-    *BUDGETS,
-    *_MODEL_SETTINGS,
-    "batch_size",
-    "micro_batch_size",
-    "gradient_checkpointing",
-    "compile",
-    "compile_scope",
-    "compile_dynamic",
-)
-"""Settings that decide whether a trial has steps in which nothing is compiled."""
-
-
-def _compile_in_place(config: TrialConfig, model: MultitaskModel) -> None:
-    apply_compile(model, config.compile, config.compile_scope, config.compile_dynamic)
-
-
-class CompatibilityCache(Protocol):
-    """Where compatibility measurements are kept between trials and workers: `hpo.study.storage.Storage`."""
-
-    def get_compat(self, key: str) -> Mapping[str, Any] | None: ...
-
-    def put_compat(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]: ...
+from hpo.trial.check import CompatibilityCache
+from hpo.trial.objectives import check_metric, decision_metrics
+from hpo.trial.telemetry import DeviceFacts, ScoredEvaluation, TrialRecorder, TrialResult
+from hpo.trial.trial_parts import TrialParts
+from hpo.trial.trial_run import MODEL_SETTINGS, TrialRun
 
 
 class Executor:
     """Runs trials of one study on one device; keeps data and tokens from trial to trial.
+
+    `apply_compile` is what compiles a model in place, as `hpo.training.compilation.apply_compile` does.
 
     Raises DataError when the study's data cannot be used, InputError when its objective names a metric
     that no task has.
@@ -124,7 +69,7 @@ class Executor:
         runs_dir: Path,
         compatibility_cache: CompatibilityCache | None = None,
         *,
-        shared_device: bool = False,
+        apply_compile: Callable[..., object] = apply_compile,
     ) -> None:
         self.study = study
         self.device = device
@@ -132,8 +77,8 @@ class Executor:
         self.amp, self.default_precision = apply_preset(study.amp, device)
         self.dataset: DataSet = load_data(study.data)
         self.tasks = self.dataset.tasks
-        self._cache = compatibility_cache
-        self.shared_device = shared_device
+        self.cache = compatibility_cache
+        self._apply_compile = apply_compile
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
         self._num_started = 0
@@ -171,31 +116,35 @@ class Executor:
         resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
+        *,
+        shared_device: bool = False,
     ) -> TrialResult:
         """Run one trial with `params` to its outcome.
 
         `folder` holds its checkpoints; those of another `resume_key` are not touched but not used either.
         `on_evaluation` may end the trial by raising a TrialEnd. When `should_stop` says so, the trial is
-        checkpointed and ends as `preempted`.
+        checkpointed and ends as `preempted`. `shared_device` is recorded: other workers use the device too.
 
         Raises InputError and RunError for what concerns more than this trial.
         """
-        log = TrialRecorder(self.device, self.shared_device, self.amp.memory_fraction)
+        recorder = TrialRecorder()
+        recorder.note(DeviceFacts(self.device, shared_device, self.amp.memory_fraction))
         # Once more for the second trial: the first has imported what it needed. What the compiler keeps of
         # a trial it lets go of later.
         gc_collect(freeze=self._num_started < 2 and not self._has_compiled)
         self._num_started += 1
-        values = None
-        trace = None
+        values = trace = None
         try:
-            values = self._run(params, folder, resume_key, on_evaluation, should_stop, log)
+            values = TrialRun(self, recorder, on_evaluation, should_stop).run(
+                params, CheckpointStore(folder), resume_key
+            )
             outcome, reason = Outcome.COMPLETE, ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)
         except ModelError as error:
             # Where the study searches what the model is made of, a combination that cannot be built is
             # this trial's end and not the study's.
-            if not is_searched(self.study.search_space, _MODEL_SETTINGS):
+            if not is_searched(self.study.search_space, MODEL_SETTINGS):
                 raise
             outcome, reason = Incompatible.outcome, str(error)
         except (InputError, RunError):
@@ -203,148 +152,68 @@ class Executor:
         except Exception as error:
             outcome = Outcome.OOM if is_out_of_memory(error) else Outcome.FAILED
             reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-        return log.result(outcome, reason, values, trace)
+        return recorder.result(outcome, reason, values, trace)
 
-    def _run(
-        self,
-        params: Mapping[str, Any],
-        folder: Path,
-        resume_key: str,
-        on_evaluation: Callable[[ScoredEvaluation], None],
-        should_stop: Callable[[], bool],
-        log: TrialRecorder,
-    ) -> tuple[float, ...]:
-        config = build_trial_config(self.study, params, self.default_precision, self.amp)
-        check_loss(self.tasks, config.loss)
-        log.precision = {
-            "requested": config.fp_precision,
-            "effective": None,
-            "support": support(config.fp_precision, self.device).level,
-        }
-        resolution = resolve(config.fp_precision, self.device, config.amp)
-        log.resolved(resolution)
-        log.reset_memory()
-        with backend_flags(resolution.precision, config.amp), CheckpointStore(folder) as store:
-            return self._train(config, resolution, store, resume_key, on_evaluation, should_stop, log)
+    def check_study(self) -> None:
+        """Find out what is wrong with the study's data, tokenizers, models and heads, before it is stored.
 
-    def _train(
-        self,
-        config: TrialConfig,
-        resolution: Resolution,
-        store: CheckpointStore,
-        resume_key: str,
-        on_evaluation: Callable[[ScoredEvaluation], None],
-        should_stop: Callable[[], bool],
-        log: TrialRecorder,
-    ) -> tuple[float, ...]:
-        precision = resolution.precision
-        pad_id = self.pad_id(config)
-        train_split = self.tokens("train", config)
-        validation_split = self.tokens("validation", config)
-        torch.manual_seed(config.seed)
-        model = self.build_model(config)
-        objective = self._objective(config, model, train_split)
-        compatibility = self._compatibility(config, resolution, model, objective, train_split, pad_id)
-        log.compatibility = compatibility
-        log.data = {
-            "num_examples": len(train_split.examples),
-            "num_cut_examples": train_split.num_cut_examples,
-            "num_lost_spans": dict(train_split.num_lost_spans or {}),
-        }
-        if compatibility.verdict == "incompatible":
-            raise Incompatible(" ".join(compatibility.reasons))
-        # The check's passes are not this trial's memory.
-        release_free_memory(self.device)
-        log.reset_memory()
+        Both splits are tokenised, and for each encoder that the study searches (or the one that it has) a
+        small batch goes through model and loss in fp32, forward and backward; of what else is searched the
+        lowest value and the first choice are taken. Leaves nothing but the cache of tokens.
 
-        used_ids = self.used_ids(config)
-        optimizer = self.prepare(model, precision, config, used_ids)
-        log.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
-        log.progress = progress = TrainState()
-        log.meter = meter = ThroughputMeter(self.device)
-        log.flops = partial(training_flops, model)
-        used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
-        resume_key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{self.device.type}/{used}"
-        self._resume(store, resume_key, model, optimizer, mixed_precision, progress, log)
-        observation = self._observe(model, train_split, mixed_precision, pad_id)
-        disagreement = observation.disagreement(precision)
-        if config.compile != "none":
-            seconds = self._compile(config, model, objective, train_split, mixed_precision, pad_id)
-            log.compile_seconds = seconds
-            log.compile_clock.start()
-        log.observed(observation.telemetry(compiled=bool(compiled_modules(model))), disagreement)
+        Raises InputError.
+        """
+        space = self.study.search_space
+        lowest = suggest(space, _Lowest()) | {"fp_precision": "fp32"}
+        # A combination that cannot be built ends one trial, as long as there may be others.
+        others = {name: value for name, value in lowest.items() if name not in MODEL_SETTINGS}
+        for encoder in getattr(space.get("encoder"), "choices", (None,)):
+            named = {} if encoder is None else {"encoder": encoder}
+            try:
+                self._check_parts(lowest | named)
+            except ModelError:
+                if not is_searched(space, set(MODEL_SETTINGS) - {"encoder"}):
+                    raise
+                self._check_parts(others | named)
 
-        log.setup_seconds = time.perf_counter() - log.started
-        last_saved = time.monotonic()
-
-        def save(best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
-            nonlocal last_saved
-            state = {
-                "resume_key": resume_key,
-                "progress": progress.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "mixed_precision": mixed_precision.state_dict(),
-                "best": None if log.best is None else log.best.state_dict(),
-                "evaluation_rates": log.evaluation_rates,
-                "meter": meter.state_dict(),
-            }
-            # From the end of the budget there is nothing to go on to.
-            store.save(
-                progress.step,
-                model.state_dict(),
-                state=None if at_end else state,
-                best=best,
-                copy=not at_end,
-            )
-            last_saved = time.monotonic()
-
-        def on_step() -> bool:
-            if should_stop():
-                save()
-                raise Preempted(f"told to stop after step {progress.step}; checkpointed.")
-            if progress.step % UTILIZATION_EVERY == 0:
-                utilization.sample()
-            due = time.monotonic() - last_saved > self.study.checkpoint.every_seconds
-            if due:
-                save()
-            return due
-
-        plan = self._plan(config)
-        log.utilization = utilization = Utilization(self.device, torch.get_num_threads())
-        for evaluation in train(
-            model,
-            optimizer,
-            objective,
-            mixed_precision,
-            train_split,
-            validation_split,
-            plan,
-            progress,
-            meter,
-            pad_id,
-            on_step,
-            log.compile_clock,
-        ):
-            log.evaluation_rates.append(evaluation.examples_per_second)
-            scored = ScoredEvaluation(evaluation, self._values(evaluation, config, log))
-            is_best = self._is_better(scored, log.best)
-            if is_best:
-                log.best = scored
-            on_evaluation(scored)
-            if is_best:
-                # After the report: a trial never goes on from behind one that was not made.
-                best = {
-                    "resume_key": resume_key,
-                    "config": config.model_dump_json(),
-                    "precision": precision.name,
-                    "best": scored.state_dict(),
-                }
-                save(best, at_end=evaluation.budget_used >= 1)
-        store.finish()
-        assert log.best is not None
-        return self._final_values(log.best.values, log)
+    def _check_parts(self, params: Mapping[str, Any]) -> None:
+        config = build_trial_config(self.study, params, "fp32", self.amp)
+        parts = self.parts(config, resolve("fp32", self.device, config.amp))
+        batch = parts.batch(2)
+        items = parts.loss_fn.count(batch)
+        try:
+            with backend_flags(parts.resolution.precision, config.amp):
+                batch = batch.to(self.device.torch_device)
+                parts.loss_fn(parts.model, batch, items, items).backward()
+        except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
+            if is_out_of_memory(error):
+                return  # which a trial ends by, and another device may have more
+            name = config.encoder if isinstance(config.encoder, str) else "of this config"
+            raise ModelError(
+                f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
+            ) from error
 
     # Parts of a trial, each made from the settings that it takes.
+
+    def parts(self, config: TrialConfig, resolution: Resolution) -> TrialParts:
+        """What the trial is made of: tokens, the model with the weights of its seed, the loss."""
+        self._has_compiled |= config.compile != "none"
+        train_split, validation_split = (self.tokens(name, config) for name in ("train", "validation"))
+        torch.manual_seed(config.seed)
+        model = self.build_model(config)
+        return TrialParts(
+            config,
+            resolution,
+            model,
+            self.loss_fn(config, model, train_split),
+            train_split,
+            validation_split,
+            self.pad_id(config),
+            partial(self._compile_in_place, config) if config.compile != "none" else None,
+        )
+
+    def _compile_in_place(self, config: TrialConfig, model: MultitaskModel) -> None:
+        self._apply_compile(model, config.compile, config.compile_scope, config.compile_dynamic)
 
     def tokenizer(self, config: TrialConfig) -> Any:
         """The tokenizer of this trial's encoder; kept from trial to trial."""
@@ -401,7 +270,8 @@ class Executor:
         )
         return model.to(self.device.torch_device)
 
-    def _objective(self, config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) -> MultitaskLoss:
+    def loss_fn(self, config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) -> MultitaskLoss:
+        """The trial's loss; class weights are those of the training split."""
         weights: dict[str, Tensor | None] = {}
         if config.class_weighting == "balanced":
             chunks = np.array_split(np.arange(split.num_windows), max(1, split.num_windows // 256))
@@ -439,7 +309,8 @@ class Executor:
         )
         return build_optimizer(config.optimizer, groups, betas=config.betas, reduced=reduced)
 
-    def _plan(self, config: TrialConfig) -> TrainingArgs:
+    def training_args(self, config: TrialConfig) -> TrainingArgs:
+        """What the loop needs to know of the trial's settings."""
         evaluation = self.study.evaluation
         return TrainingArgs(
             budget=Budget(config.epochs, config.max_steps, config.max_seconds),
@@ -454,214 +325,15 @@ class Executor:
             decision_metrics=decision_metrics([objective.metric for objective in self.study.objective]),
         )
 
-    def _compatibility(
-        self,
-        config: TrialConfig,
-        resolution: Resolution,
-        model: MultitaskModel,
-        objective: MultitaskLoss,
-        split: TokenizedSplit,
-        pad_id: int,
-    ) -> Compatibility:
-        bounds = self.study.compat
-        if not bounds.enabled:
-            return Compatibility("skipped", (), Measurement(resolution.effective))
-        key = self._compatibility_key(config, resolution)
-        cached = self._cache.get_compat(key) if self._cache else None
-        if cached is not None:
-            return judge(Measurement(**cached), bounds, cached=True)
-        measurement = self._measure(config, resolution.precision, model, objective, split, pad_id)
-        if self._cache:
-            self._cache.put_compat(key, json_safe(asdict(measurement)))
-        return judge(measurement, bounds)
 
-    def _measure(
-        self,
-        config: TrialConfig,
-        precision: Precision,
-        model: MultitaskModel,
-        objective: MultitaskLoss,
-        split: TokenizedSplit,
-        pad_id: int,
-        repeats: int = 1,
-    ) -> Measurement:
-        """Check on the longest window of the data beside the shortest, so that there is padding.
+class _Lowest:
+    """Stands in for a trial of Optuna's: suggests the first choice and the lowest number."""
 
-        Raises OutOfMemory when not even the longest alone fits.
-        """
-        order = np.argsort(split.lengths_W)
-        for windows in (order[[-1, 0]], order[[-1]]):
-            try:
-                return measure(
-                    model,
-                    collate(split, windows, self.tasks, pad_id),
-                    objective,
-                    precision,
-                    config.amp,
-                    self.device,
-                    partial(_compile_in_place, config) if config.compile != "none" else None,
-                    repeats,
-                )
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-        raise OutOfMemory(f"one example of {split.lengths_W.max()} tokens does not fit into memory.")
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:  # noqa: ARG002
+        return choices[0]
 
-    def check_precision(self, name: str, repeats: int) -> Compatibility:
-        """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
-        config = build_trial_config(self.study, {}, name, self.amp)
-        pad_id = self.pad_id(config)
-        split = self.tokens("train", config)
-        torch.manual_seed(config.seed)
-        model = self.build_model(config)
-        objective = self._objective(config, model, split)
-        measurement = self._measure(config, PRECISIONS[name], model, objective, split, pad_id, repeats)
-        return judge(measurement, self.study.compat)
+    def suggest_int(self, name: str, low: int, high: int, **_: Any) -> int:  # noqa: ARG002
+        return low
 
-    def _compatibility_key(self, config: TrialConfig, resolution: Resolution) -> str:
-        """A hash of all that the check's measurements depend on."""
-        settings = {
-            "encoder": config.encoder,
-            "revision": self.study.model.revision,
-            "tasks": [repr(task) for task in self.tasks],
-            "weights": _fingerprint(config.encoder),
-            "frozen": config.freeze_layers,
-            "cuts": [self.study.data.long_text, self.study.data.stride, self.study.data.pair_segments],
-            "heads": [config.pooling, config.head_type, config.head_hidden_size, config.loss_weighting],
-            "loss": [config.loss, config.label_smoothing, config.focal_gamma, config.class_weighting],
-            "loss_weight": config.loss_weight,
-            "max_length": config.max_length,
-            "attention": config.attention,
-            "gradient_checkpointing": config.gradient_checkpointing,
-            "precision": resolution.effective,
-            "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
-            "compile": [config.compile, config.compile_scope, config.compile_dynamic],
-            "device": [self.device.name, self.device.compute_capability, sorted(self.device.cpu_features)],
-            "versions": [torch.__version__, transformers.__version__, self.device.cuda_version],
-            "data": self.dataset.fingerprint,
-        }
-        return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
-
-    def _observe(
-        self, model: nn.Module, split: TokenizedSplit, mixed_precision: MixedPrecision, pad_id: int
-    ) -> Any:
-        """One real example through the prepared model as training runs it: the dtypes that come out."""
-        batch = collate(split, np.array([0]), (), pad_id).to(self.device.torch_device)
-        with observe(model) as seen, mixed_precision.evaluation():
-            model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-        return seen
-
-    def _compile(
-        self,
-        config: TrialConfig,
-        model: MultitaskModel,
-        objective: MultitaskLoss,
-        split: TokenizedSplit,
-        mixed_precision: MixedPrecision,
-        pad_id: int,
-    ) -> float:
-        """Compile the model in place and run its shapes once; the seconds, which are no training.
-
-        A shape that comes up later all the same compiles in its step.
-        """
-        started = time.perf_counter()
-        self._has_compiled = True
-        torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
-        _compile_in_place(config, model)
-        order = np.argsort(split.lengths_W)
-        # Two lengths, so that what is dynamic is found out; with and without gradients.
-        for windows in (order[-config.batch_size :], order[: config.batch_size]):
-            batch = collate(split, windows, self.tasks, pad_id)
-            items, batch = objective.count(batch), batch.to(self.device.torch_device)
-            objective.start_step()
-            with mixed_precision.autocast():
-                loss = objective(model.train(), batch, items, items)
-            mixed_precision.scaler.scale(loss).backward()
-            model.zero_grad(set_to_none=True)
-            with mixed_precision.evaluation():
-                model.eval()(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-        synchronize(self.device)
-        return time.perf_counter() - started
-
-    def _resume(
-        self,
-        store: CheckpointStore,
-        resume_key: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        mixed_precision: MixedPrecision,
-        progress: TrainState,
-        log: TrialRecorder,
-    ) -> None:
-        """Go on from the trial's last checkpoint if there is one.
-
-        The best weights may be newer, of an evaluation that will be made again: its value, which was
-        reported before they were written, stays the trial's best until there is a better one.
-        """
-        best = store.best()
-        if best is not None and best.state.get("resume_key") == resume_key:
-            log.best = ScoredEvaluation.from_state_dict(best.state["best"])
-        checkpoint = store.latest()
-        if checkpoint is None or checkpoint.state["resume_key"] != resume_key:
-            return
-        model.load_state_dict(checkpoint.weights)
-        optimizer.load_state_dict(checkpoint.state["optimizer"])
-        mixed_precision.load_state_dict(checkpoint.state.get("mixed_precision", {}))
-        for key, value in checkpoint.state["progress"].items():
-            setattr(progress, key, value)
-        log.evaluation_rates = list(checkpoint.state["evaluation_rates"])
-        if log.meter is not None:
-            log.meter.load_state_dict(checkpoint.state["meter"])
-        if log.best is None and checkpoint.state["best"] is not None:
-            log.best = ScoredEvaluation.from_state_dict(checkpoint.state["best"])
-        log.resumed_from_step = progress.step
-
-    def _values(self, evaluation: Evaluation, config: TrialConfig, log: TrialRecorder) -> tuple[float, ...]:
-        measured = {
-            "train_examples_per_second": evaluation.rates.get("train_examples_per_second"),
-            "train_tokens_per_second": evaluation.rates.get("train_tokens_per_second"),
-            "peak_memory_bytes": log.memory.read() if log.memory else None,
-            "evaluation_examples_per_second": evaluation.examples_per_second,
-        }
-        metrics = [objective.metric for objective in self.study.objective]
-        unmeasured = [metric for metric in metrics if metric in measured and measured[metric] is None]
-        if unmeasured and evaluation.budget_used >= 1:
-            # As with a model that cannot be built: it may be this trial's settings alone.
-            searched = is_searched(self.study.search_space, _STEP_SETTINGS)
-            budget = next(name for name in BUDGETS if getattr(config, name) is not None)
-            raise (Incompatible if searched else InputError)(
-                f"the objective {unmeasured[0]} has no value: something was compiled in every step of the "
-                f"trial ({evaluation.step} in all), so that none tells the speed. Raise `{budget}`, or use "
-                "`compile: none`."
-            )
-        return tuple(
-            objective_value(objective.metric, evaluation.metrics, self.tasks, measured)
-            for objective in self.study.objective
-        )
-
-    def _final_values(self, best: tuple[float, ...], log: TrialRecorder) -> tuple[float, ...]:
-        """Metrics of the best evaluation; what was measured, of the whole trial."""
-        telemetry = log.result(Outcome.COMPLETE, "", None, None).telemetry
-        measured = telemetry["throughput"] | {"peak_memory_bytes": telemetry["peak_memory_bytes"]}
-        return tuple(
-            measured[objective.metric] if objective.metric in MEASURED_METRICS else value
-            for objective, value in zip(self.study.objective, best, strict=True)
-        )
-
-    def _is_better(self, new: ScoredEvaluation, old: ScoredEvaluation | None) -> bool:
-        """By the first objective; of equals the later one, which has seen more data.
-
-        A measured objective (memory, throughput) says nothing of a model: the last evaluation is the best.
-        """
-        if old is None or self.study.objective[0].metric in MEASURED_METRICS:
-            return True
-        sign = 1 if self.study.objective[0].direction == "maximize" else -1
-        return sign * new.values[0] >= sign * old.values[0]
-
-
-def _fingerprint(encoder: str | Mapping[str, Any]) -> list[tuple[str, int, int]] | None:
-    """Names, sizes and times of a local encoder's files: its weights may change under the same name."""
-    if not isinstance(encoder, str) or not Path(encoder).is_dir():
-        return None
-    files = (path for path in Path(encoder).iterdir() if path.is_file())
-    return sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    def suggest_float(self, name: str, low: float, high: float, **_: Any) -> float:  # noqa: ARG002
+        return low

@@ -1,4 +1,4 @@
-"""What an objective can name, and its value at an evaluation.
+"""What an objective can name, and its value at an evaluation and at the end of a trial.
 
 score                        the mean of the tasks' primary metrics
 <task>/<metric>              one metric of one task
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from hpo.config.study_config import MEASURED_METRICS
+from hpo.config.study_config import MEASURED_METRICS, ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
 
@@ -37,12 +38,12 @@ def objective_value(
     metric: str,
     metrics: Mapping[str, Mapping[str, float]],
     tasks: Sequence[Task],
-    extra: Mapping[str, float | None],
+    measured: Mapping[str, float | None],
 ) -> float:
     """The value of one objective: `score` is the mean of the tasks' primary metrics.
 
-    `extra` are the measured ones; None, and so NaN, is what no step has given yet. Raises InputError when
-    the evaluation did not give a metric, because no row of the split was labelled.
+    None in `measured`, and so NaN, is what no step has given yet. Raises InputError when the evaluation did
+    not give a metric, because no row of the split was labelled.
     """
     if metric == "score":
         primary = [
@@ -55,11 +56,34 @@ def objective_value(
         task_name, _, name = metric.partition("/")
         value = metrics[task_name].get(name)
     else:
-        measured = extra[metric]
-        return math.nan if measured is None else measured
+        seen = measured[metric]
+        return math.nan if seen is None else seen
     if value is None or not math.isfinite(value):
         raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
     return value
+
+
+def final_values(
+    objectives: Sequence[ObjectiveConfig], best: Sequence[float], telemetry: Mapping[str, Any]
+) -> tuple[float, ...]:
+    """Metrics of the best evaluation; what was measured, of the whole trial."""
+    measured = telemetry["throughput"] | {"peak_memory_bytes": telemetry["peak_memory_bytes"]}
+    return tuple(
+        measured[objective.metric] if objective.metric in MEASURED_METRICS else value
+        for objective, value in zip(objectives, best, strict=True)
+    )
+
+
+def is_better(objective: ObjectiveConfig, new: Sequence[float], old: Sequence[float] | None) -> bool:
+    """Whether an evaluation's values are the best so far: by the first objective, which is given.
+
+    Of equals the later one is the better, which has seen more data. A measured objective (memory, throughput)
+    says nothing of a model: the last evaluation is the best.
+    """
+    if old is None or objective.metric in MEASURED_METRICS:
+        return True
+    sign = 1 if objective.direction == "maximize" else -1
+    return sign * new[0] >= sign * old[0]
 
 
 def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:

@@ -1,23 +1,26 @@
-"""What a trial has come to so far, and the record that it becomes, whole or not.
+"""The facts of a trial, and the record that they become however the trial ends.
 
-The executor fills in a `TrialRecorder` while the trial runs. However the trial ends, what is there by then is
-stored: a trial that was pruned or ran out of memory has its throughput and its precision facts too.
+Each part of a trial returns its facts: a small frozen dataclass whose `telemetry()` gives its share of the
+record. A `TrialRecorder` holds those that are known so far. `telemetry()` is read when the record is made, so
+a trial that was pruned or ran out of memory has its throughput and its precision facts too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import transformers
 
+from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import DeviceInfo, Utilization, memory_limit
 from hpo.json_safe import json_safe
 from hpo.memory import PeakMemory
+from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import Resolution
@@ -25,8 +28,117 @@ from hpo.training.compilation import CompileClock
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import TrainState
-from hpo.training.throughput import ThroughputMeter, peak_flops
-from hpo.trial.compat import Compatibility
+from hpo.training.throughput import ThroughputMeter, peak_flops, training_flops
+
+
+class Facts(Protocol):
+    """A part of what is known about a trial."""
+
+    def telemetry(self) -> dict[str, Any]:
+        """Its entries of the record."""
+        ...
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Where the trial runs."""
+
+    device: DeviceInfo
+    shared: bool
+    memory_fraction: float | None
+    """The share of a GPU's memory that the process may take; None: all of it."""
+
+    def telemetry(self) -> dict[str, Any]:
+        capability = self.device.compute_capability
+        record = {
+            "type": self.device.type,
+            "name": self.device.name,
+            "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
+            "cpu_features": sorted(self.device.cpu_features) if self.device.type == "cpu" else None,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cuda": self.device.cuda_version,
+            "num_threads": torch.get_num_threads(),
+            "host": self.device.host,
+            "shared": self.shared,
+            "memory_fraction": self.memory_fraction if self.device.type == "cuda" else None,
+            "memory_limit_bytes": memory_limit(self.device, self.memory_fraction),
+        }
+        return {"device": record}
+
+
+@dataclass(frozen=True)
+class PrecisionFacts:
+    """The precision that was asked for, the one that runs, and the one that was observed."""
+
+    requested: str
+    support: str
+    resolution: Resolution | None = None
+    """None: not resolved."""
+    observed: Mapping[str, Any] | None = None
+    """None: not observed."""
+    disagreement: str = ""
+    """Why the observed precision is not the one that should run; empty: it is."""
+
+    def telemetry(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"requested": self.requested, "effective": None, "support": self.support}
+        if self.resolution is not None:
+            record |= asdict(self.resolution) | {"fell_back": self.resolution.fell_back}
+        if self.observed is not None:
+            record |= {
+                "observed": dict(self.observed),
+                "agrees": not self.disagreement,
+                "reason": " ".join(filter(None, (record["reason"], self.disagreement))),
+            }
+        return {"precision": record}
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """How many training texts were cut, and how many true spans were lost, by `max_length`."""
+
+    split: TokenizedSplit
+
+    def telemetry(self) -> dict[str, Any]:
+        record = {
+            "num_examples": len(self.split.examples),
+            "num_cut_examples": self.split.num_cut_examples,
+            "num_lost_spans": dict(self.split.num_lost_spans or {}),
+        }
+        return {"data": record}
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """The peak of memory since the last reset, read when the record is made."""
+
+    peak: PeakMemory
+
+    def telemetry(self) -> dict[str, Any]:
+        return {"peak_memory_bytes": self.peak.read()}
+
+
+@dataclass(frozen=True)
+class SetupFacts:
+    """The time from the trial's start to its first training step, in this process."""
+
+    seconds: float
+    resumed_from_step: int | None
+
+    def telemetry(self) -> dict[str, Any]:
+        resumed = self.resumed_from_step
+        return {"setup_seconds": self.seconds} | ({} if resumed is None else {"resumed_from_step": resumed})
+
+
+@dataclass(frozen=True)
+class CompileFacts:
+    """The time of compilation: before the first training step, and later by the clock."""
+
+    seconds_before_training: float
+    clock: CompileClock
+
+    def telemetry(self) -> dict[str, Any]:
+        return {"compile_seconds": self.seconds_before_training + self.clock.seconds}
 
 
 @dataclass(frozen=True)
@@ -35,6 +147,15 @@ class ScoredEvaluation:
 
     evaluation: Evaluation
     values: tuple[float, ...]
+
+    def telemetry(self) -> dict[str, Any]:
+        """The entries of the best evaluation."""
+        evaluation = self.evaluation
+        return {
+            "metrics": evaluation.metrics,
+            "decisions": {name: asdict(decision) for name, decision in evaluation.decisions.items()},
+            "best_step": evaluation.step,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers, for a checkpoint."""
@@ -49,125 +170,22 @@ class ScoredEvaluation:
         return cls(Evaluation(**fields), tuple(state["values"]))
 
 
-@dataclass
-class TrialRecorder:
-    """The facts of one running trial. None: not known yet."""
+@dataclass(frozen=True)
+class TrainingFacts:
+    """What the training has come to, read when the record is made."""
 
-    device: DeviceInfo
-    shared_device: bool
-    memory_fraction: float | None = None
-    """Of a GPU's memory, that the process may take; None: all of it."""
-    started: float = field(default_factory=time.perf_counter)
-    setup_seconds: float | None = None
-    """From the start to the first training step, in this process."""
-    compile_seconds: float | None = None
-    """Before the first training step."""
-    compile_clock: CompileClock = field(default_factory=CompileClock)
-    """What was compiled later."""
-    precision: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    """How many training texts were cut and true spans lost by `max_length`."""
-    compatibility: Compatibility | None = None
-    progress: TrainState | None = None
-    resumed_from_step: int | None = None
-    meter: ThroughputMeter | None = None
-    mixed_precision: MixedPrecision | None = None
-    utilization: Utilization | None = None
-    memory: PeakMemory | None = None
-    best: ScoredEvaluation | None = None
-    evaluation_rates: list[float] = field(default_factory=list)
+    model: MultitaskModel
+    mixed_precision: MixedPrecision
+    state: TrainState
+    meter: ThroughputMeter
+    utilization: Utilization
+    evaluation_rates: Sequence[float]
     """Examples per second of each evaluation."""
-    flops: Callable[[int, int], float | None] | None = None
-    """Of training over so many tokens in so many windows."""
 
-    def reset_memory(self) -> None:
-        """Begin to measure the peak of memory here."""
-        self.memory = self.memory or PeakMemory(self.device)
-        self.memory.reset()
-
-    def resolved(self, resolution: Resolution) -> None:
-        """Note which precision runs."""
-        self.precision = {
-            "requested": resolution.requested,
-            "effective": resolution.effective,
-            "support": resolution.support,
-            "fell_back": resolution.fell_back,
-            "reason": resolution.reason,
-        }
-
-    def observed(self, observed: Mapping[str, Any], disagreement: str) -> None:
-        """Note what was seen of it, and why that is not the precision (empty: it is)."""
-        self.precision |= {
-            "observed": dict(observed),
-            "agrees": not disagreement,
-            "reason": " ".join(filter(None, (self.precision["reason"], disagreement))),
-        }
-
-    def result(
-        self, outcome: Outcome, reason: str, values: tuple[float, ...] | None, traceback: str | None
-    ) -> TrialResult:
-        """The trial's end with everything that it stores."""
-        telemetry = json_safe(self._telemetry())
-        throughput = telemetry.get("throughput", {})
-        headline = {
-            "fp_precision_effective": self.precision.get("effective"),
-            "train_examples_per_second": throughput.get("train_examples_per_second"),
-            "train_tokens_per_second": throughput.get("train_tokens_per_second"),
-            "peak_memory_bytes": telemetry.get("peak_memory_bytes"),
-        }
-        known = {key: value for key, value in headline.items() if value is not None}
-        return TrialResult(outcome, reason, values, known, telemetry, traceback)
-
-    def _telemetry(self) -> dict[str, Any]:
-        telemetry: dict[str, Any] = {
-            "device": self._device(),
-            "precision": self.precision,
-            "data": self.data,
-            "total_seconds": time.perf_counter() - self.started,
-        }
-        optional = {
-            "compatibility": self.compatibility and self.compatibility.telemetry(),
-            "peak_memory_bytes": self.memory and self.memory.read(),
-            "setup_seconds": self.setup_seconds,
-            "compile_seconds": self.compile_seconds and self.compile_seconds + self.compile_clock.seconds,
-            "resumed_from_step": self.resumed_from_step,
-        }
-        telemetry |= {key: value for key, value in optional.items() if value is not None}
-        if self.best is not None:
-            evaluation = self.best.evaluation
-            telemetry |= {
-                "metrics": evaluation.metrics,
-                "decisions": {name: asdict(decision) for name, decision in evaluation.decisions.items()},
-                "best_step": evaluation.step,
-            }
-        if self.progress and self.meter and self.mixed_precision:
-            telemetry |= self._training(self.progress, self.meter, self.mixed_precision)
-        return telemetry
-
-    def _device(self) -> dict[str, Any]:
-        capability = self.device.compute_capability
+    def telemetry(self) -> dict[str, Any]:
+        state, statistics, rates = self.state, self.mixed_precision.statistics(), self.evaluation_rates
         return {
-            "type": self.device.type,
-            "name": self.device.name,
-            "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
-            "cpu_features": sorted(self.device.cpu_features) if self.device.type == "cpu" else None,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "cuda": self.device.cuda_version,
-            "num_threads": torch.get_num_threads(),
-            "host": self.device.host,
-            "shared": self.shared_device,
-            "memory_fraction": self.memory_fraction if self.device.type == "cuda" else None,
-            "memory_limit_bytes": memory_limit(self.device, self.memory_fraction),
-        }
-
-    def _training(
-        self, progress: TrainState, meter: ThroughputMeter, mixed_precision: MixedPrecision
-    ) -> dict[str, Any]:
-        statistics = mixed_precision.statistics()
-        rates = self.evaluation_rates
-        return {
-            "throughput": meter.summary()
+            "throughput": self.meter.summary()
             | {"evaluation_examples_per_second": float(np.median(rates)) if rates else None},
             "scaler": {
                 "scale_min": statistics.scale_min,
@@ -176,27 +194,60 @@ class TrialRecorder:
                 "skipped_steps": statistics.skipped_steps,
             },
             "fp32_fallbacks": statistics.fp32_fallbacks,
-            "micro_batch_size": progress.micro_batch_size,
-            "oom_halvings": progress.oom_halvings,
-            "num_steps": progress.step,
-            "num_examples": round(progress.num_examples),
-            "num_tokens": progress.num_tokens,
-            "train_seconds": progress.train_seconds,
-            "evaluation_seconds": progress.evaluation_seconds,
-            "device_utilization": self.utilization and self.utilization.read(),
-            "model_flops_utilization": self._flops_utilization(meter, mixed_precision),
+            "micro_batch_size": state.micro_batch_size,
+            "oom_halvings": state.oom_halvings,
+            "num_steps": state.step,
+            "num_examples": round(state.num_examples),
+            "num_tokens": state.num_tokens,
+            "train_seconds": state.train_seconds,
+            "evaluation_seconds": state.evaluation_seconds,
+            "device_utilization": self.utilization.read(),
+            "model_flops_utilization": self._flops_utilization(),
         }
 
-    def _flops_utilization(self, meter: ThroughputMeter, mixed_precision: MixedPrecision) -> float | None:
+    def _flops_utilization(self) -> float | None:
         """Model FLOP/s over the data sheet's peak for the precision's products; None where unknown."""
-        precision = mixed_precision.precision
+        precision = self.mixed_precision.precision
         kind = "float8" if precision.float8 else "tf32" if precision.tf32 else precision.linear_dtype
-        peak = peak_flops(self.device, kind)
-        seconds = meter.measured_seconds
-        if peak is None or self.flops is None or not seconds:
+        peak = peak_flops(self.mixed_precision.device, kind)
+        seconds = self.meter.measured_seconds
+        if peak is None or not seconds:
             return None
-        flops = self.flops(meter.measured_tokens, meter.measured_windows)
+        flops = training_flops(self.model, self.meter.measured_tokens, self.meter.measured_windows)
         return None if flops is None else flops / seconds / peak
+
+
+class TrialRecorder:
+    """The facts of one running trial. Of two facts of one kind the later replaces the earlier."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self._facts: dict[type, Facts] = {}
+
+    def note(self, facts: Facts) -> None:
+        self._facts[type(facts)] = facts
+
+    def telemetry(self) -> dict[str, Any]:
+        """What all facts come to now."""
+        record: dict[str, Any] = {"total_seconds": time.perf_counter() - self.started}
+        for facts in self._facts.values():
+            record |= facts.telemetry()
+        return record
+
+    def result(
+        self, outcome: Outcome, reason: str, values: tuple[float, ...] | None, traceback: str | None
+    ) -> TrialResult:
+        """The trial's end with everything that it stores."""
+        telemetry = json_safe(self.telemetry())
+        throughput = telemetry.get("throughput", {})
+        headline = {
+            "fp_precision_effective": telemetry.get("precision", {}).get("effective"),
+            "train_examples_per_second": throughput.get("train_examples_per_second"),
+            "train_tokens_per_second": throughput.get("train_tokens_per_second"),
+            "peak_memory_bytes": telemetry.get("peak_memory_bytes"),
+        }
+        known = {key: value for key, value in headline.items() if value is not None}
+        return TrialResult(outcome, reason, values, known, telemetry, traceback)
 
 
 @dataclass(frozen=True)

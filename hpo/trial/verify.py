@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from hpo.config.trial_config import build_trial_config
+from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
-from hpo.precision.table import PRECISION_NAMES, Support, support
-from hpo.trial.compat import Compatibility
+from hpo.precision.table import PRECISION_NAMES, Resolution, Support, support
+from hpo.trial.check import measure_parts
+from hpo.trial.compat import Compatibility, judge
 from hpo.trial.executor import Executor
 
 
@@ -31,6 +35,14 @@ class PrecisionCheck:
         return self.compatibility.measurement.speed_ratio if self.compatibility else None
 
     @property
+    def is_faster(self) -> bool:
+        """Whether it is faster than fp32 by more than 5 % and in every pass that was timed."""
+        if self.compatibility is None or self.speed_ratio is None:
+            return False
+        low = self.compatibility.measurement.speed_ratio_low
+        return self.speed_ratio > 1.05 and (low is None or low > 1)
+
+    @property
     def usable(self) -> bool:
         """Native, and not incompatible."""
         return (
@@ -40,35 +52,55 @@ class PrecisionCheck:
         )
 
 
-def verify(
+CheckPrecision = Callable[[str, int, Callable[[float], None]], Compatibility]
+"""Checks a precision by its name, timing so many passes, and tells how many seconds that will take."""
+
+
+def check_precision(
     executor: Executor,
-    names: Sequence[str] = PRECISION_NAMES,
+    name: str,
+    repeats: int,
+    on_estimate: Callable[[float], None] = lambda _: None,
+) -> Compatibility:
+    """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
+    config = build_trial_config(executor.study, {}, name, executor.amp)
+    parts = executor.parts(config, Resolution(name, name, support(name, executor.device).level))
+    return judge(measure_parts(parts, executor.device, repeats, on_estimate), executor.study.compat)
+
+
+def verify(
+    device: DeviceInfo,
+    check: CheckPrecision,
     repeats: int = 3,
-    on_start: Callable[[str], None] = lambda _: None,
+    on_start: Callable[[str, Support], None] = lambda *_: None,
+    on_estimate: Callable[[str, float], None] = lambda *_: None,
 ) -> list[PrecisionCheck]:
-    """Check each precision of `names`, timing the fastest of `repeats` passes."""
+    """Check each precision that `device` runs, natively or emulated, by `partial(check_precision, executor)`.
+
+    `on_start` is told each precision before its check, `on_estimate` the seconds that its timing will take,
+    once a first pass has shown them.
+    """
     checks = []
-    for name in names:
-        found = support(name, executor.device)
+    for name in PRECISION_NAMES:
+        found = support(name, device)
         if found.level == "unsupported":
             checks.append(PrecisionCheck(name, found, None, found.reason))
             continue
-        on_start(name)
+        on_start(name, found)
         try:
-            compatibility = executor.check_precision(name, repeats)
+            compatibility = check(name, repeats, partial(on_estimate, name))
         except OutOfMemory as error:
             checks.append(PrecisionCheck(name, found, None, str(error)))
             continue
-        checks.append(
-            PrecisionCheck(name, found, compatibility, " ".join(compatibility.reasons) or found.reason)
-        )
+        note = " ".join(compatibility.reasons) or found.reason
+        checks.append(PrecisionCheck(name, found, compatibility, note))
     return checks
 
 
 def recommendation(checks: Sequence[PrecisionCheck]) -> str:
     """Which precisions are worth searching here, and why the others are not."""
     usable = [check for check in checks if check.usable]
-    faster = [check for check in usable if check.name != "fp32" and (check.speed_ratio or 0) > 1.05]
+    faster = [check for check in usable if check.name != "fp32" and check.is_faster]
     emulated = [check.name for check in checks if check.support.level == "emulated"]
     sentences = []
     if faster:

@@ -100,7 +100,7 @@ def train_ours(
         parts.mixed_precision,
         parts.train_split,
         parts.validation_split,
-        executor._plan(config),
+        executor.training_args(config),
         TrainState(),
         ThroughputMeter(executor.device),
         parts.pad_id,

@@ -60,7 +60,7 @@ def assemble(
     torch.manual_seed(config.seed)
     model = executor.build_model(config)
     change_weights(model)
-    objective = executor._objective(config, model, train_split)
+    objective = executor.loss_fn(config, model, train_split)
     precision = PRECISIONS[config.fp_precision]
     return TrialParts(
         config,

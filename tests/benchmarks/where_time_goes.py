@@ -147,7 +147,7 @@ def main() -> None:
             steps = training_steps(parts)
             sum(islice(steps, NUM_WARMUP_STEPS))
             report("training", lambda steps=steps: sum(islice(steps, arguments.steps)))
-            max_tokens = executor._plan(config).evaluation_tokens
+            max_tokens = executor.training_args(config).evaluation_tokens
             report("evaluation", lambda parts=parts, size=max_tokens: evaluate_once(parts, size))
 
 

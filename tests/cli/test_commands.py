@@ -348,7 +348,13 @@ def test_verify(tmp_path: Path) -> None:
     bf16 = found["precisions"][PRECISION_NAMES.index("bf16")]
     assert bf16["compatibility"]["verdict"] == "ok"
     assert 0 < max(bf16["compatibility"]["measurement"]["logits_relative_error"].values()) < 0.1
-    assert "checking bf16 ..." in finished.err
+    measurement = bf16["compatibility"]["measurement"]
+    assert 0 < measurement["speed_ratio_low"] <= measurement["speed_ratio"] <= measurement["speed_ratio_high"]
+    assert (
+        "checking bf16 ... (emulated here, so slow)" in finished.err
+        or "checking bf16 ... one" in finished.err
+    )
+    assert "timing fp32 and bf16 in turn, 1 times" in finished.err
 
 
 def test_verify_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import ENCODER, tiny_executor
+from tiny import CPU, ENCODER, tiny_executor, tiny_study
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from hpo.errors import InputError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
+from hpo.training.compilation import CompileClock
 from hpo.trial.executor import Executor
+from hpo.trial.telemetry import CompileFacts
 
 
 @pytest.fixture(autouse=True)
@@ -55,37 +57,45 @@ def compile_layers_alone(model: MultitaskModel, *_: Any) -> None:
         layer.compile(backend="eager", dynamic=False)
 
 
+def executor_of(folder: Path, **changes: Any) -> Executor:
+    return Executor(tiny_study(folder, **changes), CPU, folder / "runs", apply_compile=compile_layers_alone)
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_a_shape_that_comes_up_in_a_step_is_charged_as_compilation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hpo.trial.executor.apply_compile", compile_layers_alone)
-    before_training = []
-    compile_ = Executor._compile
+def test_a_shape_that_comes_up_later_is_charged_as_compilation(tmp_path: Path) -> None:
+    later = CompileClock()
 
-    def noted(*args: Any) -> float:
-        before_training.append(compile_(*args))
-        return before_training[-1]
+    def after_a_step() -> bool:
+        if not steps:
+            later.start()
+        steps.append(later.seconds)
+        return False
 
-    monkeypatch.setattr(Executor, "_compile", noted)
-    executor = tiny_executor(
+    steps: list[float] = []
+    executor = executor_of(
         tmp_path,
         model={"encoder": ENCODER | {"num_hidden_layers": 1}},
-        # The third batch has 4 of the 20 rows.
-        data={"source": "synthetic", "synthetic": {"num_train": 20, "num_validation": 8, "max_sentences": 4}},
+        # One batch of the epoch has 4 rows, and the evaluation 6.
+        data={"source": "synthetic", "synthetic": {"num_train": 20, "num_validation": 6, "max_sentences": 4}},
         training={"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default"},
         compat={"enabled": False},
     )
-    result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
+    result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial", should_stop=after_a_step)
     assert result.outcome == "complete", result.traceback
     assert result.telemetry["precision"]["observed"]["compiled"]
-    assert result.telemetry["compile_seconds"] > before_training[0] > 0
-    assert result.telemetry["num_steps"] == 3
+    assert result.telemetry["num_steps"] == len(steps) == 3
+    assert result.telemetry["compile_seconds"] > later.seconds > 0
+
+
+def test_compilation_before_and_in_the_training_is_added() -> None:
+    clock = CompileClock()
+    clock.seconds = 2.0
+    assert CompileFacts(1.0, clock).telemetry() == {"compile_seconds": 3.0}
 
 
 def throughput_executor(folder: Path, max_steps: int, **changes: Any) -> Executor:
     """All rows in one batch of one length; its micro-batches of 3, 3 and 2 are compiled in the first step."""
-    return tiny_executor(
+    return executor_of(
         folder,
         objective={"metric": "train_tokens_per_second"},
         model={"encoder": ENCODER | {"num_hidden_layers": 1}},
@@ -105,11 +115,8 @@ def throughput_executor(folder: Path, max_steps: int, **changes: Any) -> Executo
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("searched", [False, True])
-def test_a_trial_of_nothing_but_compilation_has_no_throughput(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searched: bool
-) -> None:
+def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path, searched: bool) -> None:
     """Where it may be the settings of this trial alone, the study goes on."""
-    monkeypatch.setattr("hpo.trial.executor.apply_compile", compile_layers_alone)
     scopes = {"compile_scope": {"type": "categorical", "choices": ["model", "layers"]}}
     space = scopes if searched else {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3}}
     executor = throughput_executor(tmp_path, max_steps=1, search_space=space)
@@ -126,10 +133,7 @@ def test_a_trial_of_nothing_but_compilation_has_no_throughput(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_throughput_may_come_after_the_first_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hpo.trial.executor.apply_compile", compile_layers_alone)
+def test_throughput_may_come_after_the_first_evaluation(tmp_path: Path) -> None:
     values: list[float] = []
     result = throughput_executor(tmp_path, max_steps=2).run(
         {"learning_rate": 1e-3}, tmp_path / "trial", "trial", lambda scored: values.extend(scored.values)

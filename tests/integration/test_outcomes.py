@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
+from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor, tiny_study
 
+from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, ModelError, Pruned
+from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.checkpoint import CheckpointStore
-from hpo.training.losses import loss_sum
 from hpo.trial.best_model import score_checkpoint
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
@@ -28,6 +29,25 @@ OVERFLOWING = ENCODER | {"initializer_range": 300.0}
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     return tiny_executor(tmp_path_factory.mktemp("tiny"))
+
+
+class Altered(Executor):
+    """An executor whose models are changed as they are built."""
+
+    def __init__(
+        self,
+        folder: Path,
+        alter: Callable[[MultitaskModel], object],
+        device: DeviceInfo = CPU,
+        **study: Any,
+    ) -> None:
+        self.alter = alter
+        super().__init__(tiny_study(folder, **study), device, folder / "runs")
+
+    def build_model(self, config: TrialConfig) -> MultitaskModel:
+        model = super().build_model(config)
+        self.alter(model)
+        return model
 
 
 def run(executor: Executor, tmp_path: Path, params: dict[str, Any], **options: Any) -> TrialResult:
@@ -123,23 +143,16 @@ def test_nonfinite(tmp_path: Path) -> None:
     assert result.telemetry["num_steps"] == 3
 
 
-def test_nonfinite_in_one_task_only(
-    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(task: Any, *args: Any) -> torch.Tensor:
-        return loss_sum(task, *args) * (float("nan") if task.name == "evidence" else 1.0)
+def test_nonfinite_in_one_task_only(tmp_path: Path) -> None:
+    def break_evidence(model: MultitaskModel) -> None:
+        model.register_forward_hook(
+            lambda _model, _inputs, logits: logits | {"evidence": logits["evidence"] * float("nan")}
+        )
 
-    monkeypatch.setattr("hpo.training.losses.loss_sum", broken)
-    monkeypatch.setattr("hpo.trial.executor.Executor._compatibility", passing_check)
+    executor = Altered(tmp_path, break_evidence, compat={"enabled": False})
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     assert result.outcome == "nonfinite"
     assert result.reason.endswith("First in: evidence.")
-
-
-def passing_check(*_: Any) -> Any:
-    from hpo.trial.compat import Compatibility, Measurement
-
-    return Compatibility("ok", (), Measurement("fp32"))
 
 
 def test_infinite_gradients_that_the_scaler_skips(executor: Executor, tmp_path: Path) -> None:
@@ -168,20 +181,17 @@ def test_fp32_fallback_up_to_its_limit(tmp_path: Path) -> None:
     assert result.telemetry["fp32_fallbacks"] == 2
 
 
-def limit_memory(limit: int) -> Callable[..., Any]:
-    forward = MultitaskModel.forward
+def out_of_memory_unless(fits: Callable[[MultitaskModel, int], bool]) -> Callable[[MultitaskModel], object]:
+    """Let a model run with gradients only where `fits` says so of it and the number of texts."""
 
-    def limited(self: MultitaskModel, input_ids_BL: torch.Tensor, *args: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and len(input_ids_BL) > limit:
+    def limit(model: MultitaskModel, inputs: tuple[torch.Tensor, ...]) -> None:
+        if torch.is_grad_enabled() and not fits(model, len(inputs[0])):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return forward(self, input_ids_BL, *args)
 
-    return limited
+    return lambda model: model.register_forward_pre_hook(limit)
 
 
-def test_oom_halves_and_trains_as_the_small_micro_batch(
-    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oom_halves_and_trains_as_the_small_micro_batch(executor: Executor, tmp_path: Path) -> None:
     curves: dict[str, list[Any]] = {"small": [], "halved": []}
 
     def record(name: str) -> Callable[[ScoredEvaluation], None]:
@@ -189,21 +199,57 @@ def test_oom_halves_and_trains_as_the_small_micro_batch(
 
     params = {"fp_precision": "fp32", "dropout": 0.1}
     executor.run(params | {"micro_batch_size": 2}, tmp_path / "small", "s", record("small"))
-    monkeypatch.setattr(MultitaskModel, "forward", limit_memory(2))
-    result = executor.run(params, tmp_path / "halved", "h", record("halved"))
+    limited = Altered(tmp_path, out_of_memory_unless(lambda _, num_texts: num_texts <= 2))
+    result = limited.run(params, tmp_path / "halved", "h", record("halved"))
     assert result.outcome == "complete"
     assert (result.telemetry["micro_batch_size"], result.telemetry["oom_halvings"]) == (2, 2)
     assert curves["halved"] == curves["small"] != []
 
 
-def test_oom(executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "device", replace(CPU, total_memory_bytes=2**34))
-    monkeypatch.setattr(MultitaskModel, "forward", limit_memory(0))
-    result = run(executor, tmp_path, {"fp_precision": "fp32"})
+def test_oom(tmp_path: Path) -> None:
+    """Found in training, where the check let it pass; and by the check."""
+    device = replace(CPU, total_memory_bytes=2**34)
+    limited = Altered(tmp_path, out_of_memory_unless(lambda model, _: not model.training), device)
+    result = run(limited, tmp_path, {"fp_precision": "fp32"})
     assert result.outcome == "oom"
     assert result.reason == "one example of 64 tokens does not fit into memory."
     assert result.telemetry["oom_halvings"] == 3
     assert result.telemetry["device"]["memory_limit_bytes"] == 2**34
+    limited = Altered(tmp_path, out_of_memory_unless(lambda *_: False))
+    result = run(limited, tmp_path, {"fp_precision": "bf16"})
+    assert (result.outcome, result.reason) == ("oom", "one example of 64 tokens does not fit into memory.")
+    assert "compatibility" not in result.telemetry
+
+
+def test_what_fits_with_gradient_checkpointing_alone_is_not_oom(tmp_path: Path) -> None:
+    def checkpoints(model: MultitaskModel, _: int) -> bool:
+        return all(layer.training and layer.gradient_checkpointing for layer in encoder_layers(model.encoder))
+
+    limited = Altered(tmp_path, out_of_memory_unless(checkpoints))
+    params = {"fp_precision": "bf16", "gradient_checkpointing": True, "dropout": 0.1}
+    result = run(limited, tmp_path, params)
+    assert (result.outcome, result.reason) == ("complete", "")
+    compatibility = result.telemetry["compatibility"]
+    assert compatibility["verdict"] == "ok"
+    assert compatibility["gradient_cosine"] > 0.99, "nothing was dropped"
+
+
+@pytest.mark.parametrize("also_alone", [False, True])
+def test_what_fits_in_bf16_weights_alone_is_not_oom(tmp_path: Path, also_alone: bool) -> None:
+    """Against fp32 it is then not measured, unless one example fits without the one beside it."""
+
+    def fits(model: MultitaskModel, num_texts: int) -> bool:
+        is_reduced = next(model.parameters()).dtype == torch.bfloat16
+        return is_reduced or (also_alone and num_texts == 1)
+
+    result = run(Altered(tmp_path, out_of_memory_unless(fits)), tmp_path, {"fp_precision": "bf16-true"})
+    assert (result.outcome, result.reason) == ("complete", "")
+    compatibility = result.telemetry["compatibility"]
+    assert compatibility["verdict"] == "ok"
+    assert (compatibility["gradient_cosine"] is not None) == also_alone
+    assert compatibility["reference_fits"] == also_alone
+    expected = "fp32 does not fit into memory here, so of bf16-true only that it is finite was checked."
+    assert compatibility["reasons"] == ([] if also_alone else [expected])
 
 
 def test_pruned(executor: Executor, tmp_path: Path) -> None:
@@ -215,14 +261,13 @@ def test_pruned(executor: Executor, tmp_path: Path) -> None:
     assert "metrics" in result.telemetry
 
 
-def test_failed_keeps_the_traceback(
-    executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_keeps_the_traceback(tmp_path: Path) -> None:
     def broken(*_: Any) -> Any:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(MultitaskModel, "forward", broken)
-    monkeypatch.setattr("hpo.trial.executor.Executor._compatibility", passing_check)
+    executor = Altered(
+        tmp_path, lambda model: model.register_forward_pre_hook(broken), compat={"enabled": False}
+    )
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     assert (result.outcome, result.reason) == ("failed", "ValueError: a bug")
     assert result.traceback is not None
@@ -318,21 +363,10 @@ def test_a_weight_of_no_task_and_a_loss_for_no_task_are_refused_before_the_first
         tiny_executor(tmp_path, training=training)
 
 
-def test_thresholds_follow_the_objective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpo.training import evaluate
-
-    seen = []
-    real = evaluate.choose_decisions
-
-    def spy(*args: Any) -> Any:
-        seen.append(args[3])
-        return real(*args)
-
-    monkeypatch.setattr("hpo.training.evaluate.choose_decisions", spy)
-    run(
-        tiny_executor(tmp_path, objective={"metric": "criteria/f1_micro"}), tmp_path, {"fp_precision": "fp32"}
-    )
-    assert seen == [{"criteria": "f1_micro"}]
+def test_thresholds_follow_the_objective(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path, objective={"metric": "criteria/f1_micro"})
+    config = build_trial_config(executor.study, {}, "fp32")
+    assert executor.training_args(config).decision_metrics == {"criteria": "f1_micro"}
 
 
 def test_a_measured_objective_is_that_of_the_whole_trial(tmp_path: Path) -> None:
@@ -348,22 +382,8 @@ def test_texts_that_were_cut_are_counted(executor: Executor, tmp_path: Path) -> 
     assert result.telemetry["data"]["num_lost_spans"]["evidence"] > 0
 
 
-def test_an_objective_that_no_task_has(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"'criteria/f1_mikro'.* Did you mean `criteria/f1_micro`"):
-        tiny_executor(tmp_path, objective={"metric": "criteria/f1_mikro"})
-
-
 def test_the_best_checkpoint_is_scored_on_the_test_split(executor: Executor, tmp_path: Path) -> None:
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     validation = score_checkpoint(executor, tmp_path / "trial", "validation")
     assert validation == result.telemetry["metrics"]
     assert score_checkpoint(executor, tmp_path / "trial", "test") != validation
-
-
-def test_a_gpu_that_is_not_there_decides_as_if_it_were(tmp_path: Path) -> None:
-    """What is decided from the record alone needs no GPU."""
-    old_gpu = DeviceInfo(type="cuda", name="Tesla T4", compute_capability=(7, 5), cuda_bf16=False)
-    result = run(tiny_executor(tmp_path, device=old_gpu, amp={}), tmp_path, {"fp_precision": "bf16"})
-    assert result.outcome == "unsupported"
-    assert "`bf16` needs compute capability >= 8.0, but this Tesla T4 has 7.5. Use fp16" in result.reason
-    assert CPU.type == "cpu"

@@ -220,7 +220,7 @@ def test_a_transformer_trains_as_under_autocast(tmp_path: Path, checkpointing: b
         model = executor.build_model(config).train()
         reduced = keep_reduced_weights(model, BF16, CPU) if keep else {}
         update = build_optimizer("adamw", parameter_groups(model, learning_rate=1e-3), reduced=reduced)
-        amp, objective = MixedPrecision(BF16, EMULATED, CPU), executor._objective(config, model, split)
+        amp, objective = MixedPrecision(BF16, EMULATED, CPU), executor.loss_fn(config, model, split)
         losses.append([])
         for step in range(4):
             batch = collate(split, np.arange(8 * step, 8 * step + 8), executor.tasks, 0)

@@ -271,17 +271,15 @@ def test_trial_knows_of_other_workers_on_its_machine(
                 device = {"worker": "other", "device": "cpu" if kind == "same device" else "GPU-1"}
                 connection.execute(sa.insert(worker_devices).values(device))
 
-    def run(*_: Any) -> TrialResult:
-        told = executor.shared_device
+    def run(*_: Any, shared_device: bool) -> TrialResult:
+        told = shared_device
         others(end)
         return TrialResult(
             Outcome.COMPLETE, values=(0.5,), telemetry={"device": {"name": "x", "shared": told}}
         )
 
     config = study(1)
-    executor: Any = SimpleNamespace(
-        study=config, shared_device=False, device=CPU, trial_folder=lambda *_: Path(), run=run
-    )
+    executor: Any = SimpleNamespace(study=config, device=CPU, trial_folder=lambda *_: Path(), run=run)
     storage.create_or_resume_study(config)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
         others(start)
@@ -481,14 +479,13 @@ def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
 def test_sampler_knows_the_memory_of_its_worker(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: str, gib: int
 ) -> None:
-    def executor(config: Any, device: DeviceInfo, *_: Any, shared_device: bool) -> Any:
+    def executor(config: Any, device: DeviceInfo, *_: Any) -> Any:
         dataset = SimpleNamespace(fingerprint="x")
         return SimpleNamespace(
             study=config,
             amp=config.amp,
             device=device,
             dataset=dataset,
-            shared_device=shared_device,
             trial_folder=lambda *_: tmp_path,
         )
 

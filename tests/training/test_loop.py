@@ -150,7 +150,7 @@ def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) ->
     model = executor.build_model(config)
     optimizer = executor.prepare(model, PRECISIONS[name], config, executor.used_ids(config))
     losses: list[float] = []
-    objective = executor._objective(config, model, split)
+    objective = executor.loss_fn(config, model, split)
     amp = MixedPrecision(PRECISIONS[name], EMULATED, CPU)
     record = amp.record_step
     amp.record_step = lambda loss, norm: (losses.append(loss.item()), record(loss, norm))[1]  # type: ignore[func-returns-value, method-assign]
@@ -253,7 +253,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
     assert batch.input_ids_BL.shape[1] < 64
     loss = accumulate_gradients(
         model.train(),
-        executor._objective(config, model, split),
+        executor.loss_fn(config, model, split),
         batch,
         MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU),
         config.seed,
@@ -424,7 +424,7 @@ def test_compiling_in_a_step_is_no_training(executor: Executor, monkeypatch: pyt
     (last,) = train(
         model,
         build_optimizer("adamw", parameter_groups(model, learning_rate=1e-4)),
-        executor._objective(config, model, split),
+        executor.loss_fn(config, model, split),
         amp,
         split,
         executor.tokens("validation", config),
@@ -488,7 +488,7 @@ def run_steps(
 
     plan = plan_of(config, 10 * stop_after, config.batch_size // 2)  # so long that no evaluation comes
     meter = ThroughputMeter(CPU if device is META_GPU else device)
-    objective = executor._objective(config, model, split)
+    objective = executor.loss_fn(config, model, split)
     watch_next()
     try:
         with pytest.raises(Enough), backend_flags(PRECISIONS[name], EMULATED):
@@ -670,7 +670,7 @@ def test_an_evaluation_sees_the_weights_as_they_are(executor: Executor, config: 
         assert not np.array_equal(before[name], after[name])
         assert np.array_equal(after[name], fresh[name])
     batch = collate(split, np.arange(4), executor.tasks, 0)
-    objective = executor._objective(settings, model, split)
+    objective = executor.loss_fn(settings, model, split)
     gradients = []
     for some in (model, deepcopy(model)):
         progress = TrainState(micro_batch_size=4)

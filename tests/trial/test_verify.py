@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_executor
 
 from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.precision.table import PRECISION_NAMES
 from hpo.trial.compat import Compatibility, Measurement
-from hpo.trial.verify import PrecisionCheck, recommendation, verify
+from hpo.trial.verify import PrecisionCheck, check_precision, recommendation, verify
 
 H200 = DeviceInfo(type="cuda", name="NVIDIA H200", compute_capability=(9, 0), cuda_bf16=True)
 T4 = DeviceInfo(type="cuda", name="Tesla T4", compute_capability=(7, 5), cuda_bf16=False)
@@ -22,7 +24,7 @@ PLAIN = DeviceInfo(type="cpu", name="EPYC", cpu_features=frozenset({"avx2"}))
 def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
     """Check a device on which the check of each precision finds `found`: a speed, a verdict or an error."""
 
-    def check_precision(name: str, repeats: int) -> Compatibility:
+    def check(name: str, repeats: int, _on_estimate: Any) -> Compatibility:
         assert repeats == 3
         came = found.get(name.replace("-", "_"), 1.0)
         if isinstance(came, Exception):
@@ -31,8 +33,7 @@ def checked(device: DeviceInfo, **found: Any) -> list[PrecisionCheck]:
             return Compatibility(came, (f"{name} is {came}.",), Measurement(name, speed_ratio=9.0))
         return Compatibility("ok", (), Measurement(name, speed_ratio=came))
 
-    executor: Any = SimpleNamespace(device=device, check_precision=check_precision)
-    return verify(executor)
+    return verify(device, check)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +48,24 @@ def test_what_the_device_cannot_run_is_not_measured(
     device: DeviceInfo, native: set[str], emulated: set[str]
 ) -> None:
     started = []
-    executor: Any = SimpleNamespace(
-        device=device,
-        check_precision=lambda name, _: Compatibility("ok", (), Measurement(name)),
+
+    def check(name: str, _repeats: int, on_estimate: Any) -> Compatibility:
+        on_estimate(7.0)
+        return Compatibility("ok", (), Measurement(name))
+
+    estimates: list[tuple[str, float]] = []
+    checks = verify(
+        device,
+        check,
+        on_start=lambda name, found: started.append((name, found.level)),
+        on_estimate=lambda *told: estimates.append(told),
     )
-    checks = verify(executor, on_start=started.append)
     assert [check.name for check in checks] == list(PRECISION_NAMES)
     assert {check.name for check in checks if check.support.level == "native"} == native
     assert {check.name for check in checks if check.support.level == "emulated"} == emulated
-    assert set(started) == native | emulated
+    assert {name for name, level in started if level == "native"} == native
+    assert {name for name, level in started if level == "emulated"} == emulated
+    assert estimates == [(name, 7.0) for name, _ in started]
     assert {check.name for check in checks if check.usable} == native
     for check in checks:
         assert (check.note == "") == (check.name in native), "what is not native says why"
@@ -69,6 +79,12 @@ def test_the_fastest_native_precision_is_recommended() -> None:
     assert advice.startswith("Search fp_precision over [fp32, tf32, bf16, fp16")
     assert "bf16-true" not in advice, "as fast as fp32"
     assert "bf16 is the fastest, 2.4 times as fast as fp32" in advice
+
+
+def test_what_was_not_faster_in_every_pass_is_not_called_faster() -> None:
+    noisy = Measurement("bf16", speed_ratio=1.65, speed_ratio_low=0.8, speed_ratio_high=2.1)
+    checks = verify(AMX, lambda name, *_: Compatibility("ok", (), replace(noisy, precision=name)))
+    assert recommendation(checks).startswith("Use fp32: no native precision of this machine is faster")
 
 
 def test_what_is_incompatible_is_not_recommended() -> None:
@@ -99,3 +115,15 @@ def test_memory_that_does_not_suffice_is_noted() -> None:
     assert checks[0].note == "one example of 512 tokens does not fit into memory."
     assert not checks[0].usable
     assert checks[0].speed_ratio is None
+
+
+def test_each_precision_is_timed_in_turn_with_fp32(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path, training={"max_steps": 1, "max_length": 32})
+    estimates: list[float] = []
+    found = check_precision(executor, "fp32", 3, estimates.append).measurement
+    assert found.speed_ratio_low is not None
+    assert found.speed_ratio is not None
+    assert found.speed_ratio_high is not None
+    assert 0 < found.speed_ratio_low <= found.speed_ratio <= found.speed_ratio_high
+    assert len(estimates) == 1
+    assert estimates[0] > 0

@@ -1,0 +1,290 @@
+"""One trial from its parts to its values: check -> set up -> resume -> compile -> train -> finish."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpo.config.search_space import is_searched
+from hpo.config.study_config import MEASURED_METRICS
+from hpo.config.trial_config import build_trial_config
+from hpo.config.trial_settings import BUDGETS
+from hpo.device import Utilization
+from hpo.errors import Incompatible, InputError, Preempted
+from hpo.memory import PeakMemory, release_free_memory
+from hpo.precision.amp import MixedPrecision, Observation, backend_flags, observe
+from hpo.precision.table import resolve, support
+from hpo.training.checkpoint import CheckpointStore
+from hpo.training.compilation import CompileClock, compiled_modules, run_compiled_shapes
+from hpo.training.evaluate import Evaluation
+from hpo.training.loop import TrainState, train
+from hpo.training.losses import check_loss
+from hpo.training.throughput import ThroughputMeter
+from hpo.trial.check import check_compatibility
+from hpo.trial.objectives import final_values, is_better, objective_value
+from hpo.trial.telemetry import (
+    CompileFacts,
+    DataFacts,
+    MemoryFacts,
+    PrecisionFacts,
+    ScoredEvaluation,
+    SetupFacts,
+    TrainingFacts,
+    TrialRecorder,
+)
+
+if TYPE_CHECKING:
+    from hpo.trial.executor import Executor
+
+CHECKPOINT_FORMAT = 2
+"""To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
+
+UTILIZATION_EVERY = 20
+"""Steps between two questions to the device how busy it is."""
+
+MODEL_SETTINGS = (
+    "encoder",
+    "attention",
+    "freeze_layers",
+    "max_length",
+    "dropout",
+    "attention_dropout",
+    "gradient_checkpointing",
+    "layerwise_lr_decay",
+    "compile",
+    "compile_scope",
+)
+"""Settings that can make a model that cannot be built."""
+
+_STEP_SETTINGS = (*BUDGETS, *MODEL_SETTINGS, "batch_size", "micro_batch_size", "compile_dynamic")
+"""Settings that decide whether a trial has steps in which nothing is compiled."""
+
+
+class TrialRun:
+    """A trial in hand: what it is made of, where it is, and what its checkpoints hold."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        recorder: TrialRecorder,
+        on_evaluation: Callable[[ScoredEvaluation], None],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.executor = executor
+        self.recorder = recorder
+        self.on_evaluation = on_evaluation
+        self.should_stop = should_stop
+        self.memory = PeakMemory(executor.device)
+        self.meter = ThroughputMeter(executor.device)
+        self.compile_clock = CompileClock()
+        self.state = TrainState()
+        self.evaluation_rates: list[float] = []
+        self.best: ScoredEvaluation | None = None
+
+    def run(self, params: Mapping[str, Any], store: CheckpointStore, resume_key: str) -> tuple[float, ...]:
+        """Run the trial with `params` to its end and return its values.
+
+        Raises TrialEnd where it ends early, InputError and RunError for what concerns the whole study.
+        """
+        executor = self.executor
+        config = build_trial_config(executor.study, params, executor.default_precision, executor.amp)
+        check_loss(executor.tasks, config.loss)
+        level = support(config.fp_precision, executor.device).level
+        self.precision_facts = PrecisionFacts(config.fp_precision, level)
+        self.recorder.note(self.precision_facts)
+        resolution = resolve(config.fp_precision, executor.device, config.amp)
+        self.precision_facts = PrecisionFacts(config.fp_precision, resolution.support, resolution)
+        self.recorder.note(self.precision_facts)
+        self.memory.reset()
+        self.recorder.note(MemoryFacts(self.memory))
+        with backend_flags(resolution.precision, config.amp), store:
+            self.parts = executor.parts(config, resolution)
+            self.recorder.note(DataFacts(self.parts.train_split))
+            self._check()
+            self._set_up(store, resume_key)
+            resumed_from = self._resume()
+            self._observe_and_compile()
+            self.recorder.note(SetupFacts(time.perf_counter() - self.recorder.started, resumed_from))
+            self._train()
+            return self._finish()
+
+    def _check(self) -> None:
+        executor = self.executor
+        fingerprint = executor.dataset.fingerprint
+        found = check_compatibility(self.parts, executor.study, fingerprint, executor.device, executor.cache)
+        self.recorder.note(found)
+        if found.verdict == "incompatible":
+            raise Incompatible(" ".join(found.reasons))
+        # The check's passes are not this trial's memory.
+        release_free_memory(executor.device)
+        self.memory.reset()
+
+    def _set_up(self, store: CheckpointStore, resume_key: str) -> None:
+        executor, config, resolution = self.executor, self.parts.config, self.parts.resolution
+        used_ids = executor.used_ids(config)
+        self.optimizer = executor.prepare(self.parts.model, resolution.precision, config, used_ids)
+        self.mixed_precision = MixedPrecision(resolution.precision, config.amp, executor.device)
+        used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
+        self.store = store
+        self.resume_key = (
+            f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
+        )
+
+    def _resume(self) -> int | None:
+        """Go on from the trial's last checkpoint if there is one, and return its step.
+
+        The best weights may be newer, of an evaluation that will be made again: its value, which was
+        reported before they were written, stays the trial's best until there is a better one.
+        """
+        best, last = self.store.best(), self.store.latest()
+        if best is not None and best.state.get("resume_key") == self.resume_key:
+            self._set_best(ScoredEvaluation.from_state_dict(best.state["best"]))
+        if last is None or last.state["resume_key"] != self.resume_key:
+            return None
+        self.parts.model.load_state_dict(last.weights)
+        self.optimizer.load_state_dict(last.state["optimizer"])
+        self.mixed_precision.load_state_dict(last.state.get("mixed_precision", {}))
+        self.state = TrainState(**last.state["progress"])
+        self.evaluation_rates = list(last.state["evaluation_rates"])
+        self.meter.load_state_dict(last.state["meter"])
+        if self.best is None and last.state["best"] is not None:
+            self._set_best(ScoredEvaluation.from_state_dict(last.state["best"]))
+        return self.state.step
+
+    def _observe_and_compile(self) -> None:
+        """See which precision really runs, before the compiler hides the modules from it."""
+        seen = self._observe()
+        parts, device = self.parts, self.executor.device
+        if parts.compile is not None:
+            started = time.perf_counter()
+            torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
+            parts.compile(parts.model)
+            # Two lengths, so that what is dynamic is found out.
+            batches = [parts.batch(0, parts.config.batch_size), parts.batch(parts.config.batch_size)]
+            run_compiled_shapes(parts.model, parts.loss_fn, batches, self.mixed_precision)
+            self.recorder.note(CompileFacts(time.perf_counter() - started, self.compile_clock))
+            self.compile_clock.start()
+        observed = seen.telemetry(compiled=bool(compiled_modules(parts.model)))
+        disagreement = seen.disagreement(parts.resolution.precision)
+        self.recorder.note(replace(self.precision_facts, observed=observed, disagreement=disagreement))
+        self.utilization = Utilization(device, torch.get_num_threads())
+        self.recorder.note(
+            TrainingFacts(
+                parts.model,
+                self.mixed_precision,
+                self.state,
+                self.meter,
+                self.utilization,
+                self.evaluation_rates,
+            )
+        )
+
+    def _observe(self) -> Observation:
+        """One real example through the prepared model as training runs it: the dtypes that come out."""
+        batch = self.parts.batch(1).to(self.executor.device.torch_device)
+        with observe(self.parts.model) as seen, self.mixed_precision.evaluation():
+            self.parts.model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+        return seen
+
+    def _train(self) -> None:
+        parts = self.parts
+        self.last_saved = time.monotonic()
+        for evaluation in train(
+            parts.model,
+            self.optimizer,
+            parts.loss_fn,
+            self.mixed_precision,
+            parts.train_split,
+            parts.validation_split,
+            self.executor.training_args(parts.config),
+            self.state,
+            self.meter,
+            parts.pad_id,
+            self._on_step,
+            self.compile_clock,
+        ):
+            self._on_evaluation(evaluation)
+
+    def _on_step(self) -> bool:
+        if self.should_stop():
+            self._save()
+            raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
+        if self.state.step % UTILIZATION_EVERY == 0:
+            self.utilization.sample()
+        due = time.monotonic() - self.last_saved > self.executor.study.checkpoint.every_seconds
+        if due:
+            self._save()
+        return due
+
+    def _on_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluation_rates.append(evaluation.examples_per_second)
+        scored = ScoredEvaluation(evaluation, self._values(evaluation))
+        first = self.executor.study.objective[0]
+        better = is_better(first, scored.values, None if self.best is None else self.best.values)
+        if better:
+            self._set_best(scored)
+        self.on_evaluation(scored)
+        if better:
+            # After the report: a trial never goes on from behind one that was not made.
+            best = {
+                "resume_key": self.resume_key,
+                "config": self.parts.config.model_dump_json(),
+                "precision": self.parts.resolution.effective,
+                "best": scored.state_dict(),
+            }
+            self._save(best, at_end=evaluation.budget_used >= 1)
+
+    def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
+        measured = {
+            **evaluation.rates,
+            "peak_memory_bytes": self.memory.read(),
+            "evaluation_examples_per_second": evaluation.examples_per_second,
+        }
+        study, config = self.executor.study, self.parts.config
+        metrics = [objective.metric for objective in study.objective]
+        unmeasured = [name for name in metrics if name in MEASURED_METRICS and measured.get(name) is None]
+        if unmeasured and evaluation.budget_used >= 1:
+            # As with a model that cannot be built: it may be this trial's settings alone.
+            searched = is_searched(study.search_space, _STEP_SETTINGS)
+            budget = next(name for name in BUDGETS if getattr(config, name) is not None)
+            raise (Incompatible if searched else InputError)(
+                f"the objective {unmeasured[0]} has no value: something was compiled in every step of the "
+                f"trial ({evaluation.step} in all), so that none tells the speed. Raise `{budget}`, or use "
+                "`compile: none`."
+            )
+        tasks = self.executor.tasks
+        return tuple(objective_value(name, evaluation.metrics, tasks, measured) for name in metrics)
+
+    def _set_best(self, scored: ScoredEvaluation) -> None:
+        self.best = scored
+        self.recorder.note(scored)
+
+    def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
+        """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either."""
+        state = {
+            "resume_key": self.resume_key,
+            "progress": self.state.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "mixed_precision": self.mixed_precision.state_dict(),
+            "best": None if self.best is None else self.best.state_dict(),
+            "evaluation_rates": self.evaluation_rates,
+            "meter": self.meter.state_dict(),
+        }
+        self.store.save(
+            self.state.step,
+            self.parts.model.state_dict(),
+            state=None if at_end else state,
+            best=best,
+            copy=not at_end,
+        )
+        self.last_saved = time.monotonic()
+
+    def _finish(self) -> tuple[float, ...]:
+        self.store.finish()
+        assert self.best is not None
+        return final_values(self.executor.study.objective, self.best.values, self.recorder.telemetry())
