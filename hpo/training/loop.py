@@ -31,7 +31,6 @@ from hpo.device import synchronize
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.weight_copies import widen_gradients
 from hpo.training.compilation import CompileClock
 from hpo.training.evaluate import Evaluation, evaluate
 from hpo.training.losses import MultitaskLoss
@@ -267,13 +266,10 @@ def _accumulate(
     model.zero_grad(set_to_none=True)
     objective.start_step()
     total = torch.zeros((), device=device)
-    parts = batch.split(progress.micro_batch_size)
-    for part in parts:
+    for part in batch.split(progress.micro_batch_size):
         compute = objective.of(part.to(device), objective.count(part), global_items)
         loss = mixed_precision.loss(model, compute)
         mixed_precision.scaler.scale(loss).backward()
-        if len(parts) > 1:
-            widen_gradients(model)
         total += loss.detach()
     objective.finish_step(progress.step)
     return total

@@ -24,18 +24,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adam import adam
 
 from hpo.errors import InputError, did_you_mean
 from hpo.models.multitask import MultitaskModel, parameter_depths
-from hpo.precision.weight_copies import ReducedWeight
 
 OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
 SCHEDULES = ("linear", "cosine", "constant")
 CHUNK_ELEMENTS = 2**24
 """Weights that `Float32Optimizer` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
-CACHED_ELEMENTS = 2**19
-"""Weights that `OnePassAdam` steps at a time, or one matrix: with gradients and moments, 10 MB of a cache."""
 
 
 def parameter_groups(
@@ -88,12 +84,8 @@ def build_optimizer(
     groups: Sequence[Mapping[str, Any]],
     *,
     betas: tuple[float, float] = (0.9, 0.999),
-    reduced: Mapping[Tensor, ReducedWeight] | None = None,
 ) -> Optimizer:
     """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
-
-    `reduced` are the weights with copies in a shorter dtype, whose gradients are in it; none of them may be
-    given to an optimiser that does not read such (`reads_short_gradients`).
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
     adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
@@ -126,24 +118,12 @@ def build_optimizer(
         "sgd": torch.optim.SGD,
     }[name]
 
-    if reduced:
-        if not reads_short_gradients(name):
-            raise ValueError(
-                f"reduced weights must have an optimiser that reads bf16 gradients, but {name} does not."
-            )
-        return OnePassAdam(groups, reduced, decoupled_weight_decay=name == "adamw", **options)
-
     def build(groups: Iterable[Mapping[str, Any]]) -> Optimizer:
         return cast(Optimizer, optimizer_class([dict(group) for group in groups], **options))
 
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return build(groups)
     return Float32Optimizer(groups, build)
-
-
-def reads_short_gradients(name: str) -> bool:
-    """Whether `build_optimizer` makes one of this name that takes bf16 gradients of fp32 weights."""
-    return name in ("adamw", "adam")
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
@@ -208,57 +188,6 @@ class Lion(Optimizer):
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(weights, updates, alpha=-group["lr"])
             torch._foreach_lerp_(momenta, gradients, 1 - beta2)
-        return loss
-
-
-class OnePassAdam(torch.optim.Adam):
-    """Adam on a CPU over weights with reduced copies, in one pass over memory instead of three.
-
-    A gradient in the copy's dtype becomes fp32, the weight is stepped and its copy written while they are in
-    the processor's caches. Step and state are those of `torch.optim.Adam` with `fused=True`.
-    """
-
-    def __init__(
-        self,
-        groups: Iterable[Mapping[str, Any]],
-        reduced: Mapping[Tensor, ReducedWeight],
-        **options: Any,
-    ) -> None:
-        super().__init__([dict(group) for group in groups], **options)
-        self._reduced = reduced
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient, divided by `grad_scale` where that is set."""
-        loss = _loss_of(closure)
-        for group in self.param_groups:
-            lists: list[list[Any]] = [[], [], [], [], [], []]
-            self._init_group(group, *lists)  # type: ignore[no-untyped-call]
-            for piece in _pieces(lists[0], CACHED_ELEMENTS):
-                weights, gradients, means, squares, maxima, steps = (values[piece] for values in lists)
-                adam(
-                    weights,
-                    [gradient.float() for gradient in gradients],
-                    means,
-                    squares,
-                    maxima,
-                    steps,
-                    fused=True,
-                    grad_scale=getattr(self, "grad_scale", None),
-                    found_inf=getattr(self, "found_inf", None),
-                    decoupled_weight_decay=group["decoupled_weight_decay"],
-                    amsgrad=group["amsgrad"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=group["maximize"],
-                )
-                torch.autograd.graph.increment_version(weights)  # which fused steps leave out
-                for weight in weights:
-                    if weight in self._reduced:
-                        self._reduced[weight].refresh()
         return loss
 
 

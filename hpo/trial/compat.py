@@ -4,8 +4,7 @@ The trial's own encoder, heads and loss run forward and backward twice from the 
 in fp32 and under the precision. Compared are finiteness, the relative error of each head's logits
 ||y - y32|| / ||y32||, the cosine between the gradients, time and peak memory. A gradient that overflows
 under loss scaling is given what training would give it: the scale backs off to its floor before the
-verdict. On a CPU bf16 converts its weights here as autocast does, in each pass; a trial with adam or adamw
-is spared that (`reduced_weights`), so its gain is somewhat larger than the one timed here.
+verdict.
 
     ok            as expected of the precision
     degraded      works, but further from fp32 than the study's bounds, or not everywhere in the precision

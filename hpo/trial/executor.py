@@ -53,13 +53,12 @@ from hpo.models.multitask import MultitaskModel, build_model
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
-from hpo.precision.weight_copies import keep_reduced_weights
 from hpo.training.checkpoint import CheckpointStore
 from hpo.training.compilation import apply_compile, compiled_modules
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Budget, TrainingArgs, TrainState, train
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
-from hpo.training.optim import build_optimizer, parameter_groups, reads_short_gradients
+from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.training.throughput import ThroughputMeter, training_flops
 from hpo.trial.compat import Compatibility, Measurement, judge, measure
 from hpo.trial.objectives import check_metric, decision_metrics, objective_value
@@ -428,8 +427,6 @@ class Executor:
         """Give the model the weights that are trained, and return their optimiser."""
         prepare_model(model, precision)
         compact_vocabulary(model, config.optimizer, used_ids)
-        keeps = config.compile == "none" and reads_short_gradients(config.optimizer)
-        reduced = keep_reduced_weights(model, precision, self.device) if keeps else {}
         groups = parameter_groups(
             model,
             learning_rate=config.learning_rate,
@@ -437,7 +434,7 @@ class Executor:
             weight_decay=config.weight_decay,
             layerwise_lr_decay=config.layerwise_lr_decay,
         )
-        return build_optimizer(config.optimizer, groups, betas=config.betas, reduced=reduced)
+        return build_optimizer(config.optimizer, groups, betas=config.betas)
 
     def _plan(self, config: TrialConfig) -> TrainingArgs:
         evaluation = self.study.evaluation

@@ -143,8 +143,8 @@ def plan_of(config: Any, num_steps: int, micro_batch_size: int) -> TrainingArgs:
     )
 
 
-def our_losses(executor: Executor, name: str, num_steps: int, dropout: float) -> list[float]:
-    config = config_of(executor, fp_precision=name, dropout=dropout, head_dropout=dropout)
+def our_losses(executor: Executor, name: str, num_steps: int, dropout: float, **settings: Any) -> list[float]:
+    config = config_of(executor, fp_precision=name, dropout=dropout, head_dropout=dropout, **settings)
     split = executor.tokens("train", config)
     torch.manual_seed(config.seed)
     model = executor.build_model(config)
@@ -179,6 +179,13 @@ def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name:
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
     tolerance = 1e-5 if name == "fp32" else 2e-3
     assert ours == pytest.approx(plain, rel=tolerance)
+
+
+def test_activations_computed_anew_give_the_same_losses(executor: Executor) -> None:
+    """With dropout, whose masks are drawn again, under autocast."""
+    settings = {"attention_dropout": 0.1, "gradient_checkpointing": True}
+    ours = our_losses(executor, "bf16", 4, 0.1, **settings)
+    assert ours == pytest.approx(our_losses(executor, "bf16", 4, 0.1, attention_dropout=0.1), rel=1e-5)
 
 
 def plain_loss_and_gradients(
