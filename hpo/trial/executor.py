@@ -223,15 +223,16 @@ class Executor:
         resolution = resolve(config.fp_precision, self.device, config.amp)
         log.resolved(resolution)
         log.reset_memory()
-        with backend_flags(resolution.precision, config.amp), CheckpointStore(folder) as store:
-            return self._train(config, resolution, store, resume_key, on_evaluation, should_stop, log)
+        used = hashlib.blake2b(self.used_ids(config).tobytes(), digest_size=8).hexdigest()
+        resume_key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{self.device.type}/{used}"
+        with backend_flags(resolution.precision, config.amp), CheckpointStore(folder, resume_key) as store:
+            return self._train(config, resolution, store, on_evaluation, should_stop, log)
 
     def _train(
         self,
         config: TrialConfig,
         resolution: Resolution,
         store: CheckpointStore,
-        resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None],
         should_stop: Callable[[], bool],
         log: TrialRecorder,
@@ -256,15 +257,12 @@ class Executor:
         release_free_memory(self.device)
         log.reset_memory()
 
-        used_ids = self.used_ids(config)
-        optimizer = self.prepare(model, precision, config, used_ids)
+        optimizer = self.prepare(model, precision, config, self.used_ids(config))
         log.mixed_precision = mixed_precision = MixedPrecision(precision, config.amp, self.device)
         log.progress = progress = TrainState()
         log.meter = meter = ThroughputMeter(self.device)
         log.flops = partial(training_flops, model)
-        used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
-        resume_key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{self.device.type}/{used}"
-        self._resume(store, resume_key, model, optimizer, mixed_precision, progress, log)
+        self._resume(store, model, optimizer, mixed_precision, progress, log)
         observation = self._observe(model, train_split, mixed_precision, pad_id)
         disagreement = observation.disagreement(precision)
         if config.compile != "none":
@@ -279,7 +277,6 @@ class Executor:
         def save(best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
             nonlocal last_saved
             state = {
-                "resume_key": resume_key,
                 "progress": progress.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "mixed_precision": mixed_precision.state_dict(),
@@ -333,7 +330,6 @@ class Executor:
             if is_best:
                 # After the report: a trial never goes on from behind one that was not made.
                 best = {
-                    "resume_key": resume_key,
                     "config": config.model_dump_json(),
                     "precision": precision.name,
                     "best": scored.state_dict(),
@@ -583,7 +579,6 @@ class Executor:
     def _resume(
         self,
         store: CheckpointStore,
-        resume_key: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mixed_precision: MixedPrecision,
@@ -596,10 +591,10 @@ class Executor:
         reported before they were written, stays the trial's best until there is a better one.
         """
         best = store.best()
-        if best is not None and best.state.get("resume_key") == resume_key:
+        if best is not None:
             log.best = ScoredEvaluation.from_state_dict(best.state["best"])
         checkpoint = store.latest()
-        if checkpoint is None or checkpoint.state["resume_key"] != resume_key:
+        if checkpoint is None:
             return
         model.load_state_dict(checkpoint.weights)
         optimizer.load_state_dict(checkpoint.state["optimizer"])

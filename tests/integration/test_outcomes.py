@@ -15,7 +15,7 @@ from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, ModelError, Pruned
 from hpo.models.multitask import MultitaskModel
-from hpo.training.checkpoint import CheckpointStore
+from hpo.training.checkpoint import CheckpointStore, best_checkpoint
 from hpo.training.losses import loss_sum
 from hpo.trial.best_model import score_checkpoint
 from hpo.trial.executor import Executor
@@ -255,15 +255,15 @@ def test_a_best_that_was_written_last_stays_the_best(executor: Executor, tmp_pat
     value and weights are then still of the same evaluation."""
     params = {"fp_precision": "fp32"}
     run(executor, tmp_path, params)
-    with CheckpointStore(tmp_path / "trial") as store:
-        best = store.best()
-        assert best is not None
+    best = best_checkpoint(tmp_path / "trial")
+    assert best is not None
+    with CheckpointStore(tmp_path / "trial", best.resume_key) as store:
         best.state["best"]["values"] = [2.0]
         step = best.state["best"]["evaluation"]["step"]
         store.save(step, best.weights, best=best.state)
     again = run(executor, tmp_path, params)
     assert again.values == (2.0,)
-    kept = CheckpointStore(tmp_path / "trial").best()
+    kept = best_checkpoint(tmp_path / "trial")
     assert kept is not None
     assert kept.state["best"]["values"] == [2.0]
     other = executor.run(params, tmp_path / "trial", "another trial")
