@@ -405,6 +405,16 @@ def test_rare_classes_get_a_threshold_far_below_a_half() -> None:
     assert score(MULTI, decode(MULTI, logits, split, decision), rows)["f1_macro"] == 1.0
 
 
+@pytest.mark.parametrize("metric", ["f1_macro", "f1_micro"])
+def test_nothing_to_find_and_nothing_found_is_the_best_decision(metric: str) -> None:
+    """No row has a class: `score` gives 1 where none is predicted, so the threshold is to be above all."""
+    rows = [Row("x", {"t": []}) for _ in range(10)]
+    split = make_split(rows)
+    logits = np.random.default_rng(0).normal(0, 1, (10, 2)).astype(np.float32)
+    decision = choose_decision(MULTI, logits, split, metric=metric)
+    assert score(MULTI, decode(MULTI, logits, split, decision), rows)[metric] == 1.0
+
+
 def test_answers_of_equal_margins_are_not_parted() -> None:
     rows = [
         Row("xx", spans={"answer": [(0, 2)]} if i < 4 else {}, segments={"context": (0, 2)}) for i in range(6)
