@@ -11,10 +11,8 @@ import time
 
 from torch import nn
 
-from hpo.models.encoder import (
-    encoder_layers,
-)
-from hpo.models.multitask import MultitaskModel, _check_choice
+from hpo.models.encoder import encoder_layers
+from hpo.models.multitask import MultitaskModel
 
 
 class CompileClock:
@@ -39,9 +37,6 @@ class CompileClock:
         self.seconds += time.perf_counter() - self._began
 
 
-COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
 def apply_compile(
     model: MultitaskModel, mode: str, scope: str = "model", dynamic: bool | None = None
 ) -> MultitaskModel:
@@ -51,8 +46,6 @@ def apply_compile(
     done. Compilation itself happens at the first call of each shape (`dynamic` as torch.compile's).
     Blocks share one kernel, so `layers` compiles in the time of one block. `none` does nothing.
     """
-    _check_choice("compile", mode, COMPILE_MODES)
-    _check_choice("compile_scope", scope, ("model", "layers"))
     if mode == "none":
         return model
     for module in [model] if scope == "model" else encoder_layers(model.encoder):

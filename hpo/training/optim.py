@@ -25,13 +25,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpo.errors import InputError, did_you_mean
 from hpo.models.multitask import MultitaskModel, parameter_depths
 
-OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
-SCHEDULES = ("linear", "cosine", "constant")
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda remaining: remaining,
+    "cosine": lambda remaining: 0.5 * (1.0 - math.cos(math.pi * remaining)),
+    "constant": lambda _: 1.0,
+}
+"""The rate's factor after warm-up, by the share of the budget after it that remains."""
 CHUNK_ELEMENTS = 2**24
 """Weights that `Float32Optimizer` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
+
+LION_ELEMENTS = 2**22
+"""Weights that `Lion` updates at a time: what it allocates in a step is 16 MiB in fp32."""
 
 
 def parameter_groups(
@@ -99,8 +105,6 @@ def build_optimizer(
 
     adamw, adam and sgd use torch's fused kernels on CPU and CUDA.
     """
-    if name not in OPTIMIZERS:
-        raise InputError(f"optimizer: unknown `{name}`.{did_you_mean(name, OPTIMIZERS)}")
     parameters = [parameter for group in groups for parameter in group["params"]]
     # Every group names its own rate. The default is not used, but torch checks it.
     options: dict[str, Any] = {"lr": 0.0}
@@ -110,16 +114,9 @@ def build_optimizer(
         options["betas"] = betas
     if name == "sgd":
         options["momentum"] = betas[0]
-    optimizer_class = {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "adafactor": torch.optim.Adafactor,
-        "lion": Lion,
-        "sgd": torch.optim.SGD,
-    }[name]
 
     def build(groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-        return cast(Optimizer, optimizer_class([dict(group) for group in groups], **options))
+        return OPTIMIZERS[name]([dict(group) for group in groups], **options)
 
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return build(groups)
@@ -136,20 +133,14 @@ def schedule_factor(schedule: str, progress: float, warmup_ratio: float = 0.0) -
     """Return the learning rate's factor at `progress`, the share of the budget that is used up.
 
     The factor rises linearly from 0 over the first `warmup_ratio` of the budget. After that: `linear` and
-    `cosine` fall from 1 to 0 at the end, `constant` stays at 1. TrainState outside [0, 1] counts as its
+    `cosine` fall from 1 to 0 at the end, `constant` stays at 1. A share outside [0, 1] counts as its
     nearer end: the last step of a budget in seconds may overrun it.
     """
-    if schedule not in SCHEDULES:
-        raise InputError(f"schedule: unknown `{schedule}`.{did_you_mean(schedule, SCHEDULES)}")
     progress = min(max(progress, 0.0), 1.0)
     if progress < warmup_ratio:
         return progress / warmup_ratio
     remaining = (1.0 - progress) / (1.0 - warmup_ratio) if warmup_ratio < 1.0 else 1.0
-    if schedule == "linear":
-        return remaining
-    if schedule == "cosine":
-        return 0.5 * (1.0 - math.cos(math.pi * remaining))
-    return 1.0
+    return SCHEDULES[schedule](remaining)
 
 
 class Lion(Optimizer):
@@ -176,19 +167,37 @@ class Lion(Optimizer):
         loss = _loss_of(closure)
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not weights:
-                continue
-            gradients = [weight.grad for weight in weights]
-            momenta = [
-                self.state[weight].setdefault("momentum", torch.zeros_like(weight)) for weight in weights
-            ]
+            for weight in weights:
+                if weight not in self.state:
+                    self.state[weight]["momentum"] = torch.zeros_like(weight)
+            rows = [row for weight in weights for row in self._rows(weight)]
             beta1, beta2 = group["betas"]
-            updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
-            torch._foreach_sign_(updates)
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
-            torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+            for piece in _pieces((weight for weight, _, _ in rows), LION_ELEMENTS):
+                chunk, gradients, momenta = map(list, zip(*rows[piece], strict=True))
+                updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+                torch._foreach_sign_(updates)
+                torch._foreach_mul_(chunk, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(chunk, updates, alpha=-group["lr"])
+                torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+                del updates
         return loss
+
+    def _rows(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Views of a weight, its gradient and its momentum; of a large one, of some rows at a time."""
+        tensors = (weight, cast(Tensor, weight.grad), self.state[weight]["momentum"])
+        if weight.numel() <= LION_ELEMENTS:
+            return iter([tensors])
+        num_rows = max(1, LION_ELEMENTS * len(weight) // weight.numel())
+        return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adafactor": torch.optim.Adafactor,
+    "lion": Lion,
+    "sgd": torch.optim.SGD,
+}
 
 
 class Float32Optimizer(Optimizer):

@@ -13,14 +13,12 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import BertModel, GPT2Config, GPT2Model, T5Config, T5Model, ViTConfig, ViTModel
 
 from hpo.data.tasks import Task
 from hpo.errors import InputError, ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer, resolve_encoder
 from hpo.models.multitask import MultitaskModel, build_model
-from hpo.training.compilation import apply_compile
 
 TASKS = (Task("label", "single_label", ("a", "b")),)
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -328,15 +326,6 @@ def test_an_encoder_that_does_not_see_the_mask() -> None:
 def test_no_task() -> None:
     with pytest.raises(ModelError, match="at least one task"):
         build_model(BERT, (), max_length=16)
-
-
-def test_compile_names() -> None:
-    model = build()
-    with pytest.raises(ModelError, match="compile: unknown `fast`"):
-        apply_compile(model, "fast")
-    with pytest.raises(ModelError, match=r"compile_scope: unknown `layer`\. Did you mean `layers`"):
-        apply_compile(model, "default", "layer")
-    assert all(module._compiled_call_impl is None for module in nn.ModuleList([model]).modules())
 
 
 # The hub out of reach.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from tiny_encoders import BERT, FAMILIES, make_model, scalar_loss
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from hpo.errors import InputError, ModelError
+from hpo.errors import ModelError
 from hpo.models.multitask import MultitaskModel
 from hpo.training import optim as optim_module
 from hpo.training.optim import (
@@ -255,6 +258,47 @@ def test_lion_passes_over_parameters_without_a_gradient() -> None:
     assert unused not in optimizer.state
 
 
+class Allocations(TorchDispatchMode):
+    """The most elements at a time in tensors that were made within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_elements = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def tensors(values: Any) -> list[Tensor]:
+            return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors(args)}
+        made = function(*args, **(kwargs or {}))
+        for tensor in tensors(made):
+            if tensor.untyped_storage().data_ptr() not in given:
+                self._live[id(tensor)] = tensor.numel()
+                weakref.finalize(tensor, self._live.pop, id(tensor))
+        self.peak_elements = max(self.peak_elements, sum(self._live.values()))
+        return made
+
+
+def test_lion_allocates_a_bounded_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many weights, of one that is larger than a piece, and of a scalar; with the same result."""
+    shapes = [*[(30, 10)] * 8, (200, 10), (2500,), ()]
+    results = []
+    for elements in (2**22, 500):
+        monkeypatch.setattr(optim_module, "LION_ELEMENTS", elements)
+        weights = [nn.Parameter(values.float()) for shape in shapes for values in gradients_for(shape, 1)]
+        optimizer = build_optimizer("lion", [group(*weights, lr=0.1, weight_decay=0.2)])
+        for step in range(3):
+            for weight in weights:
+                weight.grad = gradients_for(tuple(weight.shape), 1, seed=step)[0].float()
+            with Allocations() as seen:
+                optimizer.step()
+        results.append((seen.peak_elements, [weight.detach() for weight in weights]))
+    assert results[0][0] >= sum(map(math.prod, shapes))
+    assert results[1][0] <= 500
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+
+
 # Learning rate.
 
 
@@ -464,13 +508,3 @@ def test_bf16_weights_train_a_model() -> None:
         losses.append(loss.item())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert losses[-1] < 0.5 * losses[0]
-
-
-# Bad names.
-
-
-def test_unknown_names_are_refused() -> None:
-    with pytest.raises(InputError, match=r"unknown `adammw`\. Did you mean `adamw`"):
-        build_optimizer("adammw", [group(nn.Parameter(torch.ones(2)))])
-    with pytest.raises(InputError, match=r"unknown `cosin`\. Did you mean `cosine`"):
-        schedule_factor("cosin", 0.5)
