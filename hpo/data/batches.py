@@ -157,6 +157,11 @@ def _target(split: TokenizedSplit, task: Task, windows_B: IntArray, is_text_BL: 
     return tags_BL
 
 
+def num_batches(num_windows: int, batch_size: int) -> int:
+    """Batches in an epoch, the last of which may be smaller."""
+    return -(-num_windows // batch_size)
+
+
 def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int) -> list[IntArray]:
     """Batches of one epoch: every window once, in random batches of similar length.
 

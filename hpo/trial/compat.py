@@ -274,7 +274,6 @@ def _forward_backward(
 ) -> Tensor:
     """The pass of a training step; the gradients are left in the model."""
     items = objective.count(batch)
-    objective.start_step()
 
     def forward(*args: Any) -> dict[str, Tensor]:
         logits: dict[str, Tensor] = model(*args)

@@ -56,7 +56,7 @@ from hpo.precision.table import PRECISIONS, Precision, Resolution, apply_preset,
 from hpo.training.checkpoint import CheckpointStore
 from hpo.training.compilation import apply_compile, compiled_modules
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Budget, TrainingArgs, TrainState, train
+from hpo.training.loop import Budget, TrainingArgs, TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.training.throughput import ThroughputMeter, training_flops
@@ -64,7 +64,7 @@ from hpo.trial.compat import Compatibility, Measurement, judge, measure
 from hpo.trial.objectives import check_metric, decision_metrics, objective_value
 from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, TrialResult
 
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -305,21 +305,11 @@ class Executor:
                 save()
             return due
 
-        plan = self._plan(config)
+        clock = TrainingClock(progress, meter, log.compile_clock)
+        data = TrainingData(train_split, validation_split, pad_id)
         log.utilization = utilization = Utilization(self.device, torch.get_num_threads())
         for evaluation in train(
-            model,
-            optimizer,
-            objective,
-            mixed_precision,
-            train_split,
-            validation_split,
-            plan,
-            progress,
-            meter,
-            pad_id,
-            on_step,
-            log.compile_clock,
+            model, optimizer, objective, mixed_precision, data, self._plan(config), clock, on_step
         ):
             log.evaluation_rates.append(evaluation.examples_per_second)
             scored = ScoredEvaluation(evaluation, self._values(evaluation, config, log))
@@ -566,7 +556,6 @@ class Executor:
         for windows in (order[-config.batch_size :], order[: config.batch_size]):
             batch = collate(split, windows, self.tasks, pad_id)
             items, batch = objective.count(batch), batch.to(self.device.torch_device)
-            objective.start_step()
             with mixed_precision.autocast():
                 loss = objective(model.train(), batch, items, items)
             mixed_precision.scaler.scale(loss).backward()
@@ -599,8 +588,7 @@ class Executor:
         model.load_state_dict(checkpoint.weights)
         optimizer.load_state_dict(checkpoint.state["optimizer"])
         mixed_precision.load_state_dict(checkpoint.state.get("mixed_precision", {}))
-        for key, value in checkpoint.state["progress"].items():
-            setattr(progress, key, value)
+        progress.load_state_dict(checkpoint.state["progress"])
         log.evaluation_rates = list(checkpoint.state["evaluation_rates"])
         if log.meter is not None:
             log.meter.load_state_dict(checkpoint.state["meter"])
