@@ -12,6 +12,8 @@ import pytest
 import torch
 from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
 
+from hpo.config.trial_config import build_trial_config
+from hpo.data.batches import training_batches
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, ModelError, Pruned
 from hpo.models.multitask import MultitaskModel
@@ -201,7 +203,11 @@ def test_oom(executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(MultitaskModel, "forward", limit_memory(0))
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     assert result.outcome == "oom"
-    assert result.reason == "one example of 64 tokens does not fit into memory."
+    config = build_trial_config(executor.study, {}, "fp32", executor.amp)
+    lengths_W = executor.tokens("train", config).lengths_W
+    first = training_batches(lengths_W, config.batch_size, config.seed, epoch=0)[0]
+    longest = lengths_W[first].max()
+    assert result.reason == f"one example of {longest} tokens does not fit into memory."
     assert result.telemetry["oom_halvings"] == 3
     assert result.telemetry["device"]["memory_limit_bytes"] == 2**34
 
