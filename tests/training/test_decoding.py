@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpo.config.data_config import TASK_KINDS
 from hpo.data.tasks import Task
 from hpo.training.decoding import (
     EVIDENCE_MERGE_GAPS,
@@ -476,7 +475,3 @@ def test_a_split_with_no_text_to_read_has_empty_predictions(task: Task) -> None:
         task, np.full((size, task.num_outputs), -1.0, np.float32), split, DecodingThresholds(), [["a"]]
     )
     assert predictions == [{"single_label": "a", "regression": 8.0}.get(task.kind, [])]
-
-
-def test_every_kind_is_tested() -> None:
-    assert {task.kind for task in ALL} == set(TASK_KINDS)

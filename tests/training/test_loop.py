@@ -643,24 +643,6 @@ def test_an_optimizer_that_is_not_fused_asks_the_scaler_whether_to_step() -> Non
         apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
 
 
-@pytest.mark.parametrize(
-    "wait",
-    [
-        lambda x: bool((x > 0).all()),
-        lambda x: float(x.sum()),
-        lambda x: x.sum().tolist(),
-        lambda x: x[x > 0],
-        lambda x: x.masked_fill_(torch.ones(3, dtype=torch.bool).to(x.device), 0.0),
-        lambda x: torch.tensor([1.0], device=x.device),
-        lambda x: x.nonzero(),
-        lambda x: x.copy_(torch.zeros(3)),
-    ],
-)
-def test_what_waits_is_noticed(wait: Any) -> None:
-    with pytest.raises(WaitsForDevice), no_waiting():
-        wait(torch.zeros(3, device="meta"))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "bf16-true", "fp16"])

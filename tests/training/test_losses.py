@@ -235,39 +235,6 @@ def test_a_nonfinite_logit_of_a_labelled_item_shows_in_the_loss() -> None:
         assert torch.isnan(loss_sum(task, logits, target, LossOptions(), None, mask)), name
 
 
-def test_padding_does_not_enter_the_softmax_over_positions() -> None:
-    logits, target, mask = make_batch("span_extraction")
-    other = torch.where(mask[:, :, None] == 0, 50.0, logits)
-    task, options = TASKS["span_extraction"], LossOptions(label_smoothing=0.1)
-    first = loss_sum(task, logits, target, options, None, mask)
-    assert torch.equal(first, loss_sum(task, other, target, options, None, mask))
-
-
-@pytest.mark.parametrize("name", ["single_label", "multi_label", "token_classification", "span_per_label"])
-def test_each_setting_changes_the_loss(name: str) -> None:
-    logits, target, mask = make_batch(name)
-    weight = torch.tensor(CLASS_WEIGHTS[name])
-
-    def value(class_weight: Tensor | None = None, **options: Any) -> float:
-        return loss_sum(TASKS[name], logits, target, LossOptions(**options), class_weight, mask).item()
-
-    plain = value()
-    assert value(label_smoothing=0.2) != pytest.approx(plain, rel=1e-3)
-    assert value(loss="focal") < plain
-    assert value(loss="focal", focal_gamma=4.0) < value(loss="focal", focal_gamma=1.0)
-    assert value(loss="focal", focal_gamma=0.0) == pytest.approx(plain, rel=1e-6)
-    assert value(weight) != pytest.approx(plain, rel=1e-3)
-    assert value(focal_gamma=5.0) == plain
-
-
-def test_huber_grows_slower_than_mse() -> None:
-    task = TASKS["regression"]
-    target, mask = torch.tensor([3.0, 23.0]), torch.ones(2, 1)
-    logits = torch.zeros(2, 1)
-    assert loss_sum(task, logits, target, LossOptions("mse"), None, mask).item() == 100.0
-    assert loss_sum(task, logits, target, LossOptions("huber"), None, mask).item() == 9.5
-
-
 def test_a_constant_regression_target_has_a_finite_loss() -> None:
     task = Task("t", "regression", target_mean=5.0, target_std=0.0)
     assert (
