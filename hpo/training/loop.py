@@ -256,13 +256,13 @@ def train(
             if state.batch == len(batches):
                 state.epoch, state.batch = state.epoch + 1, 0
             # A slow step may pass two evaluations: the number of the last then stays that of its place.
-            due = budget.evaluations_due(state, steps_per_epoch, args.num_evaluations)
-            evaluates = due > state.num_evaluations
+            due = partial(budget.evaluations_due, state, steps_per_epoch, args.num_evaluations)
+            evaluates = due() > state.num_evaluations
             if evaluates:
                 _check(mixed_precision, loss_fn)
                 synchronize(device)
                 clock.lap()
-                state.num_evaluations = due
+                state.num_evaluations = due()  # which waiting for the device may have raised
                 yield _evaluate(model, loss_fn, mixed_precision, data, args, clock)
                 model.train()
             if on_step() or evaluates:

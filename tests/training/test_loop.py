@@ -241,7 +241,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
     for head in model.heads:  # larger than at their start, so that the encoder's gradients are not tiny
         nn.init.normal_(head[-1].weight, std=0.2)
     assert model.encoder.config._attn_implementation == "hpo_sdpa"
-    windows = training_batches(split.lengths_W, 16, config.seed, epoch=0)[0]
+    windows = np.argsort(split.lengths_W, kind="stable")[:16]
     plain_loss, plain = plain_loss_and_gradients(
         model, executor, [split.examples[int(split.window_example_W[w])] for w in sorted(windows)], 64
     )
@@ -483,6 +483,39 @@ def test_compiling_in_a_step_is_no_training(executor: Executor, monkeypatch: pyt
     assert (state.step, state.train_seconds, state.evaluation_seconds) == (5, 5.0, 2.0)
     assert last.examples_per_second == len(executor.tokens("validation", config).examples) / 2
     assert (meter.measured_seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
+
+
+def test_waiting_for_the_device_may_use_up_the_budget(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evaluation before which it is waited for is then the last of the trial, and says so."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(loop_module, "synchronize", lambda _: spend(10.0))
+    evaluate = loop_module.evaluate
+    monkeypatch.setattr(
+        loop_module, "evaluate", lambda *args, **more: (spend(1.0), evaluate(*args, **more))[1]
+    )
+    config = config_of(executor)
+    split = executor.tokens("train", config)
+    model = executor.build_model(config)
+    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
+    record = amp.record_step
+    amp.record_step = lambda *args: (spend(1.0), record(*args))[1]  # type: ignore[func-returns-value, method-assign]
+    (only,) = train(
+        model,
+        build_optimizer("adamw", parameter_groups(model, learning_rate=1e-4)),
+        executor._objective(config, model, split),
+        amp,
+        TrainingData(split, split, pad_id=0),
+        replace(args_of(config, 1), budget=Budget(max_seconds=4.5), num_evaluations=2),
+        TrainingClock(TrainState(), ThroughputMeter(CPU)),
+    )
+    assert (only.step, only.index, only.budget_used) == (3, 2, 1.0)
 
 
 # Waiting for a GPU
