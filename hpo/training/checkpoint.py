@@ -5,6 +5,9 @@ A checkpoint is a folder with `model.safetensors`, `state.pt` (plain containers 
 flushed to disk and renamed, so a folder with its final name was complete when it got that name; one that
 was damaged afterwards does not match its manifest and is passed over for the one before.
 
+The manifest also names the resume key: what must be equal for a trial to go on from there (configuration,
+effective precision, device type). A store reads and replaces the checkpoints of its own key alone.
+
 A thread of its own does the writing, from a copy of what it is given, while the trial goes on.
 
     <trial folder>/
@@ -42,12 +45,14 @@ class Checkpoint:
     """An intact checkpoint; tensors on the CPU."""
 
     path: Path
+    resume_key: str
     weights: dict[str, Tensor]
     state: dict[str, Any]
 
 
 class CheckpointStore:
-    """The checkpoints of one trial. As a context manager it waits at the end for the last to be written.
+    """The checkpoints of one trial under one resume key. As a context manager it waits at the end
+    for the last to be written.
 
     `save` waits for the write before and copies what it is given. That a checkpoint could not be written is
     raised as CheckpointError by the next call or at the end, a full disk included: nothing half-written stays
@@ -55,8 +60,9 @@ class CheckpointStore:
     for a `Preempted`, which promises a checkpoint.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, resume_key: str) -> None:
         self.folder = folder
+        self.resume_key = resume_key
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -100,21 +106,23 @@ class CheckpointStore:
             writing.result()
 
     def latest(self) -> Checkpoint | None:
-        """The newest intact checkpoint to go on from, or None."""
-        return self._newest_intact("step")
+        """The newest intact checkpoint of this key to go on from, or None."""
+        return _newest_intact(self._own("step"))
 
     def best(self) -> Checkpoint | None:
-        """The best weights, or None if there are none or they are damaged."""
-        return self._newest_intact("best")
+        """The best weights of this key, or None if there are none or they are damaged."""
+        return _newest_intact(self._own("best"))
 
     def finish(self) -> None:
-        """Keep the best and the last only."""
+        """Keep this key's best and last only."""
         self.wait()
-        for old in [*self._named("step")[:-1], *self.folder.glob(".*.tmp")]:
-            shutil.rmtree(old, ignore_errors=True)
+        kept = [*self._own("best")[-1:], *self._own("step")[-1:]]
+        for path in [*_named(self.folder, "best"), *_named(self.folder, "step"), *self.folder.glob(".*.tmp")]:
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
 
-    def _named(self, kind: str) -> list[Path]:
-        return sorted(self.folder.glob(f"{kind}-????????"))
+    def _own(self, kind: str) -> list[Path]:
+        return [path for path in _named(self.folder, kind) if _resume_key(path) == self.resume_key]
 
     def _save(
         self,
@@ -127,17 +135,36 @@ class CheckpointStore:
         for kind, keep, content in (("best", 1, best), ("step", 2, state)):
             if content is not None:
                 path = self.folder / f"{kind}-{step:08d}"
-                _write(path, weights, content, same_weights=written)
-                others = [old for old in self._named(kind) if old != path]
+                _write(path, weights, content, self.resume_key, same_weights=written)
+                others = [old for old in self._own(kind) if old != path]
                 for old in others[: len(others) + 1 - keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 written = path
 
-    def _newest_intact(self, kind: str) -> Checkpoint | None:
-        for path in reversed(self._named(kind)):
-            with contextlib.suppress(CheckpointError):
-                return read_checkpoint(path)
+
+def best_checkpoint(folder: Path) -> Checkpoint | None:
+    """The best weights that a finished trial left in its folder, or None if they are missing or damaged."""
+    return _newest_intact(_named(folder, "best"))
+
+
+def _named(folder: Path, kind: str) -> list[Path]:
+    return sorted(folder.glob(f"{kind}-????????"))
+
+
+def _newest_intact(paths: list[Path]) -> Checkpoint | None:
+    for path in reversed(paths):
+        with contextlib.suppress(CheckpointError):
+            return read_checkpoint(path)
+    return None
+
+
+def _resume_key(path: Path) -> str | None:
+    """The key of a checkpoint; None where its manifest cannot be read."""
+    try:
+        key: str = json.loads((path / _MANIFEST).read_text())["resume_key"]
+    except (OSError, ValueError, KeyError):
         return None
+    return key
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -151,7 +178,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    return Checkpoint(path, weights, state)
+    return Checkpoint(path, manifest["resume_key"], weights, state)
 
 
 def _copied(value: Any) -> Any:
@@ -166,7 +193,11 @@ def _copied(value: Any) -> Any:
 
 
 def _write(
-    path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], same_weights: Path | None
+    path: Path,
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    resume_key: str,
+    same_weights: Path | None,
 ) -> None:
     """Write a checkpoint; its weights are linked to where `same_weights`, a checkpoint, has them."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -180,7 +211,7 @@ def _write(
             flushed = disk.map(_flush, [temporary / name for name in names])
             digests = {name: _sha256(temporary / name) for name in names}
             list(flushed)
-        (temporary / _MANIFEST).write_text(json.dumps({"sha256": digests}))
+        (temporary / _MANIFEST).write_text(json.dumps({"resume_key": resume_key, "sha256": digests}))
         _flush(temporary / _MANIFEST)
         shutil.rmtree(path, ignore_errors=True)  # of the same step, before a restart
         temporary.rename(path)

@@ -73,7 +73,6 @@ def run_compiled_shapes(
     device = mixed_precision.device
     for each in batches:
         items, batch = loss_fn.count(each), each.to(device.torch_device)
-        loss_fn.start_step()
         with mixed_precision.autocast():
             loss = loss_fn(model.train(), batch, items, items)
         mixed_precision.scaler.scale(loss).backward()

@@ -19,7 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.tasks import Task
-from hpo.training.metrics import AnnotatedText, answer_row, score, span_f1_scores, span_overlap_f1
+from hpo.training.metrics import (
+    AnnotatedText,
+    answer_row,
+    f1_macro,
+    f1_micro,
+    score,
+    span_f1_scores,
+    span_overlap_f1,
+)
 from hpo.training.spans import (
     BoolArray,
     Evidence,
@@ -191,17 +199,14 @@ def _choose_threshold(
     # threshold and class, the predicted positives and the right ones.
     passed_NC = np.searchsorted(grid_G, scores_NC)
     predicted_GC, hits_GC = _above(passed_NC, len(grid_G)), _above(passed_NC, len(grid_G), true_NC)
-    total_GC = predicted_GC + true_NC.sum(axis=0)
     if metric == "exact_match":
         needed_N = np.where(true_NC, passed_NC, len(grid_G)).min(axis=1)
         refused_N = np.where(true_NC, 0, passed_NC).max(axis=1)
         g = np.arange(len(grid_G))[:, None]
         value_G = ((g < needed_N) & (g >= refused_N)).mean(axis=1)
-    elif metric == "f1_micro":
-        value_G = 2 * hits_GC.sum(axis=1) / np.maximum(total_GC.sum(axis=1), 1)
     else:
-        f1_GC = 2 * hits_GC / np.maximum(total_GC, 1)
-        value_G = f1_GC.sum(axis=1) / np.maximum((total_GC > 0).sum(axis=1), 1)
+        f1 = f1_micro if metric == "f1_micro" else f1_macro
+        value_G = f1(hits_GC, true_NC.sum(axis=0), predicted_GC)
     best = np.flatnonzero(value_G == value_G.max())
     nearest_half = best[np.abs(grid_G[best]).argmin()]
     return DecodingThresholds(threshold=float(sigmoid(grid_G[nearest_half])))

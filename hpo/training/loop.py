@@ -16,22 +16,23 @@ What the loop promises:
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpo.data.batches import Batch, collate, training_batches
+from hpo.data.batches import Batch, collate, num_batches, training_batches
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import synchronize
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.weight_copies import widen_gradients
 from hpo.training.compilation import CompileClock
 from hpo.training.evaluate import Evaluation, evaluate
 from hpo.training.losses import MultitaskLoss
@@ -54,28 +55,47 @@ class Budget:
     max_seconds: float | None = None
     """Seconds of training; evaluation and compilation are not counted."""
 
-    def used(self, progress: TrainState, steps_per_epoch: int) -> float:
+    def used(self, state: TrainState, steps_per_epoch: int) -> float:
         """The share that is used up, from 0 to 1 (and over, in seconds)."""
         if self.max_seconds is not None:
-            return progress.train_seconds / self.max_seconds
-        return progress.step / self.num_steps(steps_per_epoch)
+            return state.train_seconds / self.max_seconds
+        return state.step / self.num_steps(steps_per_epoch)
 
-    def learning_rate_position(self, progress: TrainState, steps_per_epoch: int) -> float:
+    def learning_rate_position(self, state: TrainState, steps_per_epoch: int) -> float:
         """Where on the schedule the next step lies: its middle, so neither end has a rate of zero.
 
         Under `max_seconds` the step is taken to last as long as the one before, the first one
         `FIRST_STEP_SHARE` of the budget.
         """
         if self.max_seconds is not None:
-            half = progress.step_seconds / 2 or FIRST_STEP_SHARE * self.max_seconds
-            return min(1.0, (progress.train_seconds + half) / self.max_seconds)
-        return (progress.step + 0.5) / self.num_steps(steps_per_epoch)
+            half = state.step_seconds / 2 or FIRST_STEP_SHARE * self.max_seconds
+            return min(1.0, (state.train_seconds + half) / self.max_seconds)
+        return (state.step + 0.5) / self.num_steps(steps_per_epoch)
+
+    def evaluations_due(self, state: TrainState, steps_per_epoch: int, num_evaluations: int) -> int:
+        """How many of `num_evaluations`, evenly spaced over the budget, should have been made by now.
+
+        In steps the n-th of N is due after exactly ceil(n * steps / N); the last only at the end.
+        """
+        if self.max_seconds is None:
+            return min(num_evaluations, state.step * num_evaluations // self.num_steps(steps_per_epoch))
+        used = self.used(state, steps_per_epoch)
+        return num_evaluations if used >= 1 else min(num_evaluations - 1, int(used * num_evaluations))
 
     def num_steps(self, steps_per_epoch: int) -> int:
         if self.max_steps is not None:
             return self.max_steps
         assert self.epochs is not None
         return max(1, round(self.epochs * steps_per_epoch))
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The tokens of a trial."""
+
+    train: TokenizedSplit
+    validation: TokenizedSplit
+    pad_id: int
 
 
 @dataclass(frozen=True)
@@ -108,6 +128,9 @@ class TrainState:
     num_examples: float = 0.0
     """A window counts as the part that it is of its example."""
     num_tokens: int = 0
+    loss_sum: float | Tensor = 0.0
+    """Over the `num_losses` steps since the last evaluation; in fp64, on the device."""
+    num_losses: int = 0
     train_seconds: float = 0.0
     step_seconds: float = 0.0
     """Of the last step."""
@@ -116,120 +139,179 @@ class TrainState:
     micro_batch_size: int = 0
     oom_halvings: int = 0
 
+    def count_step(self, loss: Tensor, num_examples: float, num_tokens: int) -> None:
+        """Count a step that was made."""
+        self.step += 1
+        self.batch += 1
+        self.num_examples += num_examples
+        self.num_tokens += num_tokens
+        self.loss_sum = self.loss_sum + loss.double()
+        self.num_losses += 1
+
+    def take_mean_loss(self) -> float:
+        """The mean loss of the steps since the last call. Waits for the device."""
+        mean = float(self.loss_sum) / self.num_losses
+        self.loss_sum, self.num_losses = 0.0, 0
+        return mean
+
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain numbers, for a checkpoint. Waits for the device."""
+        return vars(self) | {"loss_sum": float(self.loss_sum)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        vars(self).update(state)
+
+
+class TrainingClock:
+    """Counts what is training: not evaluations, copies for checkpoints, or compilation.
+
+    `start` begins a stretch of training and `lap` adds the seconds since the last call to `state`. A step in
+    which something was compiled is left out of the meter's rates.
+    """
+
+    def __init__(
+        self, state: TrainState, meter: ThroughputMeter, compile_clock: CompileClock | None = None
+    ) -> None:
+        self.state = state
+        self.meter = meter
+        self._compile_clock = compile_clock or CompileClock()
+        self._lap = self._now()
+
+    def start(self) -> None:
+        """Begin a stretch of training after something else."""
+        self.meter.start()
+        self._lap = self._now()
+
+    def step(self, num_examples: float, batch: Batch) -> None:
+        """Give a step that has been made to the meter."""
+        if self._compile_clock.seconds != self._lap[1]:
+            self.meter.start()
+        else:
+            self.meter.step(num_examples, len(batch.windows_B), batch.num_tokens, batch.input_ids_BL.numel())
+
+    def lap(self) -> float:
+        """Seconds of training since the last call or `start`, added to `state.train_seconds`."""
+        before, self._lap = self._lap, self._now()
+        seconds = _without_compilation(before, self._lap)
+        self.state.train_seconds += seconds
+        return seconds
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """What happens in here is evaluation: its seconds are added to `state.evaluation_seconds`."""
+        before = self._now()
+        yield
+        self.state.evaluation_seconds += _without_compilation(before, self._now())
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), self._compile_clock.seconds
+
+
+def _without_compilation(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[0] - before[0]) - (after[1] - before[1])
 
 
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    objective: MultitaskLoss,
+    loss_fn: MultitaskLoss,
     mixed_precision: MixedPrecision,
-    train_split: TokenizedSplit,
-    validation_split: TokenizedSplit,
-    plan: TrainingArgs,
-    progress: TrainState,
-    meter: ThroughputMeter,
-    pad_id: int,
+    data: TrainingData,
+    args: TrainingArgs,
+    clock: TrainingClock,
     on_step: Callable[[], bool] = lambda: False,
-    compile_clock: CompileClock | None = None,
 ) -> Iterator[Evaluation]:
     """Train until the budget is used up, yielding an evaluation of the validation split at a time.
 
-    `model` is on the device, in the precision's weights. `progress` says where to begin and is kept up to
+    `model` is on the device, in the precision's weights. `clock.state` says where to begin and is kept up to
     date. `on_step` runs after each step; True says that it took its time (the copy for a checkpoint), which
-    then counts as no training. What it raises ends the training. Seconds of `compile_clock` are no training
-    either: they use up no budget, and a step that has any is left out of the rates.
+    then counts as no training. What it raises ends the training.
 
     Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
     example does not fit.
     """
-    device = mixed_precision.device
-    lengths_W, share_W = train_split.lengths_W, train_split.example_share_W
-    steps_per_epoch = len(training_batches(lengths_W, plan.batch_size, plan.seed, epoch=0))
-    progress.micro_batch_size = progress.micro_batch_size or min(plan.micro_batch_size, plan.batch_size)
-    losses: list[Tensor] = []
-    compile_clock = compile_clock or CompileClock()
+    device, budget, state = mixed_precision.device, args.budget, clock.state
+    lengths_W = data.train.lengths_W
+    steps_per_epoch = num_batches(len(lengths_W), args.batch_size)
+    state.micro_batch_size = state.micro_batch_size or min(args.micro_batch_size, args.batch_size)
     model.train()
-    meter.start()
-    marked = time.perf_counter()
-    while plan.budget.used(progress, steps_per_epoch) < 1:
-        batches = training_batches(lengths_W, plan.batch_size, plan.seed, progress.epoch)
-        if progress.batch == 0:
+    clock.start()
+    while budget.used(state, steps_per_epoch) < 1:
+        batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
+        if state.batch == 0:
             mixed_precision.start_epoch()
-        for windows in batches[progress.batch :]:
-            position = plan.budget.learning_rate_position(progress, steps_per_epoch)
-            set_learning_rate(optimizer, schedule_factor(plan.schedule, position, plan.warmup_ratio))
-            compiled = compile_clock.seconds
-            batch = collate(train_split, windows, objective.tasks, pad_id)
-            loss = accumulate_gradients(model, objective, batch, mixed_precision, plan.seed, progress)
-            apply_gradients(model, optimizer, loss, mixed_precision, plan.max_grad_norm)
-            losses.append(loss)
-            progress.step += 1
-            progress.batch += 1
-            num_examples = float(share_W[windows].sum())
-            progress.num_examples += num_examples
-            progress.num_tokens += batch.num_tokens
-            compiled = compile_clock.seconds - compiled
-            if compiled:
-                meter.start()
-            else:
-                meter.step(num_examples, len(windows), batch.num_tokens, batch.input_ids_BL.numel())
-            if progress.step % CHECK_EVERY[device.type] == 0:
-                _check(mixed_precision, objective)
-            progress.step_seconds = time.perf_counter() - marked - compiled
-            progress.train_seconds += progress.step_seconds
-            marked = time.perf_counter()
-            used = plan.budget.used(progress, steps_per_epoch)
-            if progress.batch == len(batches):
-                progress.epoch, progress.batch = progress.epoch + 1, 0
-            if used * plan.num_evaluations >= progress.num_evaluations + 1 or used >= 1:
-                _check(mixed_precision, objective)
+        for windows in batches[state.batch :]:
+            position = budget.learning_rate_position(state, steps_per_epoch)
+            set_learning_rate(optimizer, schedule_factor(args.schedule, position, args.warmup_ratio))
+            batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
+            loss = accumulate_gradients(model, loss_fn, batch, mixed_precision, args.seed, state)
+            apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
+            num_examples = float(data.train.example_share_W[windows].sum())
+            state.count_step(loss, num_examples, batch.num_tokens)
+            clock.step(num_examples, batch)
+            if state.step % CHECK_EVERY[device.type] == 0:
+                _check(mixed_precision, loss_fn)
+            state.step_seconds = clock.lap()
+            if state.batch == len(batches):
+                state.epoch, state.batch = state.epoch + 1, 0
+            # A slow step may pass two evaluations: the number of the last then stays that of its place.
+            due = partial(budget.evaluations_due, state, steps_per_epoch, args.num_evaluations)
+            evaluates = due() > state.num_evaluations
+            if evaluates:
+                _check(mixed_precision, loss_fn)
                 synchronize(device)
-                progress.train_seconds += time.perf_counter() - marked
-                # A slow step may pass two marks: the index stays that of the share of the budget.
-                reached = int(min(used, 1.0) * plan.num_evaluations)
-                progress.num_evaluations = max(progress.num_evaluations + 1, reached)
-                started, compiled = time.perf_counter(), compile_clock.seconds
-                metrics, decisions = evaluate(
-                    model,
-                    validation_split,
-                    objective.tasks,
-                    mixed_precision,
-                    plan.evaluation_tokens,
-                    pad_id,
-                    decision_metrics=plan.decision_metrics,
-                )
-                seconds = time.perf_counter() - started - (compile_clock.seconds - compiled)
-                progress.evaluation_seconds += seconds
-                yield Evaluation(
-                    step=progress.step,
-                    epoch=progress.step / steps_per_epoch,
-                    budget_used=min(1.0, used),
-                    seconds=progress.train_seconds,
-                    metrics=metrics,
-                    decisions=decisions,
-                    examples_per_second=len(validation_split.examples) / seconds,
-                    train_loss=float(torch.stack(losses).mean()) if losses else None,
-                    index=progress.num_evaluations,
-                    rates=meter.summary(),
-                )
-                losses.clear()
+                clock.lap()
+                state.num_evaluations = due()  # which waiting for the device may have raised
+                yield _evaluate(model, loss_fn, mixed_precision, data, args, clock)
                 model.train()
-            if on_step() or not losses:
-                meter.start()
-                marked = time.perf_counter()
-            if used >= 1:
+            if on_step() or evaluates:
+                clock.start()
+            if budget.used(state, steps_per_epoch) >= 1:
                 return
+
+
+def _evaluate(
+    model: nn.Module,
+    loss_fn: MultitaskLoss,
+    mixed_precision: MixedPrecision,
+    data: TrainingData,
+    args: TrainingArgs,
+    clock: TrainingClock,
+) -> Evaluation:
+    state, before = clock.state, clock.state.evaluation_seconds
+    steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
+    with clock.evaluation():
+        metrics, decisions = evaluate(
+            model,
+            data.validation,
+            loss_fn.tasks,
+            mixed_precision,
+            args.evaluation_tokens,
+            data.pad_id,
+            decision_metrics=args.decision_metrics,
+        )
+    return Evaluation(
+        step=state.step,
+        epoch=state.step / steps_per_epoch,
+        budget_used=min(1.0, args.budget.used(state, steps_per_epoch)),
+        seconds=state.train_seconds,
+        metrics=metrics,
+        decisions=decisions,
+        examples_per_second=len(data.validation.examples) / (state.evaluation_seconds - before),
+        train_loss=state.take_mean_loss(),
+        index=state.num_evaluations,
+        rates=clock.meter.summary(),
+    )
 
 
 def accumulate_gradients(
     model: nn.Module,
-    objective: MultitaskLoss,
+    loss_fn: MultitaskLoss,
     batch: Batch,
     mixed_precision: MixedPrecision,
     seed: int,
-    progress: TrainState,
+    state: TrainState,
 ) -> Tensor:
     """Forward and backward over the global batch in micro-batches; return its loss, detached.
 
@@ -238,44 +320,44 @@ def accumulate_gradients(
     """
     while True:
         try:
-            return _accumulate(model, objective, batch, mixed_precision, seed, progress)
+            return _accumulate(model, loss_fn, batch, mixed_precision, seed, state)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if progress.micro_batch_size == 1:
+            if state.micro_batch_size == 1:
                 raise OutOfMemory(
                     f"one example of {batch.input_ids_BL.shape[1]} tokens does not fit into memory."
                 ) from error
         # Here, after the error and the activations that it holds are gone.
-        progress.micro_batch_size = -(-min(progress.micro_batch_size, len(batch.windows_B)) // 2)
-        progress.oom_halvings += 1
+        state.micro_batch_size = -(-min(state.micro_batch_size, len(batch.windows_B)) // 2)
+        state.oom_halvings += 1
         if mixed_precision.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _accumulate(
     model: nn.Module,
-    objective: MultitaskLoss,
+    loss_fn: MultitaskLoss,
     batch: Batch,
     mixed_precision: MixedPrecision,
     seed: int,
-    progress: TrainState,
+    state: TrainState,
 ) -> Tensor:
     device = mixed_precision.device.torch_device
-    global_items = objective.count(batch)
-    torch.manual_seed(step_seed(seed, progress.step))
+    global_items = loss_fn.count(batch)
+    torch.manual_seed(step_seed(seed, state.step))
     model.zero_grad(set_to_none=True)
-    objective.start_step()
     total = torch.zeros((), device=device)
-    parts = batch.split(progress.micro_batch_size)
-    for part in parts:
-        compute = objective.of(part.to(device), objective.count(part), global_items)
+    task_losses_T = torch.zeros(len(loss_fn.tasks), device=device)
+    for part in batch.split(state.micro_batch_size):
+        compute = partial(
+            loss_fn, batch=part.to(device), items=loss_fn.count(part), global_items=global_items
+        )
         loss = mixed_precision.loss(model, compute)
         mixed_precision.scaler.scale(loss).backward()
-        if len(parts) > 1:
-            widen_gradients(model)
         total += loss.detach()
-    objective.finish_step(progress.step)
+        task_losses_T += loss_fn.task_losses_T
+    loss_fn.note_nonfinite(task_losses_T, state.step)
     return total
 
 
@@ -314,13 +396,32 @@ def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """A seed of its own for each step, by numpy's SeedSequence so that near seeds share nothing."""
-    return int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0])
+    """A seed of 64 bits for a step; up to 2^32 steps of a trial differ in the lower half too.
+
+    The CPU's generator takes the lower half alone, where random seeds of a hundred thousand steps would
+    coincide about once. So it is the step sent through bijections of 32 bits (murmur3's finaliser) that
+    depend on `seed`.
+    """
+    *keys, high = _seed_words(seed)
+    for key in keys:
+        step = _mix(step ^ key)
+    return high << 32 | step
 
 
-def _check(mixed_precision: MixedPrecision, objective: MultitaskLoss) -> None:
+@cache
+def _seed_words(seed: int) -> list[int]:
+    return [int(word) for word in np.random.SeedSequence(seed).generate_state(3)]
+
+
+def _mix(bits: int) -> int:
+    bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return bits ^ bits >> 16
+
+
+def _check(mixed_precision: MixedPrecision, loss_fn: MultitaskLoss) -> None:
     try:
         mixed_precision.check()
     except Nonfinite as end:
-        tasks = objective.nonfinite_tasks()
+        tasks = loss_fn.nonfinite_tasks()
         raise Nonfinite(f"{end}{' First in: ' + ', '.join(tasks) + '.' if tasks else ''}") from end

@@ -23,10 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpo.config.study_file import show
 from hpo.data.batches import Batch
 from hpo.data.tasks import IGNORE_INDEX, Task, tags_each_name
-from hpo.errors import InputError, did_you_mean
+from hpo.errors import InputError
 
 # The first loss of a kind is its `auto`. focal is left out of span_extraction: its classes are positions,
 # and the imbalance that focal is for does not exist between them.
@@ -38,7 +37,6 @@ LOSSES = {
     "span_per_label": ("bce", "focal"),
     "regression": ("mse", "huber"),
 }
-LOSS_NAMES = ("auto", "cross_entropy", "bce", "focal", "mse", "huber")
 
 # Balanced weights stay within these bounds: a class seen 9 times in 2000 rows would otherwise weigh 220
 # times its negatives, and one mislabelled row would steer the whole head.
@@ -61,14 +59,12 @@ class LossOptions:
 
 
 def check_loss(tasks: Iterable[Task], loss: str) -> None:
-    """Raise InputError unless `loss` is known and fits a task.
+    """Raise InputError unless `loss` fits a task.
 
     A study has one `loss` for all its tasks. A task of a kind that it does not fit keeps the loss of
     `auto`, so `focal` beside a regression task leaves that at mse; a loss that would change nothing at
     all is a mistake.
     """
-    if loss not in LOSS_NAMES:
-        raise InputError(f"loss: unknown loss {show(loss)}.{did_you_mean(str(loss), LOSS_NAMES)}")
     kinds = sorted({task.kind for task in tasks})
     fits = [kind for kind in LOSSES if loss in LOSSES[kind]]
     if loss != "auto" and not set(kinds) & set(fits):
@@ -249,37 +245,13 @@ class MultitaskLoss:
         self.loss_weight = loss_weight
         self.class_weight = class_weight
         self.log_variance = log_variance
-        self.task_losses: dict[str, Tensor] = {}
-        """Each task's mean loss in the step in hand; on the device."""
+        self.task_losses_T = torch.zeros(0)
+        """Each task's part of the loss, unweighted, of the last call; on the device."""
         self._first_nonfinite_T: Tensor | None = None
-
-    def start_step(self) -> None:
-        """Forget the task losses of the step before."""
-        self.task_losses = {}
-
-    def finish_step(self, step: int) -> None:
-        """Note, on the device, the tasks whose loss was not finite for the first time in this step."""
-        losses_T = torch.stack([self.task_losses[task.name] for task in self.tasks])
-        if self._first_nonfinite_T is None:
-            self._first_nonfinite_T = torch.full_like(losses_T, float("inf"))
-        now_T = torch.where(torch.isfinite(losses_T), float("inf"), float(step))
-        self._first_nonfinite_T = torch.minimum(self._first_nonfinite_T, now_T)
 
     def count(self, batch: Batch) -> dict[str, int]:
         """Labelled items of a batch by task; on the CPU, before it moves to the device."""
         return {task.name: count_items(task, batch.targets[task.name]) for task in self.tasks}
-
-    def of(
-        self, batch: Batch, items: Mapping[str, int], global_items: Mapping[str, int]
-    ) -> Callable[[Callable[..., Any]], Tensor]:
-        """A micro-batch's loss as a function of the model; of several calls the last counts."""
-        before = dict(self.task_losses)
-
-        def compute(forward: Callable[..., Any]) -> Tensor:
-            self.task_losses = dict(before)
-            return self(forward, batch, items, global_items)
-
-        return compute
 
     def __call__(
         self,
@@ -291,6 +263,7 @@ class MultitaskLoss:
         """The part that a micro-batch with `items` has in the loss of its global batch of `global_items`."""
         logits = forward(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
         total = torch.zeros((), device=batch.input_ids_BL.device)
+        losses = []
         for task in self.tasks:
             name = task.name
             loss = loss_sum(
@@ -301,13 +274,21 @@ class MultitaskLoss:
                 self.class_weight.get(name),
                 batch.attention_mask_BL,
             ) / max(global_items[name], 1)
-            self.task_losses[name] = self.task_losses.get(name, 0.0) + loss.detach()
+            losses.append(loss.detach())
             if self.log_variance is not None and global_items[name]:
                 log_variance = self.log_variance[name].float()
                 share = items[name] / global_items[name]
                 loss = torch.exp(-log_variance) * loss + share * log_variance
             total = total + self.loss_weight.get(name, 1.0) * loss
+        self.task_losses_T = torch.stack(losses)
         return total
+
+    def note_nonfinite(self, task_losses_T: Tensor, step: int) -> None:
+        """Note, on the device, the tasks whose loss was not finite for the first time in this step."""
+        if self._first_nonfinite_T is None:
+            self._first_nonfinite_T = torch.full_like(task_losses_T, float("inf"))
+        now_T = torch.where(torch.isfinite(task_losses_T), float("inf"), float(step))
+        self._first_nonfinite_T = torch.minimum(self._first_nonfinite_T, now_T)
 
     def nonfinite_tasks(self) -> list[str]:
         """Tasks whose loss was the first not to be finite; all others follow. Waits for the device."""

@@ -81,20 +81,21 @@ def score(task: Task, predictions: Sequence[Any], examples: Sequence[AnnotatedTe
         )
         last = {"accuracy": float((true_NC & predicted_NC).any(axis=1).mean())}
     counts = (true_NC & predicted_NC).sum(axis=0), true_NC.sum(axis=0), predicted_NC.sum(axis=0)
-    return {"f1_macro": f1_macro(*counts), "f1_micro": f1_micro(*counts)} | last
+    return {"f1_macro": float(f1_macro(*counts)), "f1_micro": float(f1_micro(*counts))} | last
 
 
-def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> float:
-    """F1 of the counts summed over classes: true positives, true and predicted ones."""
-    total = int(true_C.sum() + predicted_C.sum())
-    return float(2 * hits_C.sum() / total) if total else 1.0
+def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> Any:
+    """F1 of the counts summed over classes, the last axis: true positives, true and predicted ones."""
+    total = (true_C + predicted_C).sum(axis=-1)
+    return np.where(total > 0, 2 * hits_C.sum(axis=-1) / np.maximum(total, 1), 1.0)[()]
 
 
-def f1_macro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> float:
-    """Mean F1 of the classes that occur among the true or the predicted ones."""
+def f1_macro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> Any:
+    """Mean F1 of the classes, the last axis, that occur among the true or the predicted ones."""
     total_C = true_C + predicted_C
-    occurs_C = total_C > 0
-    return float(np.mean(2 * hits_C[occurs_C] / total_C[occurs_C])) if occurs_C.any() else 1.0
+    occurring = (total_C > 0).sum(axis=-1)
+    sum_ = (2 * hits_C / np.maximum(total_C, 1)).sum(axis=-1)
+    return np.where(occurring > 0, sum_ / np.maximum(occurring, 1), 1.0)[()]
 
 
 def _indicators(task: Task, label_lists: Iterable[Iterable[str]]) -> NDArray[np.bool_]:
@@ -132,11 +133,13 @@ def span_f1_scores(
         true.update(name for name, _, _ in truth)
         predicted.update(name for name, _, _ in found)
     counts = [np.array([counter[name] for name in task.labels]) for counter in (hits, true, predicted)]
-    return {"span_f1": f1_micro(*counts), "f1_macro": f1_macro(*counts)}
+    return {"span_f1": float(f1_micro(*counts)), "f1_macro": float(f1_macro(*counts))}
 
 
 def span_overlap_f1(
-    task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[AnnotatedText]
+    task: Task,
+    predictions: Sequence[Sequence[Span]],
+    examples: Sequence[AnnotatedText],
 ) -> float:
     """Return F1 over (example, span name, word), micro.
 
@@ -146,8 +149,7 @@ def span_overlap_f1(
     """
     hits = total = 0
     for spans, example in zip(predictions, examples, strict=True):
-        truth = _words(example.text, _true_spans(task, example))
-        found = _words(example.text, spans)
+        truth, found = _words(example.text, _true_spans(task, example)), _words(example.text, spans)
         hits += len(truth & found)
         total += len(truth) + len(found)
     return 2 * hits / total if total else 1.0
@@ -179,7 +181,7 @@ def answer_scores(
     ).reshape(-1, 5)
     hit_N, exact_N, overlap_N, true_N, predicted_N = rows.T
     scores = {
-        "span_f1": f1_micro(hit_N, true_N, predicted_N),
+        "span_f1": float(f1_micro(hit_N, true_N, predicted_N)),
         "exact_match": float(exact_N.mean()),
         "span_overlap_f1": float(overlap_N.mean()),
     }

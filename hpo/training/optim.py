@@ -24,18 +24,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adam import adam
 
-from hpo.errors import InputError, did_you_mean
 from hpo.models.multitask import MultitaskModel, parameter_depths
-from hpo.precision.weight_copies import ReducedWeight
 
-OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
-SCHEDULES = ("linear", "cosine", "constant")
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda remaining: remaining,
+    "cosine": lambda remaining: 0.5 * (1.0 - math.cos(math.pi * remaining)),
+    "constant": lambda _: 1.0,
+}
+"""The rate's factor after warm-up, by the share of the budget after it that remains."""
 CHUNK_ELEMENTS = 2**24
 """Weights that `Float32Optimizer` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
-CACHED_ELEMENTS = 2**19
-"""Weights that `OnePassAdam` steps at a time, or one matrix: with gradients and moments, 10 MB of a cache."""
+
+LION_ELEMENTS = 2**22
+"""Weights that `Lion` updates at a time: what it allocates in a step is 16 MiB in fp32."""
 
 
 def parameter_groups(
@@ -88,12 +90,8 @@ def build_optimizer(
     groups: Sequence[Mapping[str, Any]],
     *,
     betas: tuple[float, float] = (0.9, 0.999),
-    reduced: Mapping[Tensor, ReducedWeight] | None = None,
 ) -> Optimizer:
     """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
-
-    `reduced` are the weights with copies in a shorter dtype, whose gradients are in it; none of them may be
-    given to an optimiser that does not read such (`reads_short_gradients`).
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
     adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
@@ -107,8 +105,6 @@ def build_optimizer(
 
     adamw, adam and sgd use torch's fused kernels on CPU and CUDA.
     """
-    if name not in OPTIMIZERS:
-        raise InputError(f"optimizer: unknown `{name}`.{did_you_mean(name, OPTIMIZERS)}")
     parameters = [parameter for group in groups for parameter in group["params"]]
     # Every group names its own rate. The default is not used, but torch checks it.
     options: dict[str, Any] = {"lr": 0.0}
@@ -118,32 +114,13 @@ def build_optimizer(
         options["betas"] = betas
     if name == "sgd":
         options["momentum"] = betas[0]
-    optimizer_class = {
-        "adamw": torch.optim.AdamW,
-        "adam": torch.optim.Adam,
-        "adafactor": torch.optim.Adafactor,
-        "lion": Lion,
-        "sgd": torch.optim.SGD,
-    }[name]
-
-    if reduced:
-        if not reads_short_gradients(name):
-            raise ValueError(
-                f"reduced weights must have an optimiser that reads bf16 gradients, but {name} does not."
-            )
-        return OnePassAdam(groups, reduced, decoupled_weight_decay=name == "adamw", **options)
 
     def build(groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-        return cast(Optimizer, optimizer_class([dict(group) for group in groups], **options))
+        return OPTIMIZERS[name]([dict(group) for group in groups], **options)
 
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return build(groups)
     return Float32Optimizer(groups, build)
-
-
-def reads_short_gradients(name: str) -> bool:
-    """Whether `build_optimizer` makes one of this name that takes bf16 gradients of fp32 weights."""
-    return name in ("adamw", "adam")
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
@@ -156,20 +133,14 @@ def schedule_factor(schedule: str, progress: float, warmup_ratio: float = 0.0) -
     """Return the learning rate's factor at `progress`, the share of the budget that is used up.
 
     The factor rises linearly from 0 over the first `warmup_ratio` of the budget. After that: `linear` and
-    `cosine` fall from 1 to 0 at the end, `constant` stays at 1. TrainState outside [0, 1] counts as its
+    `cosine` fall from 1 to 0 at the end, `constant` stays at 1. A share outside [0, 1] counts as its
     nearer end: the last step of a budget in seconds may overrun it.
     """
-    if schedule not in SCHEDULES:
-        raise InputError(f"schedule: unknown `{schedule}`.{did_you_mean(schedule, SCHEDULES)}")
     progress = min(max(progress, 0.0), 1.0)
     if progress < warmup_ratio:
         return progress / warmup_ratio
     remaining = (1.0 - progress) / (1.0 - warmup_ratio) if warmup_ratio < 1.0 else 1.0
-    if schedule == "linear":
-        return remaining
-    if schedule == "cosine":
-        return 0.5 * (1.0 - math.cos(math.pi * remaining))
-    return 1.0
+    return SCHEDULES[schedule](remaining)
 
 
 class Lion(Optimizer):
@@ -196,70 +167,37 @@ class Lion(Optimizer):
         loss = _loss_of(closure)
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not weights:
-                continue
-            gradients = [weight.grad for weight in weights]
-            momenta = [
-                self.state[weight].setdefault("momentum", torch.zeros_like(weight)) for weight in weights
-            ]
+            for weight in weights:
+                if weight not in self.state:
+                    self.state[weight]["momentum"] = torch.zeros_like(weight)
+            rows = [row for weight in weights for row in self._rows(weight)]
             beta1, beta2 = group["betas"]
-            updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
-            torch._foreach_sign_(updates)
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
-            torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+            for piece in _pieces((weight for weight, _, _ in rows), LION_ELEMENTS):
+                chunk, gradients, momenta = map(list, zip(*rows[piece], strict=True))
+                updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
+                torch._foreach_sign_(updates)
+                torch._foreach_mul_(chunk, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(chunk, updates, alpha=-group["lr"])
+                torch._foreach_lerp_(momenta, gradients, 1 - beta2)
+                del updates
         return loss
 
+    def _rows(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Views of a weight, its gradient and its momentum; of a large one, of some rows at a time."""
+        tensors = (weight, cast(Tensor, weight.grad), self.state[weight]["momentum"])
+        if weight.numel() <= LION_ELEMENTS:
+            return iter([tensors])
+        num_rows = max(1, LION_ELEMENTS * len(weight) // weight.numel())
+        return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
 
-class OnePassAdam(torch.optim.Adam):
-    """Adam on a CPU over weights with reduced copies, in one pass over memory instead of three.
 
-    A gradient in the copy's dtype becomes fp32, the weight is stepped and its copy written while they are in
-    the processor's caches. Step and state are those of `torch.optim.Adam` with `fused=True`.
-    """
-
-    def __init__(
-        self,
-        groups: Iterable[Mapping[str, Any]],
-        reduced: Mapping[Tensor, ReducedWeight],
-        **options: Any,
-    ) -> None:
-        super().__init__([dict(group) for group in groups], **options)
-        self._reduced = reduced
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient, divided by `grad_scale` where that is set."""
-        loss = _loss_of(closure)
-        for group in self.param_groups:
-            lists: list[list[Any]] = [[], [], [], [], [], []]
-            self._init_group(group, *lists)  # type: ignore[no-untyped-call]
-            for piece in _pieces(lists[0], CACHED_ELEMENTS):
-                weights, gradients, means, squares, maxima, steps = (values[piece] for values in lists)
-                adam(
-                    weights,
-                    [gradient.float() for gradient in gradients],
-                    means,
-                    squares,
-                    maxima,
-                    steps,
-                    fused=True,
-                    grad_scale=getattr(self, "grad_scale", None),
-                    found_inf=getattr(self, "found_inf", None),
-                    decoupled_weight_decay=group["decoupled_weight_decay"],
-                    amsgrad=group["amsgrad"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=group["maximize"],
-                )
-                torch.autograd.graph.increment_version(weights)  # which fused steps leave out
-                for weight in weights:
-                    if weight in self._reduced:
-                        self._reduced[weight].refresh()
-        return loss
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adafactor": torch.optim.Adafactor,
+    "lion": Lion,
+    "sgd": torch.optim.SGD,
+}
 
 
 class Float32Optimizer(Optimizer):

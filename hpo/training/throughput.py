@@ -1,30 +1,54 @@
-"""What a trial measured about itself: throughput, step times, memory, and the record that is stored.
+"""Throughput of training: rates, step times and padding; and what share of the device's peak that is.
 
 Throughput is measured between marks that are set after each optimiser step: wall time on a CPU, events
 on a GPU, which cost no synchronisation. The first steps are left out (allocator, autotuning, caches).
 Evaluation, the copy for a checkpoint and compilation lie between `start` calls and are not counted; writing
 a checkpoint goes on beside the next steps. Tokens are real tokens; padding is told apart as `padding_share`.
+
+What the meter holds does not grow with the number of steps: sums, and a histogram of the steps' seconds whose
+bounds are 2 % apart. A percentile is the middle of its bin, hence within 1 % of the step's seconds.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from hpo.device import DeviceInfo, synchronize
 from hpo.errors import ModelError
-from hpo.models.encoder import (
-    encoder_layers,
-)
+from hpo.models.encoder import encoder_layers
 from hpo.models.export import _num_parameters
 from hpo.models.multitask import MultitaskModel
 
 WARMUP_STEPS = 3
 """Steps not counted as throughput, unless a trial has no more than these."""
+
+MAX_PENDING = 1000
+"""Steps of a GPU whose events are kept before it is waited for."""
+
+_LOG_BIN = math.log(1.02)
+_SHORTEST, _LONGEST = 1e-6, 1e6
+"""Seconds that are told apart in the histogram: 1396 bins."""
+
+
+@dataclass
+class _Totals:
+    steps: int = 0
+    seconds: float = 0.0
+    examples: float = 0.0
+    windows: int = 0
+    tokens: int = 0
+    slots: int = 0
+
+    def add(self, other: _Totals) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 class ThroughputMeter:
@@ -34,12 +58,10 @@ class ThroughputMeter:
         self._device = device
         self._warmup_steps = warmup_steps
         self._previous: Any = None
-        self._pending: list[tuple[Any, Any]] = []
-        self._seconds: list[float] = []
-        self._examples: list[float] = []
-        self._windows: list[int] = []
-        self._tokens: list[int] = []
-        self._slots: list[int] = []
+        self._pending: list[tuple[Any, Any, _Totals]] = []
+        self._warmup, self._after = _Totals(), _Totals()
+        self._histogram: Counter[int] = Counter()
+        """Of the steps after the warm-up, or of the warm-up while there are no others."""
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -58,28 +80,31 @@ class ThroughputMeter:
         A window counts as the part that it is of its example.
         """
         mark = self._mark()
-        self._pending.append((self._previous, mark))
+        counts = _Totals(1, 0.0, num_examples, num_windows, num_tokens, num_slots)
+        self._pending.append((self._previous, mark, counts))
         self._previous = mark
-        self._examples.append(num_examples)
-        self._windows.append(num_windows)
-        self._tokens.append(num_tokens)
-        self._slots.append(num_slots)
+        if len(self._pending) > MAX_PENDING:
+            self._settle()
 
     def _settle(self) -> None:
         if self._pending and self._device.type == "cuda":
             synchronize(self._device)
-            self._seconds += [start.elapsed_time(end) / 1000 for start, end in self._pending]
-        else:
-            self._seconds += [end - start for start, end in self._pending]
+        for start, end, counts in self._pending:
+            counts.seconds = end - start if self._device.type != "cuda" else start.elapsed_time(end) / 1000
+            if self._warmup.steps < self._warmup_steps:
+                self._warmup.add(counts)
+            else:
+                if not self._after.steps:
+                    self._histogram.clear()
+                self._after.add(counts)
+            self._histogram[_bin_of(counts.seconds)] += 1
         self._pending.clear()
 
     def summary(self) -> dict[str, float | None]:
         """Rates and step times in seconds so far; synchronises once."""
         self._settle()
-        first = self._warmup_steps if len(self._seconds) > self._warmup_steps else 0
-        seconds = np.asarray(self._seconds[first:])
-        total = float(seconds.sum())
-        if total <= 0:
+        rated = self._after if self._after.steps else self._warmup
+        if rated.seconds <= 0:
             return dict.fromkeys(
                 (
                     "train_examples_per_second",
@@ -89,48 +114,57 @@ class ThroughputMeter:
                     "padding_share",
                 )
             )
-        slots = sum(self._slots)
         return {
-            "train_examples_per_second": sum(self._examples[first:]) / total,
-            "train_tokens_per_second": sum(self._tokens[first:]) / total,
-            "step_seconds_p50": float(np.percentile(seconds, 50)),
-            "step_seconds_p95": float(np.percentile(seconds, 95)),
-            "padding_share": 1 - sum(self._tokens) / slots,
+            "train_examples_per_second": rated.examples / rated.seconds,
+            "train_tokens_per_second": rated.tokens / rated.seconds,
+            "step_seconds_p50": self._percentile(50),
+            "step_seconds_p95": self._percentile(95),
+            "padding_share": 1 - self.measured_tokens / (self._warmup.slots + self._after.slots),
         }
 
-    def state_dict(self) -> dict[str, list[Any]]:
-        """For checkpoints: plain numbers."""
+    def _percentile(self, percent: int) -> float:
+        """Seconds that so many percent of the steps do not exceed, within 1 %."""
+        rank = math.ceil(self._histogram.total() * percent / 100)
+        for index in sorted(self._histogram):
+            rank -= self._histogram[index]
+            if rank <= 0:
+                break
+        return _SHORTEST * math.exp((index + 0.5) * _LOG_BIN)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: plain numbers, as many after any number of steps."""
         self._settle()
         return {
-            "seconds": list(self._seconds),
-            "examples": list(self._examples),
-            "windows": list(self._windows),
-            "tokens": list(self._tokens),
-            "slots": list(self._slots),
+            "warmup": asdict(self._warmup),
+            "after": asdict(self._after),
+            "histogram": dict(self._histogram),
         }
 
-    def load_state_dict(self, state: Mapping[str, list[Any]]) -> None:
-        self._seconds = list(state["seconds"])
-        self._examples = list(state["examples"])
-        self._windows = list(state["windows"])
-        self._tokens = list(state["tokens"])
-        self._slots = list(state["slots"])
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._warmup, self._after = _Totals(**state["warmup"]), _Totals(**state["after"])
+        self._histogram = Counter(state["histogram"])
 
     @property
     def measured_tokens(self) -> int:
         """Real tokens that passed through the model in training so far."""
-        return sum(self._tokens)
+        self._settle()
+        return self._warmup.tokens + self._after.tokens
 
     @property
     def measured_windows(self) -> int:
         """Windows that passed through the model in training so far."""
-        return sum(self._windows)
+        self._settle()
+        return self._warmup.windows + self._after.windows
 
     @property
     def measured_seconds(self) -> float:
         """Seconds of all training steps so far, the warm-up included."""
         self._settle()
-        return float(sum(self._seconds))
+        return self._warmup.seconds + self._after.seconds
+
+
+def _bin_of(seconds: float) -> int:
+    return int(math.log(min(max(seconds, _SHORTEST), _LONGEST) / _SHORTEST) / _LOG_BIN)
 
 
 # Dense peak of one device in FLOP/s by (name part, dtype of the products), from the vendors' data sheets:

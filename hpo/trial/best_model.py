@@ -10,7 +10,7 @@ from hpo.models.export import export_model
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
-from hpo.training.checkpoint import CheckpointStore
+from hpo.training.checkpoint import best_checkpoint
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import evaluate
 from hpo.trial.executor import Executor
@@ -61,7 +61,7 @@ def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
 def _best_model(
     executor: Executor, folder: Path
 ) -> tuple[MultitaskModel, TrialConfig, Precision, dict[str, DecodingThresholds]]:
-    best = CheckpointStore(folder).best()
+    best = best_checkpoint(folder)
     if best is None:
         raise RunError(
             f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "

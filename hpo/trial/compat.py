@@ -352,7 +352,6 @@ def _run(side: _Side) -> _Pass:
 def _forward_backward(side: _Side, on_logits: Callable[[dict[str, Tensor]], None] = lambda _: None) -> Tensor:
     """The pass of a training step; the gradients are left in the model."""
     items = side.loss_fn.count(side.batch)
-    side.loss_fn.start_step()
 
     def forward(*args: Any) -> dict[str, Tensor]:
         logits: dict[str, Tensor] = side.model(*args)

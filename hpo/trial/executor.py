@@ -40,12 +40,10 @@ from hpo.models.multitask import MultitaskModel, build_model
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.table import Precision, Resolution, apply_preset, resolve
-from hpo.precision.weight_copies import keep_reduced_weights
-from hpo.training.checkpoint import CheckpointStore
 from hpo.training.compilation import apply_compile
 from hpo.training.loop import Budget, TrainingArgs
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
-from hpo.training.optim import build_optimizer, parameter_groups, reads_short_gradients
+from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.trial.check import CompatibilityCache
 from hpo.trial.objectives import check_metric, decision_metrics
 from hpo.trial.telemetry import DeviceFacts, ScoredEvaluation, TrialRecorder, TrialResult
@@ -135,9 +133,7 @@ class Executor:
         self._num_started += 1
         values = trace = None
         try:
-            values = TrialRun(self, recorder, on_evaluation, should_stop).run(
-                params, CheckpointStore(folder), resume_key
-            )
+            values = TrialRun(self, recorder, on_evaluation, should_stop).run(params, folder, resume_key)
             outcome, reason = Outcome.COMPLETE, ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)
@@ -298,8 +294,6 @@ class Executor:
         """Give the model the weights that are trained, and return their optimiser."""
         prepare_model(model, precision)
         compact_vocabulary(model, config.optimizer, used_ids)
-        keeps = config.compile == "none" and reads_short_gradients(config.optimizer)
-        reduced = keep_reduced_weights(model, precision, self.device) if keeps else {}
         groups = parameter_groups(
             model,
             learning_rate=config.learning_rate,
@@ -307,7 +301,7 @@ class Executor:
             weight_decay=config.weight_decay,
             layerwise_lr_decay=config.layerwise_lr_decay,
         )
-        return build_optimizer(config.optimizer, groups, betas=config.betas, reduced=reduced)
+        return build_optimizer(config.optimizer, groups, betas=config.betas)
 
     def training_args(self, config: TrialConfig) -> TrainingArgs:
         """What the loop needs to know of the trial's settings."""

@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from hpo.precision.table import resolve, support
 from hpo.training.checkpoint import CheckpointStore
 from hpo.training.compilation import CompileClock, compiled_modules, run_compiled_shapes
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import TrainState, train
+from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import check_loss
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.check import check_compatibility
@@ -41,7 +42,7 @@ from hpo.trial.telemetry import (
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
 
-CHECKPOINT_FORMAT = 2
+CHECKPOINT_FORMAT = 3
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -86,8 +87,8 @@ class TrialRun:
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
 
-    def run(self, params: Mapping[str, Any], store: CheckpointStore, resume_key: str) -> tuple[float, ...]:
-        """Run the trial with `params` to its end and return its values.
+    def run(self, params: Mapping[str, Any], folder: Path, resume_key: str) -> tuple[float, ...]:
+        """Run the trial with `params` to its end and return its values; `folder` holds its checkpoints.
 
         Raises TrialEnd where it ends early, InputError and RunError for what concerns the whole study.
         """
@@ -102,11 +103,14 @@ class TrialRun:
         self.recorder.note(self.precision_facts)
         self.memory.reset()
         self.recorder.note(MemoryFacts(self.memory))
-        with backend_flags(resolution.precision, config.amp), store:
+        used_ids = executor.used_ids(config)
+        used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
+        key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
+        with backend_flags(resolution.precision, config.amp), CheckpointStore(folder, key) as self.store:
             self.parts = executor.parts(config, resolution)
             self.recorder.note(DataFacts(self.parts.train_split))
             self._check()
-            self._set_up(store, resume_key)
+            self._set_up()
             resumed_from = self._resume()
             self._observe_and_compile()
             self.recorder.note(SetupFacts(time.perf_counter() - self.recorder.started, resumed_from))
@@ -124,16 +128,11 @@ class TrialRun:
         release_free_memory(executor.device)
         self.memory.reset()
 
-    def _set_up(self, store: CheckpointStore, resume_key: str) -> None:
+    def _set_up(self) -> None:
         executor, config, resolution = self.executor, self.parts.config, self.parts.resolution
         used_ids = executor.used_ids(config)
         self.optimizer = executor.prepare(self.parts.model, resolution.precision, config, used_ids)
         self.mixed_precision = MixedPrecision(resolution.precision, config.amp, executor.device)
-        used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
-        self.store = store
-        self.resume_key = (
-            f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
-        )
 
     def _resume(self) -> int | None:
         """Go on from the trial's last checkpoint if there is one, and return its step.
@@ -142,14 +141,14 @@ class TrialRun:
         reported before they were written, stays the trial's best until there is a better one.
         """
         best, last = self.store.best(), self.store.latest()
-        if best is not None and best.state.get("resume_key") == self.resume_key:
+        if best is not None:
             self._set_best(ScoredEvaluation.from_state_dict(best.state["best"]))
-        if last is None or last.state["resume_key"] != self.resume_key:
+        if last is None:
             return None
         self.parts.model.load_state_dict(last.weights)
         self.optimizer.load_state_dict(last.state["optimizer"])
         self.mixed_precision.load_state_dict(last.state.get("mixed_precision", {}))
-        self.state = TrainState(**last.state["progress"])
+        self.state.load_state_dict(last.state["progress"])
         self.evaluation_rates = list(last.state["evaluation_rates"])
         self.meter.load_state_dict(last.state["meter"])
         if self.best is None and last.state["best"] is not None:
@@ -199,14 +198,10 @@ class TrialRun:
             self.optimizer,
             parts.loss_fn,
             self.mixed_precision,
-            parts.train_split,
-            parts.validation_split,
+            TrainingData(parts.train_split, parts.validation_split, parts.pad_id),
             self.executor.training_args(parts.config),
-            self.state,
-            self.meter,
-            parts.pad_id,
+            TrainingClock(self.state, self.meter, self.compile_clock),
             self._on_step,
-            self.compile_clock,
         ):
             self._on_evaluation(evaluation)
 
@@ -232,7 +227,6 @@ class TrialRun:
         if better:
             # After the report: a trial never goes on from behind one that was not made.
             best = {
-                "resume_key": self.resume_key,
                 "config": self.parts.config.model_dump_json(),
                 "precision": self.parts.resolution.effective,
                 "best": scored.state_dict(),
@@ -267,7 +261,6 @@ class TrialRun:
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
         """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either."""
         state = {
-            "resume_key": self.resume_key,
             "progress": self.state.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "mixed_precision": self.mixed_precision.state_dict(),

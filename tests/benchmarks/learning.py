@@ -39,7 +39,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
 from hpo.training.evaluate import predict_logits
-from hpo.training.loop import TrainState, train
+from hpo.training.loop import TrainingClock, TrainState, train
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
 
@@ -96,14 +96,11 @@ def train_ours(
     for _ in train(
         parts.model,
         parts.optimizer,
-        parts.objective,
+        parts.loss_fn,
         parts.mixed_precision,
-        parts.train_split,
-        parts.validation_split,
+        parts.data,
         executor.training_args(config),
-        TrainState(),
-        ThroughputMeter(executor.device),
-        parts.pad_id,
+        TrainingClock(TrainState(), ThroughputMeter(executor.device)),
     ):
         pass
     return parts.model, cast(LossRecorder, parts.mixed_precision).losses

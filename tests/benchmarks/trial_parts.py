@@ -13,11 +13,11 @@ from workload import Workload, study_content
 
 from hpo.config.study_config import load_study
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import probe_device
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
+from hpo.training.loop import TrainingData
 from hpo.training.losses import MultitaskLoss
 from hpo.trial.executor import Executor
 
@@ -29,11 +29,9 @@ class TrialParts:
     config: TrialConfig
     model: MultitaskModel
     optimizer: torch.optim.Optimizer
-    objective: MultitaskLoss
+    loss_fn: MultitaskLoss
     mixed_precision: MixedPrecision
-    train_split: TokenizedSplit
-    validation_split: TokenizedSplit
-    pad_id: int
+    data: TrainingData
 
 
 def executor_of(folder: Path, workload: Workload, precision: str = "fp32", **training: Any) -> Executor:
@@ -56,19 +54,16 @@ def assemble(
 ) -> TrialParts:
     """The parts of a trial, at its first step. `change_weights` gets the model before its precision."""
     train_split, validation_split = (executor.tokens(name, config) for name in ("train", "validation"))
-    pad_id = executor.pad_id(config)
     torch.manual_seed(config.seed)
     model = executor.build_model(config)
     change_weights(model)
-    objective = executor.loss_fn(config, model, train_split)
+    loss_fn = executor.loss_fn(config, model, train_split)
     precision = PRECISIONS[config.fp_precision]
     return TrialParts(
         config,
         model,
         executor.prepare(model, precision, config, executor.used_ids(config)),
-        objective,
+        loss_fn,
         mixed_precision(precision, executor.amp, executor.device),
-        train_split,
-        validation_split,
-        pad_id,
+        TrainingData(train_split, validation_split, executor.pad_id(config)),
     )

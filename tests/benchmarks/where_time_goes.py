@@ -62,19 +62,17 @@ OTHER, OUTSIDE = "other operators, autograd", "Python"
 
 def training_steps(parts: TrialParts) -> Iterator[int]:
     """Train without end; after each step the number of its examples."""
-    progress = TrainState(micro_batch_size=parts.config.batch_size)
-    lengths_W = parts.train_split.lengths_W
+    state = TrainState(micro_batch_size=parts.config.batch_size)
+    lengths_W = parts.data.train.lengths_W
     parts.model.train()
     for epoch in range(10**6):
         for windows in training_batches(lengths_W, parts.config.batch_size, SEED, epoch):
-            batch = collate(parts.train_split, windows, parts.objective.tasks, parts.pad_id)
-            loss = accumulate_gradients(
-                parts.model, parts.objective, batch, parts.mixed_precision, SEED, progress
-            )
+            batch = collate(parts.data.train, windows, parts.loss_fn.tasks, parts.data.pad_id)
+            loss = accumulate_gradients(parts.model, parts.loss_fn, batch, parts.mixed_precision, SEED, state)
             apply_gradients(
                 parts.model, parts.optimizer, loss, parts.mixed_precision, parts.config.max_grad_norm or 0.0
             )
-            progress.step += 1
+            state.step += 1
             yield len(windows)
 
 
@@ -82,13 +80,13 @@ def evaluate_once(parts: TrialParts, max_tokens: int) -> int:
     """Predict the validation split; its number of texts."""
     predict_logits(
         parts.model,
-        parts.validation_split,
-        parts.objective.tasks,
+        parts.data.validation,
+        parts.loss_fn.tasks,
         parts.mixed_precision,
         max_tokens,
-        parts.pad_id,
+        parts.data.pad_id,
     )
-    return parts.validation_split.num_windows
+    return parts.data.validation.num_windows
 
 
 def report(title: str, work: Callable[[], int]) -> None:

@@ -13,11 +13,12 @@ import torch
 from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor, tiny_study
 
 from hpo.config.trial_config import TrialConfig, build_trial_config
+from hpo.data.batches import training_batches
 from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, ModelError, Pruned
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
-from hpo.training.checkpoint import CheckpointStore
+from hpo.training.checkpoint import CheckpointStore, best_checkpoint
 from hpo.trial.best_model import score_checkpoint
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
@@ -212,7 +213,11 @@ def test_oom(tmp_path: Path) -> None:
     limited = Altered(tmp_path, out_of_memory_unless(lambda model, _: not model.training), device)
     result = run(limited, tmp_path, {"fp_precision": "fp32"})
     assert result.outcome == "oom"
-    assert result.reason == "one example of 64 tokens does not fit into memory."
+    config = build_trial_config(limited.study, {}, "fp32", limited.amp)
+    lengths_W = limited.tokens("train", config).lengths_W
+    first = training_batches(lengths_W, config.batch_size, config.seed, epoch=0)[0]
+    longest = lengths_W[first].max()
+    assert result.reason == f"one example of {longest} tokens does not fit into memory."
     assert result.telemetry["oom_halvings"] == 3
     assert result.telemetry["device"]["memory_limit_bytes"] == 2**34
     limited = Altered(tmp_path, out_of_memory_unless(lambda *_: False))
@@ -300,15 +305,15 @@ def test_a_best_that_was_written_last_stays_the_best(executor: Executor, tmp_pat
     value and weights are then still of the same evaluation."""
     params = {"fp_precision": "fp32"}
     run(executor, tmp_path, params)
-    with CheckpointStore(tmp_path / "trial") as store:
-        best = store.best()
-        assert best is not None
+    best = best_checkpoint(tmp_path / "trial")
+    assert best is not None
+    with CheckpointStore(tmp_path / "trial", best.resume_key) as store:
         best.state["best"]["values"] = [2.0]
         step = best.state["best"]["evaluation"]["step"]
         store.save(step, best.weights, best=best.state)
     again = run(executor, tmp_path, params)
     assert again.values == (2.0,)
-    kept = CheckpointStore(tmp_path / "trial").best()
+    kept = best_checkpoint(tmp_path / "trial")
     assert kept is not None
     assert kept.state["best"]["values"] == [2.0]
     other = executor.run(params, tmp_path / "trial", "another trial")

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from hpo.errors import CheckpointError, Preempted
-from hpo.training.checkpoint import CheckpointStore, read_checkpoint
+from hpo.training.checkpoint import CheckpointStore, best_checkpoint, read_checkpoint
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "trial-00000")
+    return CheckpointStore(tmp_path / "trial-00000", "key")
 
 
 def test_what_is_saved_is_read(store: CheckpointStore) -> None:
@@ -184,3 +184,27 @@ def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: Chec
     assert latest.state == {"step": 1}
     store.finish()
     assert not left.exists()
+
+
+def test_checkpoints_of_another_key_do_not_displace_those_of_this_one(tmp_path: Path) -> None:
+    """As where a trial goes on in another precision: it then dies after each of its own checkpoints."""
+    with CheckpointStore(tmp_path, "A") as before:
+        before.save(500, WEIGHTS, state={"step": 500}, best={"of": "A"})
+    for step in (30, 60, 90):
+        with CheckpointStore(tmp_path, "B") as now:
+            now.save(step, WEIGHTS, state={"step": step}, best={"of": "B"} if step == 30 else None)
+        latest = CheckpointStore(tmp_path, "B").latest()
+        assert latest is not None
+        assert latest.state == {"step": step}
+    back = CheckpointStore(tmp_path, "A")
+    latest, best = back.latest(), back.best()
+    assert latest is not None
+    assert latest.state == {"step": 500}
+    assert best is not None
+    assert best.state == {"of": "A"}
+    assert CheckpointStore(tmp_path, "C").latest() is None
+    now.finish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best-00000030", "step-00000090"]
+    best = best_checkpoint(tmp_path)
+    assert best is not None
+    assert best.state == {"of": "B"}

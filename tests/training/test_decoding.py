@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpo.config.data_config import TASK_KINDS
 from hpo.data.tasks import Task
 from hpo.training.decoding import (
     EVIDENCE_MERGE_GAPS,
@@ -405,6 +404,16 @@ def test_rare_classes_get_a_threshold_far_below_a_half() -> None:
     assert score(MULTI, decode(MULTI, logits, split, decision), rows)["f1_macro"] == 1.0
 
 
+@pytest.mark.parametrize("metric", ["f1_macro", "f1_micro"])
+def test_nothing_to_find_and_nothing_found_is_the_best_decision(metric: str) -> None:
+    """No row has a class: `score` gives 1 where none is predicted, so the threshold is to be above all."""
+    rows = [Row("x", {"t": []}) for _ in range(10)]
+    split = make_split(rows)
+    logits = np.random.default_rng(0).normal(0, 1, (10, 2)).astype(np.float32)
+    decision = choose_decision(MULTI, logits, split, metric=metric)
+    assert score(MULTI, decode(MULTI, logits, split, decision), rows)[metric] == 1.0
+
+
 def test_answers_of_equal_margins_are_not_parted() -> None:
     rows = [
         Row("xx", spans={"answer": [(0, 2)]} if i < 4 else {}, segments={"context": (0, 2)}) for i in range(6)
@@ -466,7 +475,3 @@ def test_a_split_with_no_text_to_read_has_empty_predictions(task: Task) -> None:
         task, np.full((size, task.num_outputs), -1.0, np.float32), split, DecodingThresholds(), [["a"]]
     )
     assert predictions == [{"single_label": "a", "regression": 8.0}.get(task.kind, [])]
-
-
-def test_every_kind_is_tested() -> None:
-    assert {task.kind for task in ALL} == set(TASK_KINDS)

@@ -1,0 +1,264 @@
+"""Batches: their tensors and targets, and which windows go together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from tiny_tokenizers import tiny_tokenizer
+
+from hpo.data.batches import collate, evaluation_batches, num_batches, padded_length, training_batches
+from hpo.data.examples import Example
+from hpo.data.synthetic import TASKS_JSON, SyntheticRows
+from hpo.data.tasks import Task, parse_tasks
+from hpo.data.tokenization import tokenize_split
+from hpo.data.tokenized_split import TokenizedSplit, Windowing, ragged_arange
+from hpo.training.decoding import DecodingThresholds, decode
+
+JOINT = Task("joint", "token_classification", ("x", "y"))
+OVERLAP = Task("overlap", "token_classification", ("x", "y"), spans_may_overlap=True)
+ANSWER = Task("answer", "span_extraction", ("x",))
+TOPICS = Task("topics", "multi_label", ("x", "y", "z"))
+PROOF = Task("proof", "span_per_label", ("y", "x"), evidence_for="topics")
+TONE = Task("tone", "single_label", ("calm", "angry"))
+GRADE = Task("grade", "regression")
+TASKS = (JOINT, OVERLAP, ANSWER, TOPICS, PROOF, TONE, GRADE)
+
+ROWS = [
+    Example(
+        "a",
+        "a b c d e",
+        {"tone": "angry", "topics": ["x", "z"], "grade": 1.5},
+        {"x": [(2, 7)]},
+        annotated=frozenset(task.name for task in TASKS),
+    ),
+    Example(
+        "b",
+        "a b c",
+        {"topics": ["x", "y"]},
+        {"x": [(0, 1), (2, 3)], "y": [(4, 5)]},
+        annotated=frozenset(["joint", "overlap", "topics", "proof"]),
+    ),
+    Example("c", "a", {}, {}),
+]
+
+
+def tokenized(max_length: int = 64, stride: int = 0, long_text: str = "truncate") -> TokenizedSplit:
+    return tokenize_split(ROWS, TASKS, tiny_tokenizer("wordpiece"), Windowing(max_length, long_text, stride))
+
+
+def test_targets_are_laid_out_as_tasks_wants_them() -> None:
+    targets = collate(tokenized(), [0, 1, 2], TASKS, pad_id=0).targets
+    i = -100
+    # [CLS] a b c d e [SEP], [CLS] a b c [SEP], [CLS] a [SEP]
+    assert targets["joint"].tolist() == [
+        [i, 0, 1, 2, 2, 0, i, i],
+        [i, 1, 1, 3, i, i, i, i],
+        [i] * 8,
+    ]
+    assert targets["overlap"][:, :, 0].tolist() == [
+        [i, 0, 1, 2, 2, 0, i, i],
+        [i, 1, 1, 0, i, i, i, i],
+        [i] * 8,
+    ]
+    assert targets["overlap"][:, :, 1].tolist() == [
+        [i, 0, 0, 0, 0, 0, i, i],
+        [i, 0, 0, 1, i, i, i, i],
+        [i] * 8,
+    ]
+    assert targets["answer"].tolist() == [[2, 4], [i, i], [i, i]]
+    assert targets["topics"].tolist() == [[1, 0, 1], [1, 1, 0], [-1, -1, -1]]
+    # Evidence of y is asked for only where y holds, and nowhere in a row without annotation.
+    assert targets["proof"][:, :, 0].tolist() == [[-1] * 8, [-1, 0, 0, 1, -1, -1, -1, -1], [-1] * 8]
+    assert targets["proof"][:, :, 1].tolist() == [
+        [-1, 0, 1, 1, 1, 0, -1, -1],
+        [-1, 1, 1, 0, -1, -1, -1, -1],
+        [-1] * 8,
+    ]
+    assert targets["tone"].tolist() == [1, i, i]
+    torch.testing.assert_close(targets["grade"], torch.tensor([1.5, np.nan, np.nan]), equal_nan=True)
+    kinds = {name: target.dtype for name, target in targets.items()}
+    assert {name for name, dtype in kinds.items() if dtype == torch.float32} == {"topics", "proof", "grade"}
+    assert {dtype for name, dtype in kinds.items() if name in ("joint", "overlap", "answer", "tone")} == {
+        torch.int64
+    }
+
+
+def test_tags_at_a_window_s_edge_are_those_of_the_whole_text() -> None:
+    split = tokenized(max_length=5, stride=1, long_text="window")  # a b c, c d e
+    targets = collate(split, [0, 1], TASKS, pad_id=0).targets
+    assert targets["joint"][:, :5].tolist() == [[-100, 0, 1, 2, -100], [-100, 2, 2, 0, -100]]
+    assert targets["proof"][:, :5, 1].tolist() == [[-1, 0, 1, 1, -1], [-1, 1, 1, 0, -1]]
+    assert targets["answer"].tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("options", [(256, "truncate", 0), (24, "window", 6)])
+def test_targets_decode_to_the_truth(options: tuple[int, str, int]) -> None:
+    """Logits that say what the targets say give every label and span of the examples back."""
+    tasks = parse_tasks(TASKS_JSON, "synthetic")
+    rows = list(SyntheticRows("validation", 60))
+    max_length, long_text, stride = options
+    split = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(max_length, long_text, stride))
+    logits = {
+        task.name: np.zeros(
+            (split.num_windows if task.level == "sequence" else split.num_tokens, task.num_outputs),
+            np.float32,
+        )
+        for task in tasks
+    }
+    for windows in evaluation_batches(split.lengths_W, 512):
+        batch = collate(split, windows, tasks, pad_id=0)
+        real_BL = batch.attention_mask_BL.numpy() == 1
+        token = ragged_arange(split.window_start_W1[windows], split.lengths_W[windows])
+        logits["criteria"][windows] = 20 * batch.targets["criteria"].numpy() - 10
+        logits["severity"][windows] = 20 * np.eye(4)[batch.targets["severity"].numpy()]
+        logits["burden"][windows, 0] = batch.targets["burden"].numpy()
+        logits["evidence"][token] = 20 * np.maximum(batch.targets["evidence"].numpy(), 0)[real_BL] - 10
+    truth = {
+        "criteria": [row.labels["criteria"] for row in rows],
+        "severity": [row.labels["severity"] for row in rows],
+        "burden": [row.labels["burden"] for row in rows],
+        "evidence": [
+            sorted((name, start, end) for name, spans in row.spans.items() for start, end in spans)
+            for row in rows
+        ],
+    }
+    for task in tasks:
+        found = decode(task, logits[task.name], split, DecodingThresholds(), truth["criteria"])
+        if task.kind == "regression":
+            np.testing.assert_allclose(found, truth[task.name], rtol=1e-5)
+        elif task.kind == "span_per_label":
+            # Two sentences of one criterion side by side are one run of evidence.
+            assert [characters(row, spans) for row, spans in zip(rows, found, strict=True)] == [
+                characters(row, spans) for row, spans in zip(rows, truth[task.name], strict=True)
+            ]
+        else:
+            assert found == truth[task.name]
+
+
+def characters(row: Example, spans: list[tuple[str, int, int]]) -> set[tuple[str, int]]:
+    return {(name, i) for name, start, end in spans for i in range(start, end) if not row.text[i].isspace()}
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_length", "padded"), [(1, 64, 8), (8, 64, 8), (9, 64, 16), (50, 50, 50), (49, 50, 50)]
+)
+def test_lengths_are_padded_to_eights_within_the_maximum(longest: int, max_length: int, padded: int) -> None:
+    assert padded_length(longest, max_length) == padded
+
+
+def test_a_batch_is_padded_to_its_longest_window() -> None:
+    tokenizer = tiny_tokenizer("wordpiece")
+    split = tokenized()
+    batch = collate(split, [2, 0], TASKS, pad_id=9)
+    ids = [tokenizer(ROWS[row].text)["input_ids"] for row in (2, 0)]
+    assert batch.input_ids_BL.tolist() == [ids[0] + [9] * 5, ids[1] + [9]]
+    assert batch.attention_mask_BL.tolist() == [[1] * 3 + [0] * 5, [1] * 7 + [0]]
+    assert batch.type_ids_BL is None
+    assert batch.num_tokens == 10
+    assert batch.windows_B.tolist() == [2, 0]
+    assert batch.input_ids_BL.dtype == batch.attention_mask_BL.dtype == torch.int64
+
+
+def test_a_split_says_to_which_multiple_batches_are_padded() -> None:
+    batch = collate(replace(tokenized(), length_multiple=1), [2, 0], TASKS, pad_id=9)
+    assert batch.input_ids_BL.shape == (2, 7)
+
+
+def test_no_targets_without_tasks() -> None:
+    assert collate(tokenized(), [0], (), pad_id=0).targets == {}
+
+
+def test_micro_batches_together_are_the_batch() -> None:
+    batch = collate(tokenized(), [0, 1, 2], TASKS, pad_id=0)
+    parts = batch.split(2)
+    assert [len(part.windows_B) for part in parts] == [2, 1]
+    assert [part.num_tokens for part in parts] == [12, 3]
+    assert torch.equal(torch.cat([part.input_ids_BL for part in parts]), batch.input_ids_BL)
+    assert torch.equal(torch.cat([part.attention_mask_BL for part in parts]), batch.attention_mask_BL)
+    for name, target in batch.targets.items():
+        joined = torch.cat([part.targets[name] for part in parts])
+        torch.testing.assert_close(joined, target, equal_nan=True)
+
+
+def test_a_batch_moves_whole() -> None:
+    batch = collate(tokenized(), [0, 1], TASKS, pad_id=0).to("meta")
+    tensors = [batch.input_ids_BL, batch.attention_mask_BL, *batch.targets.values()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+
+
+LENGTHS = np.random.default_rng(0).integers(5, 300, size=5003)
+
+
+@pytest.mark.parametrize(("num_windows", "batch_size"), [(5003, 16), (160, 16), (5, 16), (16, 16), (7, 1)])
+def test_training_batches_hold_every_window_once(num_windows: int, batch_size: int) -> None:
+    batches = training_batches(LENGTHS[:num_windows], batch_size, seed=1, epoch=0)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(num_windows))
+    assert len(batches) == num_batches(num_windows, batch_size)
+    sizes = sorted(map(len, batches), reverse=True)
+    assert set(sizes[:-1]) <= {batch_size}
+    assert sizes[-1] == (num_windows % batch_size or batch_size)
+
+
+def test_training_batches_are_told_by_seed_and_epoch() -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        return np.concatenate(training_batches(LENGTHS, 16, seed, epoch)).tolist()
+
+    assert order(1, 0) == order(1, 0)
+    assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
+
+
+def padding_share(batches: list[np.ndarray]) -> float:
+    padded = sum(len(batch) * padded_length(int(LENGTHS[batch].max()), 512) for batch in batches)
+    return 1 - LENGTHS.sum() / padded
+
+
+def test_training_batches_are_of_similar_length_yet_random() -> None:
+    batches = training_batches(LENGTHS, 16, seed=1, epoch=0)
+    shuffled = np.random.default_rng(0).permutation(len(LENGTHS))
+    assert padding_share(batches) < 0.06
+    assert padding_share([shuffled[i : i + 16] for i in range(0, len(shuffled), 16)]) > 0.4
+    means = np.array([LENGTHS[batch].mean() for batch in batches])
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.2
+
+
+@pytest.mark.parametrize(("num_windows", "batch_size"), [(160, 16), (1000, 32), (1600, 16)])
+def test_the_texts_of_a_batch_seldom_meet_again(num_windows: int, batch_size: int) -> None:
+    """In the next epoch; sorted by length alone, three in four pairs of few texts would."""
+    pairs: list[set[tuple[int, int]]] = []
+    for epoch in range(6):
+        batches = training_batches(LENGTHS[:num_windows], batch_size, 1, epoch)
+        pairs.append({pair for batch in batches for pair in combinations(sorted(batch.tolist()), 2)})
+    again = [len(one & other) / len(one) for one, other in pairwise(pairs)]
+    assert np.mean(again) < 0.27
+
+
+def test_a_smaller_batch_is_drawn_at_random() -> None:
+    """Not of the longest windows, which would weigh more than others in each epoch."""
+    smaller = []
+    for epoch in range(200):
+        batches = training_batches(LENGTHS[:36], 16, 1, epoch)
+        smaller += [batch for batch in batches if len(batch) == 4]
+    assert len(smaller) == 200
+    times = np.bincount(np.concatenate(smaller), minlength=36)
+    assert times.min() > 0
+    assert times.max() < 50  # of 22 expected, with a standard deviation of 4.4
+    assert abs(np.corrcoef(times, LENGTHS[:36])[0, 1]) < 0.5
+
+
+def test_evaluation_batches_keep_to_the_budget() -> None:
+    batches = evaluation_batches(LENGTHS, max_tokens=2048)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(LENGTHS)))
+    sizes = [len(batch) * padded_length(int(LENGTHS[batch].max()), 512) for batch in batches]
+    assert max(sizes) <= 2048
+    assert np.mean(sizes) > 0.8 * 2048
+    assert LENGTHS[batches[0][0]] == LENGTHS.max()
+    assert padding_share(batches) < 0.05
+
+
+def test_a_window_over_the_budget_is_a_batch_alone() -> None:
+    batches = evaluation_batches(np.array([100, 5, 100]), max_tokens=64)
+    assert [batch.tolist() for batch in batches] == [[0], [2], [1]]

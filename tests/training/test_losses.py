@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+from torch import Tensor
+
+from hpo.config.data_config import TASK_KINDS
+from hpo.data.tasks import Task
+from hpo.errors import InputError
+from hpo.models.multitask import initial_bias
+from hpo.training.losses import (
+    LOSSES,
+    LossOptions,
+    check_loss,
+    class_weights,
+    count_items,
+    loss_name,
+    loss_sum,
+)
+
+TASKS = {
+    "single_label": Task("t", "single_label", ("a", "b", "c")),
+    "multi_label": Task("t", "multi_label", ("a", "b", "c")),
+    "token_classification": Task("t", "token_classification", ("a", "b")),
+    "overlapping": Task("t", "token_classification", ("a", "b"), spans_may_overlap=True),
+    "span_extraction": Task("t", "span_extraction", ("a",)),
+    "span_per_label": Task("t", "span_per_label", ("a", "b", "c"), "labels", spans_may_overlap=True),
+    "regression": Task("t", "regression", target_mean=3.0, target_std=2.0),
+}
+CLASS_WEIGHTS = {
+    "single_label": [0.5, 2.0, 1.5],
+    "multi_label": [0.5, 2.0, 1.5],
+    "token_classification": [0.2, 1.0, 2.0, 3.0, 4.0],
+    "overlapping": [0.2, 1.0, 2.0],
+    "span_per_label": [0.5, 2.0, 1.5],
+}
+CASES = [(name, loss) for name, task in TASKS.items() for loss in LOSSES[task.kind]]
+
+
+def make_batch(
+    name: str, batch_size: int = 6, length: int = 7, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, target with missing labels, and an attention mask with padding, of a task of TASKS."""
+    task = TASKS[name]
+    generator = torch.Generator().manual_seed(seed)
+    b, n, k = batch_size, length, task.num_outputs
+    lengths = torch.randint(3, n + 1, (b,), generator=generator)
+    mask = (torch.arange(n)[None] < lengths[:, None]).long()
+    shape = (b, k) if task.level == "sequence" else (b, n, k)
+    logits = 3 * torch.randn(shape, generator=generator)
+    missing = torch.rand((b,), generator=generator) < 0.3
+    missing[0], missing[1] = True, False
+
+    def randint(high: int, *size: int) -> Tensor:
+        return torch.randint(high, size, generator=generator)
+
+    match name:
+        case "single_label":
+            target = randint(k, b)
+            target[missing] = -100
+        case "multi_label":
+            target = randint(2, b, k).float()
+            target[missing] = -1
+            target[1, 1] = -1
+        case "regression":
+            target = 3 + 2 * torch.randn((b,), generator=generator)
+            target[missing] = math.nan
+        case "span_extraction":
+            target = torch.stack([randint(3, b), randint(3, b)], dim=1)
+            target[missing] = -100
+        case "span_per_label":
+            target = randint(2, b, n, k).float()
+            target[mask == 0] = -1
+            target[missing] = -1
+            target[1, :, 2] = -1
+        case _:
+            target = randint(3, b, n, 2) if name == "overlapping" else randint(k, b, n)
+            target[mask == 0] = -100
+            target[missing] = -100
+    return logits, target, mask
+
+
+def reference_loss(
+    name: str, logits: Tensor, target: Tensor, mask: Tensor, loss: str, eps: float, gamma: float, weight: Any
+) -> Tensor:
+    """The sum over labelled items in float64, one item after another, from the formulas."""
+    task = TASKS[name]
+    x, total = logits.double(), torch.zeros((), dtype=torch.float64)
+    gamma = gamma if loss == "focal" else 0.0
+
+    def multiclass(scores: Tensor, y: int) -> Tensor:
+        p = torch.exp(scores) / torch.exp(scores).sum()
+        k = len(scores)
+        item = torch.zeros((), dtype=torch.float64)
+        for c in range(k):
+            q = (1 - eps) * (c == y) + eps / k
+            item = item - (weight[c] if weight else 1) * q * (1 - p[c]) ** gamma * torch.log(p[c])
+        return item
+
+    def binary(score: Tensor, y: float, positive_weight: float) -> Tensor:
+        p = 1 / (1 + torch.exp(-score))
+        q = y * (1 - eps) + eps / 2
+        positive = -positive_weight * (1 - p) ** gamma * torch.log(p)
+        return q * positive - (1 - q) * p**gamma * torch.log(1 - p)
+
+    if task.kind == "single_label":
+        return sum((multiclass(x[b], int(y)) for b, y in enumerate(target) if y != -100), total)
+    if task.kind == "token_classification":
+        size = 3 if task.spans_may_overlap else task.num_outputs
+        rows, labels = x.reshape(-1, size), target.reshape(-1)
+        return sum((multiclass(rows[i], int(y)) for i, y in enumerate(labels) if y != -100), total)
+    if task.kind in ("multi_label", "span_per_label"):
+        for index in np.ndindex(*target.shape):
+            if target[index] >= 0:
+                total = total + binary(x[index], float(target[index]), weight[index[-1]] if weight else 1.0)
+        return total
+    if task.kind == "span_extraction":
+        for b in range(len(target)):
+            for end in range(2):
+                if target[b, end] != -100:
+                    scores = x[b, : int(mask[b].sum()), end]
+                    log_p = scores - torch.log(torch.exp(scores).sum())
+                    total = total - ((1 - eps) * log_p[target[b, end]] + eps * log_p.mean()) / 2
+        return total
+    for b, y in enumerate(target.double()):
+        if not torch.isnan(y):
+            error = (x[b, 0] - (y - 3.0) / 2.0).abs()
+            huber = error**2 / 2 if error <= 1 else error - 0.5
+            total = total + (huber if loss == "huber" else error**2)
+    return total
+
+
+def gradient(loss: Tensor, logits: Tensor) -> Tensor:
+    (result,) = torch.autograd.grad(loss, logits)
+    return result
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("gamma", [0.5, 2.0])
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+@pytest.mark.parametrize(("name", "loss"), CASES)
+def test_loss_and_gradient_equal_a_float64_reference(
+    name: str, loss: str, eps: float, gamma: float, weighted: bool
+) -> None:
+    logits, target, mask = make_batch(name)
+    logits.requires_grad_()
+    weight = CLASS_WEIGHTS.get(name) if weighted else None
+    options = LossOptions(loss=loss, label_smoothing=eps, focal_gamma=gamma)
+    ours = loss_sum(TASKS[name], logits, target, options, torch.tensor(weight) if weight else None, mask)
+    reference = reference_loss(name, logits, target, mask, loss, eps, gamma, weight)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), reference, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(gradient(ours, logits), gradient(reference, logits), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "loss"), CASES)
+def test_micro_batches_add_up_to_the_batch(name: str, loss: str) -> None:
+    logits, target, mask = make_batch(name, batch_size=8)
+    logits.requires_grad_()
+    options = LossOptions(loss=loss, label_smoothing=0.1)
+    count = count_items(TASKS[name], target)
+    whole = loss_sum(TASKS[name], logits, target, options, None, mask) / count
+    parts = []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 8)):
+        # Padding is cut to the longest row of the part, as collating the part alone would do.
+        n = int(mask[rows].sum(dim=1).max())
+        cut = (rows,) if TASKS[name].level == "sequence" else (rows, slice(0, n))
+        cut_target = (
+            target[rows] if TASKS[name].level == "sequence" or name == "span_extraction" else target[cut]
+        )
+        parts.append(loss_sum(TASKS[name], logits[cut], cut_target, options, None, mask[rows, :n]) / count)
+    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
+    torch.testing.assert_close(gradient(sum(parts), logits), gradient(whole, logits), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "count"),
+    [
+        ("single_label", torch.tensor([0, -100, 2]), 2),
+        ("multi_label", torch.tensor([[0.0, 1.0, 0.0], [-1.0, 1.0, -1.0], [-1.0, -1.0, -1.0]]), 2),
+        ("regression", torch.tensor([0.0, math.nan, -1.0]), 2),
+        ("token_classification", torch.tensor([[0, 3, -100], [-100, -100, -100]]), 2),
+        ("overlapping", torch.tensor([[[0, 3], [1, -100], [-100, -100]]]), 2),
+        ("span_extraction", torch.tensor([[0, 0], [-100, -100], [3, 4]]), 2),
+        ("span_per_label", torch.tensor([[[0.0, -1.0, 1.0], [-1.0, -1.0, -1.0]]]), 2),
+    ],
+)
+def test_count_items_counts_each_labelled_item_once(name: str, target: Tensor, count: int) -> None:
+    assert count_items(TASKS[name], target) == count
+
+
+@pytest.mark.parametrize(("name", "loss"), CASES)
+def test_a_batch_without_labels_gives_zero_with_zero_gradient(name: str, loss: str) -> None:
+    logits, target, mask = make_batch(name)
+    logits.requires_grad_()
+    missing = {"regression": math.nan, "multi_label": -1.0, "span_per_label": -1.0}.get(name, -100)
+    target.fill_(missing)
+    ours = loss_sum(TASKS[name], logits, target, LossOptions(loss, label_smoothing=0.1), None, mask)
+    assert count_items(TASKS[name], target) == 0
+    assert ours.item() == 0.0
+    assert torch.equal(gradient(ours, logits), torch.zeros_like(logits))
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("size", [30.0, 300.0, 60000.0])
+@pytest.mark.parametrize(("name", "loss"), CASES)
+def test_gradients_are_finite_at_extreme_logits(name: str, loss: str, size: float, gamma: float) -> None:
+    logits, target, mask = make_batch(name)
+    logits = (logits.sign() * size).requires_grad_()
+    options = LossOptions(loss, label_smoothing=0.1, focal_gamma=gamma)
+    ours = loss_sum(TASKS[name], logits, target, options, None, mask)
+    assert torch.isfinite(ours)
+    assert torch.isfinite(gradient(ours, logits)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", TASKS)
+def test_reduced_precision_logits_are_reduced_in_fp32(name: str, dtype: torch.dtype) -> None:
+    logits, target, mask = make_batch(name)
+    reduced = logits.to(dtype)
+    ours = loss_sum(TASKS[name], reduced, target, LossOptions(), None, mask)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, loss_sum(TASKS[name], reduced.float(), target, LossOptions(), None, mask))
+
+
+def test_a_nonfinite_logit_of_a_labelled_item_shows_in_the_loss() -> None:
+    for name, task in TASKS.items():
+        logits, target, mask = make_batch(name)
+        logits[1] = math.nan
+        assert torch.isnan(loss_sum(task, logits, target, LossOptions(), None, mask)), name
+
+
+def test_a_constant_regression_target_has_a_finite_loss() -> None:
+    task = Task("t", "regression", target_mean=5.0, target_std=0.0)
+    assert (
+        loss_sum(task, torch.ones(2, 1), torch.tensor([5.0, 5.0]), LossOptions(), None, torch.ones(2, 1)) == 2
+    )
+
+
+def test_a_fresh_head_starts_from_rough_priors() -> None:
+    assert torch.sigmoid(initial_bias(TASKS["multi_label"])).tolist() == pytest.approx([1 / 3] * 3)
+    assert torch.sigmoid(initial_bias(TASKS["span_per_label"])).tolist() == pytest.approx([0.1] * 3)
+    joint = torch.softmax(initial_bias(TASKS["token_classification"]), dim=0)
+    assert joint.tolist() == pytest.approx([0.75] + [0.25 / 4] * 4)
+    by_name = torch.softmax(initial_bias(TASKS["overlapping"]).reshape(2, 3), dim=1)
+    assert by_name.tolist() == [pytest.approx([1 - 0.125, 0.125 / 2, 0.125 / 2])] * 2
+    for name in ("single_label", "span_extraction", "regression"):
+        assert initial_bias(TASKS[name]).tolist() == [0.0] * TASKS[name].num_outputs
+
+
+def test_a_loss_that_does_not_fit_leaves_a_kind_at_its_own() -> None:
+    assert [loss_name(kind, "focal") for kind in TASK_KINDS] == [
+        "focal",
+        "focal",
+        "focal",
+        "cross_entropy",
+        "focal",
+        "mse",
+    ]
+    assert [loss_name(kind, "auto") for kind in TASK_KINDS] == [LOSSES[kind][0] for kind in TASK_KINDS]
+    check_loss([TASKS["single_label"], TASKS["regression"]], "focal")
+    check_loss([TASKS["regression"]], "auto")
+    with pytest.raises(InputError, match=r"`focal` fits the kinds single_label, .* of the kinds regression"):
+        check_loss([TASKS["regression"]], "focal")
+
+
+def test_balanced_weights_are_scikit_learns() -> None:
+    y = np.array([0] * 50 + [1] * 30 + [2] * 20)
+    expected = compute_class_weight("balanced", classes=np.unique(y), y=y)
+    target = torch.tensor(np.concatenate([y, [-100] * 5]))
+    weight = class_weights(TASKS["single_label"], target.split(17))
+    torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float32))
+
+
+def test_balanced_weights_of_classes_that_are_absent_or_rare() -> None:
+    weight = class_weights(TASKS["token_classification"], [torch.tensor([[0] * 999 + [1], [-100] * 1000])])
+    assert weight is not None
+    assert weight.tolist() == pytest.approx([1000 / (2 * 999), 10.0, 1.0, 1.0, 1.0])
+
+
+def test_positive_weights_are_negatives_over_positives() -> None:
+    target = torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    weight = class_weights(TASKS["multi_label"], [target[:2], target[2:]])
+    assert weight is not None
+    assert weight.dtype == torch.float32
+    assert weight.tolist() == [3.0, 1.0, 0.5]
+    tokens = class_weights(TASKS["span_per_label"], [target[None]])
+    assert tokens is not None
+    assert tokens.tolist() == [3.0, 1.0, 0.5]
+
+
+def test_overlapping_spans_share_three_weights() -> None:
+    target = torch.zeros(1, 10, 2, dtype=torch.int64)
+    target[0, 0, 0], target[0, 1, 0] = 1, 2
+    weight = class_weights(TASKS["overlapping"], [target])
+    assert weight is not None
+    assert weight.tolist() == pytest.approx([20 / (3 * 18), 20 / 3, 20 / 3])
+
+
+@pytest.mark.parametrize("name", ["regression", "span_extraction"])
+def test_kinds_without_classes_have_no_weights(name: str) -> None:
+    assert class_weights(TASKS[name], [make_batch(name)[1]]) is None

@@ -1,0 +1,88 @@
+"""The meter's rates and percentiles, and that what it holds stays as large as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from tiny import CPU
+
+from hpo.device import probe_device
+from hpo.training.throughput import ThroughputMeter
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the meter sees."""
+    time = [0.0]
+    monkeypatch.setattr("hpo.training.throughput.time.perf_counter", lambda: time[0])
+    return time
+
+
+def measure(meter: ThroughputMeter, now: list[float], seconds: Sequence[float]) -> ThroughputMeter:
+    """Let steps of four examples in 40 of 50 places last so long."""
+    meter.start()
+    for step in seconds:
+        now[0] += step
+        meter.step(4, 4, 40, 50)
+    return meter
+
+
+def test_rates_leave_out_the_first_steps_and_what_is_between_stretches(now: list[float]) -> None:
+    meter = measure(ThroughputMeter(CPU), now, [9.0, 9.0, 9.0, 2.0, 2.0])
+    now[0] += 1000.0
+    measure(meter, now, [4.0])
+    assert meter.summary() == {
+        "train_examples_per_second": pytest.approx(12 / 8),
+        "train_tokens_per_second": pytest.approx(120 / 8),
+        "step_seconds_p50": pytest.approx(2.0, rel=0.01),
+        "step_seconds_p95": pytest.approx(4.0, rel=0.01),
+        "padding_share": pytest.approx(0.2),
+    }
+    measured = meter.measured_seconds, meter.measured_tokens, meter.measured_windows
+    assert measured == (pytest.approx(35.0), 240, 24)
+
+
+def test_fewer_steps_than_the_warm_up_still_have_a_rate(now: list[float]) -> None:
+    summary = measure(ThroughputMeter(CPU), now, [2.0]).summary()
+    assert summary["train_examples_per_second"] == pytest.approx(2.0)
+    assert summary["step_seconds_p95"] == pytest.approx(2.0, rel=0.01)
+    assert set(ThroughputMeter(CPU).summary().values()) == {None}
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.3, 100.0])
+def test_percentiles_are_within_one_percent(now: list[float], scale: float) -> None:
+    seconds = scale * np.random.default_rng(0).lognormal(sigma=0.8, size=4001)
+    summary = measure(ThroughputMeter(CPU, warmup_steps=0), now, seconds.tolist()).summary()
+    for percent in (50, 95):
+        expected = np.percentile(seconds, percent, method="inverted_cdf")
+        assert summary[f"step_seconds_p{percent}"] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_state_does_not_grow_with_the_steps(now: list[float]) -> None:
+    generator, meter = np.random.default_rng(0), ThroughputMeter(CPU)
+    sizes = []
+    for _ in range(2):
+        measure(meter, now, generator.uniform(0.1, 10.0, size=20_000).tolist())
+        sizes.append(len(json.dumps(meter.state_dict())))
+    assert sizes[1] < 1.1 * sizes[0] < 10_000
+    restored = ThroughputMeter(CPU)
+    restored.load_state_dict(meter.state_dict())
+    assert restored.summary() == meter.summary()
+    assert measure(restored, now, [3.0]).summary() == measure(meter, now, [3.0]).summary()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_s_steps_are_timed_by_its_events() -> None:
+    meter = ThroughputMeter(probe_device("cuda"), warmup_steps=0)
+    values = torch.randn(2000, 2000, device="cuda")
+    meter.start()
+    for _ in range(1500):  # more than are kept
+        values = values @ values / 2000
+        meter.step(1, 1, 10, 10)
+    assert meter.measured_tokens == 15_000
+    assert meter.measured_seconds > 0
