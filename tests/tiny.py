@@ -13,7 +13,7 @@ from hpo.config.study_config import StudyConfig, load_study
 from hpo.data.batches import Batch
 from hpo.data.tasks import Task
 from hpo.device import DeviceInfo
-from hpo.models.multitask import MultitaskModel
+from hpo.models.multitask import HeadSettings, MultitaskModel
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.losses import LossOptions, MultitaskLoss
 from hpo.trial.executor import Executor
@@ -83,7 +83,7 @@ class TinyEncoder(torch.nn.Module):
 
 def tiny_model(encoder: torch.nn.Module | None = None, tasks: tuple[Task, ...] = TASKS) -> MultitaskModel:
     torch.manual_seed(0)
-    return MultitaskModel(encoder or TinyEncoder(), tasks, head_dropout=0.0)
+    return MultitaskModel(encoder or TinyEncoder(), tasks, HeadSettings(head_dropout=0.0))
 
 
 def tiny_batch(num: int = 6, length: int = 8, seed: int = 0) -> Batch:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpo.data.tasks import Task
-from hpo.models.multitask import MultitaskModel, build_model
+from hpo.models.encoder import load_encoder
+from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 
 LABEL = Task("label", "single_label", ("a", "b", "c"))
 SPANS = Task("spans", "token_classification", ("x", "y"))
@@ -49,10 +51,17 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+MODEL_SETTINGS = ("max_length", "freeze_layers", "gradient_checkpointing")
+
+
 def make_model(encoder: str | dict[str, Any] = BERT, *, seed: int = 0, **settings: Any) -> MultitaskModel:
-    """`build_model` with a seed, two tasks and short texts, unless `settings` say otherwise."""
+    """A model with a seed, two tasks and short texts, unless `settings` of a study file say otherwise."""
     torch.manual_seed(seed)
-    return build_model(encoder, settings.pop("tasks", TASKS), **{"max_length": 16, **settings})
+    tasks = settings.pop("tasks", TASKS)
+    settings = {"max_length": 16, **settings}
+    heads = {field.name: settings.pop(field.name) for field in fields(HeadSettings) if field.name in settings}
+    own = {name: settings.pop(name) for name in MODEL_SETTINGS if name in settings}
+    return build_model(load_encoder(encoder, **settings), tasks, HeadSettings(**heads), **own)
 
 
 def make_batch(

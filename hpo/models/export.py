@@ -7,19 +7,19 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer
-from hpo.models.multitask import HEAD_SETTINGS, MultitaskModel
+from hpo.models.multitask import HeadSettings, MultitaskModel
 
 EXPORT_FORMAT = 1
 
@@ -57,7 +57,7 @@ def export_model(
         metadata = {
             "format": EXPORT_FORMAT,
             "tasks": model.tasks,
-            **model.head_settings,
+            **asdict(model.head_settings),
             "attention": attention,
             "max_length": max_length,
             "precision": precision,
@@ -104,7 +104,8 @@ def load_exported(
     encoder = load_encoder(
         str(directory), attention=attention or metadata["attention"], trust_remote_code=trust_remote_code
     )
-    model = MultitaskModel(encoder, tasks, **{key: metadata[key] for key in HEAD_SETTINGS})
+    heads_made = HeadSettings(**{field.name: metadata[field.name] for field in fields(HeadSettings)})
+    model = MultitaskModel(encoder, tasks, heads_made)
     expected = _head_state(model)
     differing = [
         name
@@ -124,7 +125,3 @@ def _head_state(model: MultitaskModel) -> dict[str, Tensor]:
     """All of the state that is not the encoder's: pooling, heads, log variances."""
     state = model.state_dict()
     return {name: value.contiguous() for name, value in state.items() if not name.startswith("encoder.")}
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

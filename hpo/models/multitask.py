@@ -13,8 +13,9 @@ Shape suffixes: B windows, L tokens in a window, D hidden size, K outputs of one
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,56 +23,53 @@ from torch import Tensor, nn
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
 from hpo.models.dropout import use_bit_dropout
-from hpo.models.encoder import encoder_layers, load_encoder, max_positions, takes_type_ids
+from hpo.models.encoder import encoder_layers, max_positions, takes_type_ids
 
-HEAD_SETTINGS = ("pooling", "head_type", "head_hidden_size", "head_dropout", "loss_weighting")
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The settings of a study file that make heads, by the same names."""
+
+    pooling: str = "mean"
+    head_type: str = "linear"
+    head_hidden_size: int = 256
+    head_dropout: float = 0.1
+    loss_weighting: str = "fixed"
 
 
 class MultitaskModel(nn.Module):
     """An encoder and one head a task.
 
     `encoder` takes input_ids and attention_mask and returns a `last_hidden_state` [B, L, D]; its
-    `config.hidden_size` is D. `loss_weighting="uncertainty"` adds one learnt log variance a task.
+    `config.hidden_size` is D. `loss_weighting` "uncertainty" adds one learnt log variance a task.
     """
 
-    def __init__(
-        self,
-        encoder: nn.Module,
-        tasks: Sequence[Task],
-        *,
-        pooling: str = "mean",
-        head_type: str = "linear",
-        head_hidden_size: int = 256,
-        head_dropout: float = 0.1,
-        loss_weighting: str = "fixed",
-    ) -> None:
+    def __init__(self, encoder: nn.Module, tasks: Sequence[Task], heads: HeadSettings) -> None:
         super().__init__()
         if not tasks:
             raise ModelError("a model must have at least one task, but got none.")
         self.tasks = tuple(tasks)
-        settings = (pooling, head_type, head_hidden_size, head_dropout, loss_weighting)
-        self.head_settings = dict(zip(HEAD_SETTINGS, settings, strict=True))
+        self.head_settings = heads
         self.encoder = encoder
         self.passes_type_ids = takes_type_ids(encoder)
         config: Any = encoder.config
         hidden_size: int = config.hidden_size
-        self.pool = AttentionPooling(hidden_size) if pooling == "attention" else _POOLINGS[pooling]
-        # Lists in the order of the tasks: a dictionary of modules refuses names such as `type` or `a.b`.
-        self.heads = nn.ModuleList(
-            _head(head_type, hidden_size, task.num_outputs, head_hidden_size, head_dropout) for task in tasks
+        self.pool = (
+            AttentionPooling(hidden_size) if heads.pooling == "attention" else _POOLINGS[heads.pooling]
         )
+        # Lists in the order of the tasks: a dictionary of modules refuses names such as `type` or `a.b`.
+        self.heads = nn.ModuleList(_head(heads, hidden_size, task.num_outputs) for task in tasks)
         init_std = getattr(config, "initializer_range", 0.02)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith("encoder."):
                 nn.init.normal_(module.weight, std=init_std)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        heads: Any = self.heads
         with torch.no_grad():
-            for task, head in zip(self.tasks, heads, strict=True):
+            for task, head in zip(self.tasks, cast(Any, self.heads), strict=True):
                 head[-1].bias.copy_(initial_bias(task))
         self.log_variances = nn.ParameterList(
-            nn.Parameter(torch.zeros(())) for _ in tasks if loss_weighting == "uncertainty"
+            nn.Parameter(torch.zeros(())) for _ in tasks if heads.loss_weighting == "uncertainty"
         )
 
     @property
@@ -147,39 +145,23 @@ _POOLINGS = {"cls": pool_cls, "mean": pool_mean, "max": pool_max}
 
 
 def build_model(
-    encoder: str | Mapping[str, Any],
+    encoder: nn.Module,
     tasks: Sequence[Task],
+    heads: HeadSettings = HeadSettings(),
     *,
     max_length: int,
-    pooling: str = "mean",
-    head_type: str = "linear",
-    head_hidden_size: int = 256,
-    dropout: float | None = None,
-    attention_dropout: float | None = None,
-    head_dropout: float = 0.1,
     freeze_layers: int = 0,
     gradient_checkpointing: bool = False,
-    attention: str = "sdpa",
-    loss_weighting: str = "fixed",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
 ) -> MultitaskModel:
-    """Return the model of one trial, in fp32 on the CPU, in training mode.
+    """Return the model of one trial over an encoder of `load_encoder`, in training mode.
 
-    New weights (heads, a fresh encoder) come from torch's global generator: call `torch.manual_seed`
-    before. `max_length` is the longest window in tokens. `freeze_layers=n` keeps the embeddings and the
+    The weights of the heads come from torch's global generator: call `torch.manual_seed` before.
+    `max_length` is the longest window in tokens. `freeze_layers=n` keeps the embeddings and the
     lowest n layers as they are; 0 trains everything.
 
-    Raises ModelError where the encoder cannot be loaded or cannot do what a setting asks.
+    Raises ModelError where the encoder cannot do what a setting asks.
     """
-    module: Any = load_encoder(
-        encoder,
-        attention=attention,
-        dropout=dropout,
-        attention_dropout=attention_dropout,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    module: Any = encoder
     name = type(module).__name__
     positions = max_positions(module)
     if positions is not None and max_length > positions:
@@ -196,15 +178,7 @@ def build_model(
         # transformers renamed it between 5.17 and 5.23, and the old name warns.
         enable = getattr(module, "activation_checkpointing_enable", None)
         (enable or module.gradient_checkpointing_enable)({"use_reentrant": False})
-    model = MultitaskModel(
-        module,
-        tasks,
-        pooling=pooling,
-        head_type=head_type,
-        head_hidden_size=head_hidden_size,
-        head_dropout=head_dropout,
-        loss_weighting=loss_weighting,
-    )
+    model = MultitaskModel(module, tasks, heads)
     freeze(model, freeze_layers)
     use_bit_dropout(model)
     return model.train()
@@ -251,17 +225,17 @@ def freeze(model: MultitaskModel, freeze_layers: int) -> None:
             parameter.requires_grad_(False)
 
 
-def _head(
-    head_type: str, hidden_size: int, num_outputs: int, head_hidden_size: int, dropout: float
-) -> nn.Module:
-    if head_type == "linear":
-        return nn.Sequential(nn.Dropout(dropout), nn.Linear(hidden_size, num_outputs))
+def _head(settings: HeadSettings, hidden_size: int, num_outputs: int) -> nn.Module:
+    dropout = nn.Dropout(settings.head_dropout)
+    if settings.head_type == "linear":
+        return nn.Sequential(dropout, nn.Linear(hidden_size, num_outputs))
+    inner = settings.head_hidden_size
     return nn.Sequential(
-        nn.Dropout(dropout),
-        nn.Linear(hidden_size, head_hidden_size),
+        dropout,
+        nn.Linear(hidden_size, inner),
         nn.GELU(),
-        nn.Dropout(dropout),
-        nn.Linear(head_hidden_size, num_outputs),
+        nn.Dropout(settings.head_dropout),
+        nn.Linear(inner, num_outputs),
     )
 
 

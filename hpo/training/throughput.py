@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpo.device import DeviceInfo, synchronize
 from hpo.errors import ModelError
 from hpo.models.encoder import encoder_layers
-from hpo.models.export import _num_parameters
 from hpo.models.multitask import MultitaskModel
 
 WARMUP_STEPS = 3
@@ -212,3 +212,7 @@ def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -
     for task, head in zip(model.tasks, model.heads, strict=True):
         flops += 6 * _num_parameters(head) * (num_tokens if task.level == "token" else num_sequences)
     return flops
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -35,8 +35,8 @@ from hpo.device import DeviceInfo
 from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd, did_you_mean
 from hpo.memory import disable_malloc_trim, gc_collect, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
-from hpo.models.encoder import load_tokenizer
-from hpo.models.multitask import MultitaskModel, build_model
+from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.table import Precision, Resolution, apply_preset, resolve
@@ -247,22 +247,28 @@ class Executor:
 
     def build_model(self, config: TrialConfig) -> MultitaskModel:
         """The trial's model in fp32 weights, on the device."""
-        model = build_model(
+        encoder = load_encoder(
             config.encoder,
-            self.tasks,
-            pooling=config.pooling,
-            head_type=config.head_type,
-            head_hidden_size=config.head_hidden_size,
+            attention=config.attention,
             dropout=config.dropout,
             attention_dropout=config.attention_dropout,
-            head_dropout=config.head_dropout,
-            freeze_layers=config.freeze_layers,
-            gradient_checkpointing=config.gradient_checkpointing,
-            attention=config.attention,
-            loss_weighting=config.loss_weighting,
-            max_length=config.max_length,
             revision=self.study.model.revision,
             trust_remote_code=self.study.model.trust_remote_code,
+        )
+        heads = HeadSettings(
+            config.pooling,
+            config.head_type,
+            config.head_hidden_size,
+            config.head_dropout,
+            config.loss_weighting,
+        )
+        model = build_model(
+            encoder,
+            self.tasks,
+            heads,
+            max_length=config.max_length,
+            freeze_layers=config.freeze_layers,
+            gradient_checkpointing=config.gradient_checkpointing,
         )
         return model.to(self.device.torch_device)
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_encoders import make_model
 from transformers import BertModel, GPT2Config, GPT2Model, T5Config, T5Model, ViTConfig, ViTModel
 
 from hpo.data.tasks import Task
 from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer, resolve_encoder
-from hpo.models.multitask import MultitaskModel, build_model
+from hpo.models.multitask import MultitaskModel
 
 TASKS = (Task("label", "single_label", ("a", "b")),)
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -23,7 +24,7 @@ BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES, "max_p
 
 
 def build(encoder: str | dict[str, Any] = BERT, **settings: Any) -> MultitaskModel:
-    return build_model(encoder, TASKS, **{"max_length": 16, **settings})
+    return make_model(encoder, tasks=TASKS, **settings)
 
 
 @pytest.fixture
@@ -298,4 +299,4 @@ def test_an_encoder_that_does_not_see_the_mask() -> None:
 
 def test_no_task() -> None:
     with pytest.raises(ModelError, match="at least one task"):
-        build_model(BERT, (), max_length=16)
+        make_model(BERT, tasks=())

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import tiny_executor
-from tiny_encoders import FAMILIES
+from tiny_encoders import FAMILIES, make_model
 from torch import Tensor, nn
 
 import hpo.models.attention
@@ -15,7 +15,6 @@ from hpo.data.tasks import Task
 from hpo.models.attention import NAME, attention_forward, use_training_attention
 from hpo.models.dropout import DropoutMaskGenerator
 from hpo.models.encoder import load_encoder
-from hpo.models.multitask import build_model
 from hpo.trial.verify import check_precision
 
 HEADS, SIZE, P = 3, 8, 0.2
@@ -120,7 +119,7 @@ def test_large_scores_do_not_overflow_in_fp16(drawn: list[Tensor]) -> None:
 
 
 def test_a_rehearsal_runs_the_kernel_and_drops_nothing(drawn: list[Tensor]) -> None:
-    model = build_model("minilm", (Task("slots", "token_classification", ("a",)),), max_length=16).eval()
+    model = make_model("minilm", tasks=(Task("slots", "token_classification", ("a",)),)).eval()
     ids_BL = torch.randint(1000, 2000, (2, 9))
     mask_BL = (torch.arange(9) < torch.tensor([9, 5])[:, None]).long()
     calls = []
@@ -201,9 +200,8 @@ def test_encoders_give_what_their_own_attention_gives(family: str, monkeypatch: 
     )
     task = Task("slots", "token_classification", ("a",))
     settings = {"max_length": 12, "dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 1e-9}
-    torch.manual_seed(0)
     config, attention = FAMILIES[family]
-    model = build_model(config, (task,), attention=attention, **settings)  # type: ignore[arg-type]
+    model = make_model(config, tasks=(task,), attention=attention, **settings)
     ids_BL = torch.randint(5, 100, (4, 12))
     mask_BL = (torch.arange(12) < torch.tensor([12, 3, 7, 12])[:, None]).long()
     trained = model(ids_BL, mask_BL)["slots"]

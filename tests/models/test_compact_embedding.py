@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_encoders import FAMILIES
+from tiny_encoders import FAMILIES, make_model
 from torch import Tensor, nn
 
 from hpo.data.tasks import Task
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
-from hpo.models.multitask import MultitaskModel, build_model
+from hpo.models.multitask import MultitaskModel
 from hpo.training.optim import build_optimizer, parameter_groups, schedule_factor, set_learning_rate
 
 TASKS = (Task("tags", "multi_label", ("x", "y")),)
@@ -22,7 +22,7 @@ def model_of(family: str = "bert", seed: int = 0) -> MultitaskModel:
     torch.manual_seed(seed)
     config, attention = FAMILIES[family]
     dropout = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
-    return build_model(config, TASKS, max_length=8, attention=attention, **dropout)
+    return make_model(config, tasks=TASKS, max_length=8, attention=attention, **dropout)
 
 
 def optimizer_of(model: MultitaskModel, name: str) -> torch.optim.Optimizer:
@@ -120,7 +120,7 @@ def test_an_unused_id_is_an_error_and_not_another_row() -> None:
 
 def test_encoders_without_one_table_are_left_alone() -> None:
     config = {"model_type": "canine", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = build_model(config, TASKS, max_length=16, attention="eager")
+    model = make_model(config, tasks=TASKS, max_length=16, attention="eager")
     with pytest.raises(NotImplementedError):
         model.encoder.get_input_embeddings()  # type: ignore[operator]
     names = set(model.state_dict())
