@@ -129,6 +129,21 @@ def start_opening(url: str, config: StudyConfig, log: Path) -> Any:
     return process
 
 
+def join(url: str, config: StudyConfig, log: Path) -> None:
+    """Join the study as a worker and leave again."""
+    with open_storage(url) as storage:
+        opened = storage.create_or_resume_study(config)
+        with WorkerLease(storage, opened, max_retries=0) as worker:
+            note(log, number=worker.number)
+
+
+def start_joining(url: str, config: StudyConfig, log: Path) -> Any:
+    """Start a process that runs `join`."""
+    process = CONTEXT.Process(target=join, args=(url, config, log), daemon=True)
+    process.start()
+    return process
+
+
 class _Killer:
     def __init__(self, kill_at: int) -> None:
         self._left = kill_at
