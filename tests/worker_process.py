@@ -78,11 +78,15 @@ def work(
     *,
     kill: str = "",
     kill_at: int = 3,
+    crash: int = 0,
     trial_seconds: float = 0.0,
     number: int = 0,
     stop: threading.Event | None = None,
 ) -> RunSummary:
-    """Be a worker until the study is done; killed at the `kill_at`-th time that `kill` happens."""
+    """Be a worker until the study is done; killed at the `kill_at`-th time that `kill` happens.
+
+    With `crash`, each trial in fp16 sends this signal to its own process.
+    """
     die = _Killer(kill_at)
     if kill:
         _PLACES[kill](die)
@@ -93,6 +97,8 @@ def work(
             note(log, number=trial.number, params=params, pid=os.getpid())
             row = EvaluationRow(step=10, epoch=1.0, seconds=0.1, metrics={"score": 0.25})
             storage.report_evaluation(trial, 1, 0.25, row)
+            if crash and params["fp_precision"] == "fp16":
+                os.kill(os.getpid(), crash)
             deadline = time.monotonic() + trial_seconds
             while time.monotonic() < deadline:
                 lease.check()
@@ -208,7 +214,7 @@ def check_done(storage: Storage, config: StudyConfig, log: Path) -> None:
             assert trial.params == by_number[trial.attributes["retry_of"]].params
 
 
-def main(log: str, n_trials: str, trial_seconds: str) -> int:
+def main(log: str, n_trials: str, trial_seconds: str, crash: str = "0") -> int:
     """Be what `hpo worker` is, with trials that only wait."""
     with stop_on_signals() as stop:
         done = work(
@@ -216,6 +222,7 @@ def main(log: str, n_trials: str, trial_seconds: str) -> int:
             study(int(n_trials)),
             Path(log),
             trial_seconds=float(trial_seconds),
+            crash=int(crash),
             stop=stop,
         )
     return done.exit_code

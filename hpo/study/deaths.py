@@ -38,13 +38,12 @@ MAX_DEATHS = 2
 
 OUT_OF_MEMORY = "the kernel's out-of-memory killer"
 _CAUSED_BY_ITSELF = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGILL", "SIGFPE", "SIGSYS", "SIGTRAP")
-_VMSTAT = Path("/proc/vmstat")
 
 
-def num_oom_kills() -> int | None:
+def num_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
     """How many processes this machine's kernel has killed for want of memory since boot; None: unknown."""
     try:
-        lines = _VMSTAT.read_text().splitlines()
+        lines = vmstat.read_text().splitlines()
     except OSError:  # not Linux
         return None
     counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +157,59 @@ def test_trial_that_cannot_run_here_is_left_to_others(storage: Storage, state: s
     def can_run(params: Mapping[str, Any]) -> bool:
         return params.get("fp_precision") != precision
 
-    with worker_on(storage, opened) as first:
+    with ExitStack() as stack:
+        first = stack.enter_context(worker_on(storage, opened))
         trial = first.open_trial(first.claim())
         precision = suggest(study().search_space, trial)["fp_precision"]
         if state == "dead":
             change_row(storage, first, process_start="1")
-    with WorkerLease(storage, opened, max_retries=1, can_run=can_run) as other:
-        for slot in (1, 2):
-            lease = other.claim()
-            assert lease.slot == slot
-            other.record_outcome(lease, other.open_trial(lease), result("complete"))
-        assert other.claim() is None
-    assert storage.slot_counts("tiny")["done"] == 2
-    with worker_on(storage, opened) as able:
-        assert able.open_trial(able.claim()).number == trial.number
+        else:
+            stack.close()
+        with WorkerLease(storage, opened, max_retries=1, can_run=can_run) as other:
+            for slot in (1, 2):
+                lease = other.claim()
+                assert lease.slot == slot
+                other.record_outcome(lease, other.open_trial(lease), result("complete"))
+            assert other.claim() is None
+        with worker_on(storage, opened) as able:
+            assert able.open_trial(able.claim()).number == trial.number
+
+
+@pytest.mark.parametrize("progress", ["evaluation", "checkpoint"])
+def test_deaths_at_one_place_count_until_there_is_progress(
+    storage: Storage, opened: optuna.Study, progress: str
+) -> None:
+    saved = {0: 0}
+    with ExitStack() as stack:
+        peer = WorkerLease(storage, opened, max_retries=1, saved_step=saved.__getitem__)
+        stack.enter_context(peer)
+        for step, num_deaths in ((0, 1), (30, 1), (30, 2)):
+            victim = stack.enter_context(worker_on(storage, opened))
+            trial = victim.open_trial(victim.claim())
+            assert trial.number == 0
+            if step and progress == "evaluation":
+                storage.report_evaluation(trial, 1, 0.5, EvaluationRow(step, 1.0, 1.0, {}))
+            elif step:
+                saved[0] = step
+            change_row(storage, victim, process_start="1")
+            lease = peer.claim()
+            assert lease.num_deaths == num_deaths
+            assert lease.crashed == (num_deaths == 2)
+            peer.record_outcome(lease, peer.open_trial(lease), result("preempted"))
+        assert lease.crash_reason == (
+            "its process died 2 times after step 30, without progress (the last time: unknown)."
+        )
+        assert peer.claim().crashed, "known to whoever claims the slot next"
+
+
+def test_deaths_that_no_worker_outlives_cost_nothing(storage: Storage, opened: optuna.Study) -> None:
+    with ExitStack() as stack:
+        for _ in range(10):
+            worker = stack.enter_context(worker_on(storage, opened))
+            lease = worker.claim()
+            worker.open_trial(lease)
+            assert (lease.slot, lease.num_deaths) == (0, 0)
+            change_row(storage, worker, process_start="1")
 
 
 def test_zombie_is_dead() -> None:
