@@ -14,9 +14,10 @@ taken over forever. But most deaths say nothing of the configuration: a node tha
 The death of the machine, or of all workers of a study on it, costs nothing, however often it happens. The
 same holds where a worker is alone on its machine and nobody can tell why it ended.
 
-The place of a death is the step from which the trial would go on: that of its last checkpoint or evaluation.
-A death further on than the one before is progress, and counts as the first. The `MAX_DEATHS`-th at one place
-ends the trial as `crashed`, which samplers see as infeasible.
+The place of a death is the step from which the trial would go on, that of its last checkpoint or evaluation,
+and how many parameters it had. A death further on than the one before is progress, and counts as the first;
+one that came when the trial had ended and its outcome was being stored does not count. The `MAX_DEATHS`-th
+at one place ends the trial as `crashed`, which samplers see as infeasible.
 """
 
 from __future__ import annotations

@@ -76,7 +76,9 @@ def _failures(of_slot: list[optuna.trial.FrozenTrial]) -> list[optuna.trial.Froz
 class Lease:
     """The right of one worker to run one slot's trial."""
 
-    def __init__(self, slot: int, num_deaths: int = 0, death_step: int = 0, cause: str = "") -> None:
+    def __init__(
+        self, slot: int, num_deaths: int = 0, death_step: int = 0, death_params: int = 0, cause: str = ""
+    ) -> None:
         self.slot = slot
         self.trained = False
         """Whether `check` was called: the trial has made a step."""
@@ -84,6 +86,8 @@ class Lease:
         """How many deaths in the slot's trial count against its configuration; see `deaths`."""
         self.death_step = death_step
         """From where the trial would go on after the last of them."""
+        self.death_params = death_params
+        """How many parameters the trial had then."""
         self._cause = cause
         self._lost = threading.Event()
 
@@ -113,6 +117,10 @@ class Lease:
         self.trained = True
         if self.lost:
             raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
+
+
+def _lease_of(slot: Any) -> Lease:
+    return Lease(slot.slot, slot.deaths, slot.death_step, slot.death_params)
 
 
 class WorkerLease:
@@ -247,14 +255,17 @@ class WorkerLease:
             with self._storage.engine.begin() as connection:
                 claimed = connection.execute(mine).first()
                 if claimed is not None:
-                    return Lease(claimed.slot, claimed.deaths, claimed.death_step)
+                    return _lease_of(claimed)
                 found = self._abandoned(connection, refused) or connection.execute(free).one_or_none()
                 if found is None:
                     return None
-                lease = Lease(found.slot, found.deaths, found.death_step)
-                if found.state == "running":
-                    lease = self._count_death(connection, found)
-                deaths = {"deaths": lease.num_deaths, "death_step": lease.death_step}
+                died = found.state == "running"
+                lease = self._count_death(connection, found) if died else _lease_of(found)
+                deaths = {
+                    "deaths": lease.num_deaths,
+                    "death_step": lease.death_step,
+                    "death_params": lease.death_params,
+                }
                 unchanged = (
                     of_study,
                     slots.c.slot == found.slot,
@@ -291,20 +302,22 @@ class WorkerLease:
 
     def _count_death(self, connection: sa.Connection, slot: Any) -> Lease:
         """Return the lease of a slot whose owner died, with that death if it counts."""
-        lease = Lease(slot.slot, slot.deaths, slot.death_step)
+        lease = _lease_of(slot)
         dead = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one_or_none()
         if dead is None or slot.trial_number is None:
             return lease
         outlived = dead.id in self._alive_at_start or dead.number > self.number
         cause = counted_cause(dead, outlived=outlived)
-        if cause is None:
+        trial = self._study.get_trials(deepcopy=False)[slot.trial_number]
+        if cause is None or "outcome" in trial.user_attrs:
             return lease
         last_evaluation = sa.select(sa.func.max(evaluations.c.step)).where(
-            evaluations.c.study == self._name, evaluations.c.trial_number == slot.trial_number
+            evaluations.c.study == self._name, evaluations.c.trial_number == trial.number
         )
-        step = max(connection.execute(last_evaluation).scalar() or 0, self._saved_step(slot.trial_number))
-        num_deaths = slot.deaths + 1 if step <= slot.death_step else 1
-        return Lease(slot.slot, num_deaths, max(step, slot.death_step), cause)
+        step = max(connection.execute(last_evaluation).scalar() or 0, self._saved_step(trial.number))
+        has_progress = step > lease.death_step or len(trial.params) > lease.death_params
+        num_deaths = 1 if has_progress else lease.num_deaths + 1
+        return Lease(slot.slot, num_deaths, max(step, lease.death_step), len(trial.params), cause)
 
     def open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
         """Return the trial to run in a claimed slot, or None when the slot proves to be done.

@@ -263,7 +263,8 @@ class Storage:
         ).one()
         if count < n_trials:
             first = -1 if last is None else last
-            new = {"study": name, "state": "open", "trained": False, "deaths": 0, "death_step": 0}
+            new = {"study": name, "state": "open", "trained": False}
+            new |= {"deaths": 0, "death_step": 0, "death_params": 0}
             rows = [{**new, "slot": first + 1 + i} for i in range(n_trials - count)]
             connection.execute(sa.insert(slots), rows)
         dropped = []
