@@ -29,9 +29,9 @@ slots = sa.Table(
     sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
     sa.Column("trained", sa.Boolean, nullable=False),  # its trial has made a step
     sa.Column("deaths", sa.Integer, nullable=False),  # that count against its configuration: see `deaths`
-    sa.Column(
-        "death_step", sa.Integer, nullable=False
-    ),  # from where its trial went on after the last of them
+    # From where its trial went on after the last of them, and how many parameters the trial had then.
+    sa.Column("death_step", sa.Integer, nullable=False),
+    sa.Column("death_params", sa.Integer, nullable=False),
 )
 
 workers = sa.Table(

@@ -66,6 +66,7 @@ def test_all_workers_killed_ten_times_in_one_trial(storage_url: str, tmp_path: P
             for number in range(2)
         ]
         while len(notes(log)) < 2 * round_number:
+            assert all(process.is_alive() for process in pair)
             time.sleep(0.01)
         for process in pair:
             os.kill(process.pid, signal.SIGKILL)
