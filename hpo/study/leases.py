@@ -376,6 +376,10 @@ class WorkerLease:
             lease._lost.set()
             lease.check()
 
+    def release(self, lease: Lease) -> None:
+        """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
+        self._storage.persist(lambda: self._update_slot(lease, state="open", **self._trained()))
+
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
         """Store how a trial ended and close its slot.
 
@@ -386,7 +390,7 @@ class WorkerLease:
             LeaseLostError: another worker has the slot; nothing is stored.
         """
         if result.outcome == Outcome.PREEMPTED:
-            self._storage.persist(lambda: self._update_slot(lease, state="open", **self._trained()))
+            self.release(lease)
             return
         values = result.values if result.outcome == Outcome.COMPLETE else None
         if result.outcome == Outcome.COMPLETE and (not values or not all(map(math.isfinite, values))):
