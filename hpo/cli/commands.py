@@ -188,7 +188,6 @@ def _work(
     from hpo.study.run import run_study
 
     remove_abandoned_folders(_make_runs_folder(config.name), TRAIN_PREFIX)
-    is_new = not database.has_study(config.name)
     database.create_or_resume_study(config, resize=resize)
     before = database.read_study(config.name)
     config = config.model_copy(update={"n_trials": sum(before.slots.values())})
@@ -198,24 +197,19 @@ def _work(
     def num_done() -> int:
         return database.slot_counts(config.name)["done"]
 
-    try:
-        with StudyDisplay(config, before, num_done, stop=stop, quiet=quiet) as display:
-            return run_study(
-                config,
-                database,
-                RUNS,
-                workers=workers,
-                workers_per_device=workers_per_device,
-                worker_number=worker_number,
-                resize=False,
-                study_name=str(config.path),
-                on_event=display.update,
-                stop=stop,
-            )
-    except InputError:
-        if is_new:  # so that the corrected study file is not another definition of a stored study
-            database.discard_untried_study(config.name)
-        raise
+    with StudyDisplay(config, before, num_done, stop=stop, quiet=quiet) as display:
+        return run_study(
+            config,
+            database,
+            RUNS,
+            workers=workers,
+            workers_per_device=workers_per_device,
+            worker_number=worker_number,
+            resize=False,
+            study_name=str(config.path),
+            on_event=display.update,
+            stop=stop,
+        )
 
 
 @app.command()

@@ -120,7 +120,7 @@ def open_database(
         engine = sa.create_engine(parsed, pool=_connection_pool(parsed, busy_seconds))
         try:
             if not create:
-                if not _has_tables(engine, tables, for_workers=False):
+                if not _has_tables(engine, tables):
                     raise StorageError(f"{redact(url)} holds no study yet. `hpo run STUDY` makes one.")
             elif not _has_tables(engine, tables):
                 with exclusive(engine):
@@ -150,11 +150,8 @@ def _optuna_storage(url: sa.URL, busy_seconds: float) -> optuna.storages.RDBStor
         ) from None
 
 
-def _has_tables(engine: sa.Engine, tables: sa.MetaData, *, for_workers: bool = True) -> bool:
-    needed = {
-        name for name, table in tables.tables.items() if for_workers or not table.info.get("only_workers")
-    }
-    return needed <= set(sa.inspect(engine).get_table_names())
+def _has_tables(engine: sa.Engine, tables: sa.MetaData) -> bool:
+    return set(tables.tables) <= set(sa.inspect(engine).get_table_names())
 
 
 def _connection_pool(url: sa.URL, busy_seconds: float) -> sa.Pool:
@@ -201,6 +198,17 @@ def exclusive(engine: sa.Engine) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def snapshot(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A connection of which all queries see the database as it was at the first of them."""
+    with engine.connect() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execution_options(isolation_level="REPEATABLE READ")
+        else:
+            connection.exec_driver_sql("BEGIN")  # sqlite3 begins a transaction only before a change
+        yield connection
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import HpoError, InputError, RunError
+from hpo.study.deaths import record_death
 from hpo.study.storage import Storage
 from hpo.study.worker import OnEvent, RunSummary, TrialEvent
 
@@ -150,15 +151,18 @@ def run_workers(
             )
             stack.callback(_end, process)
             processes.append(process)
-        while any(process.poll() is None for process in processes):
+        living = list(processes)
+        while living:
             if stop.wait(0.5):
                 for process in processes:
                     assert process.stdin is not None
                     process.stdin.close()
                 for process in processes:
                     process.wait()
+            for process in [process for process in living if process.poll() is not None]:
+                living.remove(process)
+                record_death(storage, process.pid, process.returncode)
             watch.look()
-        watch.look()
     summary = RunSummary("stopped" if stop.is_set() else "finished", watch.outcomes)
     counts = storage.slot_counts(config.name)
     if summary.ended == "finished" and (counts["open"] or counts["running"]):

@@ -14,6 +14,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.device import CUDA_CONTEXT_BYTES, DeviceInfo, cuda_devices, memory_limit, memory_share, probe_device
 from hpo.errors import InputError
 from hpo.memory import gc_frozen_imports
+from hpo.study.deaths import last_saved_step
 from hpo.study.processes import (
     WORKERS_ON_DEVICE,
     check_memory_fraction,
@@ -99,6 +100,7 @@ def run_study(
             memory_bytes=memory_limit(device, executor.amp.memory_fraction),
             on_event=on_event,
             stop=stop,
+            saved_step=lambda number: last_saved_step(folder(number)),
             after_trial=lambda: keep_best_checkpoints(study, folder, config.checkpoint.top_k),
         )
 

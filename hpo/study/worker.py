@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 """Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
 
-MORE_DEATHS = 2
-"""How many more workers may die in a trial than it may have retries: few are the trial's fault."""
-
 
 @dataclass(frozen=True)
 class TrialEvent:
@@ -92,13 +89,15 @@ def run_worker(
     on_event: OnEvent | None = None,
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
+    saved_step: Callable[[int], int] = lambda _: 0,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
     """Run trials of the study with `execute` until there are none left, `stop` is set or time is up.
 
     `after_trial` is called when a trial has ended, here or with a worker that this one waited for. `device`
     is the `DeviceInfo.device_id` of what `execute` runs on, so that others know whether they share it,
-    and `memory_bytes` what it may take there, so that the sampler knows what may fit.
+    and `memory_bytes` what it may take there, so that the sampler knows what may fit. `saved_step` gives the
+    step of the last checkpoint of a trial by its number.
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
@@ -114,7 +113,9 @@ def run_worker(
     )
     study.pruner = build_pruner(config.pruner)
     outcomes: Counter[str] = Counter()
-    with WorkerLease(storage, study, max_retries=config.max_retries, device=device) as worker:
+    with WorkerLease(
+        storage, study, max_retries=config.max_retries, device=device, saved_step=saved_step
+    ) as worker:
         while True:
             if stop.is_set():
                 return RunSummary("stopped", outcomes)
@@ -130,10 +131,7 @@ def run_worker(
             with suppress(LeaseLostError):
                 trial = worker.open_trial(lease)
                 if trial is not None:
-                    if lease.num_deaths > config.max_retries + MORE_DEATHS:
-                        result = _died(lease.num_deaths)
-                    else:
-                        result = _run_trial(trial, lease, execute)
+                    result = _crashed(lease) if lease.crashed else _run_trial(trial, lease, execute)
                     worker.record_outcome(lease, trial, result)
                     outcomes[result.outcome] += 1
                     after_trial()
@@ -156,10 +154,10 @@ def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> Tri
         return TrialResult(Outcome.FAILED, reason, traceback=traceback.format_exc())
 
 
-def _died(num_deaths: int) -> TrialResult:
+def _crashed(lease: Lease) -> TrialResult:
     from hpo.trial.telemetry import TrialResult
 
-    return TrialResult(Outcome.FAILED, f"its worker died {num_deaths} times in it")
+    return TrialResult(Outcome.CRASHED, lease.crash_reason)
 
 
 def trial_runner(

@@ -26,7 +26,7 @@ from hpo.outcome import Outcome
 from hpo.study import processes
 from hpo.study import run as run_module
 from hpo.study import worker as worker_module
-from hpo.study.leases import Lease, WorkerLease
+from hpo.study.leases import Lease
 from hpo.study.process import process_start, this_machine
 from hpo.study.processes import (
     WorkerPlace,
@@ -36,7 +36,7 @@ from hpo.study.processes import (
     stop_on_signals,
 )
 from hpo.study.run import run_study, share_memory
-from hpo.study.schema import worker_devices, workers
+from hpo.study.schema import workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
 from hpo.study.worker import TrialEvent, keep_best_checkpoints, run_worker, trial_runner
@@ -261,15 +261,13 @@ def test_trial_knows_of_other_workers_on_its_machine(
             "started": storage.now,
             "last_seen": storage.now,
             "state": "live",
+            "number": 0,
+            "device": {"same device": "cpu", "other device": "GPU-1"}.get(kind),
         }
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers).where(workers.c.id == "other"))
-            connection.execute(sa.delete(worker_devices).where(worker_devices.c.worker == "other"))
             if kind != "alone":
                 connection.execute(sa.insert(workers).values(row))
-            if kind.endswith("device"):
-                device = {"worker": "other", "device": "cpu" if kind == "same device" else "GPU-1"}
-                connection.execute(sa.insert(worker_devices).values(device))
 
     def run(*_: Any) -> TrialResult:
         told = executor.shared_device
@@ -288,43 +286,6 @@ def test_trial_knows_of_other_workers_on_its_machine(
         run_worker(config, storage, trial_runner(executor, storage, threading.Event()))
         peer.kill()
     assert storage.read_study("tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
-
-
-@pytest.mark.parametrize(("gets_on", "runs"), [(False, 4), (True, 6)])
-def test_trial_that_kills_its_workers_fails_in_the_end(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch, gets_on: bool, runs: int
-) -> None:
-    """With one retry four deaths end it; an evaluation that is farther than all before starts a new count."""
-    ran: list[int] = []
-
-    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
-        suggest(study().search_space, trial)
-        ran.append(trial.number)
-        if trial.number == 0:
-            step = len(ran) if gets_on and len(ran) <= 3 else 1
-            storage.report_evaluation(trial, step, 0.5, EvaluationRow(step, 1.0, 1.0, {}))
-            raise KeyboardInterrupt  # ends the worker
-        return result("complete")
-
-    config = study(2, max_retries=1)
-    leave = WorkerLease.__exit__
-
-    def die(worker: WorkerLease, *_: object) -> None:
-        """Leave as a killed process does: the slot stays claimed, and the row names no live process."""
-        worker._leaving.set()
-        worker._thread.join()
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(process_start="1"))
-
-    for _ in range(runs):
-        monkeypatch.setattr(WorkerLease, "__exit__", die)
-        with pytest.raises(KeyboardInterrupt):
-            run_worker(config, storage, execute)
-    monkeypatch.setattr(WorkerLease, "__exit__", leave)
-    assert run_worker(config, storage, execute).outcomes == {"failed": 1, "complete": 1}
-    assert ran == [0] * runs + [1]
-    first, _ = storage.read_study("tiny").trials
-    assert (first.state, first.outcome, first.reason) == ("FAIL", "failed", "its worker died 4 times in it")
 
 
 # Signals
@@ -557,6 +518,26 @@ def test_run_workers(storage: Storage, tmp_path: Path, commands: Callable[[int, 
         "worker-0.log",
         "worker-1.log",
     ]
+
+
+def test_run_workers_notes_how_its_workers_died(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [
+        sys.executable,
+        worker_process.__file__,
+        str(tmp_path / "log"),
+        "8",
+        "0.0",
+        str(int(signal.SIGSEGV)),
+    ]
+    monkeypatch.setattr(processes, "worker_command", lambda *_: command)
+    storage.create_or_resume_study(study(8))
+    with pytest.raises(RunError, match="was killed by signal 11"):
+        run_workers(study(8), storage, tmp_path, TWO, study_name="tiny")
+    with storage.engine.connect() as connection:
+        stored = connection.execute(sa.select(workers.c.state, workers.c.cause)).all()
+    assert [tuple(row) for row in stored] == [("dead", "SIGSEGV")] * 2
 
 
 def test_stop_reaches_all_workers(
