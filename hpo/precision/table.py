@@ -18,6 +18,7 @@ This module knows no PyTorch: `amp.py` turns the values into autocast, scaler an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,11 +88,12 @@ class AmpConfig(BaseModel):
         "finite run again in fp32. `auto`: the best native precision of the device. The precision of a "
         "preset counts only where `fp_precision` is neither fixed nor searched.",
     )
-    on_unsupported: Literal["prune", "fallback", "fail"] = Field(
-        "prune",
-        description="What happens to a trial whose precision this device lacks: `prune` ends it as "
-        "`unsupported`; `fallback` runs the nearest precision that works (bf16, fp16, fp32), says so on "
-        "the trial and leaves it out of precision statistics; `fail` ends it as `failed`.",
+    on_unsupported: Literal["skip", "prune", "fallback", "fail"] = Field(
+        "skip",
+        description="What a worker does with a precision that its device lacks: `skip` draws it in no trial "
+        "and leaves it to other devices; `prune` ends such a trial as `unsupported`; `fallback` runs the "
+        "nearest precision that works (bf16, fp16, fp32), says so on the trial and leaves it out of "
+        "precision statistics; `fail` ends it as `failed`.",
     )
     allow_emulated: bool = Field(
         False,
@@ -263,7 +265,7 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     """Decide what a trial that asks for `requested` runs on `device`.
 
     When the device cannot run it (or only emulates it and the study does not allow that), raises
-    Unsupported under `on_unsupported: prune` and Failed under `fail`.
+    Unsupported under `on_unsupported: skip` and `prune`, and Failed under `fail`.
     """
     found = support(requested, device)
     if _usable(found, config):
@@ -276,6 +278,12 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     return Resolution(
         requested, effective, support(effective, device).level, f"{found.reason} Ran {effective} instead."
     )
+
+
+def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -> dict[str, str]:
+    """{precision: reason} of those of `precisions` that `resolve` would not run on `device` as they are."""
+    found = {name: support(name, device) for name in precisions}
+    return {name: one.reason for name, one in found.items() if not _usable(one, config)}
 
 
 def _usable(found: Support, config: AmpConfig) -> bool:

@@ -30,6 +30,7 @@ import os
 import socket
 import threading
 import uuid
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -40,7 +41,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.errors import LeaseLostError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
-from hpo.study.database import explain
+from hpo.study.database import exclusive, explain
 from hpo.study.process import is_alive, process_start, this_machine
 from hpo.study.schema import evaluations, slots, worker_devices, workers
 from hpo.study.storage import Storage
@@ -53,6 +54,9 @@ _logger = logging.getLogger(__name__)
 SLOT_ATTR = "hpo:slot"
 DEATHS_ATTR = "hpo:deaths"
 CONSTRAINT = "feasible"
+
+MORE_DEATHS = 2
+"""How many more workers may die in a trial than it may have retries: few are the trial's fault."""
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
@@ -79,6 +83,8 @@ class Lease:
         """The worker that died with the slot, if it was taken over."""
         self.num_deaths = 0
         """How many workers died in the slot's trial since it was last seen to get on; see `open_trial`."""
+        self.crashed = False
+        """Whether the slot's trial is to end as `crashed` instead of being run again."""
         self._lost = threading.Event()
 
     @property
@@ -100,11 +106,21 @@ class WorkerLease:
     """This process in a study: its row says that it lives, and a thread keeps that fresh.
 
     On leaving the block, a slot that is still claimed opens again. `device` is the `DeviceInfo.device_id` of
-    what its trials run on, where known.
+    what its trials run on, where known. `can_run` is asked for the parameters of a slot's trial, {} where it
+    has none yet, before the slot is claimed.
     """
 
+    number: int
+    """Of this worker among all that the study ever had."""
+
     def __init__(
-        self, storage: Storage, study: optuna.Study, *, max_retries: int, device: str | None = None
+        self,
+        storage: Storage,
+        study: optuna.Study,
+        *,
+        max_retries: int,
+        device: str | None = None,
+        can_run: Callable[[Mapping[str, Any]], bool] = lambda _: True,
     ) -> None:
         host = socket.gethostname()
         self.id = f"{host[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
@@ -113,6 +129,7 @@ class WorkerLease:
         self._name = study.study_name
         self._max_retries = max_retries
         self._device = device
+        self._can_run = can_run
         self._values = {
             "id": self.id,
             "study": self._name,
@@ -130,7 +147,9 @@ class WorkerLease:
 
     def __enter__(self) -> WorkerLease:
         def action() -> None:
-            with self._storage.engine.begin() as connection:
+            of_study = sa.select(sa.func.count()).where(workers.c.study == self._name)
+            with exclusive(self._storage.engine), self._storage.engine.begin() as connection:
+                self.number = connection.execute(of_study).scalar_one()
                 row = self._storage.insert(workers).values(**self._values)
                 connection.execute(row.on_conflict_do_nothing())
                 if self._device is not None:
@@ -186,12 +205,12 @@ class WorkerLease:
         # A claim that was committed though the connection broke before the answer came.
         mine = sa.select(slots.c.slot).where(of_study, slots.c.state == "running", slots.c.owner == self.id)
         free = (
-            sa.select(slots.c.slot, slots.c.owner)
+            sa.select(slots.c.slot, slots.c.owner, slots.c.trial_number)
             .where(of_study, slots.c.state == "open")
-            .order_by(slots.c.trial_number.is_(None), slots.c.slot)
-            .limit(1)
-            .with_for_update(skip_locked=True)
+            .order_by(slots.c.slot)
         )
+        fresh = free.where(slots.c.trial_number.is_(None)).limit(1).with_for_update(skip_locked=True)
+        begun = free.where(slots.c.trial_number.is_not(None))
         while True:
             with self._storage.engine.begin() as connection:
                 claimed = connection.execute(mine).scalars().first()
@@ -199,7 +218,9 @@ class WorkerLease:
                     return Lease(int(claimed))
                 found, state = self._abandoned(connection), "running"
                 if found is None:
-                    found, state = connection.execute(free).one_or_none(), "open"
+                    found, state = self._runnable(connection.execute(begun).all()), "open"
+                if found is None and self._can_run({}):
+                    found = connection.execute(fresh).one_or_none()
                 if found is None:
                     return None
                 unchanged = (
@@ -217,12 +238,22 @@ class WorkerLease:
 
     def _abandoned(self, connection: sa.Connection) -> Any:
         rows = connection.execute(
-            sa.select(slots.c.slot, slots.c.owner, workers, self._storage.now.label("now"))
+            sa.select(
+                slots.c.slot, slots.c.owner, slots.c.trial_number, workers, self._storage.now.label("now")
+            )
             .join_from(slots, workers, slots.c.owner == workers.c.id, isouter=True)
             .where(slots.c.study == self._name, slots.c.state == "running")
             .order_by(slots.c.slot)
         )
-        return next((row for row in rows if not is_alive(row, self._storage.lease_seconds)), None)
+        return self._runnable(row for row in rows if not is_alive(row, self._storage.lease_seconds))
+
+    def _runnable(self, rows: Iterable[Any]) -> Any:
+        """The first of the slots whose trial can run here."""
+        for row in rows:
+            trials = self._study.get_trials(deepcopy=False)
+            if self._can_run({} if row.trial_number is None else trials[row.trial_number].params):
+                return row
+        return None
 
     def open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
         """Return the trial to run in a claimed slot, or None when the slot proves to be done.
@@ -245,6 +276,7 @@ class WorkerLease:
             if running and not running[0].constraints:
                 self._update_slot(lease, trial_number=running[0].number)
                 lease.num_deaths = self._count_deaths(lease, running[0])
+                lease.crashed = lease.num_deaths > self._max_retries + MORE_DEATHS
                 return optuna.trial.Trial(study, running[0]._trial_id)
             if running:  # its worker was killed between setting the constraint and the state
                 study.tell(running[0].number, state=TrialState.PRUNED)

@@ -184,18 +184,17 @@ class Storage:
                         token=token,
                         definition=definition,
                         space_hash=space_hash(config.search_space),
-                        n_trials=config.n_trials,
+                        n_trials=config.num_slots,
                         created=self.now,
                     )
                 )
-                n_trials = config.n_trials
+                n_trials = config.num_slots
             else:
                 stored = json.loads(row.definition)
                 refuse_changes(config.name, stored, json.loads(definition))
                 completed = config.completed(stored)
-                n_trials = config.n_trials if resize else row.n_trials
+                n_trials = completed.num_slots if resize else row.n_trials
                 if resize:
-                    completed.check_grid()
                     definition = json.dumps(completed.definition(), sort_keys=True)
                     connection.execute(
                         sa.update(studies)
