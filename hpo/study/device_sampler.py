@@ -57,7 +57,11 @@ ANY_DEVICE = WorkerDevice()
 
 
 class WrapperSampler(BaseSampler):
-    """Another sampler, with something changed."""
+    """Another sampler, with something changed.
+
+    `after_trial` is not passed on: Optuna's samplers use it for `constraints_func`, and CMA-ES warns
+    at every infeasible trial that it makes no use of constraints.
+    """
 
     def __init__(self, sampler: BaseSampler) -> None:
         self._sampler = sampler
@@ -77,14 +81,6 @@ class WrapperSampler(BaseSampler):
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         self._sampler.before_trial(study, trial)
-
-    def after_trial(
-        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
-    ) -> None:
-        self._sampler.after_trial(study, trial, state, values)
-
-    def reseed_rng(self) -> None:
-        self._sampler.reseed_rng()
 
 
 class _StudyView(Study):
@@ -154,12 +150,7 @@ class DeviceSampler(WrapperSampler):
         self._space = super().infer_relative_search_space(self._view, trial)
         return self._space | (self._all if PRECISION in self._space else {})
 
-    def sample_relative(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,
-        search_space: dict[str, BaseDistribution],  # noqa: ARG002
-    ) -> dict[str, Any]:
+    def sample_relative(self, _: Study, trial: FrozenTrial, *__: object) -> dict[str, Any]:
         params = super().sample_relative(self._view, trial, self._space)
         if self._narrow and params.get(PRECISION) not in self._runnable:
             params.pop(PRECISION, None)  # Optuna asks `sample_independent` for what is not there

@@ -157,12 +157,7 @@ class AvoidRepeats(WrapperSampler):
         self._params = proposal.params
         return proposal.distributions
 
-    def sample_relative(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,  # noqa: ARG002
-        search_space: dict[str, BaseDistribution],  # noqa: ARG002
-    ) -> dict[str, Any]:
+    def sample_relative(self, *_: object) -> dict[str, Any]:
         return self._params
 
     def _propose(self, study: Study, trial: FrozenTrial, params: Mapping[str, Any]) -> _Proposal:

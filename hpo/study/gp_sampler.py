@@ -37,20 +37,11 @@ class PrunedAwareSampler(WrapperSampler):
         self._copied_trial = self._copy.get_trials(deepcopy=False)[numbers.index(trial.number)]
         super().before_trial(self._copy, self._copied_trial)
 
-    def infer_relative_search_space(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,  # noqa: ARG002
-    ) -> dict[str, BaseDistribution]:
+    def infer_relative_search_space(self, *_: object) -> dict[str, BaseDistribution]:
         self._ranked_space = super().infer_relative_search_space(self._copy, self._copied_trial)
         return {name: self._distributions[name] for name in self._ranked_space}
 
-    def sample_relative(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,  # noqa: ARG002
-        search_space: dict[str, BaseDistribution],  # noqa: ARG002
-    ) -> dict[str, Any]:
+    def sample_relative(self, *_: object) -> dict[str, Any]:
         params = super().sample_relative(self._copy, self._copied_trial, self._ranked_space)
         return {name: _of_rank(self._distributions[name], value) for name, value in params.items()}
 

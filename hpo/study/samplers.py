@@ -21,10 +21,10 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.distributions import BaseDistribution
@@ -42,28 +42,12 @@ from hpo.study.gp_sampler import PrunedAwareSampler
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 Lock = Callable[[], AbstractContextManager[None]]
 
 POINT_ATTR = "hpo:grid"
 """System attribute of a trial: its point of the grid."""
 
 
-def _without_experimental_warnings(function: Callable[P, T]) -> Callable[P, T]:
-    """Some of Optuna's samplers and pruners call themselves experimental; the user chose them by name."""
-
-    @wraps(function)
-    def quiet(*args: P.args, **kwargs: P.kwargs) -> T:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return function(*args, **kwargs)
-
-    return quiet
-
-
-@_without_experimental_warnings
 def build_sampler(
     config: SamplerConfig,
     space: Mapping[str, Distribution],
@@ -82,37 +66,44 @@ def build_sampler(
         lock: held while a point of the grid is chosen, so that no two workers choose the same.
     """
     seed = (config.seed + worker_number) % 2**32
-    options = config.options
     choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()
     # Where a device runs no choice, `run_worker` asks for no proposal.
     runnable = [choice for choice in choices if choice not in skipped] or choices
     drawn = dict(space)
     if choices:
         drawn[PRECISION] = space[PRECISION].model_copy(update={"choices": tuple(runnable)})
-    independent = optuna.samplers.RandomSampler(seed=seed)
-    sampler: BaseSampler
-    match config.name:
-        case "grid":
-            return SharedGrid(space, config.seed, skipped, lock)
-        case "tpe":
-            sampler = _feasible(optuna.samplers.TPESampler(seed=seed, **options), drawn, seed)
-        case "gp":
-            gp = optuna.samplers.GPSampler(seed=seed, warn_independent_sampling=False, **options)
-            sampler = _feasible(PrunedAwareSampler(gp), drawn, seed)
-        case "nsga2":
-            sampler = InfeasibleFilterSampler(optuna.samplers.NSGAIISampler(seed=seed, **options), seed)
-        case "cmaes":
-            sampler = QuietCmaEs(
-                seed=seed, independent_sampler=independent, warn_independent_sampling=False, **options
-            )
-        case "qmc":
-            sampler = optuna.samplers.QMCSampler(
-                seed=config.seed, independent_sampler=independent, warn_independent_sampling=False, **options
-            )
-        case "random":
-            sampler = independent
+    if config.name == "grid":
+        return SharedGrid(space, config.seed, skipped, lock)
+    with _quiet():
+        sampler = _optuna_sampler(config, drawn, seed)
     models_choices = config.name in ("tpe", "gp")
     return DeviceSampler(sampler, device, choices, runnable, models_choices=models_choices)
+
+
+def _quiet() -> AbstractContextManager[object]:
+    """Some of Optuna's samplers and pruners call themselves experimental; the user chose them by name."""
+    return warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning)
+
+
+def _optuna_sampler(config: SamplerConfig, space: Mapping[str, Distribution], seed: int) -> BaseSampler:
+    options = config.options
+    if config.name in ("gp", "cmaes", "qmc"):
+        options["warn_independent_sampling"] = False
+    independent = optuna.samplers.RandomSampler(seed=seed)
+    match config.name:
+        case "tpe":
+            return _feasible(optuna.samplers.TPESampler(seed=seed, **options), space, seed)
+        case "gp":
+            gp = optuna.samplers.GPSampler(seed=seed, **options)
+            return _feasible(PrunedAwareSampler(gp), space, seed)
+        case "nsga2":
+            return InfeasibleFilterSampler(optuna.samplers.NSGAIISampler(seed=seed, **options), seed)
+        case "cmaes":
+            return optuna.samplers.CmaEsSampler(seed=seed, independent_sampler=independent, **options)
+        case "qmc":
+            return optuna.samplers.QMCSampler(seed=config.seed, independent_sampler=independent, **options)
+        case _:
+            return independent
 
 
 def _feasible(sampler: BaseSampler, space: Mapping[str, Distribution], seed: int) -> BaseSampler:
@@ -120,20 +111,18 @@ def _feasible(sampler: BaseSampler, space: Mapping[str, Distribution], seed: int
     return AvoidRepeats(feasible, space, seed) if is_finite(space) else feasible
 
 
-@_without_experimental_warnings
 def build_pruner(config: PrunerConfig) -> BasePruner:
     """Return Optuna's pruner of that name. Steps are evaluations."""
-    pruners = {
+    pruners: dict[str, Callable[..., BasePruner]] = {
         "hyperband": optuna.pruners.HyperbandPruner,
         "asha": optuna.pruners.SuccessiveHalvingPruner,
         "median": optuna.pruners.MedianPruner,
         "percentile": optuna.pruners.PercentilePruner,
+        "patient": partial(optuna.pruners.PatientPruner, None),
         "none": optuna.pruners.NopPruner,
     }
-    if config.name == "patient":
-        return optuna.pruners.PatientPruner(None, **config.options)
-    pruner: BasePruner = pruners[config.name](**config.options)
-    return pruner
+    with _quiet():
+        return pruners[config.name](**config.options)
 
 
 class NoPointLeft(Exception):
@@ -211,12 +200,3 @@ class SharedGrid(BaseSampler):
         param_distribution: BaseDistribution,  # noqa: ARG002
     ) -> Any:
         return trial.system_attrs[POINT_ATTR][param_name]
-
-
-class QuietCmaEs(optuna.samplers.CmaEsSampler):
-    """Optuna's CMA-ES without a warning at every infeasible trial that it makes no use of constraints."""
-
-    def after_trial(
-        self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
-    ) -> None:
-        """Nothing: Optuna's does nothing else than warn."""

@@ -136,7 +136,7 @@ def run_worker(
                 return RunSummary("timeout", outcomes)
             lease = worker.claim()
             if lease is None:
-                unfinished = _unfinished(storage, study)
+                unfinished = storage.persist(lambda: _unfinished(storage, study))
                 if not any(map(can_run, unfinished)):
                     after_trial()
                     left = {name for params in unfinished for name in precisions(params)} & skipped
@@ -162,17 +162,11 @@ def run_worker(
 
 def _unfinished(storage: Storage, study: optuna.Study) -> list[Mapping[str, Any]]:
     """For every slot that is not done, the parameters of its trial so far."""
-
-    def action() -> list[Mapping[str, Any]]:
-        query = sa.select(slots.c.trial_number).where(
-            slots.c.study == study.study_name, slots.c.state != "done"
-        )
-        with storage.engine.connect() as connection:
-            numbers = connection.execute(query).scalars().all()
-        trials = study.get_trials(deepcopy=False)
-        return [{} if number is None else trials[number].params for number in numbers]
-
-    return storage.persist(action)
+    query = sa.select(slots.c.trial_number).where(slots.c.study == study.study_name, slots.c.state != "done")
+    with storage.engine.connect() as connection:
+        numbers = connection.execute(query).scalars().all()
+    trials = study.get_trials(deepcopy=False)
+    return [{} if number is None else trials[number].params for number in numbers]
 
 
 def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> TrialResult:
