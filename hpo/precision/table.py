@@ -196,39 +196,32 @@ def _cuda_support(precision: Precision, device: DeviceInfo) -> Support:
     capability = device.compute_capability or (0, 0)
     if precision.float8 and not device.has_torchao:
         return Support("unsupported", "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
-    needed: tuple[int, int]
+    is_bf16 = "bfloat16" in (precision.autocast, precision.weights) and not precision.float8
     if precision.float8:
-        needed, without = (8, 9), "unsupported"
-    elif precision.tf32:
-        needed, without = (8, 0), "unsupported"
-    elif "bfloat16" in (precision.autocast, precision.weights):
-        needed, without = (8, 0), "emulated"
-    elif precision.autocast == "float16":
-        needed, without = (7, 0), "emulated"
+        needed = (8, 9)
+    elif precision.tf32 or is_bf16:
+        needed = (8, 0)
     else:
-        return Support("native")
+        needed = (7, 0) if precision.autocast == "float16" else (0, 0)
     native = capability >= needed
-    if needed == (8, 0) and not precision.tf32 and device.cuda_bf16 is not None:
+    if is_bf16 and device.cuda_bf16 is not None:
         native = device.cuda_bf16
     if native:
         return Support("native")
-    reason = (
+    return Support(
+        "unsupported" if precision.float8 or precision.tf32 else "emulated",
         f"`{precision.name}` needs compute capability >= {needed[0]}.{needed[1]}, "
-        f"but this {device.name} has {capability[0]}.{capability[1]}."
+        f"but this {device.name} has {capability[0]}.{capability[1]}.",
     )
-    return Support("emulated" if without == "emulated" else "unsupported", reason)
 
 
 def _cpu_support(precision: Precision, device: DeviceInfo) -> Support:
-    if precision.float8:
+    if precision.float8 or precision.tf32:
+        needed = "8.9" if precision.float8 else "8.0"
         return Support(
             "unsupported",
-            f"`fp8` needs CUDA with compute capability >= 8.9, but this is a CPU ({device.name}).",
-        )
-    if precision.tf32:
-        return Support(
-            "unsupported",
-            f"`tf32` needs CUDA with compute capability >= 8.0, but this is a CPU ({device.name}).",
+            f"`{precision.name}` needs CUDA with compute capability >= {needed}, but this is a CPU "
+            f"({device.name}).",
         )
     if "bfloat16" in (precision.autocast, precision.weights):
         features, wanted = {"amx_bf16", "avx512_bf16", "arm_bf16"}, "AMX or AVX512-BF16"
