@@ -487,7 +487,9 @@ def _say_how_it_ended(
         command += ["--storage", redact(storage)]
     if n_trials:
         command += ["--n-trials", str(n_trials)]
-    how = {"stopped": "Stopped and checkpointed", "timeout": "Out of time"}[summary.ended]
+    needed = f"What is left needs a device with {' or '.join(summary.elsewhere)}"
+    ends = {"stopped": "Stopped and checkpointed", "timeout": "Out of time", "elsewhere": needed}
+    how = ends[summary.ended]
     done, total = record.slots["done"], sum(record.slots.values())
     typer.echo(f"{how}: {done} of {total} trials done. To go on: {' '.join(command)}")
 
