@@ -80,7 +80,6 @@ def work(
     kill_at: int = 3,
     crash: int = 0,
     trial_seconds: float = 0.0,
-    number: int = 0,
     stop: threading.Event | None = None,
 ) -> RunSummary:
     """Be a worker until the study is done; killed at the `kill_at`-th time that `kill` happens.
@@ -111,7 +110,7 @@ def work(
             bug = "Traceback" if outcome == "failed" else None
             return result(outcome, telemetry={"pid": os.getpid()}, traceback=bug)
 
-        return run_worker(config, storage, execute, worker_number=number, stop=stop, poll_seconds=0.05)
+        return run_worker(config, storage, execute, stop=stop, poll_seconds=0.05)
 
 
 def start(*args: Any, **kwargs: Any) -> Any:

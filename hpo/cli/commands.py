@@ -481,7 +481,9 @@ def _say_how_it_ended(
         command += ["--storage", redact(storage)]
     if n_trials:
         command += ["--n-trials", str(n_trials)]
-    how = {"stopped": "Stopped and checkpointed", "timeout": "Out of time"}[summary.ended]
+    needed = f"What is left needs a device with {' or '.join(summary.elsewhere)}"
+    ends = {"stopped": "Stopped and checkpointed", "timeout": "Out of time", "elsewhere": needed}
+    how = ends[summary.ended]
     done, total = record.slots["done"], sum(record.slots.values())
     typer.echo(f"{how}: {done} of {total} trials done. To go on: {' '.join(command)}")
 
@@ -501,12 +503,6 @@ def _exit(record: StudyRecord, summary: RunSummary) -> None:
 
 
 def _with_options(config: StudyConfig, n_trials: int | None, timeout: float | None) -> StudyConfig:
-    from hpo.config.study_config import grid_size
-
-    if n_trials and config.sampler.name == "grid" and n_trials > (size := grid_size(config.search_space)):
-        raise InputError(
-            f"--n-trials must be at most {size}, the combinations of the grid, but got {n_trials}."
-        )
     changes = {"n_trials": n_trials, "timeout": timeout}
     return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
 

@@ -41,7 +41,7 @@ from hpo.config.trial_settings import (
     Switch,
     TrialSettings,
 )
-from hpo.errors import InputError, StudyFileError, did_you_mean
+from hpo.errors import StudyFileError, did_you_mean
 from hpo.precision.table import AmpConfig
 
 SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
@@ -171,7 +171,9 @@ class StudyConfig(Section):
         "`min_resource: 2`, or 3 where a trial has more than four evaluations; `none` where there are "
         "several objectives, the objective is no metric of the model, or the trials' budget is searched.",
     )
-    n_trials: Count = Field(20, description="Trials of the study, over all workers.")
+    n_trials: Count = Field(
+        20, description="Trials of the study, over all workers; a grid ends when each combination was tried."
+    )
     timeout: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds after which a worker starts no further trial."
     )
@@ -223,13 +225,18 @@ class StudyConfig(Section):
             }
         )
 
-    def check_grid(self) -> None:
-        """Raise InputError where a grid has fewer combinations than there shall be trials."""
-        if self.sampler.name == "grid" and self.n_trials > (size := grid_size(self.search_space)):
-            raise InputError(
-                f"the grid has {size} combinations, but the study shall have {self.n_trials} trials. Lower "
-                "`n_trials`, or give `--n-trials`."
-            )
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The choices of `fp_precision`, or the one that is fixed; () where the preset decides."""
+        if searched := self.search_space.get("fp_precision"):
+            return tuple(searched.grid())
+        return (self.training.fp_precision,) if self.training.fp_precision else ()
+
+    @property
+    def num_slots(self) -> int:
+        """How many trials the study can have: `n_trials`, or the combinations of a smaller grid."""
+        size = grid_size(self.search_space) if self.sampler.name == "grid" else self.n_trials
+        return min(self.n_trials, size)
 
     @model_validator(mode="after")
     def _choose_pruner(self) -> StudyConfig:
@@ -346,15 +353,11 @@ def _sampler_problems(space: Mapping[str, Distribution], info: ValidationInfo) -
             )
     if sampler != "grid":
         return
-    is_finite = True
     for name, distribution in space.items():
         if distribution.when:
             yield Problem((name, "when"), "a grid combines all values: `when` would run some of them twice.")
         if isinstance(distribution, FloatDistribution) and distribution.step is None:
-            is_finite = False
             yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
-    if is_finite and info.data.get("n_trials", 0) > (size := grid_size(space)):
-        yield Problem((), f"the grid has {size} combinations, fewer than `n_trials`. Lower `n_trials`.")
 
 
 def grid_size(space: Mapping[str, Distribution]) -> int:

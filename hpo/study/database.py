@@ -122,8 +122,8 @@ def open_database(
             if not create:
                 if not _has_tables(engine, tables):
                     raise StorageError(f"{redact(url)} holds no study yet. `hpo run STUDY` makes one.")
-            elif not _has_tables(engine, tables):
-                with exclusive(engine):
+            else:
+                with exclusive(engine):  # before the first connection: only one may turn on SQLite's log
                     if not _has_tables(engine, tables):
                         _optuna_storage(parsed, busy_seconds).engine.dispose()
                         tables.create_all(engine)  # last: these tables mean that the schema is complete

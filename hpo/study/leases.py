@@ -131,8 +131,8 @@ class WorkerLease:
     Args:
         max_retries: how often a trial that failed unexpectedly is tried again.
         device: the `DeviceInfo.device_id` of what its trials run on, where known.
-        can_run: whether this worker can run a trial with these parameters, perhaps not yet all; it leaves
-            the others to other workers.
+        can_run: whether this worker can run a trial with these parameters, perhaps not yet all, and {} for
+            one that is not made yet; it leaves the others to other workers.
         saved_step: the step of the last checkpoint of the trial with this number.
     """
 
@@ -243,10 +243,10 @@ class WorkerLease:
         of_study = slots.c.study == self._name
         # A claim that was committed though the connection broke before the answer came.
         mine = sa.select(slots).where(of_study, slots.c.state == "running", slots.c.owner == self.id)
-        refused = self._refused()
+        runnable = self._runnable()
         free = (
             sa.select(slots)
-            .where(of_study, slots.c.state == "open", slots.c.slot.not_in(refused))
+            .where(of_study, slots.c.state == "open", runnable)
             .order_by(slots.c.trial_number.is_(None), slots.c.slot)
             .limit(1)
             .with_for_update(skip_locked=True)
@@ -256,7 +256,7 @@ class WorkerLease:
                 claimed = connection.execute(mine).first()
                 if claimed is not None:
                     return _lease_of(claimed)
-                found = self._abandoned(connection, refused) or connection.execute(free).one_or_none()
+                found = self._abandoned(connection, runnable) or connection.execute(free).one_or_none()
                 if found is None:
                     return None
                 died = found.state == "running"
@@ -279,10 +279,10 @@ class WorkerLease:
                     self._renew(connection)
                     return lease
 
-    def _refused(self) -> list[int]:
-        """The slots with a trial that this worker cannot run."""
+    def _runnable(self) -> sa.ColumnElement[bool]:
+        """The condition that this worker can run the trial of a slot, or begin one where there is none."""
         if self._can_run is None:
-            return []
+            return sa.true()
         unfinished = sa.select(slots.c.slot, slots.c.trial_number).where(
             slots.c.study == self._name, slots.c.state != "done", slots.c.trial_number.is_not(None)
         )
@@ -290,12 +290,12 @@ class WorkerLease:
             rows = connection.execute(unfinished).all()
         trials = self._study.get_trials(deepcopy=False) if rows else []
         params = {trial.number: trial.params for trial in trials}
-        return [row.slot for row in rows if not self._can_run(params.get(row.trial_number, {}))]
+        refused = [row.slot for row in rows if not self._can_run(params.get(row.trial_number, {}))]
+        others = slots.c.slot.not_in(refused)
+        return others if self._can_run({}) else sa.and_(others, slots.c.trial_number.is_not(None))
 
-    def _abandoned(self, connection: sa.Connection, refused: list[int]) -> Any:
-        query = sa.select(slots).where(
-            slots.c.study == self._name, slots.c.state == "running", slots.c.slot.not_in(refused)
-        )
+    def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> Any:
+        query = sa.select(slots).where(slots.c.study == self._name, slots.c.state == "running", runnable)
         rows = connection.execute(query.order_by(slots.c.slot)).all()
         alive = self._storage.live_workers(connection, self._name) if rows else set()
         return next((row for row in rows if row.owner not in alive), None)

@@ -14,7 +14,9 @@ from hpo.config.study_config import StudyConfig
 from hpo.device import CUDA_CONTEXT_BYTES, DeviceInfo, cuda_devices, memory_limit, memory_share, probe_device
 from hpo.errors import InputError
 from hpo.memory import gc_frozen_imports
+from hpo.precision.table import left_out
 from hpo.study.deaths import last_saved_step
+from hpo.study.device_sampler import WorkerDevice
 from hpo.study.processes import (
     WORKERS_ON_DEVICE,
     check_memory_fraction,
@@ -95,9 +97,11 @@ def run_study(
             config,
             storage,
             trial_runner(executor, storage, stop, on_event),
-            worker_number=worker_number,
-            device=device.device_id,
-            memory_bytes=memory_limit(device, executor.amp.memory_fraction),
+            device=WorkerDevice(
+                device.device_id,
+                memory_limit(device, executor.amp.memory_fraction),
+                left_out(config.precisions, device, config.amp),
+            ),
             on_event=on_event,
             stop=stop,
             saved_step=lambda number: last_saved_step(folder(number)),

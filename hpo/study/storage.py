@@ -195,7 +195,7 @@ class Storage:
                 # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
                 _delete_rows(connection, config.name)
                 row = None
-            n_trials = config.n_trials if row is None or resize else row.n_trials
+            n_trials = config.num_slots if row is None else row.n_trials
             if row is None:
                 if token is None and study.get_trials(deepcopy=False):
                     raise StorageError(
@@ -218,7 +218,7 @@ class Storage:
                 refuse_changes(config.name, stored, json.loads(definition))
                 completed = config.completed(stored)
                 if resize:
-                    completed.check_grid()
+                    n_trials = completed.num_slots
                     definition = json.dumps(completed.definition(), sort_keys=True)
                     connection.execute(
                         sa.update(studies)

@@ -141,15 +141,6 @@ def test_run_of_a_finished_study_runs_nothing(ran: Path) -> None:
     assert hpo_command(ran, "status", "tiny.yaml", "--json").json == before
 
 
-def test_more_trials_than_a_grid_has_are_refused(tmp_path: Path) -> None:
-    space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
-    write_study(tmp_path, sampler={"name": "grid"}, search_space=space)
-    refused = hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "3")
-    assert refused.exit_code == 2
-    assert "--n-trials must be at most 2, the combinations of the grid, but got 3." in refused.err
-    assert not (tmp_path / "runs").exists()
-
-
 def test_status(ran: Path) -> None:
     text = ok(hpo_command(ran, "status", "tiny.yaml")).out
     assert "tiny: 2 of 2 trials done, 0 running, 0 to come" in text

@@ -562,13 +562,6 @@ FLOAT = "learning_rate: {type: float, low: 1e-5, high: 1e-3}"
             ),
         ),
         (
-            f"sampler: {{name: grid}}\nn_trials: 3\nsearch_space:\n  {CHOICE}",
-            (
-                "study.yaml:5: search_space: the grid has 2 combinations, fewer than `n_trials`. "
-                "Lower `n_trials`."
-            ),
-        ),
-        (
             "sampler: {name: tpe, population_size: 4, popsize: 3}",
             (
                 "study.yaml:3: sampler.popsize: is not an option of tpe; tpe takes n_startup_trials, "

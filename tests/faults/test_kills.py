@@ -14,7 +14,7 @@ from optuna.trial import TrialState
 from worker_process import check_done, notes, study
 
 from hpo.study.deaths import record_death
-from hpo.study.samplers import is_infeasible
+from hpo.study.feasible_sampler import is_infeasible
 from hpo.study.storage import open_storage
 
 
@@ -46,7 +46,7 @@ def test_peer_takes_over_at_once(storage_url: str, tmp_path: Path) -> None:
     victim = worker_process.start(storage_url, config, log, trial_seconds=600)
     while not notes(log):
         time.sleep(0.01)
-    peer = worker_process.start(storage_url, config, log, number=1)
+    peer = worker_process.start(storage_url, config, log)
     os.kill(victim.pid, signal.SIGKILL)
     peer.join(60)
     assert peer.exitcode == 0
@@ -117,9 +117,7 @@ def test_workers_killed_at_random_places(storage_url: str, tmp_path: Path) -> No
     processes = []
     for index, place in enumerate(places):
         processes = [process for process in processes if process.is_alive()]
-        processes.append(
-            worker_process.start(storage_url, config, log, kill=place, kill_at=1 + index % 3, number=index)
-        )
+        processes.append(worker_process.start(storage_url, config, log, kill=place, kill_at=1 + index % 3))
         if len(processes) == 4:
             processes[0].join(60)
     for process in processes:

@@ -176,7 +176,8 @@ def test_a_study_with_a_mistake_can_be_run_when_it_is_mended(tmp_path: Path) -> 
 def test_a_study_without_any_complete_trial_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_study(tmp_path, training=TRAINING | {"fp_precision": "tf32"})
+    unsupported = TRAINING | {"fp_precision": "tf32"}
+    write_study(tmp_path, training=unsupported, amp={"on_unsupported": "prune"})
     finished = hpo_command(tmp_path, "run", "tiny.yaml")
     assert finished.exit_code == 1
     assert "has ended without a complete trial. The last one ended as unsupported: `tf32`" in finished.err

@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 from worker_process import SPACE, notes, result, study
 
 from hpo.config.search_space import suggest
-from hpo.errors import InputError, StorageError, StudyChangedError
+from hpo.errors import StorageError, StudyChangedError
 from hpo.study.database import parse_url, redact, storage_url
 from hpo.study.leases import WorkerLease
 from hpo.study.storage import Storage, open_storage
@@ -141,12 +141,11 @@ def test_the_share_of_memory_may_change(storage: Storage) -> None:
     assert storage.read_study("tiny").definition["amp"] == {}
 
 
-def test_a_stored_grid_bounds_the_trials(storage: Storage) -> None:
+def test_a_grid_has_no_more_slots_than_combinations(storage: Storage) -> None:
     space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
-    storage.create_or_resume_study(study(2, search_space=space, sampler={"name": "grid"}))
-    with pytest.raises(InputError, match="the grid has 2 combinations, but the study shall have 3 trials"):
-        storage.create_or_resume_study(study(3, search_space=space, sampler={}))
-    assert storage.slot_counts("tiny")["open"] == 2
+    for n_trials, sampler, num_slots in ((1, {"name": "grid"}, 1), (3, {}, 2), (9, {"name": "grid"}, 2)):
+        storage.create_or_resume_study(study(n_trials, search_space=space, sampler=sampler))
+        assert storage.slot_counts("tiny")["open"] == num_slots
 
 
 def test_data_that_have_changed_in_their_place_are_refused(storage: Storage) -> None:

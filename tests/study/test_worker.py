@@ -26,6 +26,7 @@ from hpo.outcome import Outcome
 from hpo.study import processes
 from hpo.study import run as run_module
 from hpo.study import worker as worker_module
+from hpo.study.device_sampler import WorkerDevice
 from hpo.study.leases import Lease
 from hpo.study.process import process_start, this_machine
 from hpo.study.processes import (
@@ -84,7 +85,7 @@ def test_finished_study_loads_neither_data_nor_model(
 
 def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Path) -> None:
     config, log = study(20, sampler={"name": "tpe", "seed": 1}), tmp_path / "log"
-    processes = [worker_process.start(storage_url, config, log, number=number) for number in range(4)]
+    processes = [worker_process.start(storage_url, config, log) for _ in range(4)]
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * 4
@@ -328,7 +329,9 @@ def test_stopped_process_leaves_its_trial_to_the_next(
 # Several processes
 
 TWO = place_workers(2, ())
-GPU = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=80 * 2**30, uuid="GPU-0")
+GPU = DeviceInfo(
+    type="cuda", name="Example GPU", compute_capability=(9, 0), total_memory_bytes=80 * 2**30, uuid="GPU-0"
+)
 
 
 @pytest.mark.parametrize(
@@ -459,7 +462,7 @@ def test_sampler_knows_the_memory_of_its_worker(
     monkeypatch.setattr(run_module, "probe_device", lambda _: GPU)
     monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
     run_study(study(1), storage, tmp_path, stop=threading.Event())
-    assert given["memory_bytes"] == gib * 2**30
+    assert given["device"] == WorkerDevice("GPU-0", gib * 2**30, {})
 
 
 def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(storage: Storage) -> None:
@@ -477,8 +480,8 @@ def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(stora
 
     storage.create_or_resume_study(config)
     stop = threading.Event()
-    run_worker(config, storage, execute, memory_bytes=20 * 2**30, stop=stop)
-    run_worker(config, storage, execute, memory_bytes=80 * 2**30)
+    run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=20 * 2**30), stop=stop)
+    run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=80 * 2**30))
     first, second, third = sizes
     assert first == third != second
 
