@@ -223,6 +223,14 @@ class StudyConfig(Section):
             }
         )
 
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The precisions that the study searches, or the one that it fixes; none where the preset says."""
+        searched = self.search_space.get("fp_precision")
+        if isinstance(searched, CategoricalDistribution):
+            return tuple(searched.choices)
+        return () if self.training.fp_precision is None else (self.training.fp_precision,)
+
     def check_grid(self) -> None:
         """Raise InputError where a grid has fewer combinations than there shall be trials."""
         if self.sampler.name == "grid" and self.n_trials > (size := grid_size(self.search_space)):

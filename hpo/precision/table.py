@@ -18,6 +18,7 @@ This module knows no PyTorch: `amp.py` turns the values into autocast, scaler an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,9 +88,10 @@ class AmpConfig(BaseModel):
         "finite run again in fp32. `auto`: the best native precision of the device. The precision of a "
         "preset counts only where `fp_precision` is neither fixed nor searched.",
     )
-    on_unsupported: Literal["prune", "fallback", "fail"] = Field(
-        "prune",
-        description="What happens to a trial whose precision this device lacks: `prune` ends it as "
+    on_unsupported: Literal["skip", "prune", "fallback", "fail"] = Field(
+        "skip",
+        description="What happens to a trial whose precision this device lacks: `skip` draws none here, and "
+        "another device may; `prune` ends it as "
         "`unsupported`; `fallback` runs the nearest precision that works (bf16, fp16, fp32), says so on "
         "the trial and leaves it out of precision statistics; `fail` ends it as `failed`.",
     )
@@ -276,6 +278,12 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     return Resolution(
         requested, effective, support(effective, device).level, f"{found.reason} Ran {effective} instead."
     )
+
+
+def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -> dict[str, str]:
+    """Which of `precisions` are not drawn on `device`, and why; under `on_unsupported: skip` alone."""
+    found = {name: support(name, device) for name in precisions if config.on_unsupported == "skip"}
+    return {name: one.reason for name, one in found.items() if not _usable(one, config)}
 
 
 def _usable(found: Support, config: AmpConfig) -> bool:

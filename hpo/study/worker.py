@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
@@ -49,29 +49,11 @@ MORE_DEATHS = 2
 
 
 @dataclass(frozen=True)
-class TrialEvent:
-    """Something that a person who watches the study wants to see."""
-
-    kind: Literal["started", "evaluated", "finished"]
-    number: int
-    params: Mapping[str, Any]
-    values: tuple[float, ...] | None = None
-    """Of the objectives: at this evaluation, or of a complete trial."""
-    budget_used: float | None = None
-    """Share of the trial's budget that is used, where known."""
-    outcome: str = ""
-    reason: str = ""
-
-
-OnEvent = Callable[[TrialEvent], None]
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """What one call ran."""
 
-    ended: Literal["finished", "stopped", "timeout"]
-    """Every slot is done; told to stop; out of time."""
+    ended: Literal["finished", "stopped", "timeout", "elsewhere"]
+    """Every slot is done; told to stop; out of time; what is left needs another device."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
 
@@ -89,7 +71,6 @@ def run_worker(
     worker_number: int = 0,
     device: str | None = None,
     memory_bytes: int | None = None,
-    on_event: OnEvent | None = None,
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
     poll_seconds: float = 2.0,
@@ -137,9 +118,6 @@ def run_worker(
                     worker.record_outcome(lease, trial, result)
                     outcomes[result.outcome] += 1
                     after_trial()
-                    if on_event:
-                        end = (result.values, None, result.outcome, result.reason)
-                        on_event(TrialEvent("finished", trial.number, trial.params, *end))
 
 
 def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> TrialResult:
@@ -162,18 +140,14 @@ def _died(num_deaths: int) -> TrialResult:
     return TrialResult(Outcome.FAILED, f"its worker died {num_deaths} times in it")
 
 
-def trial_runner(
-    executor: Executor, storage: Storage, stop: threading.Event, on_event: OnEvent | None = None
-) -> Execute:
+def trial_runner(executor: Executor, storage: Storage, stop: threading.Event) -> Execute:
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation."""
-    on_event = on_event or (lambda _: None)
     metric_names = [objective.metric for objective in executor.study.objective]
     token = storage.study_token(executor.study.name)
     started_together = executor.shared_device
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
-        on_event(TrialEvent("started", trial.number, params))
 
         def on_evaluation(scored: ScoredEvaluation) -> None:
             evaluation = scored.evaluation
@@ -187,9 +161,7 @@ def trial_runner(
             )
             lease.check()
             prune = storage.report_evaluation(trial, evaluation.index, scored.values[0], row)
-            used = evaluation.budget_used
-            on_event(TrialEvent("evaluated", trial.number, params, scored.values, used))
-            if prune and used < 1:
+            if prune and evaluation.budget_used < 1:
                 raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
 
         def should_stop() -> bool:

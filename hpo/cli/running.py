@@ -1,0 +1,296 @@
+"""The commands that train: `run`, `worker`, `init` and `train`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hpo.cli.options import (
+    RUNS,
+    JsonOption,
+    NumTrialsOption,
+    StorageOption,
+    StudyArgument,
+    TimeoutOption,
+    app,
+    make_runs_folder,
+    print_json,
+    progress_shown,
+    stop_signals,
+)
+from hpo.errors import InputError, RunError
+from hpo.outcome import Outcome
+
+if TYPE_CHECKING:
+    import threading
+
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.run import OpenStudy
+    from hpo.study.study_record import StudyRecord
+    from hpo.study.worker import RunSummary
+
+
+@app.command()
+def run(
+    study: StudyArgument,
+    storage: StorageOption = None,
+    n_trials: NumTrialsOption = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            metavar="W",
+            help="Processes on this machine, spread over its GPUs.",
+            show_default="1",
+        ),
+    ] = None,
+    workers_per_device: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100,
+            metavar="K",
+            help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
+        ),
+    ] = None,
+    timeout: TimeoutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Create or resume a study and run its trials here until its budget is used up."""
+    from hpo.report.status import study_status
+    from hpo.study.database import redact, storage_url
+    from hpo.study.run import open_study, run_study
+
+    if workers is not None and workers_per_device is not None:
+        raise InputError(
+            f"--workers {workers} counts all processes of this machine and --workers-per-device "
+            f"{workers_per_device} those of each device. Give one of them."
+        )
+    config = _load(study, n_trials, timeout)
+    in_this_process = (workers or 1) == 1 and workers_per_device is None
+    with progress_shown(quiet=as_json), stop_signals() as stop, ExitStack() as stack:
+        place = open_study(config, storage_url(storage), RUNS, keep_executor=in_this_process)
+        opened = stack.enter_context(place)
+        _announce(opened, quiet=as_json)
+        with _progress(opened, stop, quiet=as_json):
+            summary = run_study(
+                opened.config,
+                opened.storage,
+                RUNS,
+                workers=workers or 1,
+                workers_per_device=workers_per_device,
+                executor=opened.executor,
+                stop=stop,
+            )
+        record = opened.storage.read_study(config.name)
+    if as_json:
+        print_json(study_status(record) | {"ended": summary.ended, "left_out": opened.left_out})
+    else:
+        from hpo.cli.display import print_summary  # pandas: half a second that no trial should wait for
+
+        print_summary(record)
+        options = {
+            "--storage": redact(storage) if storage else None,
+            "--n-trials": n_trials,
+            "--workers": workers,
+            "--workers-per-device": workers_per_device,
+            "--timeout": None if timeout is None else f"{timeout:g}",
+        }
+        given = [part for key, value in options.items() if value is not None for part in (key, str(value))]
+        _say_how_it_ended(record, summary, ["hpo", "run", study, *given])
+    _exit(record, summary)
+
+
+@app.command()
+def worker(
+    study: StudyArgument,
+    storage: StorageOption = None,
+    timeout: TimeoutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Join a study as a worker and leave when it is done."""
+    from hpo.study.database import storage_url
+    from hpo.study.run import open_study, run_study
+
+    config = _load(study, None, timeout)
+    with progress_shown(quiet=as_json), stop_signals() as stop, ExitStack() as stack:
+        opened = stack.enter_context(open_study(config, storage_url(storage), RUNS, resize=False))
+        _announce(opened, quiet=as_json)
+        with _progress(opened, stop, quiet=as_json):
+            summary = run_study(opened.config, opened.storage, RUNS, executor=opened.executor, stop=stop)
+    if as_json:
+        found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
+        print_json(found | {"left_out": opened.left_out})
+    if summary.outcomes and summary.outcomes.keys() == {Outcome.FAILED}:
+        raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
+    raise typer.Exit(summary.exit_code)
+
+
+@app.command()
+def init(
+    study: StudyArgument,
+    storage: StorageOption = None,
+    n_trials: NumTrialsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the study, and make the tables and the study, once, before workers start."""
+    from hpo.report.status import study_status
+    from hpo.study.database import place, storage_url
+    from hpo.study.run import open_study
+
+    config = _load(study, n_trials, None)
+    with (
+        progress_shown(quiet=as_json),
+        open_study(config, storage_url(storage), RUNS, keep_executor=False) as opened,
+    ):
+        if as_json:
+            print_json(study_status(opened.record))
+            return
+        _say_what_was_replaced(opened)
+        total = opened.config.n_trials
+        typer.echo(f"The study {config.name} with {total} trials is ready in {place(opened.storage.url)}.")
+
+
+@app.command()
+def train(
+    study: StudyArgument,
+    param: Annotated[
+        list[str] | None,
+        typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run one trial without a database and print the record that a study would store."""
+    import uuid
+
+    from hpo.config.study_config import load_study
+    from hpo.config.trial_config import parse_params
+    from hpo.device import probe_device
+    from hpo.study.leases import trial_attributes
+    from hpo.study.run import build_executor
+    from hpo.trial.telemetry import ScoredEvaluation
+
+    params = parse_params(param or [])
+    config = load_study(study)
+    make_runs_folder(config.name)
+    metrics = [objective.metric for objective in config.objective]
+
+    def show(scored: ScoredEvaluation) -> None:
+        evaluation = scored.evaluation
+        if not as_json:
+            values = "  ".join(
+                f"{name} {value:.4g}" for name, value in zip(metrics, scored.values, strict=True)
+            )
+            loss = "–" if evaluation.train_loss is None else f"{evaluation.train_loss:.4g}"
+            used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
+            typer.echo(f"step {evaluation.step}  {used}  loss {loss}  {values}")
+
+    with progress_shown(quiet=as_json), stop_signals() as stop:
+        executor = build_executor(config, probe_device(config.device), RUNS)
+        result = executor.run(params, None, uuid.uuid4().hex, show, stop.is_set)
+    record = {
+        "params": params,
+        "values": None if result.values is None else dict(zip(metrics, result.values, strict=True)),
+        **trial_attributes(result),
+    }
+    if as_json:
+        print_json(record)
+    else:
+        from hpo.cli.display import print_trial  # pandas, as in `run`
+
+        print_trial(record)
+        if result.traceback:
+            typer.echo(result.traceback, err=True)
+    raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
+
+
+def _load(study: str, n_trials: int | None, timeout: float | None) -> StudyConfig:
+    """The study's file, with options in place of its keys; its folder under `runs/` can be written."""
+    from hpo.config.study_config import grid_size, load_study
+
+    config = load_study(study)
+    if n_trials and config.sampler.name == "grid" and n_trials > (size := grid_size(config.search_space)):
+        raise InputError(
+            f"--n-trials must be at most {size}, the combinations of the grid, but got {n_trials}."
+        )
+    make_runs_folder(config.name)
+    changes = {"n_trials": n_trials, "timeout": timeout}
+    return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
+
+
+def _announce(opened: OpenStudy, *, quiet: bool) -> None:
+    if quiet:
+        return
+    from hpo.study.database import place
+
+    _say_what_was_replaced(opened)
+    record = opened.record
+    done, total = record.slots["done"], sum(record.slots.values())
+    state = "finished" if done == total else "resumed" if record.trials else "new"
+    used = (record.definition[key]["name"] for key in ("sampler", "pruner"))
+    typer.echo(
+        f"Study {record.name} ({state}): {done} of {total} trials done, in {place(opened.storage.url)}. "
+        "Sampler {}, pruner {}.".format(*used)
+    )
+    if opened.left_out:
+        reasons = " ".join(dict.fromkeys(opened.left_out.values()))
+        typer.echo(
+            f"Not run here: {', '.join(opened.left_out)}. {reasons} A worker on another device may run what "
+            "this one leaves out; `amp.on_unsupported` and `amp.allow_emulated` change that."
+        )
+
+
+def _say_what_was_replaced(opened: OpenStudy) -> None:
+    if opened.replaced:
+        typer.echo(
+            f"Another definition of the study {opened.config.name} was stored, of which no trial had "
+            "trained. This one takes its place."
+        )
+
+
+def _progress(opened: OpenStudy, stop: threading.Event, *, quiet: bool) -> ExitStack:
+    """The progress of the study on the screen, for the time of a block."""
+    stack = ExitStack()
+    if not quiet:
+        from hpo.cli.progress import StudyDisplay
+        from hpo.study.watch import watching
+
+        name, storage = opened.config.name, opened.storage
+        display = StudyDisplay(
+            opened.config, opened.record, lambda: storage.slot_counts(name)["done"], stop=stop
+        )
+        stack.enter_context(display)
+        stack.enter_context(watching(storage, name, display.update))
+    return stack
+
+
+def _say_how_it_ended(record: StudyRecord, summary: RunSummary, command: Sequence[str]) -> None:
+    done, total = record.slots["done"], sum(record.slots.values())
+    how = {
+        "stopped": "Stopped and checkpointed",
+        "timeout": "Out of time",
+        "elsewhere": "What is left needs a precision that this device lacks",
+    }
+    if summary.ended != "finished":
+        there = "on another device: " if summary.ended == "elsewhere" else ""
+        again = there + shlex.join(command)
+        typer.echo(f"{how[summary.ended]}: {done} of {total} trials done. To go on: {again}")
+
+
+def _exit(record: StudyRecord, summary: RunSummary) -> None:
+    """End with the run's exit code. Raises RunError when the study has ended without any result."""
+    from hpo.study.study_record import complete_trials
+
+    if summary.ended == "finished" and not complete_trials(record):
+        last = record.trials[-1]
+        trace = last.attributes.get("traceback")
+        raise RunError(
+            f"the study has ended without a complete trial. The last one ended as {last.outcome}: "
+            f"{last.reason}" + (f"\n{trace}" if trace else "")
+        )
+    raise typer.Exit(summary.exit_code)
