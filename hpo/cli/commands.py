@@ -151,13 +151,13 @@ def best(
     }
     if trials and (evaluate or export):
         from hpo.device import probe_device
-        from hpo.study.run import build_executor
         from hpo.trial.best_model import export_checkpoint, score_checkpoint
+        from hpo.trial.executor import Executor
 
         config = config_of(study, record)
         make_runs_folder(config.name)
         with progress_shown(quiet=as_json), existing_storage(storage) as database:
-            executor = build_executor(config, probe_device(config.device), RUNS)
+            executor = Executor(config, probe_device(config.device), RUNS)
             database.check_data(config.name, executor.dataset.fingerprint)
             folder = executor.trial_folder(token, trials[0].number)
             if evaluate:

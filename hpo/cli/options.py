@@ -150,7 +150,7 @@ def config_of(study: str, record: StudyRecord) -> StudyConfig:
     """
     from hpo.config.study_config import StudyConfig, load_study
     from hpo.errors import StudyFileError
-    from hpo.study.storage import refuse_changes
+    from hpo.study.run import check_definition
 
     try:
         config = load_study(study)
@@ -158,7 +158,7 @@ def config_of(study: str, record: StudyRecord) -> StudyConfig:
         if _is_path(study):
             raise
         return StudyConfig.model_validate(record.definition)
-    refuse_changes(record.name, record.definition, json.loads(json.dumps(config.definition())))
+    check_definition(config, record)
     return config
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -64,7 +64,7 @@ def run(
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.report.status import study_status
     from hpo.study.database import redact, storage_url
-    from hpo.study.run import open_study, run_study
+    from hpo.study.run import open_study, plan_workers, run_study
 
     if workers is not None and workers_per_device is not None:
         raise InputError(
@@ -72,21 +72,14 @@ def run(
             f"{workers_per_device} those of each device. Give one of them."
         )
     config = _load(study, n_trials, timeout)
-    in_this_process = (workers or 1) == 1 and workers_per_device is None
-    with progress_shown(quiet=as_json), stop_signals() as stop, ExitStack() as stack:
-        place = open_study(config, storage_url(storage), RUNS, keep_executor=in_this_process)
-        opened = stack.enter_context(place)
-        _announce(opened, quiet=as_json)
-        with _progress(opened, stop, quiet=as_json):
-            summary = run_study(
-                opened.config,
-                opened.storage,
-                RUNS,
-                workers=workers or 1,
-                workers_per_device=workers_per_device,
-                executor=opened.executor,
-                stop=stop,
-            )
+    url, places = storage_url(storage), plan_workers(config, workers or 1, workers_per_device)
+    with (
+        progress_shown(quiet=as_json),
+        stop_signals() as stop,
+        open_study(config, url, RUNS, trains_here=len(places) == 1) as opened,
+    ):
+        with _shown(opened, stop, quiet=as_json):
+            summary = run_study(opened, places, stop=stop)
         record = opened.storage.read_study(config.name)
     if as_json:
         print_json(study_status(record) | {"ended": summary.ended, "left_out": opened.left_out})
@@ -95,14 +88,14 @@ def run(
 
         print_summary(record)
         options = {
-            "--storage": redact(storage) if storage else None,
+            "--storage": redact(url) if url != storage_url() else None,
             "--n-trials": n_trials,
             "--workers": workers,
             "--workers-per-device": workers_per_device,
             "--timeout": None if timeout is None else f"{timeout:g}",
         }
         given = [part for key, value in options.items() if value is not None for part in (key, str(value))]
-        _say_how_it_ended(record, summary, ["hpo", "run", study, *given])
+        _say_how_it_ended(record.slots, summary, ["hpo", "run", study, *given])
     _exit(record, summary)
 
 
@@ -118,14 +111,19 @@ def worker(
     from hpo.study.run import open_study, run_study
 
     config = _load(study, None, timeout)
-    with progress_shown(quiet=as_json), stop_signals() as stop, ExitStack() as stack:
-        opened = stack.enter_context(open_study(config, storage_url(storage), RUNS, resize=False))
-        _announce(opened, quiet=as_json)
-        with _progress(opened, stop, quiet=as_json):
-            summary = run_study(opened.config, opened.storage, RUNS, executor=opened.executor, stop=stop)
+    with (
+        progress_shown(quiet=as_json),
+        stop_signals() as stop,
+        open_study(config, storage_url(storage), RUNS, resize=False) as opened,
+        _shown(opened, stop, quiet=as_json),
+    ):
+        summary = run_study(opened, stop=stop)
+        slots = opened.storage.slot_counts(config.name)
     if as_json:
         found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
         print_json(found | {"left_out": opened.left_out})
+    elif summary.ended == "elsewhere":
+        _say_how_it_ended(slots, summary, ["hpo", "worker", study])
     if summary.outcomes and summary.outcomes.keys() == {Outcome.FAILED}:
         raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
     raise typer.Exit(summary.exit_code)
@@ -146,14 +144,13 @@ def init(
     config = _load(study, n_trials, None)
     with (
         progress_shown(quiet=as_json),
-        open_study(config, storage_url(storage), RUNS, keep_executor=False) as opened,
+        open_study(config, storage_url(storage), RUNS, trains_here=False) as opened,
     ):
-        if as_json:
-            print_json(study_status(opened.record))
-            return
-        _say_what_was_replaced(opened)
-        total = opened.config.n_trials
-        typer.echo(f"The study {config.name} with {total} trials is ready in {place(opened.storage.url)}.")
+        total, ready_in = opened.config.n_trials, place(opened.storage.url)
+    if as_json:
+        print_json(study_status(opened.record))
+    else:
+        typer.echo(f"The study {config.name} with {total} trials is ready in {ready_in}.")
 
 
 @app.command()
@@ -172,7 +169,7 @@ def train(
     from hpo.config.trial_config import parse_params
     from hpo.device import probe_device
     from hpo.study.leases import trial_attributes
-    from hpo.study.run import build_executor
+    from hpo.trial.executor import Executor
     from hpo.trial.telemetry import ScoredEvaluation
 
     params = parse_params(param or [])
@@ -191,7 +188,7 @@ def train(
             typer.echo(f"step {evaluation.step}  {used}  loss {loss}  {values}")
 
     with progress_shown(quiet=as_json), stop_signals() as stop:
-        executor = build_executor(config, probe_device(config.device), RUNS)
+        executor = Executor(config, probe_device(config.device), RUNS)
         result = executor.run(params, None, uuid.uuid4().hex, show, stop.is_set)
     record = {
         "params": params,
@@ -211,75 +208,54 @@ def train(
 
 def _load(study: str, n_trials: int | None, timeout: float | None) -> StudyConfig:
     """The study's file, with options in place of its keys; its folder under `runs/` can be written."""
-    from hpo.config.study_config import grid_size, load_study
+    from hpo.config.study_config import load_study
 
     config = load_study(study)
-    if n_trials and config.sampler.name == "grid" and n_trials > (size := grid_size(config.search_space)):
-        raise InputError(
-            f"--n-trials must be at most {size}, the combinations of the grid, but got {n_trials}."
-        )
     make_runs_folder(config.name)
     changes = {"n_trials": n_trials, "timeout": timeout}
     return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
 
 
-def _announce(opened: OpenStudy, *, quiet: bool) -> None:
+@contextmanager
+def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool) -> Iterator[None]:
+    """Say which study is run and what of it is not, and show its progress during the block."""
     if quiet:
+        yield
         return
+    from hpo.cli.progress import StudyDisplay
     from hpo.study.database import place
+    from hpo.study.watch import watching
 
-    _say_what_was_replaced(opened)
-    record = opened.record
+    record, storage = opened.record, opened.storage
     done, total = record.slots["done"], sum(record.slots.values())
     state = "finished" if done == total else "resumed" if record.trials else "new"
     used = (record.definition[key]["name"] for key in ("sampler", "pruner"))
     typer.echo(
-        f"Study {record.name} ({state}): {done} of {total} trials done, in {place(opened.storage.url)}. "
+        f"Study {record.name} ({state}): {done} of {total} trials done, in {place(storage.url)}. "
         "Sampler {}, pruner {}.".format(*used)
     )
     if opened.left_out:
         reasons = " ".join(dict.fromkeys(opened.left_out.values()))
         typer.echo(
-            f"Not run here: {', '.join(opened.left_out)}. {reasons} A worker on another device may run what "
-            "this one leaves out; `amp.on_unsupported` and `amp.allow_emulated` change that."
+            f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
+            "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
+    display = StudyDisplay(opened.config, record, lambda: storage.slot_counts(record.name)["done"], stop=stop)
+    with display, watching(storage, record.name, display.update):
+        yield
 
 
-def _say_what_was_replaced(opened: OpenStudy) -> None:
-    if opened.replaced:
-        typer.echo(
-            f"Another definition of the study {opened.config.name} was stored, of which no trial had "
-            "trained. This one takes its place."
-        )
-
-
-def _progress(opened: OpenStudy, stop: threading.Event, *, quiet: bool) -> ExitStack:
-    """The progress of the study on the screen, for the time of a block."""
-    stack = ExitStack()
-    if not quiet:
-        from hpo.cli.progress import StudyDisplay
-        from hpo.study.watch import watching
-
-        name, storage = opened.config.name, opened.storage
-        display = StudyDisplay(
-            opened.config, opened.record, lambda: storage.slot_counts(name)["done"], stop=stop
-        )
-        stack.enter_context(display)
-        stack.enter_context(watching(storage, name, display.update))
-    return stack
-
-
-def _say_how_it_ended(record: StudyRecord, summary: RunSummary, command: Sequence[str]) -> None:
-    done, total = record.slots["done"], sum(record.slots.values())
+def _say_how_it_ended(slots: Mapping[str, int], summary: RunSummary, command: Sequence[str]) -> None:
+    needed = " or ".join(summary.elsewhere)
     how = {
         "stopped": "Stopped and checkpointed",
         "timeout": "Out of time",
-        "elsewhere": "What is left needs a precision that this device lacks",
+        "elsewhere": f"What is left needs a device with {needed}",
     }
     if summary.ended != "finished":
-        there = "on another device: " if summary.ended == "elsewhere" else ""
-        again = there + shlex.join(command)
-        typer.echo(f"{how[summary.ended]}: {done} of {total} trials done. To go on: {again}")
+        where = " there" if summary.ended == "elsewhere" else ""
+        done = f"{slots['done']} of {sum(slots.values())} trials done"
+        typer.echo(f"{how[summary.ended]}: {done}. To go on{where}: {shlex.join(command)}")
 
 
 def _exit(record: StudyRecord, summary: RunSummary) -> None:

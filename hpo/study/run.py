@@ -7,26 +7,26 @@ with them leaves no study behind that the mended file would not fit.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpo.config.study_config import StudyConfig
 from hpo.device import CUDA_CONTEXT_BYTES, DeviceInfo, cuda_devices, memory_limit, memory_share, probe_device
-from hpo.errors import InputError, NoDatabaseError, StudyChangedError
+from hpo.errors import InputError, NoDatabaseError
 from hpo.memory import gc_frozen_imports, release_free_memory
 from hpo.precision.table import left_out
 from hpo.study.database import check_folder
 from hpo.study.processes import (
     WORKERS_ON_DEVICE,
+    WorkerPlace,
     check_memory_fraction,
     place_workers,
     run_workers,
@@ -39,11 +39,9 @@ from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, tria
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
 
-_logger = logging.getLogger(__name__)
-
 
 class LateCache:
-    """The compatibility cache of a database that is opened after the executor was made: see `open_study`."""
+    """The compatibility cache of a database that is opened after the executor was made."""
 
     def __init__(self) -> None:
         self._storage: Storage | None = None
@@ -68,53 +66,54 @@ class OpenStudy:
     config: StudyConfig
     """With `n_trials` as stored."""
     storage: Storage
+    runs_dir: Path
     record: StudyRecord
     """What is stored before anything of it runs here."""
     left_out: Mapping[str, str]
     """Precisions of the study that no trial draws on this device, with the reason."""
-    replaced: bool
-    """Whether another definition of the study, of which no trial had trained, was stored before."""
     executor: Executor | None
-    """With which the study was checked, if it was."""
+    """Runs trials in this process; None where they run in others, and for a finished study."""
 
 
 @contextmanager
 def open_study(
-    config: StudyConfig, url: str, runs_dir: Path, *, resize: bool = True, keep_executor: bool = True
+    config: StudyConfig, url: str, runs_dir: Path, *, resize: bool = True, trains_here: bool = True
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
-    A study of which no trial has trained is checked first (`Executor.check_study`); the processes of
-    `run_workers` leave that to their parent.
+    A study of which no trial has trained is checked first (`Executor.check_study`), but not by the processes
+    of `run_workers`, whose parent has done so.
 
     Args:
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
-        keep_executor: False where trials run in other processes, which need its memory.
+        trains_here: False where no trial runs in this process.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
-        InputError: the data, the model, the objective or every precision cannot be used here.
+        InputError: the data, the model or the objective cannot be used, or no precision of the study here.
     """
     stored = _read_stored(config.name, url)
-    replaced = stored is not None and not _is_same(config, stored)
-    if stored is not None and replaced and _has_trained(stored):
-        refuse_changes(config.name, stored.definition, _definition(config))
+    has_trained = stored is not None and any(trial.evaluations or trial.values for trial in stored.trials)
+    if stored is not None and has_trained:
+        check_definition(config, stored)
     executor, unused, cache = None, {}, LateCache()
     if stored is None or stored.slots["done"] < (config.n_trials if resize else sum(stored.slots.values())):
         device = probe_device(config.device)
         unused = check_precisions(config, device)
-        if WORKERS_ON_DEVICE not in os.environ and (stored is None or not _has_trained(stored)):
-            executor = build_executor(config, device, runs_dir, cache)
-            executor.check_study()
-            if not keep_executor:
-                executor = None
-                release_free_memory(device)
+        must_check = not has_trained and WORKERS_ON_DEVICE not in os.environ
+        if trains_here or must_check:
+            executor = _build_executor(config, device, runs_dir, cache)
+            if must_check:
+                executor.check_study()
+        if not trains_here:
+            executor = None
+            release_free_memory(device)
     with open_storage(url) as storage:
         cache.open(storage)
         storage.create_or_resume_study(config, resize=resize)
         record = storage.read_study(config.name)
         config = config.model_copy(update={"n_trials": sum(record.slots.values())})
-        yield OpenStudy(config, storage, record, unused, replaced, executor)
+        yield OpenStudy(config, storage, runs_dir, record, unused, executor)
 
 
 def _read_stored(name: str, url: str) -> StudyRecord | None:
@@ -126,29 +125,17 @@ def _read_stored(name: str, url: str) -> StudyRecord | None:
         return None
 
 
-def _definition(config: StudyConfig) -> dict[str, Any]:
-    return dict(json.loads(json.dumps(config.definition())))
-
-
-def _is_same(config: StudyConfig, stored: StudyRecord) -> bool:
-    try:
-        refuse_changes(config.name, stored.definition, _definition(config))
-    except StudyChangedError:
-        return False
-    return True
-
-
-def _has_trained(record: StudyRecord) -> bool:
-    return any(trial.evaluations or trial.values for trial in record.trials)
+def check_definition(config: StudyConfig, record: StudyRecord) -> None:
+    """Raise StudyChangedError where the study file says something else than the study was made with."""
+    refuse_changes(record.name, record.definition, json.loads(json.dumps(config.definition())))
 
 
 def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
-    """Return which of the study's precisions are not run on `device`, with the reason.
+    """Return which of the study's precisions are left out on `device`, with the reason.
 
-    Raises InputError when that is all of them, unless `amp.on_unsupported` is `fallback`.
+    Raises InputError when it can run none of them, unless `amp.on_unsupported` is `fallback`.
     """
-    skip = config.amp.model_copy(update={"on_unsupported": "skip"})
-    lacking = left_out(config.precisions, device, skip)
+    lacking = left_out(config.precisions, device, config.amp.model_copy(update={"on_unsupported": "skip"}))
     if lacking and len(lacking) == len(config.precisions) and config.amp.on_unsupported != "fallback":
         raise InputError(
             "fp_precision: this device must be able to run a precision of the study, but it runs none of "
@@ -156,68 +143,59 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
             "set `amp.on_unsupported: fallback` to run the nearest that works, or `amp.allow_emulated: true` "
             "where it is emulated."
         )
-    return left_out(config.precisions, device, config.amp)
+    return lacking if config.amp.on_unsupported == "skip" else {}
 
 
-def build_executor(
-    config: StudyConfig, device: DeviceInfo, runs_dir: Path, cache: LateCache | Storage | None = None
-) -> Executor:
-    """Read the data, and return what runs the study's trials in this process.
-
-    Raises InputError as `Executor` does.
-    """
+def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path, cache: LateCache) -> Executor:
     with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
         from hpo.trial.executor import Executor
 
-    _logger.info("reading the data of the study %s", config.name)
     num_on_device = int(os.environ.get(WORKERS_ON_DEVICE, "1"))
     shared = share_memory(config, device, num_on_device)
     return Executor(shared, device, runs_dir, cache, shared_device=num_on_device > 1)
 
 
+def plan_workers(config: StudyConfig, workers: int, per_device: int | None = None) -> list[WorkerPlace]:
+    """Where each worker of a run on this machine is: in this process if it is one, else in its own.
+
+    Args:
+        workers: how many, spread over the GPUs of this machine in turn.
+        per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`.
+
+    Raises InputError where the workers of one GPU may take more than its memory.
+    """
+    if workers == 1 and per_device is None:
+        return place_workers(1, ())
+    devices = cuda_devices(config.device)
+    places = place_workers(workers if per_device is None else per_device * max(1, len(devices)), devices)
+    if devices:
+        check_memory_fraction(config.amp.memory_fraction, places)
+    return places
+
+
 def run_study(
-    config: StudyConfig,
-    storage: Storage,
-    runs_dir: Path,
-    *,
-    workers: int = 1,
-    workers_per_device: int | None = None,
-    executor: Executor | None = None,
-    stop: threading.Event | None = None,
+    study: OpenStudy, places: Sequence[WorkerPlace] = (), *, stop: threading.Event | None = None
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
     Args:
-        workers: more than one are processes of their own, `hpo worker STUDY`, spread over the GPUs of this
-            machine in turn.
-        workers_per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`.
-        executor: of `build_executor`, which is called where none is given.
+        places: of `plan_workers`; more than one are processes of their own, `hpo worker STUDY`.
         stop: from `stop_on_signals`, which is used where none is given.
 
     Raises:
-        StudyChangedError: the stored study has another search space or definition, or had other data.
-        InputError: the data, the model or the objective cannot be used, or the workers of one GPU may take
-            more than its memory.
+        StudyChangedError: the study had other data.
+        InputError: the data cannot be used.
         RunError: the workers ended before the study did.
     """
-    storage.create_or_resume_study(config, resize=False)
-    counts = storage.slot_counts(config.name)
-    if not counts["open"] and not counts["running"]:
+    config, storage, executor = study.config, study.storage, study.executor
+    if study.record.slots["done"] == config.n_trials:
         return RunSummary("finished")
     with nullcontext(stop) if stop else stop_on_signals() as stop:
-        if workers > 1 or workers_per_device is not None:
-            devices = cuda_devices(config.device)
-            if workers_per_device is not None:
-                workers = workers_per_device * max(1, len(devices))
-            places = place_workers(workers, devices)
-            if devices:
-                check_memory_fraction(config.amp.memory_fraction, places)
-        if workers > 1:
-            return run_workers(config, storage, runs_dir, places, stop=stop)
         if executor is None:
-            executor = build_executor(config, probe_device(config.device), runs_dir, storage)
+            summary = run_workers(config, storage, study.runs_dir, places, stop=stop)
+            return replace(summary, elsewhere=tuple(study.left_out) if summary.ended == "elsewhere" else ())
         storage.bind_data(config.name, executor.dataset.fingerprint)
-        study = storage.load_study(config.name)
+        stored = storage.load_study(config.name)
         folder = partial(executor.trial_folder, storage.study_token(config.name))
         return run_worker(
             config,
@@ -226,7 +204,7 @@ def run_study(
             device=executor.device.device_id,
             memory_bytes=memory_limit(executor.device, executor.amp.memory_fraction),
             stop=stop,
-            after_trial=lambda: keep_best_checkpoints(study, folder, config.checkpoint.top_k),
+            after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
         )
 
 

@@ -53,9 +53,11 @@ class RunSummary:
     """What one call ran."""
 
     ended: Literal["finished", "stopped", "timeout", "elsewhere"]
-    """Every slot is done; told to stop; out of time; what is left needs another device."""
+    """Every slot is done; told to stop; out of time; what remains is for other devices."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
+    elsewhere: tuple[str, ...] = ()
+    """The precisions of what remains for other devices."""
 
     @property
     def exit_code(self) -> int:

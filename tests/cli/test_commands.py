@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from typer.main import get_command
 
 from hpo.cli import commands as cli
 from hpo.cli.options import stop_signals
+from hpo.errors import DataError
 from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.status import study_status
 from hpo.study.storage import open_storage
@@ -147,15 +149,6 @@ def test_run_of_a_finished_study_runs_nothing(ran: Path) -> None:
     assert "trial   " not in text
     assert "best trial" in text
     assert hpo_command(ran, "status", "tiny.yaml", "--json").json == before
-
-
-def test_more_trials_than_a_grid_has_are_refused(tmp_path: Path) -> None:
-    space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
-    write_study(tmp_path, sampler={"name": "grid"}, search_space=space)
-    refused = hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "3")
-    assert refused.exit_code == 2
-    assert "--n-trials must be at most 2, the combinations of the grid, but got 3." in refused.err
-    assert not (tmp_path / "runs").exists()
 
 
 def test_status(ran: Path) -> None:
@@ -320,9 +313,7 @@ def test_train_prints_the_record_that_a_study_stores(ran: Path, tmp_path: Path) 
 
 def test_train_for_people(tmp_path: Path) -> None:
     write_study(tmp_path)
-    finished = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=bf16"))
-    assert finished.err.startswith("reading the data of the study tiny\n")
-    text = finished.out
+    text = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=bf16")).out
     assert re.search(r"^step 4  100%  \d+\.\d s  loss [\d.]+  score 0\.\d+$", text, re.MULTILINE)
     assert "\ncomplete\n" in text
     assert "fp_precision_effective: bf16" in text
@@ -517,7 +508,22 @@ def test_rate_counts_what_trained() -> None:
     assert study_status(record(*failed))["trials_per_hour"] is None
 
 
-# Signals
+# Progress and signals
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_what_takes_long_is_told_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def slow(*_: object, **__: object) -> None:
+        logging.getLogger("hpo.data").info("tokenising %s texts", 20_000)
+        raise DataError("and then it ends")
+
+    write_study(tmp_path)
+    monkeypatch.setattr("hpo.trial.executor.load_data", slow)
+    finished = hpo_command(tmp_path, command, "tiny.yaml")
+    assert finished.err == "tokenising 20000 texts\nError: and then it ends\n"
+    assert hpo_command(tmp_path, command, "tiny.yaml", "--json").err == "Error: and then it ends\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

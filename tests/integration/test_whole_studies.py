@@ -225,13 +225,14 @@ def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
 
 def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def others_are_left(*_: Any, **__: Any) -> RunSummary:
-        return RunSummary("elsewhere", {"complete": 1})
+        return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
 
     write_study(tmp_path)
     monkeypatch.setattr("hpo.study.run.run_study", others_are_left)
-    finished = ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    assert "What is left needs a precision that this device lacks: 0 of 2 trials done." in finished.out
-    assert "To go on: on another device: hpo run tiny.yaml\n" in finished.out
+    for command in ("run", "worker"):
+        text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
+        assert "What is left needs a device with fp16 or tf32: 0 of 2 trials done." in text
+        assert f"To go on there: hpo {command} tiny.yaml\n" in text
 
 
 def test_to_go_on_takes_the_same_options(tmp_path: Path) -> None:

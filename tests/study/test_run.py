@@ -20,11 +20,12 @@ from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, StudyChangedError
 from hpo.study import run as run_module
 from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace
-from hpo.study.run import LateCache, check_precisions, open_study, run_study, share_memory
+from hpo.study.run import LateCache, check_precisions, open_study, plan_workers, run_study, share_memory
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
-from hpo.study.worker import run_worker
+from hpo.study.worker import RunSummary, run_worker
 
+PRECISIONS = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
 GPU = DeviceInfo(type="cuda", name="Example GPU", total_memory_bytes=80 * 2**30, uuid="GPU-0")
 
 
@@ -103,19 +104,21 @@ def test_a_study_is_checked_until_one_of_its_trials_has_trained(
         train_one(storage, study(1))
     with open_study(study(2), storage.url, tmp_path) as opened:
         assert opened.record.slots["open"] == (1 if trained else 2)
-        assert opened.executor == (executors.made[0] if num_checks else None)
-    assert sum(executor.num_checks for executor in executors.made) == num_checks
+        assert opened.executor is executors.made[0]
+    assert [executor.num_checks for executor in executors.made] == [num_checks]
 
 
 def test_the_parent_of_several_workers_checks_for_them(
     sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_study(study(), sqlite_url, tmp_path, keep_executor=False) as opened:
+    with open_study(study(), sqlite_url, tmp_path, trains_here=False) as opened:
         assert opened.executor is None
     assert [executor.num_checks for executor in executors.made] == [1]
     monkeypatch.setenv(WORKERS_ON_DEVICE, "2")
-    with open_study(study(), sqlite_url, tmp_path, resize=False):
-        assert len(executors.made) == 1
+    with open_study(study(), sqlite_url, tmp_path, resize=False) as opened:
+        assert opened.executor is executors.made[1]
+    assert executors.made[1].num_checks == 0
+    assert executors.made[1].shared_device
 
 
 def test_another_definition_is_refused_before_anything_is_read(
@@ -140,7 +143,7 @@ def test_a_finished_study_loads_neither_data_nor_model(
     train_one(storage, study(2))
     monkeypatch.setitem(sys.modules, "hpo.trial.executor", None)  # importing it is an error
     with open_study(study(2), storage.url, tmp_path) as opened:
-        assert run_study(opened.config, storage, tmp_path).outcomes == {}
+        assert run_study(opened).outcomes == {}
 
 
 def test_measurements_are_kept_once_the_database_is_open(storage: Storage) -> None:
@@ -228,72 +231,70 @@ def test_the_contexts_of_workers_need_room_too(
 @pytest.mark.parametrize(
     ("given", "devices", "places"),
     [
-        ({"workers_per_device": 2}, ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
-        ({"workers_per_device": 1}, ("0", "1"), [(1, "0"), (1, "1")]),
-        ({"workers_per_device": 3}, (), [(3, None)] * 3),
-        ({"workers": 2}, ("0", "1"), [(1, "0"), (1, "1")]),
+        ((1, 2), ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
+        ((1, 1), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((1, 3), (), [(3, None)] * 3),
+        ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((1, None), ("0", "1"), [(1, None)]),  # in this process
     ],
 )
 def test_workers_of_a_run(
-    storage: Storage,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    given: dict[str, int],
+    given: tuple[int, int | None],
     devices: tuple[str, ...],
     places: list[tuple[int, str | None]],
 ) -> None:
-    started: list[Any] = []
     monkeypatch.setattr(run_module, "cuda_devices", lambda _: devices)
-    monkeypatch.setattr(run_module, "run_workers", lambda *args, **_: started.append(args[3]))
-    run_study(study(2), storage, tmp_path, **given)  # type: ignore[arg-type]
-    (found,) = started
-    assert found == [WorkerPlace(mates, gpu) for mates, gpu in places]
+    assert plan_workers(study(2), *given) == [WorkerPlace(mates, gpu) for mates, gpu in places]
 
 
 def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(run_module, "run_workers", lambda *args, **_: started.append(args[3]))
     config = study(2, amp={"memory_fraction": 0.6})
     monkeypatch.setattr(run_module, "cuda_devices", lambda _: ("0",))
     with pytest.raises(InputError, match=r"amp\.memory_fraction"):
-        run_study(config, storage, tmp_path, workers_per_device=2)
-    assert not started
+        plan_workers(config, 1, 2)
     monkeypatch.setattr(run_module, "cuda_devices", lambda _: ())  # on a CPU it says nothing
-    run_study(config, storage, tmp_path, workers_per_device=2)
-    assert len(started) == 1
+    assert len(plan_workers(config, 1, 2)) == 2
 
 
+@pytest.mark.usefixtures("executors")
 @pytest.mark.parametrize(("num_workers", "gib"), [("4", 19), ("1", 80)])
 def test_sampler_knows_the_memory_of_its_worker(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: str, gib: int
+    sqlite_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_workers: str,
+    gib: int,
 ) -> None:
-    def executor(config: Any, device: DeviceInfo, *_: Any, shared_device: bool) -> Any:
-        dataset = SimpleNamespace(fingerprint="x")
-        return SimpleNamespace(
-            study=config,
-            amp=config.amp,
-            device=device,
-            dataset=dataset,
-            shared_device=shared_device,
-            trial_folder=lambda *_: tmp_path,
-        )
-
     given: dict[str, Any] = {}
-    monkeypatch.setenv("HPO_WORKERS_ON_DEVICE", num_workers)
-    monkeypatch.setitem(sys.modules, "hpo.trial.executor", SimpleNamespace(Executor=executor))
+    monkeypatch.setenv(WORKERS_ON_DEVICE, num_workers)
     monkeypatch.setattr(run_module, "probe_device", lambda _: GPU)
     monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
-    run_study(study(1), storage, tmp_path, stop=threading.Event())
+    config = study(1, search_space={})
+    with open_study(config, sqlite_url, tmp_path) as opened:
+        run_study(opened, stop=threading.Event())
     assert given["memory_bytes"] == gib * 2**30
 
 
-def test_a_study_file_is_what_the_processes_are_given(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("executors")
+def test_several_workers_are_processes(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(run_module, "run_workers", lambda config, *_, **__: given.append(config.path))
-    config = load_study(write_study(tmp_path))
-    run_study(config, storage, tmp_path, workers=2)
-    assert given == [tmp_path / "tiny.yaml"]
+
+    def run_workers(config: Any, _: Storage, runs_dir: Path, places: Any, **__: Any) -> RunSummary:
+        given.extend((config.path, runs_dir, places))
+        return RunSummary("elsewhere")
+
+    monkeypatch.setattr(run_module, "run_workers", run_workers)
+    monkeypatch.setattr(run_module, "probe_device", lambda _: CPU)
+    config, places = (
+        load_study(write_study(tmp_path, amp={}, search_space=PRECISIONS)),
+        plan_workers(study(), 2),
+    )
+    with open_study(config, sqlite_url, tmp_path / "runs", trains_here=False) as opened:
+        summary = run_study(opened, places, stop=threading.Event())
+    assert given == [tmp_path / "tiny.yaml", tmp_path / "runs", places]
+    assert summary == RunSummary("elsewhere", elsewhere=("bf16",))
