@@ -134,7 +134,7 @@ MODELS: dict[str, tuple[Prepare, str]] = {
 }
 
 
-@pytest.mark.parametrize("command", ["run", "worker", "init", "train", "verify", "status"])
+@pytest.mark.parametrize("command", ["run", "worker", "init", "train", "verify"])
 def test_study_file(tmp_path: Path, command: str) -> None:
     """What may be wrong with a study file is in test_bad_study_files.py."""
     write_study(tmp_path, n_trials=-1, prunner={}, pruner={"name": "medium"})
