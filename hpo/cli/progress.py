@@ -151,19 +151,19 @@ class StudyDisplay:
             self._best = (values[0], number)
 
     def _print_evaluation(self, event: TrialEvent) -> None:
-        values = ", ".join(
-            f"{objective.metric} {format_metric(objective.metric, value)}"
-            for objective, value in zip(self._config.objective, event.values or (), strict=False)
-        )
         of = f"{event.num_evaluations} of {self._expected_evaluations(event)}"
+        values = f"{self._objective.metric} {self._values(event)}"
         line = f"trial {event.number:>3}  evaluation {of}  {values}  {format_seconds(event.seconds)}"
         self._console.print(Text(line), soft_wrap=True)
 
-    def _print_finished(self, event: TrialEvent) -> None:
-        values = ", ".join(
+    def _values(self, event: TrialEvent) -> str:
+        return ", ".join(
             format_metric(objective.metric, value)
             for objective, value in zip(self._config.objective, event.values or (), strict=False)
         )
+
+    def _print_finished(self, event: TrialEvent) -> None:
+        values = self._values(event)
         head = Text.assemble(
             f"trial {event.number:>3}  ", (f"{event.outcome:<12}", OUTCOME_STYLES.get(event.outcome, ""))
         )

@@ -399,6 +399,8 @@ def test_verify_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             "Error: --workers 4 counts all processes of this machine and --workers-per-device 2 those of",
         ),
         (("train", "tiny.yaml", "-p", "lr=1e-4"), "Did you mean `learning_rate`?"),
+        (("train", "tiny.yaml", "-p", "wd=0.1"), "Did you mean `weight_decay`?"),
+        (("train", "tiny.yaml", "-p", "bs=8"), "Did you mean `batch_size`?"),
         (("verify", "tiny.yaml", "--repeats", "0"), "'--repeats'"),
         (("dashboard", "tiny.yaml", "--port", "99999"), "'--port'"),
         (("train", "tiny.yaml", "-p", "learning_rate"), "must be written as name=value"),
