@@ -115,7 +115,7 @@ def worker(
         progress_shown(quiet=as_json),
         stop_signals() as stop,
         open_study(config, storage_url(storage), RUNS, resize=False) as opened,
-        _shown(opened, stop, quiet=as_json),
+        _shown(opened, stop, quiet=as_json, own=True),
     ):
         summary = run_study(opened, stop=stop)
         slots = opened.storage.slot_counts(config.name)
@@ -217,8 +217,11 @@ def _load(study: str, n_trials: int | None, timeout: float | None) -> StudyConfi
 
 
 @contextmanager
-def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool) -> Iterator[None]:
-    """Say which study is run and what of it is not, and show its progress during the block."""
+def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = False) -> Iterator[None]:
+    """Say which study is run and what of it is not, and show its progress during the block.
+
+    `own`: of the trials of this process alone, and less often, as there may be a hundred such workers.
+    """
     if quiet:
         yield
         return
@@ -241,7 +244,8 @@ def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool) -> Iterator
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
     display = StudyDisplay(opened.config, record, lambda: storage.slot_counts(record.name)["done"], stop=stop)
-    with display, watching(storage, record.name, display.update):
+    seconds = 2.0 if own else 0.5
+    with display, watching(storage, record.name, display.update, own=own, seconds=seconds):
         yield
 
 

@@ -7,6 +7,7 @@ machine or on another.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,8 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.outcome import Outcome
-from hpo.study.schema import evaluations, slots, studies
+from hpo.study.process import this_machine
+from hpo.study.schema import evaluations, slots, studies, workers
 from hpo.study.storage import Storage
 
 
@@ -58,14 +60,20 @@ class _State:
 
     in_hand: frozenset[int]
     """The trials that workers have."""
+    watched: frozenset[int] | None
+    """The trials that are told of; None: all."""
     trials: list[FrozenTrial]
     evaluations: Mapping[int, list[Any]] = field(default_factory=dict)
 
 
 class StudyWatch:
-    """Tells what has changed in a study since the last look; what was there before the first is not told."""
+    """Tells what has changed in a study since the last look; what was there before the first is not told.
 
-    def __init__(self, storage: Storage, name: str) -> None:
+    With `own`, only of trials that this process has, or had last.
+    """
+
+    def __init__(self, storage: Storage, name: str, *, own: bool = False) -> None:
+        self._own = own
         self._storage = storage
         self._name = name
         self._study = storage.load_study(name)
@@ -96,12 +104,17 @@ class StudyWatch:
         return events
 
     def _read(self) -> _State:
+        query = sa.select(slots.c.trial_number, slots.c.state).where(slots.c.study == self._name)
+        if self._own:
+            here = (workers.c.machine == this_machine(), workers.c.pid == os.getpid())
+            query = query.where(slots.c.owner.in_(sa.select(workers.c.id).where(*here)))
+        else:
+            query = query.where(slots.c.state == "running")
         with self._storage.engine.connect() as connection:
             # Before the trials: one that ends in between is then told as ended and not as given back.
-            running = sa.select(slots.c.trial_number).where(
-                slots.c.study == self._name, slots.c.state == "running"
-            )
-            in_hand = frozenset(connection.execute(running).scalars())
+            found = connection.execute(query).all()
+        in_hand = frozenset(row.trial_number for row in found if row.state == "running")
+        watched = frozenset(row.trial_number for row in found) if self._own else None
         trials = self._study.get_trials(deepcopy=False)
         open_numbers = [trial.number for trial in trials if trial.number not in self._ended]
         rows: dict[int, list[Any]] = {}
@@ -110,11 +123,13 @@ class StudyWatch:
             query = sa.select(evaluations).where(evaluations.c.study == self._name, of_open)
             for row in connection.execute(query.order_by(evaluations.c.step)):
                 rows.setdefault(row.trial_number, []).append(row)
-        return _State(in_hand, trials, rows)
+        return _State(in_hand, watched, trials, rows)
 
     def _changes(self, trial: FrozenTrial, state: _State) -> Iterator[TrialEvent]:
         number, ended = trial.number, trial.state.is_finished()
         if number not in self._running:
+            if state.watched is not None and number not in state.watched:
+                return
             suggested = self._always_suggested <= trial.params.keys()
             if not ended and not (number in state.in_hand and suggested):
                 return
@@ -149,9 +164,11 @@ class StudyWatch:
 
 
 @contextmanager
-def watching(storage: Storage, name: str, on_event: OnEvent, *, seconds: float = 0.5) -> Iterator[None]:
-    """Call `on_event`, in a thread, with what happens in the study during the block, until its end."""
-    watch = StudyWatch(storage, name)
+def watching(
+    storage: Storage, name: str, on_event: OnEvent, *, own: bool = False, seconds: float = 0.5
+) -> Iterator[None]:
+    """Call `on_event`, in a thread, with what a `StudyWatch` tells during the block, until its end."""
+    watch = StudyWatch(storage, name, own=own)
     leaving = threading.Event()
 
     def tell() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import worker_process
 from worker_process import result, study
 
 from hpo.config.search_space import suggest
@@ -127,6 +129,28 @@ def test_all_objectives_are_told(storage: Storage) -> None:
 
     run_worker(config, storage, execute)
     assert [event.values for event in watch.look()] == [None, (0.25, 7.0), (0.25, 7.0)]
+
+
+def test_a_worker_is_told_of_its_own_trials(storage: Storage, tmp_path: Path) -> None:
+    config = study(6)
+    storage.create_or_resume_study(config)
+    other = worker_process.start(storage.url, config, tmp_path / "log", trial_seconds=0.01)
+    events: list[TrialEvent] = []
+    mine: list[int] = []
+
+    def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
+        suggest(config.search_space, trial)
+        mine.append(trial.number)
+        if len(mine) == 1:
+            worker_process.wait_for(lambda: storage.slot_counts("tiny")["done"] >= 3)
+        return result("complete")
+
+    with watching(storage, "tiny", events.append, own=True, seconds=0.01):
+        run_worker(config, storage, execute)
+    other.join(60)
+    assert other.exitcode == 0
+    assert 0 < len(mine) <= 3
+    assert [event.number for event in events if event.kind == "finished"] == mine
 
 
 def test_what_was_there_before_is_not_told(storage: Storage) -> None:
