@@ -113,6 +113,13 @@ def work(
         return run_worker(config, storage, execute, stop=stop, poll_seconds=0.05)
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def start(*args: Any, **kwargs: Any) -> Any:
     """Start a process that runs `work`."""
     process = CONTEXT.Process(target=work, args=args, kwargs=kwargs, daemon=True)

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
-from hpo.errors import HpoError, RunError, StorageError
+from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 _SCHEMA_LOCK = 0x68706F  # PostgreSQL's advisory locks are numbers: "hpo"
@@ -96,6 +96,20 @@ def redact(url: str) -> str:
     return re.sub(r"(://[^:/?#]*):.*@", r"\1:***@", hidden)
 
 
+def place(url: str) -> str:
+    """Return `url` for messages, with the whole path of a SQLite file that it names by a relative one."""
+    path = _sqlite_path(parse_url(url))
+    shown = redact(url)
+    return shown if path is None or path.is_absolute() else f"{shown} ({path.absolute()})"
+
+
+def check_folder(url: str) -> None:
+    """Raise StorageError where the folder of a SQLite file does not exist."""
+    path = _sqlite_path(parse_url(url))
+    if path is not None and not path.parent.is_dir():
+        raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
+
+
 def open_database(
     url: str, tables: sa.MetaData, *, create: bool = True, busy_seconds: float = 60.0
 ) -> optuna.storages.RDBStorage:
@@ -106,22 +120,21 @@ def open_database(
         busy_seconds: how long a write waits for other processes (SQLite).
 
     Raises:
-        StorageError: the database cannot be used as it is named.
+        StorageError: the database cannot be used as it is named; NoDatabaseError where it is not there.
         RunError: it can, but not now (locked, disk full).
     """
     parsed = parse_url(url)
     path = _sqlite_path(parsed)
     if path is not None and not path.exists():
         if not create:
-            raise StorageError(f"There is no study database at {redact(url)}. `hpo run STUDY` makes one.")
-        if not path.parent.is_dir():
-            raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
+            raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
+        check_folder(url)
     with database_errors(url):
         engine = sa.create_engine(parsed, pool=_connection_pool(parsed, busy_seconds))
         try:
             if not create:
                 if not _has_tables(engine, tables):
-                    raise StorageError(f"{redact(url)} holds no study yet. `hpo run STUDY` makes one.")
+                    raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
             else:
                 with exclusive(engine):  # before the first connection: only one may turn on SQLite's log
                     if not _has_tables(engine, tables):

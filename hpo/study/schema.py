@@ -49,7 +49,7 @@ workers = sa.Table(
     sa.Column("number", sa.Integer, nullable=False),  # within the study, never given twice
     sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
     sa.Column("oom_kills", sa.Integer),  # of the machine's kernel when the worker was last seen
-    sa.Column("cause", sa.String(32)),  # of its death, as its parent process saw it
+    sa.Column("cause", sa.String(64)),  # of its death, as its parent process saw it
     sa.UniqueConstraint("study", "number"),
 )
 

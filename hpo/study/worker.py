@@ -51,24 +51,6 @@ Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 
 
 @dataclass(frozen=True)
-class TrialEvent:
-    """Something that a person who watches the study wants to see."""
-
-    kind: Literal["started", "evaluated", "finished"]
-    number: int
-    params: Mapping[str, Any]
-    values: tuple[float, ...] | None = None
-    """Of the objectives: at this evaluation, or of a complete trial."""
-    budget_used: float | None = None
-    """Share of the trial's budget that is used, where known."""
-    outcome: str = ""
-    reason: str = ""
-
-
-OnEvent = Callable[[TrialEvent], None]
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """What one call ran."""
 
@@ -91,7 +73,6 @@ def run_worker(
     execute: Execute,
     *,
     device: WorkerDevice = ANY_DEVICE,
-    on_event: OnEvent | None = None,
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
     saved_step: Callable[[int], int] = lambda _: 0,
@@ -162,9 +143,6 @@ def run_worker(
                     worker.record_outcome(lease, trial, result)
                     outcomes[result.outcome] += 1
                     after_trial()
-                    if on_event:
-                        end = (result.values, None, result.outcome, result.reason)
-                        on_event(TrialEvent("finished", trial.number, trial.params, *end))
 
 
 def _unfinished(storage: Storage, study: optuna.Study) -> list[Mapping[str, Any]]:
@@ -196,18 +174,14 @@ def _crashed(lease: Lease) -> TrialResult:
     return TrialResult(Outcome.CRASHED, lease.crash_reason)
 
 
-def trial_runner(
-    executor: Executor, storage: Storage, stop: threading.Event, on_event: OnEvent | None = None
-) -> Execute:
+def trial_runner(executor: Executor, storage: Storage, stop: threading.Event) -> Execute:
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation."""
-    on_event = on_event or (lambda _: None)
     metric_names = [objective.metric for objective in executor.study.objective]
     token = storage.study_token(executor.study.name)
     started_together = executor.shared_device
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
-        on_event(TrialEvent("started", trial.number, params))
 
         def on_evaluation(scored: ScoredEvaluation) -> None:
             evaluation = scored.evaluation
@@ -221,9 +195,7 @@ def trial_runner(
             )
             lease.check()
             prune = storage.report_evaluation(trial, evaluation.index, scored.values[0], row)
-            used = evaluation.budget_used
-            on_event(TrialEvent("evaluated", trial.number, params, scored.values, used))
-            if prune and used < 1:
+            if prune and evaluation.budget_used < 1:
                 raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
 
         def should_stop() -> bool:

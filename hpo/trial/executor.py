@@ -54,7 +54,7 @@ from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, Resolution, apply_preset, resolve, support
 from hpo.precision.weight_copies import keep_reduced_weights
-from hpo.training.checkpoint import CheckpointStore
+from hpo.training.checkpoint import CheckpointStore, NoCheckpoints
 from hpo.training.compilation import apply_compile, compiled_modules
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Budget, TrainingArgs, TrainState, train
@@ -164,17 +164,35 @@ class Executor:
         """Where a trial of this study keeps its checkpoints; the token tells it from others of its name."""
         return self.runs_dir / self.study.name / f"checkpoints-{study_token[:8]}" / f"trial-{number:05d}"
 
+    def check_study(self) -> None:
+        """Run one example through the model of the study's fixed settings.
+
+        Raises InputError where the model or its settings cannot be used.
+        """
+        if is_searched(self.study.search_space, _MODEL_SETTINGS):
+            return
+        config = build_trial_config(self.study, {}, self.default_precision, self.amp)
+        split, pad_id = self.tokens("train", config), self.pad_id(config)
+        model = self.build_model(config)
+        objective = self._objective(config, model, split)
+        batch = collate(split, np.array([0]), self.tasks, pad_id)
+        items, batch = objective.count(batch), batch.to(self.device.torch_device)
+        objective.start_step()
+        with torch.no_grad():
+            objective(model.eval(), batch, items, items)
+
     def run(
         self,
         params: Mapping[str, Any],
-        folder: Path,
+        folder: Path | None,
         resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> TrialResult:
         """Run one trial with `params` to its outcome.
 
-        `folder` holds its checkpoints; those of another `resume_key` are not touched but not used either.
+        `folder` holds its checkpoints, None: it has none; those of another `resume_key` are not touched but
+        not used either.
         `on_evaluation` may end the trial by raising a TrialEnd. When `should_stop` says so, the trial is
         checkpointed and ends as `preempted`.
 
@@ -208,7 +226,7 @@ class Executor:
     def _run(
         self,
         params: Mapping[str, Any],
-        folder: Path,
+        folder: Path | None,
         resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None],
         should_stop: Callable[[], bool],
@@ -224,14 +242,15 @@ class Executor:
         resolution = resolve(config.fp_precision, self.device, config.amp)
         log.resolved(resolution)
         log.reset_memory()
-        with backend_flags(resolution.precision, config.amp), CheckpointStore(folder) as store:
+        checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder)
+        with backend_flags(resolution.precision, config.amp), checkpoints as store:
             return self._train(config, resolution, store, resume_key, on_evaluation, should_stop, log)
 
     def _train(
         self,
         config: TrialConfig,
         resolution: Resolution,
-        store: CheckpointStore,
+        store: CheckpointStore | NoCheckpoints,
         resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None],
         should_stop: Callable[[], bool],
@@ -585,7 +604,7 @@ class Executor:
 
     def _resume(
         self,
-        store: CheckpointStore,
+        store: CheckpointStore | NoCheckpoints,
         resume_key: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,

@@ -7,8 +7,7 @@ from pathlib import Path
 from hpo.config.study_config import load_study
 from hpo.report.report import write_report
 from hpo.report.tables import summary_by_precision
-from hpo.study.run import run_study
-from hpo.study.storage import open_storage
+from hpo.study.run import open_study, run_study
 from hpo.study.study_record import best_trials
 
 STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
@@ -16,10 +15,11 @@ STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
 
 def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
     study = load_study(STUDY)
-    with open_storage(storage_url) as storage:
-        summary = run_study(study, storage, tmp_path)
-        record = storage.read_study("smoke")
-        assert run_study(study, storage, tmp_path).outcomes == {}  # finished: nothing is run again
+    with open_study(study, storage_url, tmp_path) as opened:
+        summary = run_study(opened)
+    with open_study(study, storage_url, tmp_path) as opened:
+        record = opened.record
+        assert run_study(opened).outcomes == {}  # finished: nothing is run again
     assert summary.ended == "finished"
     assert sum(summary.outcomes.values()) == len(record.trials) == study.n_trials == 6
     assert set(summary.outcomes) <= {"complete", "pruned"}
