@@ -128,3 +128,9 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Return ` Did you mean ...?` with the nearest of `known`, or the list of them if none is near."""
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text` on one line of at most `limit` characters, with ` ...` for what is left out."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."

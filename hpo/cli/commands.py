@@ -577,7 +577,6 @@ def _config_of(study: str, record: StudyRecord) -> StudyConfig:
     """
     from hpo.config.study_config import StudyConfig, load_study
     from hpo.errors import StudyFileError
-    from hpo.study.storage import refuse_changes
 
     try:
         config = load_study(study)
@@ -585,8 +584,7 @@ def _config_of(study: str, record: StudyRecord) -> StudyConfig:
         if _is_path(study):
             raise
         return StudyConfig.model_validate(record.definition)
-    refuse_changes(record.name, record.definition, json.loads(json.dumps(config.definition())))
-    return config
+    return config.completed(record.definition)
 
 
 def _is_path(study: str) -> bool:

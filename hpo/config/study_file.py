@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from hpo.errors import StudyFileError, did_you_mean
+from hpo.errors import StudyFileError, did_you_mean, shorten
 
 KeyPath = tuple[str | int, ...]
 
@@ -127,19 +127,17 @@ def parse_yaml_value(text: str) -> Any:
 def show(value: Any, limit: int = 60) -> str:
     """What came, as it would stand in a study file, for a message."""
     if isinstance(value, str):
-        shown = f"`{value}`"
+        shown = value
+    elif value is None or isinstance(value, (bool, int, float, list, dict)):
+        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        shown = shown.removesuffix("\n").removesuffix("...").strip()
     else:
-        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if _plain(value) else repr(value)
-        shown = f"`{shown.removesuffix(chr(10)).removesuffix('...').strip()}`"
-    return shown if len(shown) <= limit else f"{shown[: limit - 5]} ...`"
+        shown = repr(value)
+    return f"`{shorten(shown, limit - 2)}`"
 
 
 def _dotted(where: KeyPath) -> str:
     return ".".join(str(part) for part in where)
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, list, dict))
 
 
 def problems_of(error: ValidationError, model: type[BaseModel] | None, content: Any) -> list[Problem]:
@@ -150,6 +148,7 @@ def problems_of(error: ValidationError, model: type[BaseModel] | None, content: 
     return [
         Problem(_key_path(found["loc"], content), _message(found, _known_keys(model, found["loc"])))
         for found in error.errors(include_url=False)
+        if found["type"] != "default_factory_not_called"  # it follows from another problem
     ]
 
 

@@ -108,7 +108,7 @@ def test_a_name_with_a_folder_is_a_path(tmp_path: Path) -> None:
     [
         ("nam: x", "study.yaml:3: nam: there is no such key. Did you mean `name`?"),
         ("samler: {name: tpe}", "study.yaml:3: samler: there is no such key. Did you mean `sampler`?"),
-        ("sampler: {sed: 1}", "study.yaml:3: sampler.sed: there is no such key. Did you mean `seed`?"),
+        ("sampler: {sed: 1}", "study.yaml:3: sampler.sed: is no option of tpe. Did you mean `seed`?"),
         (
             "objective:\n- {metric: score}\n- {metrc: x/f1_micro}",
             "study.yaml:5: objective.1.metrc: there is no such key. Did you mean `metric`?",
@@ -122,10 +122,7 @@ def test_a_name_with_a_folder_is_a_path(tmp_path: Path) -> None:
             "study.yaml:4: training.lerning_rate: there is no such key. Did you mean `learning_rate`?",
         ),
         ("amp: {preest: auto}", "study.yaml:3: amp.preest: there is no such key. Did you mean `preset`?"),
-        (
-            "path: x",
-            "study.yaml:3: path: there is no such key. Did you mean `data.path`?",
-        ),
+        ("path: x", "study.yaml:3: path: there is no such key. Did you mean `data.path`?"),
         (
             "n_trials: 3\nn_trials: 4",
             "study.yaml:3: n_trials: the key is written twice, on lines 3 and 4. Keep one.",
@@ -160,6 +157,8 @@ def test_keys_that_are_not_text(tmp_path: Path) -> None:
         ("n_trials: '12'", "n_trials: must be a whole number, but got `12`."),
         ("n_trials: true", "n_trials: must be a whole number, but got `true`."),
         ("n_trials: 0", "n_trials: must be >= 1, but got `0`."),
+        ("n_trials: 1e9", "n_trials: must be <= 100000, but got `1000000000.0`."),
+        ("given: [a]", "given: there is no such key."),
         ("timeout: soon", "timeout: must be a number, but got `soon`."),
         ("timeout: .inf", "timeout: must be a finite number, but got `.inf`."),
         ("training: [1]", "training: must be a mapping of keys, but got `[1]`."),
@@ -562,31 +561,45 @@ FLOAT = "learning_rate: {type: float, low: 1e-5, high: 1e-3}"
             ),
         ),
         (
-            f"sampler: {{name: grid}}\nn_trials: 3\nsearch_space:\n  {CHOICE}",
-            (
-                "study.yaml:5: search_space: the grid has 2 combinations, fewer than `n_trials`. "
-                "Lower `n_trials`."
-            ),
-        ),
-        (
-            "sampler: {name: tpe, population_size: 4, popsize: 3}",
-            (
-                "study.yaml:3: sampler.popsize: is not an option of tpe; tpe takes n_startup_trials, "
-                "n_ei_candidates, multivariate, constant_liar."
-            ),
-        ),
-        (
-            "pruner: {name: none, patience: 3}",
-            "study.yaml:3: pruner.patience: is not an option of none; none takes none.",
+            "sampler: {name: tpe, n_startup_trial: 4}",
+            "study.yaml:3: sampler.n_startup_trial: is no option of tpe. Did you mean `n_startup_trials`?",
         ),
         (
             "sampler: {name: nsga2, population_size: 1}",
-            "study.yaml:3: sampler.population_size: must be >= 2, but got `1`.",
+            (
+                "study.yaml:3: sampler: Optuna refuses the options of nsga2: `population_size` must be greater "
+                "than or equal to 2."
+            ),
+        ),
+        (
+            "sampler:\n  name: tpe\n  n_startup_trials: ten",
+            "study.yaml:5: sampler.n_startup_trials: must be a whole number, but got `ten`.",
+        ),
+        (
+            "sampler: {name: tpe, n_startup_trials: true}",
+            "study.yaml:3: sampler.n_startup_trials: must be a whole number, but got `true`.",
+        ),
+        (
+            "sampler: {name: cmaes, sigma0: -0.1}",
+            "study.yaml:3: sampler.sigma0: must be >= 0, but got `-0.1`.",
+        ),
+        (
+            "sampler: {name: tpe, constant_liar: 1}",
+            "study.yaml:3: sampler.constant_liar: must be true or false, but got `1`.",
+        ),
+        ("sampler: {name: gp, constraints_func: f}", "is no option of gp."),
+        (
+            "pruner: {name: none, patience: 3}",
+            "study.yaml:3: pruner.patience: is no option of none. Known: name.",
+        ),
+        (
+            "pruner: {name: asha, min_resource: 1.5}",
+            "study.yaml:3: pruner.min_resource: must be text or a whole number, but got `1.5`.",
         ),
     ],
 )
 def test_samplers_and_pruners(tmp_path: Path, text: str, problem: str) -> None:
-    assert problem in problems_of(tmp_path, f"{BASE}{text}\n")
+    assert any(problem in found for found in problems_of(tmp_path, f"{BASE}{text}\n"))
 
 
 def test_a_grid_with_conditions(tmp_path: Path) -> None:
@@ -607,27 +620,21 @@ search_space:
 
 def test_windows_that_overlap_too_far(tmp_path: Path) -> None:
     data = "name: s\ndata: {source: synthetic, long_text: window, stride: 64}\n"
-    assert problems_of(tmp_path, f"{data}training: {{max_length: 100}}\n") == [
-        "study.yaml:1: search_space: `data.stride` must be at most half of `max_length`, but is 64 of 100."
-    ]
     choices = "search_space:\n  max_length: {type: categorical, choices: [64, 256]}\n"
-    assert problems_of(tmp_path, f"{data}{choices}") == [
-        (
-            "study.yaml:4: search_space.max_length: `data.stride` must be at most half of "
-            "`max_length`, but is "
-            "64 of 64."
-        )
-    ]
+    for lines, shortest in (("training: {max_length: 100}\n", 100), (choices, 64)):
+        message = f"study.yaml:2: data.stride: must be at most half of `max_length`, but is 64 of {shortest}."
+        assert problems_of(tmp_path, data + lines) == [message]
 
 
 def test_all_problems_of_a_file_are_told_at_once_in_its_order(tmp_path: Path) -> None:
     text = """nmae: x
-sampler: {name: tpee, sed: 1}
+sampler: {name: tpe, sed: 1}
 n_trials: 12.5
 n_trials: 3
 data: {source: jsonl, colums: {text: 1}, tasks: {a: {kind: singel_label}}}
 training: {learning_rate: 1e-4, sede: 1}
 amp: {preset: autoo}
+pruner: {name: asa}
 search_space:
   fp_precision: {type: categorical, choices: [none, fp32, bf61]}
   learning_rate: {type: float, low: 1e-2, high: 1e-3, log: true}
@@ -638,19 +645,19 @@ search_space:
     assert found == [
         ["study.yaml:1", "name"],
         ["study.yaml:1", "nmae"],
-        ["study.yaml:2", "sampler.name"],
         ["study.yaml:2", "sampler.sed"],
         ["study.yaml:3", "n_trials"],
         ["study.yaml:5", "data.tasks.a.kind"],
         ["study.yaml:5", "data.colums"],
         ["study.yaml:6", "training.sede"],
         ["study.yaml:7", "amp.preset"],
-        ["study.yaml:9", "search_space.fp_precision.choices.1"],
-        ["study.yaml:9", "search_space.fp_precision.choices.2"],
-        ["study.yaml:10", "search_space.learning_rate.low"],
-        ["study.yaml:10", "search_space.learning_rate"],
-        ["study.yaml:11", "search_space.batch_size.choices"],
-        ["study.yaml:12", "search_space.init_scale.when.head"],
+        ["study.yaml:8", "pruner.name"],
+        ["study.yaml:10", "search_space.fp_precision.choices.1"],
+        ["study.yaml:10", "search_space.fp_precision.choices.2"],
+        ["study.yaml:11", "search_space.learning_rate.low"],
+        ["study.yaml:11", "search_space.learning_rate"],
+        ["study.yaml:12", "search_space.batch_size.choices"],
+        ["study.yaml:13", "search_space.init_scale.when.head"],
     ]
 
 
