@@ -96,7 +96,7 @@ def test_a_searched_encoder_goes_before_the_studys() -> None:
 
 
 def test_params_are_taken_as_optuna_holds_them() -> None:
-    """A display of trials in other processes reads them from the database, lists and mappings as JSON text."""
+    """A display of other processes' trials reads them from the database, lists and mappings as JSON text."""
     encoder = {"model_type": "bert", "hidden_size": 32}
     choices = {"betas": [[0.9, 0.999], [0.9, 0.99]], "encoder": ["minilm", encoder]}
     space = {name: {"type": "categorical", "choices": values} for name, values in choices.items()}

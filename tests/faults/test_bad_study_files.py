@@ -567,8 +567,8 @@ FLOAT = "learning_rate: {type: float, low: 1e-5, high: 1e-3}"
         (
             "sampler: {name: nsga2, population_size: 1}",
             (
-                "study.yaml:3: sampler: Optuna refuses the options of nsga2: `population_size` must be greater "
-                "than or equal to 2."
+                "study.yaml:3: sampler: Optuna refuses the options of nsga2: `population_size` must be "
+                "greater than or equal to 2."
             ),
         ),
         (
