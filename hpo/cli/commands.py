@@ -514,7 +514,7 @@ def _with_options(config: StudyConfig, n_trials: int | None, timeout: float | No
             f"--n-trials must be at most {size}, the combinations of the grid, but got {n_trials}."
         )
     changes = {"n_trials": n_trials, "timeout": timeout}
-    return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    return config.with_values(**{key: value for key, value in changes.items() if value is not None})
 
 
 def _make_runs_folder(study_name: str) -> Path:

@@ -149,7 +149,7 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """What is kept of a trial."""
 
-    top_k: Annotated[int, Field(ge=0)] = Field(
+    top_k: Annotated[Whole, Field(ge=0)] = Field(
         3, description="Best trials of a study that keep their weights."
     )
     every_seconds: float = Field(30.0, gt=0, description="Seconds between checkpoints of a running trial.")
@@ -234,13 +234,16 @@ class StudyConfig(Section):
         `StudyConfig.model_validate` reads it again.
         """
         dumped = self.model_dump(mode="json")
-        unread = DataConfig.unread_keys(self.data.source)
-        dumped["data"] = {key: value for key, value in dumped["data"].items() if key not in unread}
-        if not is_searched(self.search_space, BUDGETS) and all(
-            dumped["training"][budget] is None for budget in BUDGETS
-        ):
+        for key in DataConfig.unread_keys(self.data.source):
+            del dumped["data"][key]
+        budgets = [dumped["training"][budget] for budget in BUDGETS]
+        if budgets == [None, None, None] and not is_searched(self.search_space, BUDGETS):
             dumped["training"]["epochs"] = DEFAULT_EPOCHS
         return dumped | {"given": sorted(self.given)}
+
+    def with_values(self, **values: Any) -> StudyConfig:
+        """The study with `values` of top-level keys, as if its file gave them."""
+        return self.model_copy(update={**values, "given": self.given | values.keys()})
 
     def completed(self, stored: Mapping[str, Any]) -> StudyConfig:
         """The study with the values of `stored`, its definition, for all that neither file gives.

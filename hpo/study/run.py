@@ -56,6 +56,7 @@ def run_study(
         RunError: the workers ended before the study did.
     """
     storage.create_or_resume_study(config, resize=resize)
+    config = storage.completed(config)
     counts = storage.slot_counts(config.name)
     if not counts["open"] and not counts["running"]:
         return RunSummary("finished")

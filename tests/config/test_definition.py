@@ -197,3 +197,10 @@ def test_options_that_do_not_go_with_the_stored_algorithm_are_refused() -> None:
 
 def test_data_of_another_source_are_no_part_of_the_definition() -> None:
     assert set(study().definition()["data"]) & {"path", "files", "hub", "columns"} == set()
+
+
+def test_options_of_the_command_count_as_given() -> None:
+    config = study().with_values(n_trials=5, timeout=2.0)
+    resumed = config.completed(stored(study()))
+    assert (resumed.n_trials, resumed.timeout) == (5, 2.0)
+    assert study().completed(stored(resumed)).n_trials == 20
