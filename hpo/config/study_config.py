@@ -257,10 +257,8 @@ class StudyConfig(Section):
         try:
             return StudyConfig.model_validate({**merged, "path": self.path})
         except ValidationError as error:
-            found = problems_of(error, StudyConfig, merged)
-            lines = [f"{'.'.join(map(str, problem.where))}: {problem.message}" for problem in found]
-            text = "\n".join(lines)
-            raise InputError(f"With what is stored of the study `{self.name}`:\n{text}") from None
+            found = "\n".join(map(str, problems_of(error, StudyConfig, merged)))
+            raise InputError(f"With what is stored of the study `{self.name}`:\n{found}") from None
 
     @model_validator(mode="before")
     @classmethod

@@ -58,6 +58,9 @@ class Problem:
     where: KeyPath
     message: str
 
+    def __str__(self) -> str:
+        return f"{_dotted(self.where)}: {self.message}" if self.where else self.message
+
 
 @dataclass(frozen=True)
 class StudyFile:
@@ -71,7 +74,8 @@ class StudyFile:
     def error(self, problems: Sequence[Problem]) -> StudyFileError:
         """One error for all problems, each on a line as `file:line: key.path: what must hold`."""
         ordered = sorted([*self.problems, *problems], key=lambda problem: self._line(problem.where))
-        return StudyFileError("\n".join(self._render(problem) for problem in ordered))
+        lines = (f"{self.path}:{self._line(problem.where)}: {problem}" for problem in ordered)
+        return StudyFileError("\n".join(lines))
 
     def _line(self, where: KeyPath) -> int:
         """The line of the key, or of the nearest key above it that is in the file."""
@@ -79,11 +83,6 @@ class StudyFile:
         lines = {_dotted(key): line for key, line in self.lines.items()}
         above = (_dotted(where[:length]) for length in range(len(where), 0, -1))
         return next((lines[key] for key in above if key in lines), 1)
-
-    def _render(self, problem: Problem) -> str:
-        place = f"{self.path}:{self._line(problem.where)}"
-        key_path = _dotted(problem.where)
-        return f"{place}: {key_path}: {problem.message}" if key_path else f"{place}: {problem.message}"
 
 
 def read_study_file(path: Path) -> StudyFile:
