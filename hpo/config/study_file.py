@@ -222,7 +222,7 @@ def _known_keys(model: type[BaseModel] | None, location: KeyPath) -> list[str]:
     for part in location[:-1]:
         if model is not None and part in model.model_fields:
             model = section_of(model.model_fields[str(part)].annotation)
-    return list(model.model_fields) if model else []
+    return [name for name, field in model.model_fields.items() if not field.exclude] if model else []
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

@@ -104,6 +104,9 @@ n_trials: 1e9
   => 3: n_trials: must be <= 100000, but got `1000000000.0`.
 given: [a]
   => 3: given: there is no such key.
+givn: [a]
+  => 3: givn: there is no such key. Known: name, objective, sampler, n_trials, timeout, max_retries, device,
+     data, model, training, amp, compat, evaluation, checkpoint, search_space, pruner.
 timeout: .inf
   => 3: timeout: must be a finite number, but got `.inf`.
 training: {learning_rate: 0}
