@@ -191,7 +191,7 @@ class StudyConfig(Section):
         default_factory=SamplerConfig, description="Which configuration is tried next."
     )
     n_trials: Annotated[Count, Field(le=MAX_TRIALS)] = Field(
-        20, description="Trials of the study, over all workers."
+        20, description="Trials of the study, over all workers; a grid ends when each combination was tried."
     )
     timeout: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds after which a worker starts no further trial."
@@ -227,6 +227,19 @@ class StudyConfig(Section):
     def space_hash(self) -> str:
         """A name for what is searched, in every process the same."""
         return space_hash(self.definition()["search_space"])
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The choices of `fp_precision`, or the one that is fixed; () where the preset decides."""
+        if searched := self.search_space.get("fp_precision"):
+            return tuple(searched.grid())
+        return (self.training.fp_precision,) if self.training.fp_precision else ()
+
+    @property
+    def num_slots(self) -> int:
+        """How many trials the study can have: `n_trials`, or the combinations of a smaller grid."""
+        size = grid_size(self.search_space) if self.sampler.name == "grid" else self.n_trials
+        return min(self.n_trials, size)
 
     def definition(self) -> dict[str, Any]:
         """The study as JSON, as the database keeps it: all keys, and `given`, those that its file gave.
