@@ -142,3 +142,9 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
 
 def _initials(name: str) -> str:
     return "".join(word[0] for word in re.split(r"[\W_]+", name.lower()) if word)
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text` on one line of at most `limit` characters, with ` ...` for what is left out."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."

@@ -53,7 +53,7 @@ StorageOption = Annotated[
 ]
 NumTrialsOption = Annotated[
     int | None,
-    typer.Option(min=1, max=1_000_000, metavar="N", help="Total of the study, over all workers and runs."),
+    typer.Option(min=1, max=100_000, metavar="N", help="Total of the study, over all workers and runs."),
 ]
 TimeoutOption = Annotated[
     float | None,
@@ -150,7 +150,6 @@ def config_of(study: str, record: StudyRecord) -> StudyConfig:
     """
     from hpo.config.study_config import StudyConfig, load_study
     from hpo.errors import StudyFileError
-    from hpo.study.run import check_definition
 
     try:
         config = load_study(study)
@@ -158,8 +157,7 @@ def config_of(study: str, record: StudyRecord) -> StudyConfig:
         if _is_path(study):
             raise
         return StudyConfig.model_validate(record.definition)
-    check_definition(config, record)
-    return config
+    return config.completed(record.definition)
 
 
 def _is_path(study: str) -> bool:

@@ -213,7 +213,7 @@ def _load(study: str, n_trials: int | None, timeout: float | None) -> StudyConfi
     config = load_study(study)
     make_runs_folder(config.name)
     changes = {"n_trials": n_trials, "timeout": timeout}
-    return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    return config.with_values(**{key: value for key, value in changes.items() if value is not None})
 
 
 @contextmanager

@@ -22,10 +22,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hpo.device import DeviceInfo
 from hpo.errors import Failed, Unsupported, did_you_mean
+from hpo.section import Count, Section, Switch, Whole
 
 SupportLevel = Literal["native", "emulated", "unsupported"]
 
@@ -76,10 +77,8 @@ def canonical_precision(name: str) -> str:
     return canonical
 
 
-class AmpConfig(BaseModel):
+class AmpConfig(Section):
     """Mixed precision and loss scaling. A key left out takes the value of the preset."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     preset: Literal["auto", "basic", "advanced", "ultra"] = Field(
         "auto",
@@ -95,7 +94,7 @@ class AmpConfig(BaseModel):
         "nearest precision that works (bf16, fp16, fp32), says so on the trial and leaves it out of "
         "precision statistics; `fail` ends it as `failed`.",
     )
-    allow_emulated: bool = Field(
+    allow_emulated: Switch = Field(
         False,
         description="Run a precision that the device only emulates (slowly) instead of treating it as "
         "unsupported. The trial is marked as emulated.",
@@ -105,8 +104,8 @@ class AmpConfig(BaseModel):
     backoff_factor: float = Field(
         0.5, gt=0, lt=1, description="fp16: the scale shrinks by this factor when gradients overflow."
     )
-    growth_interval: int = Field(
-        2000, ge=1, description="fp16: steps without an overflow before the scale grows."
+    growth_interval: Count = Field(
+        2000, description="fp16: steps without an overflow before the scale grows."
     )
     min_scale: float = Field(
         1.0,
@@ -114,24 +113,24 @@ class AmpConfig(BaseModel):
         description="fp16: a step that overflows with the scale at or under this floor ends the trial as "
         "`nonfinite`.",
     )
-    tf32: bool | None = Field(
+    tf32: Switch | None = Field(
         None,
         description="TF32 for the products that autocast leaves in fp32. It never touches "
         "`fp_precision: fp32`, which is IEEE fp32.",
     )
-    cudnn_benchmark: bool | None = Field(None, description="`torch.backends.cudnn.benchmark`.")
-    fallback_to_fp32: bool | None = Field(
+    cudnn_benchmark: Switch | None = Field(None, description="`torch.backends.cudnn.benchmark`.")
+    fallback_to_fp32: Switch | None = Field(
         None,
         description="Run a micro-batch whose loss is not finite again in fp32. Costs a device sync for "
         "every micro-batch.",
     )
-    max_fp32_fallbacks: int = Field(
+    max_fp32_fallbacks: Whole = Field(
         3, ge=0, description="Such repeats allowed in one epoch; one more ends the trial as `nonfinite`."
     )
     memory_fraction: float | None = Field(
         None, gt=0, le=1, description="CUDA: share of the device's memory that one worker may take."
     )
-    track_stats: bool | None = Field(
+    track_stats: Switch | None = Field(
         None, description="Keep statistics of the loss scale and of skipped steps."
     )
 

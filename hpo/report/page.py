@@ -158,6 +158,7 @@ def _configuration(record: StudyRecord, trial: TrialRecord, is_open: bool) -> st
         [
             {"fixed": name, "value": format_value(value)}
             for name, value in _given(record.definition.get("training")).items()
+            if name not in trial.params
         ]
     )
     arguments = [

@@ -6,7 +6,6 @@ with them leaves no study behind that the mended file would not fit.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpo.config.study_config import StudyConfig
 from hpo.device import CUDA_CONTEXT_BYTES, DeviceInfo, cuda_devices, memory_limit, memory_share, probe_device
-from hpo.errors import InputError, NoDatabaseError
+from hpo.errors import InputError, NoDatabaseError, StudyChangedError
 from hpo.memory import gc_frozen_imports, release_free_memory
 from hpo.precision.table import apply_preset, left_out
 from hpo.study.database import check_folder
@@ -34,7 +33,7 @@ from hpo.study.processes import (
     run_workers,
     stop_on_signals,
 )
-from hpo.study.storage import Storage, open_storage, refuse_changes
+from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
 from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, trial_runner
 
@@ -96,10 +95,14 @@ def open_study(
     """
     stored = _read_stored(config.name, url)
     has_trained = stored is not None and any(trial.evaluations or trial.values for trial in stored.trials)
-    if stored is not None and has_trained:
-        check_definition(config, stored)
+    if stored is not None:
+        try:  # with the defaults that it was made with
+            config = config.completed(stored.definition)
+        except StudyChangedError:
+            if has_trained or not resize:
+                raise
     executor, unused, cache = None, {}, LateCache()
-    if stored is None or stored.slots["done"] < (config.n_trials if resize else sum(stored.slots.values())):
+    if stored is None or stored.slots["done"] < (config.num_slots if resize else sum(stored.slots.values())):
         device = probe_device(config.device)
         unused = check_precisions(config, device)
         must_check = not has_trained and WORKERS_ON_DEVICE not in os.environ
@@ -114,7 +117,7 @@ def open_study(
         cache.open(storage)
         storage.create_or_resume_study(config, resize=resize)
         record = storage.read_study(config.name)
-        config = config.model_copy(update={"n_trials": sum(record.slots.values())})
+        config = config.with_values(n_trials=sum(record.slots.values()))
         yield OpenStudy(config, storage, runs_dir, record, unused, executor)
 
 
@@ -125,11 +128,6 @@ def _read_stored(name: str, url: str) -> StudyRecord | None:
     except NoDatabaseError:
         check_folder(url)
         return None
-
-
-def check_definition(config: StudyConfig, record: StudyRecord) -> None:
-    """Raise StudyChangedError where the study file says something else than the study was made with."""
-    refuse_changes(record.name, record.definition, json.loads(json.dumps(config.definition())))
 
 
 def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:

@@ -17,7 +17,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import optuna
@@ -27,7 +26,6 @@ from optuna.trial import TrialState
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.config.search_space import space_diff, space_hash
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
@@ -46,18 +44,6 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 _TOKEN_ATTR = "hpo:token"
-
-CHANGEABLE = (
-    "n_trials",
-    "timeout",
-    "max_retries",
-    "sampler",
-    "pruner",
-    "device",
-    "checkpoint",
-    "amp.memory_fraction",
-)
-"""Keys of the study file that may change before a study is resumed: its results still compare."""
 
 
 def persistent(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
@@ -208,15 +194,13 @@ class Storage:
                         name=config.name,
                         token=token,
                         definition=definition,
-                        space_hash=space_hash(config.search_space),
+                        space_hash=config.space_hash,
                         n_trials=n_trials,
                         created=self.now,
                     )
                 )
             else:
-                stored = json.loads(row.definition)
-                refuse_changes(config.name, stored, json.loads(definition))
-                completed = config.completed(stored)
+                completed = config.completed(json.loads(row.definition))
                 if resize:
                     n_trials = completed.num_slots
                     definition = json.dumps(completed.definition(), sort_keys=True)
@@ -284,7 +268,7 @@ class Storage:
         return dropped
 
     def completed(self, config: StudyConfig) -> StudyConfig:
-        """Return `config` with what its file leaves out of sampler and pruner as the stored study has it."""
+        """Return `config` with the stored values of what its file leaves out; see `StudyConfig.completed`."""
         return config.completed(json.loads(self._stored(config.name, studies.c.definition)))
 
     @persistent
@@ -458,32 +442,3 @@ def _delete_rows(connection: sa.Connection, name: str) -> None:
     columns = (studies.c.name, slots.c.study, evaluations.c.study)
     for column in columns:
         connection.execute(sa.delete(column.table).where(column == name))
-
-
-def refuse_changes(name: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise StudyChangedError where two definitions of the study differ in what its results depend on."""
-    lines = space_diff(stored["search_space"], given["search_space"])
-    what = "search space" if lines else "definition"
-    for key in sorted((stored.keys() | given.keys()) - {"search_space"}):
-        lines += _differences(key, _without_folders(stored.get(key)), _without_folders(given.get(key)))
-    if lines:
-        raise StudyChangedError(
-            f"The stored study `{name}` has another {what} than the study file, so its results would not "
-            "compare. Restore the file, or give the study another `name`.\n  " + "\n  ".join(lines)
-        )
-
-
-def _without_folders(value: Any) -> Any:
-    """Keep of absolute paths only the last part: the same data may lie elsewhere on another machine."""
-    if isinstance(value, Mapping):
-        return {key: _without_folders(item) for key, item in value.items()}
-    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
-
-
-def _differences(key: str, stored: Any, given: Any) -> list[str]:
-    if stored == given or key in CHANGEABLE:
-        return []
-    if isinstance(stored, Mapping) and isinstance(given, Mapping):
-        keys = sorted(stored.keys() | given.keys())
-        return [line for k in keys for line in _differences(f"{key}.{k}", stored.get(k), given.get(k))]
-    return [f"~ {key}: {json.dumps(stored)} -> {json.dumps(given)}"]

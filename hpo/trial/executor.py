@@ -391,7 +391,7 @@ class Executor:
                 Windowing(
                     config.max_length,
                     self.study.data.long_text,
-                    self.study.data.stride,
+                    self.study.data.stride_of(config.max_length),
                     self.study.data.pair_segments,
                 ),
                 self.runs_dir / "cache" / "tokens",

@@ -100,6 +100,13 @@ n_trials: 12.5
   => 3: n_trials: must be a whole number, but got `12.5`.
 n_trials: 0
   => 3: n_trials: must be >= 1, but got `0`.
+n_trials: 1e9
+  => 3: n_trials: must be <= 100000, but got `1000000000.0`.
+given: [a]
+  => 3: given: there is no such key.
+givn: [a]
+  => 3: givn: there is no such key. Known: name, objective, sampler, n_trials, timeout, max_retries, device,
+     data, model, training, amp, compat, evaluation, checkpoint, search_space, pruner.
 timeout: .inf
   => 3: timeout: must be a finite number, but got `.inf`.
 training: {learning_rate: 0}
@@ -294,20 +301,24 @@ sampler: {name: grid}
 search_space:
   learning_rate: {type: float, low: 1e-5, high: 1e-3}
   => 5: search_space.learning_rate.step: must be given for a grid; or list the values as `choices`.
-sampler: {name: grid}
-n_trials: 3
-search_space:
-  pooling: {type: categorical, choices: [cls, mean]}
-  => 5: search_space: the grid has 2 combinations, fewer than `n_trials`. Lower `n_trials`.
-sampler: {name: tpe, population_size: 4, popsize: 3}
-  => 3: sampler.popsize: is not an option of tpe; tpe takes n_startup_trials, n_ei_candidates, multivariate,
-     constant_liar.
-  => 3: sampler.population_size: is not an option of tpe; tpe takes n_startup_trials, n_ei_candidates,
-     multivariate, constant_liar.
-pruner: {name: none, patience: 3}
-  => 3: pruner.patience: is not an option of none; none takes none.
+sampler: {name: tpe, n_startup_trial: 4}
+  => 3: sampler.n_startup_trial: is no option of tpe. Did you mean `n_startup_trials`?
+sampler: {name: tpe, n_startup_trials: ten, constant_liar: 1}
+  => 3: sampler.n_startup_trials: must be a whole number, but got `ten`.
+  => 3: sampler.constant_liar: must be true or false, but got `1`.
+sampler: {name: tpe, n_startup_trials: true}
+  => 3: sampler.n_startup_trials: must be a whole number, but got `true`.
+sampler: {name: cmaes, sigma0: -0.1}
+  => 3: sampler.sigma0: must be >= 0, but got `-0.1`.
+sampler: {name: gp, constraints_func: f}
+  => 3: sampler.constraints_func: is no option of gp. Known: name, seed, n_startup_trials,
+     deterministic_objective.
 sampler: {name: nsga2, population_size: 1}
-  => 3: sampler.population_size: must be >= 2, but got `1`.
+  => 3: sampler: Optuna refuses the options of nsga2: `population_size` must be greater than or equal to 2.
+pruner: {name: none, patience: 3}
+  => 3: pruner.patience: is no option of none. Known: name.
+pruner: {name: asha, min_resource: 1.5}
+  => 3: pruner.min_resource: must be text or a whole number, but got `1.5`.
 """
 
 
@@ -346,19 +357,20 @@ def test_conditions_in_a_circle(tmp_path: Path) -> None:
 def test_windows_that_overlap_too_far(tmp_path: Path) -> None:
     data = "name: s\ndata: {source: synthetic, long_text: window, stride: 64}\n"
     choices = "search_space:\n  max_length: {type: categorical, choices: [64, 256]}\n"
-    (problem,) = problems_of(tmp_path, f"{data}{choices}")
-    assert problem.startswith("study.yaml:4: search_space.max_length: `data.stride` must be at most half of")
-    assert problem.endswith(" but is 64 of 64.")
+    for lines, shortest in (("training: {max_length: 100}\n", 100), (choices, 64)):
+        message = f"study.yaml:2: data.stride: must be at most half of `max_length`, but is 64 of {shortest}."
+        assert problems_of(tmp_path, data + lines) == [message]
 
 
 def test_all_problems_of_a_file_are_told_at_once_in_its_order(tmp_path: Path) -> None:
     text = """nmae: x
-sampler: {name: tpee, sed: 1}
+sampler: {name: tpe, sed: 1}
 n_trials: 12.5
 n_trials: 3
 data: {source: jsonl, colums: {text: 1}, tasks: {a: {kind: singel_label}}}
 training: {learning_rate: 1e-4, sede: 1}
 amp: {preset: autoo}
+pruner: {name: asa}
 search_space:
   fp_precision: {type: categorical, choices: [none, fp32, bf61]}
   learning_rate: {type: float, low: 1e-2, high: 1e-3, log: true}
@@ -369,19 +381,19 @@ search_space:
     assert found == [
         ["study.yaml:1", "name"],
         ["study.yaml:1", "nmae"],
-        ["study.yaml:2", "sampler.name"],
         ["study.yaml:2", "sampler.sed"],
         ["study.yaml:3", "n_trials"],
         ["study.yaml:5", "data.tasks.a.kind"],
         ["study.yaml:5", "data.colums"],
         ["study.yaml:6", "training.sede"],
         ["study.yaml:7", "amp.preset"],
-        ["study.yaml:9", "search_space.fp_precision.choices.1"],
-        ["study.yaml:9", "search_space.fp_precision.choices.2"],
-        ["study.yaml:10", "search_space.learning_rate.low"],
-        ["study.yaml:10", "search_space.learning_rate"],
-        ["study.yaml:11", "search_space.batch_size.choices"],
-        ["study.yaml:12", "search_space.init_scale.when.head"],
+        ["study.yaml:8", "pruner.name"],
+        ["study.yaml:10", "search_space.fp_precision.choices.1"],
+        ["study.yaml:10", "search_space.fp_precision.choices.2"],
+        ["study.yaml:11", "search_space.learning_rate.low"],
+        ["study.yaml:11", "search_space.learning_rate"],
+        ["study.yaml:12", "search_space.batch_size.choices"],
+        ["study.yaml:13", "search_space.init_scale.when.head"],
     ]
 
 

@@ -16,6 +16,7 @@ import worker_process
 from tiny import CPU
 from worker_process import check_done, notes, result, study, wait_for
 
+from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
 from hpo.errors import DataError
 from hpo.outcome import Outcome
@@ -77,9 +78,10 @@ def test_pruner_of_a_resumed_study_is_the_stored_one_where_the_file_names_none(
         return complete(trial, lease)
 
     pruners: list[type] = []
-    storage.create_or_resume_study(study(1, pruner={"name": "percentile"}))
     today = study(1)
+    made = today.model_copy(update={"pruner": PrunerConfig(name="percentile")})
     assert today.pruner.name != "percentile"
+    storage.create_or_resume_study(made)
     storage.create_or_resume_study(today, resize=resize)
     run_worker(today, storage, execute)
     assert storage.read_study("tiny").definition["pruner"]["name"] == "percentile"
