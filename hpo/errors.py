@@ -9,6 +9,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     │   ├── DataError              the data set: broken rows, unknown classes, an empty split
     │   ├── ModelError             the encoder: no such folder, no weights, hub out of reach
     │   ├── StorageError           the database: no such host, wrong password, no rights, read-only
+    │   │   └── NoDatabaseError    there is none yet at that place
     │   └── StudyChangedError      the stored study has another search space than the study file
     ├── RunError                   the run cannot go on (exit code 1)
     │   ├── CheckpointError        a checkpoint could not be written or no intact one could be read
@@ -25,6 +26,7 @@ code 2, a run that could not go on with 1; neither prints a traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import ClassVar
@@ -58,6 +60,10 @@ class ModelError(InputError):
 
 class StorageError(InputError):
     """The database that the user named cannot be used."""
+
+
+class NoDatabaseError(StorageError):
+    """There is no study database yet at the place that the user named."""
 
 
 class StudyChangedError(InputError):
@@ -125,6 +131,20 @@ class Preempted(TrialEnd):
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return ` Did you mean ...?` with the nearest of `known`, or the list of them if none is near."""
+    """Return ` Did you mean ...?` with the nearest of `known`, or the list of them if none is near.
+
+    The initials of a name stand for it: `lr` for `learning_rate`.
+    """
     near = get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or [full for full in known if len(name) > 1 and _initials(full) == name.lower()]
     return f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."
+
+
+def _initials(name: str) -> str:
+    return "".join(word[0] for word in re.split(r"[\W_]+", name.lower()) if word)
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text` on one line of at most `limit` characters, with ` ...` for what is left out."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."

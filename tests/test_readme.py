@@ -12,6 +12,10 @@ from readme import BEGIN, END, README, with_reference
 
 from hpo.cli.commands import app
 from hpo.config.study_config import load_study
+from hpo.data.dataset import load_data
+from hpo.data.tokenization import tokenize_split
+from hpo.data.tokenized_split import Windowing
+from hpo.models.encoder import load_tokenizer
 
 TEXT = README.read_text()
 ROOT = README.parent
@@ -55,6 +59,16 @@ def test_the_studies_load_and_say_how_long_they_take(path: Path) -> None:
     assert f"STUDY={path.stem}" in head or f"studies/{path.name}" in head
     assert re.search(r"^# Question: \S", head, re.MULTILINE)
     assert re.search(r"^# Takes: +\S", head, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["multitask", "precision", "smoke"])
+def test_no_study_of_generated_posts_cuts_a_text(name: str) -> None:
+    study = load_study(name)
+    data = load_data(study.data)
+    windowing = Windowing(study.training.max_length, study.data.long_text)
+    for examples in data.splits.values():
+        split = tokenize_split(examples, data.tasks, load_tokenizer("minilm"), windowing)
+        assert split.num_cut_examples == 0
 
 
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL))

@@ -78,11 +78,14 @@ def work(
     *,
     kill: str = "",
     kill_at: int = 3,
+    crash: int = 0,
     trial_seconds: float = 0.0,
-    number: int = 0,
     stop: threading.Event | None = None,
 ) -> RunSummary:
-    """Be a worker until the study is done; killed at the `kill_at`-th time that `kill` happens."""
+    """Be a worker until the study is done; killed at the `kill_at`-th time that `kill` happens.
+
+    With `crash`, each trial in fp16 sends this signal to its own process.
+    """
     die = _Killer(kill_at)
     if kill:
         _PLACES[kill](die)
@@ -93,6 +96,8 @@ def work(
             note(log, number=trial.number, params=params, pid=os.getpid())
             row = EvaluationRow(step=10, epoch=1.0, seconds=0.1, metrics={"score": 0.25})
             storage.report_evaluation(trial, 1, 0.25, row)
+            if crash and params["fp_precision"] == "fp16":
+                os.kill(os.getpid(), crash)
             deadline = time.monotonic() + trial_seconds
             while time.monotonic() < deadline:
                 lease.check()
@@ -105,7 +110,14 @@ def work(
             bug = "Traceback" if outcome == "failed" else None
             return result(outcome, telemetry={"pid": os.getpid()}, traceback=bug)
 
-        return run_worker(config, storage, execute, worker_number=number, stop=stop, poll_seconds=0.05)
+        return run_worker(config, storage, execute, stop=stop, poll_seconds=0.05)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def start(*args: Any, **kwargs: Any) -> Any:
@@ -125,6 +137,21 @@ def open_and_create(url: str, config: StudyConfig, log: Path) -> None:
 def start_opening(url: str, config: StudyConfig, log: Path) -> Any:
     """Start a process that runs `open_and_create`."""
     process = CONTEXT.Process(target=open_and_create, args=(url, config, log), daemon=True)
+    process.start()
+    return process
+
+
+def join(url: str, config: StudyConfig, log: Path) -> None:
+    """Join the study as a worker and leave again."""
+    with open_storage(url) as storage:
+        opened = storage.create_or_resume_study(config)
+        with WorkerLease(storage, opened, max_retries=0) as worker:
+            note(log, number=worker.number)
+
+
+def start_joining(url: str, config: StudyConfig, log: Path) -> Any:
+    """Start a process that runs `join`."""
+    process = CONTEXT.Process(target=join, args=(url, config, log), daemon=True)
     process.start()
     return process
 
@@ -193,7 +220,7 @@ def check_done(storage: Storage, config: StudyConfig, log: Path) -> None:
             assert trial.params == by_number[trial.attributes["retry_of"]].params
 
 
-def main(log: str, n_trials: str, trial_seconds: str) -> int:
+def main(log: str, n_trials: str, trial_seconds: str, crash: str = "0") -> int:
     """Be what `hpo worker` is, with trials that only wait."""
     with stop_on_signals() as stop:
         done = work(
@@ -201,6 +228,7 @@ def main(log: str, n_trials: str, trial_seconds: str) -> int:
             study(int(n_trials)),
             Path(log),
             trial_seconds=float(trial_seconds),
+            crash=int(crash),
             stop=stop,
         )
     return done.exit_code

@@ -101,10 +101,11 @@ def print_trial(record: Mapping[str, Any]) -> None:
 def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     """Trials by outcome, live workers, rate and estimated end, and the best so far."""
     console = Console(highlight=False)
-    slots = status["trials"]
+    done, total = status["trials"]["done"], status["n_trials"]
+    in_hand = {worker["trial"] for worker in status["workers"]} - {None}
     console.print(
-        f"[bold]{escape(record.name)}[/bold]: {slots['done']} of {status['n_trials']} trials done, "
-        f"{slots['running']} running, {slots['open']} to come"
+        f"[bold]{escape(record.name)}[/bold]: {done} of {total} trials done, "
+        f"{len(in_hand)} running, {total - done - len(in_hand)} to come"
     )
     if status["outcomes"]:
         counts = _table("outcome", "trials")
@@ -119,9 +120,9 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
             trial = "" if worker["trial"] is None else str(worker["trial"])
             workers.add_row(worker["id"], trial, worker["last_seen"])
         console.print(workers)
-    stranded = slots["running"] - sum(worker["trial"] is not None for worker in status["workers"])
+    stranded = [trial for trial in record.trials if trial.state == "RUNNING" and trial.number not in in_hand]
     if stranded:
-        console.print(f"Trials whose worker is gone: {stranded}. The next worker goes on with them.")
+        console.print(f"Unfinished, with no worker: {len(stranded)}. The next worker goes on with them.")
     elif not status["workers"]:
         console.print("No live worker.")
     if status["trials_per_hour"]:

@@ -1,12 +1,11 @@
 """What a person sees in the terminal while a study runs.
 
-Where the output is no terminal (a log file, a batch job), a line per finished trial takes the place of the
-progress bars. A run shows this before its first trial, so nothing here imports pandas.
+Where the output is no terminal (a log file, a batch job), a line for each evaluation and each ended trial
+takes the place of the bars. A run shows this before its first trial, so nothing here imports pandas.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from rich.text import Text
 
 from hpo.config.trial_config import build_trial_config
 from hpo.outcome import Outcome
-from hpo.report.formats import describe_params, format_metric
+from hpo.report.formats import describe_params, format_metric, format_seconds
 from hpo.study.study_record import best_trials
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from hpo.config.study_config import StudyConfig
     from hpo.study.study_record import StudyRecord
-    from hpo.study.worker import TrialEvent
+    from hpo.study.watch import TrialEvent
 
 OUTCOME_STYLES: dict[str, str] = {
     Outcome.COMPLETE: "green",
@@ -45,8 +44,8 @@ OUTCOME_STYLES: dict[str, str] = {
 class StudyDisplay:
     """Progress of a running study: a bar for the study, one for each trial in hand, and the best so far.
 
-    A context manager; give `update` to the workers as `on_event`. Where the output is not a terminal it is
-    one line for each trial that ended. Quiet: nothing.
+    A context manager; give `update` to `hpo.study.watch.watching`. Where the output is no terminal it is a
+    line for each evaluation and each trial that ended.
 
     Args:
         record: the study before this run.
@@ -61,10 +60,9 @@ class StudyDisplay:
         num_done: Callable[[], int],
         *,
         stop: threading.Event | None = None,
-        quiet: bool = False,
         console: Console | None = None,
     ) -> None:
-        self._console = console or Console(quiet=quiet)
+        self._console = console or Console()
         self._config = config
         self._objective = config.objective[0]
         self._num_done = num_done
@@ -97,13 +95,12 @@ class StudyDisplay:
             expand=True,
         )
         self._tasks: dict[int, TaskID] = {}
-        self._num_evaluations: Counter[int] = Counter()
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
         )
 
     def __enter__(self) -> StudyDisplay:
-        if self._console.is_terminal and not self._console.quiet:
+        if self._console.is_terminal:
             self._live.start()
         return self
 
@@ -114,15 +111,24 @@ class StudyDisplay:
         """Show that a trial began, was evaluated or ended."""
         if event.kind == "started":
             self._tasks[event.number] = self._trials.add_task(
-                f"trial {event.number}", total=1.0, value="", params=escape(describe_params(event.params))
+                f"trial {event.number}",
+                total=self._expected_evaluations(event),
+                value="",
+                completed=event.num_evaluations,
+                params=escape(describe_params(event.params)),
             )
         elif event.kind == "evaluated":
-            self._num_evaluations[event.number] += 1
-            if event.number in self._tasks and event.values:
+            if event.values:
                 value = f"{self._objective.metric} {self._format(event.values[0])}"
+                params = escape(describe_params(event.params))
                 self._trials.update(
-                    self._tasks[event.number], completed=self._budget_used(event), value=escape(value)
+                    self._tasks[event.number],
+                    completed=event.num_evaluations,
+                    value=escape(value),
+                    params=params,
                 )
+            if not self._console.is_terminal:
+                self._print_evaluation(event)
         else:
             if (task := self._tasks.pop(event.number, None)) is not None:
                 self._trials.remove_task(task)
@@ -131,12 +137,8 @@ class StudyDisplay:
                 self._note_best(event.values, event.number)
             self._print_finished(event)
 
-    def _budget_used(self, event: TrialEvent) -> float:
-        """As the trial says; of one in another process, the share of its evaluations."""
-        if event.budget_used is not None:
-            return event.budget_used
-        num = self._config.evaluation.count(build_trial_config(self._config, event.params, "fp32").epochs)
-        return min(1.0, self._num_evaluations[event.number] / num)
+    def _expected_evaluations(self, event: TrialEvent) -> int:
+        return self._config.evaluation.count(build_trial_config(self._config, event.params, "fp32").epochs)
 
     def _format(self, value: float) -> str:
         return format_metric(self._objective.metric, value)
@@ -148,11 +150,20 @@ class StudyDisplay:
         if self._best is None or sign * values[0] > sign * self._best[0]:
             self._best = (values[0], number)
 
-    def _print_finished(self, event: TrialEvent) -> None:
-        values = ", ".join(
+    def _print_evaluation(self, event: TrialEvent) -> None:
+        of = f"{event.num_evaluations} of {self._expected_evaluations(event)}"
+        values = f"{self._objective.metric} {self._values(event)}"
+        line = f"trial {event.number:>3}  evaluation {of}  {values}  {format_seconds(event.seconds)}"
+        self._console.print(Text(line), soft_wrap=True)
+
+    def _values(self, event: TrialEvent) -> str:
+        return ", ".join(
             format_metric(objective.metric, value)
             for objective, value in zip(self._config.objective, event.values or (), strict=False)
         )
+
+    def _print_finished(self, event: TrialEvent) -> None:
+        values = self._values(event)
         head = Text.assemble(
             f"trial {event.number:>3}  ", (f"{event.outcome:<12}", OUTCOME_STYLES.get(event.outcome, ""))
         )

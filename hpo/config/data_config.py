@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from hpo.config.study_file import Problem, problems_of, refused, show, validation_error
-from hpo.config.trial_settings import Count, Section
+from hpo.section import Count, Section, Whole
 
 TaskKind = Literal[
     "single_label",
@@ -186,7 +186,7 @@ class SyntheticConfig(Section):
     num_train: Count = Field(2000, description="Training examples.")
     num_validation: Count = Field(300, description="Validation examples.")
     num_test: Count = Field(300, description="Test examples.")
-    seed: int = Field(0, ge=0, description="Seed of the generator.")
+    seed: Whole = Field(0, ge=0, description="Seed of the generator.")
     min_sentences: Count = Field(2, description="Sentences of the shortest posts.")
     max_sentences: Count = Field(
         6, description="Sentences of the longest posts; more where evidence needs it."
@@ -236,7 +236,11 @@ class DataConfig(Section):
     long_text: Literal["truncate", "window"] = Field(
         "truncate", description="A text over `max_length`: cut it, or cover it with overlapping windows."
     )
-    stride: int = Field(64, ge=0, description="Tokens that neighbouring windows share.")
+    stride: Annotated[Whole, Field(ge=0)] | None = Field(
+        None,
+        description="Tokens that neighbouring windows share, at most half of `max_length`. Left out, a "
+        "fourth of `max_length`, at most 64.",
+    )
     pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = Field(
         None, description="Two named segments of the text, encoded as a pair."
     )
@@ -259,31 +263,36 @@ class DataConfig(Section):
             raise validation_error(problems) from None
         return dict(value) if wrapped else {"tasks": dict(value)}
 
+    def stride_of(self, max_length: int) -> int:
+        """Tokens that neighbouring windows of `max_length` tokens share."""
+        return min(64, max_length // 4) if self.stride is None else self.stride
+
+    @classmethod
+    def unread_keys(cls, source: str) -> list[str]:
+        """The keys that say where examples are, but not those of this source."""
+        return sorted({*chain.from_iterable(cls.SOURCE_KEYS.values())} - {*cls.SOURCE_KEYS[source]})
+
     @model_validator(mode="after")
     def _check_source(self) -> DataConfig:
         problems = []
-        own = set(chain.from_iterable(self.SOURCE_KEYS.values()))
-        for key in sorted(own - set(self.SOURCE_KEYS[self.source])):
-            if getattr(self, key) == type(self).model_fields[key].get_default(call_default_factory=True):
-                continue
-            users = ", ".join(source for source, keys in self.SOURCE_KEYS.items() if key in keys)
-            problems.append(Problem((key,), f"is read with source {users}, but the source is {self.source}."))
-        if "path" in self.SOURCE_KEYS[self.source]:
-            if self.path is None and self.files.train is None:
-                problems.append(
-                    Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
-                )
-            elif self.path is None and self.tasks is None:
-                problems.append(
-                    Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
-                )
+        for key in self.unread_keys(self.source):
+            if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
+                users = ", ".join(source for source, keys in self.SOURCE_KEYS.items() if key in keys)
+                message = f"is read with source {users}, but the source is {self.source}."
+                problems.append(Problem((key,), message))
+        if "path" in self.SOURCE_KEYS[self.source] and self.path is None:
+            if self.files.train is None:
+                message = f"must be given for {self.source}, or else `files.train`."
+                problems.append(Problem(("path",), message))
+            elif self.tasks is None:
+                message = "must be given where there is no `path` with a tasks.json."
+                problems.append(Problem(("tasks",), message))
         if self.source == "hub":
             missing = [key for key in ("hub", "tasks") if getattr(self, key) is None]
             problems += [Problem((key,), "must be given for source hub.") for key in missing]
         if self.validation_fraction + self.test_fraction >= 1:
-            problems.append(
-                Problem(("test_fraction",), "validation and test must leave a part for training.")
-            )
+            message = "validation and test must leave a part for training."
+            problems.append(Problem(("test_fraction",), message))
         if problems:
             raise validation_error(problems)
         return self

@@ -1,158 +1,162 @@
-"""Which of Optuna's samplers and pruners a study uses, with those of their options that it may set.
+"""Which of Optuna's samplers and pruners a study uses, and their options.
 
-Options have the names that they have in Optuna, and each sampler or pruner takes only its own.
+An option is an argument of Optuna's class, by the same name, whose value is a number, a text or a boolean.
+Optuna is imported only to check options that a study gives.
 """
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from hpo.config.study_file import Problem, validation_error
-from hpo.config.trial_settings import Count, Section, Switch
-from hpo.errors import InputError
+from hpo.config.study_file import Problem, show, validation_error
+from hpo.errors import did_you_mean
+from hpo.section import Section, Whole, switch, whole
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "bool": (bool, "true or false"),
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": (str, "text"),
+    "None": (type(None), ""),
+}
+_OURS = ("seed", "warn_independent_sampling", "warn_asynchronous_seeding")
+"""Arguments of Optuna's classes that are no options: `build_sampler` gives them."""
 
 
-class _Choice(Section):
-    """A named algorithm of Optuna with its options; each name takes some of the options."""
+class _Algorithm(Section):
+    """A named algorithm of Optuna's; its further keys are options."""
 
-    OPTIONS: ClassVar[dict[str, tuple[str, ...]]]
+    model_config = ConfigDict(extra="allow")
+    MODULE: ClassVar[str]
+    CLASSES: ClassVar[dict[str, str]]
+    """The class in `optuna.MODULE` of each name."""
+    DEFAULTS: ClassVar[dict[str, dict[str, Any]]]
+    """Options with another default than Optuna's, and those for which Optuna has none."""
     name: str
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options as keyword arguments of Optuna's class."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_defaults(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        fields = {key: value for key, value in data.items() if key in cls.model_fields}
+        options = {key: whole(switch(value)) for key, value in data.items() if key not in fields}
+        name = fields.get("name", cls.model_fields["name"].default)
+        defaults = cls.DEFAULTS.get(name, {}) if isinstance(name, str) else {}
+        return fields | defaults | {key: value for key, value in options.items() if value is not None}
+
     @model_validator(mode="after")
-    def _check_options(self) -> _Choice:
-        allowed = self.OPTIONS[self.name]
-        takes = f"{self.name} takes {', '.join(allowed)}." if allowed else f"{self.name} takes none."
-        problems = [
-            Problem((option,), f"is not an option of {self.name}; {takes}")
-            for option in type(self).model_fields
-            if option not in ("name", "seed", *allowed) and getattr(self, option) is not None
-        ]
-        if problems:
+    def _check_options(self) -> Self:
+        if self.options != self.DEFAULTS.get(self.name, {}) and (problems := self._problems()):
             raise validation_error(problems)
         return self
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options that the study gives, as keyword arguments of Optuna's class."""
-        return self.model_dump(exclude={"name", "seed"}, exclude_none=True)
+    def _problems(self) -> list[Problem]:
+        import optuna
 
-    def definition(self) -> dict[str, Any]:
-        """As JSON, with the values of all options that are not Optuna's own defaults."""
-        return self.model_dump(mode="json", include={"name", "seed"}) | self.options
+        algorithm = getattr(getattr(optuna, self.MODULE), self.CLASSES[self.name])
+        parameters = inspect.signature(algorithm).parameters
+        kinds = {name: _kinds(parameter.annotation) for name, parameter in parameters.items()}
+        known = [name for name, of_parameter in kinds.items() if of_parameter and name not in _OURS]
+        problems = []
+        for option, value in self.options.items():
+            if option not in known:
+                hint = did_you_mean(option, [*type(self).model_fields, *known])
+                problems.append(Problem((option,), f"is no option of {self.name}.{hint}"))
+            elif must_be := _wrong_value(value, kinds[option]):
+                problems.append(Problem((option,), f"must be {must_be}, but got {show(value)}."))
+        if not problems:
+            # What else Optuna's class takes, a pruner inside a pruner, is None.
+            required = {
+                name: None
+                for name, parameter in parameters.items()
+                if parameter.default is parameter.empty and name not in known
+            }
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # building the sampler warns
+                    algorithm(**required, **self.options)
+            except ValueError as error:
+                problems.append(Problem((), f"Optuna refuses the options of {self.name}: {error}"))
+        return problems
 
-    def completed(self, stored: Mapping[str, Any]) -> Self:
-        """With what is left out here as in `stored`, a `definition`, if that names the same algorithm.
 
-        Raises InputError where options of the default algorithm are given and another is stored.
-        """
-        given = self.model_dump(exclude_unset=True)
-        name = stored["name"]
-        if given.get("name", name) != name:
-            return self
-        foreign = [key for key in given if key not in ("name", "seed", *self.OPTIONS[name])]
-        if foreign:
-            raise InputError(
-                f"`{foreign[0]}` is no option of `{name}`, which the stored study uses and the study file "
-                "does not change. Give the `name` of the algorithm beside it."
-            )
-        known = {key: value for key, value in stored.items() if value is not None}
-        return type(self).model_validate(known | given)
+def _kinds(annotation: Any) -> tuple[str, ...]:
+    """`int | None` -> (int, None); nothing where a parameter takes what a study file cannot hold."""
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    kinds = tuple(text.split(" | "))
+    return kinds if all(kind in _KINDS for kind in kinds) else ()
 
 
-class SamplerConfig(_Choice):
-    """Which configuration is tried next. Options left out are Optuna's defaults, but where they say so."""
+def _wrong_value(value: Any, kinds: tuple[str, ...]) -> str:
+    """What the value of an option must be; empty where it is."""
+    fits = [
+        isinstance(value, _KINDS[kind][0]) and (kind == "bool" or not isinstance(value, bool))
+        for kind in kinds
+    ]
+    if not any(fits) or value != value:  # NaN
+        return " or ".join(_KINDS[kind][1] for kind in kinds if kind != "None")
+    return ">= 0" if not isinstance(value, str) and value < 0 else ""
 
-    OPTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "tpe": ("n_startup_trials", "n_ei_candidates", "multivariate", "constant_liar"),
-        "gp": ("n_startup_trials", "deterministic_objective"),
-        "cmaes": ("n_startup_trials", "sigma0", "popsize"),
-        "nsga2": ("population_size", "mutation_prob", "crossover_prob", "swapping_prob"),
-        "random": (),
-        "grid": (),
-        "qmc": ("qmc_type", "scramble"),
+
+class SamplerConfig(_Algorithm):
+    """Which configuration is tried next. Further keys are the options of Optuna's class."""
+
+    MODULE: ClassVar[str] = "samplers"
+    CLASSES: ClassVar[dict[str, str]] = {
+        "tpe": "TPESampler",
+        "gp": "GPSampler",
+        "cmaes": "CmaEsSampler",
+        "nsga2": "NSGAIISampler",
+        "random": "RandomSampler",
+        "grid": "GridSampler",
+        "qmc": "QMCSampler",
     }
+    # Optuna's 10 are half of a study of 20 trials; tests/benchmarks/search_speed.py compares them.
+    DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {"tpe": {"n_startup_trials": 5}}
+
     name: Literal["tpe", "gp", "cmaes", "nsga2", "random", "grid", "qmc"] = Field(
-        "tpe", description="Optuna's sampler."
+        "tpe",
+        description="Optuna's sampler. Options are, for instance, `n_startup_trials` (tpe, gp, cmaes: random "
+        "trials before the sampler learns; 5 for tpe), `n_ei_candidates` and `constant_liar` (tpe), "
+        "`deterministic_objective` (gp), `sigma0` and `popsize` (cmaes), `population_size` (nsga2), "
+        "`qmc_type` (qmc); see <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>.",
     )
-    seed: int = Field(42, ge=0, lt=2**31, description="Seed; worker number n adds n.")
-    n_startup_trials: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="tpe, gp, cmaes: random trials before the sampler learns; left out, tpe has 5."
-    )
-    n_ei_candidates: Count | None = Field(None, description="tpe: candidates compared for one suggestion.")
-    multivariate: Switch | None = Field(None, description="tpe: model the settings together.")
-    constant_liar: Switch | None = Field(None, description="tpe: keep parallel workers apart.")
-    deterministic_objective: Switch | None = Field(None, description="gp: results have no noise.")
-    sigma0: Annotated[float, Field(gt=0)] | None = Field(None, description="cmaes: first step size.")
-    popsize: Annotated[int, Field(ge=2)] | None = Field(None, description="cmaes: trials in a generation.")
-    population_size: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="nsga2: trials in a generation."
-    )
-    mutation_prob: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="nsga2: chance that a setting mutates."
-    )
-    crossover_prob: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="nsga2: chance that two parents are crossed."
-    )
-    swapping_prob: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        None, description="nsga2: chance that a setting comes from the other parent."
-    )
-    qmc_type: Literal["sobol", "halton"] | None = Field(None, description="qmc: the sequence.")
-    scramble: Switch | None = Field(None, description="qmc: scramble the sequence.")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        # Optuna's 10 are half of a study of 20 trials; tests/benchmarks/search_speed.py compares them.
-        own: dict[str, dict[str, Any]] = {"tpe": {"n_startup_trials": 5}}
-        return own.get(self.name, {}) | super().options
+    seed: Whole = Field(42, ge=0, lt=2**31, description="Seed; worker number n adds n.")
 
 
-class PrunerConfig(_Choice):
-    """When a trial stops early. Steps are evaluations; options left out are Optuna's defaults."""
+class PrunerConfig(_Algorithm):
+    """When a trial stops early. Steps are evaluations; further keys are the options of Optuna's class."""
 
-    OPTIONS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "hyperband": ("min_resource", "max_resource", "reduction_factor"),
-        "asha": ("min_resource", "reduction_factor", "min_early_stopping_rate"),
-        "median": ("n_startup_trials", "n_warmup_steps", "interval_steps", "n_min_trials"),
-        "percentile": ("percentile", "n_startup_trials", "n_warmup_steps", "interval_steps", "n_min_trials"),
-        "patient": ("patience", "min_delta"),
-        "none": (),
+    MODULE: ClassVar[str] = "pruners"
+    CLASSES: ClassVar[dict[str, str]] = {
+        "hyperband": "HyperbandPruner",
+        "asha": "SuccessiveHalvingPruner",
+        "median": "MedianPruner",
+        "percentile": "PercentilePruner",
+        "patient": "PatientPruner",
+        "none": "NopPruner",
     }
-    name: Literal["hyperband", "asha", "median", "percentile", "patient", "none"] = Field(
-        "none", description="Optuna's pruner; `none` with several objectives."
-    )
-    min_resource: Count | None = Field(None, description="hyperband, asha: evaluations of the first rung.")
-    max_resource: Count | None = Field(None, description="hyperband: evaluations of a whole trial.")
-    reduction_factor: Annotated[int, Field(ge=2)] | None = Field(
-        None, description="hyperband, asha: one of so many trials goes on."
-    )
-    min_early_stopping_rate: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="asha: rungs left out at the start."
-    )
-    percentile: Annotated[float, Field(ge=0, le=100)] | None = Field(
-        None, description="percentile: the best so many percent of trials go on. Default 25."
-    )
-    n_startup_trials: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="median, percentile: trials that are never pruned."
-    )
-    n_warmup_steps: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="median, percentile: evaluations without pruning."
-    )
-    interval_steps: Count | None = Field(None, description="median, percentile: evaluations between checks.")
-    n_min_trials: Count | None = Field(None, description="median, percentile: trials needed to compare with.")
-    patience: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="patient: evaluations without improvement before the trial stops. Default 2."
-    )
-    min_delta: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="patient: smallest change that counts as improvement."
-    )
+    DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {
+        "percentile": {"percentile": 25.0},
+        "patient": {"patience": 2},
+    }
 
-    @property
-    def options(self) -> dict[str, Any]:
-        required: dict[str, dict[str, Any]] = {
-            "percentile": {"percentile": 25.0},
-            "patient": {"patience": 2},
-        }
-        return required.get(self.name, {}) | super().options
+    name: Literal["hyperband", "asha", "median", "percentile", "patient", "none"] = Field(
+        "none",
+        description="Optuna's pruner; `none` with several objectives. Options are, for instance, "
+        "`min_resource` and `reduction_factor` (hyperband, asha: evaluations of the first rung, and of how "
+        "many trials one goes on), `n_startup_trials` and `n_warmup_steps` (median, percentile), "
+        "`percentile` (25), `patience` (patient; 2); see "
+        "<https://optuna.readthedocs.io/en/stable/reference/pruners.html>.",
+    )

@@ -23,26 +23,21 @@ from pydantic import (
 )
 
 from hpo.config.data_config import DataConfig
+from hpo.config.definition import completed, given_keys, refuse_changes, space_hash
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
     CategoricalDistribution,
     Distribution,
     FloatDistribution,
+    SearchSpace,
+    is_searched,
     parse_search_space,
 )
 from hpo.config.study_file import Problem, problems_of, read_study_file, refused, show, validation_error
-from hpo.config.trial_settings import (
-    BUDGETS,
-    DEFAULT_EPOCHS,
-    LOSS_WEIGHT,
-    Count,
-    Encoder,
-    Section,
-    Switch,
-    TrialSettings,
-)
+from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, TrialSettings
 from hpo.errors import InputError, StudyFileError, did_you_mean
 from hpo.precision.table import AmpConfig
+from hpo.section import Count, Section, Switch, Whole
 
 SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
 MEASURED_METRICS = (
@@ -52,6 +47,9 @@ MEASURED_METRICS = (
     "peak_memory_bytes",
 )
 """What an objective may name of what a trial costs."""
+
+MAX_TRIALS = 100_000
+"""The database holds a row for each trial of a study from its start."""
 
 
 def _study_name(name: str) -> str:
@@ -151,31 +149,54 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """What is kept of a trial."""
 
-    top_k: Annotated[int, Field(ge=0)] = Field(
+    top_k: Annotated[Whole, Field(ge=0)] = Field(
         3, description="Best trials of a study that keep their weights."
     )
     every_seconds: float = Field(30.0, gt=0, description="Seconds between checkpoints of a running trial.")
 
 
+def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
+    """The pruner of a study that names none, by its validated keys.
+
+    `tests/benchmarks/search_speed.py` compares it with others. The first evaluation of a trial says too
+    little of its end to stop it there, and the second less than the third. Trials of different budgets are
+    not at the same point of it at the same evaluation.
+    """
+    objectives, training = study["objective"], study["training"]
+    if (
+        len(objectives) != 1
+        or objectives[0].metric in MEASURED_METRICS
+        or is_searched(study["search_space"], BUDGETS)
+    ):
+        return PrunerConfig(name="none")
+    has_other_budget = training.max_steps is not None or training.max_seconds is not None
+    epochs = training.epochs or (None if has_other_budget else DEFAULT_EPOCHS)
+    min_resource = 3 if study["evaluation"].count(epochs) > 4 else 2
+    options = {"min_resource": min_resource, "reduction_factor": 2}
+    return PrunerConfig.model_validate({"name": "asha", **options})
+
+
 class StudyConfig(Section):
     """A study."""
 
+    path: Path = Field(Path("study.yaml"), exclude=True, description="The study file; not a key of it.")
+    given: Annotated[frozenset[str], Field(strict=False)] = Field(
+        frozenset(), exclude=True, description="The keys that the study file gives; not a key of it."
+    )
     name: StudyName = Field(description="Name of the study in the database.")
     objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_list)] = Field(
         (ObjectiveConfig(),), description="What is optimised; a list of them for several objectives."
     )
-    sampler: SamplerConfig = Field(SamplerConfig(), description="Which configuration is tried next.")
-    pruner: PrunerConfig = Field(
-        PrunerConfig(),
-        description="When a trial stops early. Left out: `asha` with `reduction_factor: 2` and "
-        "`min_resource: 2`, or 3 where a trial has more than four evaluations; `none` where there are "
-        "several objectives, the objective is no metric of the model, or the trials' budget is searched.",
+    sampler: SamplerConfig = Field(
+        default_factory=SamplerConfig, description="Which configuration is tried next."
     )
-    n_trials: Count = Field(20, description="Trials of the study, over all workers.")
+    n_trials: Annotated[Count, Field(le=MAX_TRIALS)] = Field(
+        20, description="Trials of the study, over all workers; a grid ends when each combination was tried."
+    )
     timeout: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Seconds after which a worker starts no further trial."
     )
-    max_retries: Annotated[int, Field(ge=0)] = Field(
+    max_retries: Annotated[Whole, Field(ge=0)] = Field(
         1, description="How often a `failed` trial is tried again; other outcomes never are."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -195,63 +216,70 @@ class StudyConfig(Section):
         validate_default=True,
         description="Settings that are searched, each with its distribution.",
     )
-    path: Path = Field(Path("study.yaml"), exclude=True, description="The study file; not a key of it.")
+    pruner: PrunerConfig = Field(
+        default_factory=default_pruner,
+        description="When a trial stops early. Left out: `asha` with `reduction_factor: 2` and "
+        "`min_resource: 2`, or 3 where a trial has more than four evaluations; `none` where there are "
+        "several objectives, the objective is no metric of the model, or the trials' budget is searched.",
+    )
+
+    @property
+    def space_hash(self) -> str:
+        """A name for what is searched, in every process the same."""
+        return space_hash(self.definition()["search_space"])
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The choices of `fp_precision`, or the one that is fixed; () where the preset decides."""
+        if searched := self.search_space.get("fp_precision"):
+            return tuple(searched.grid())
+        return (self.training.fp_precision,) if self.training.fp_precision else ()
+
+    @property
+    def num_slots(self) -> int:
+        """How many trials the study can have: `n_trials`, or the combinations of a smaller grid."""
+        size = grid_size(self.search_space) if self.sampler.name == "grid" else self.n_trials
+        return min(self.n_trials, size)
 
     def definition(self) -> dict[str, Any]:
-        """The study as JSON, as the database keeps it; `StudyConfig.model_validate` reads it again."""
-        given_only = ("model", "training", "amp")
-        dumped = self.model_dump(mode="json", exclude={"path", *given_only})
-        return (
-            dumped
-            | {key: getattr(self, key).model_dump(mode="json", exclude_unset=True) for key in given_only}
-            | {"sampler": self.sampler.definition(), "pruner": self.pruner.definition()}
-        )
+        """The study as JSON, as the database keeps it: all keys, and `given`, those that its file gave.
+
+        `StudyConfig.model_validate` reads it again.
+        """
+        dumped = self.model_dump(mode="json")
+        for key in DataConfig.unread_keys(self.data.source):
+            del dumped["data"][key]
+        budgets = [dumped["training"][budget] for budget in BUDGETS]
+        if budgets == [None, None, None] and not is_searched(self.search_space, BUDGETS):
+            dumped["training"]["epochs"] = DEFAULT_EPOCHS
+        return dumped | {"given": sorted(self.given)}
+
+    def with_values(self, **values: Any) -> StudyConfig:
+        """The study with `values` of top-level keys, as if its file gave them."""
+        return self.model_copy(update={**values, "given": self.given | values.keys()})
 
     def completed(self, stored: Mapping[str, Any]) -> StudyConfig:
-        """The study with what its file leaves out of `sampler` and `pruner` as in `stored`, a `definition`.
+        """The study with the values of `stored`, its definition, for all that neither file gives.
 
-        Defaults are for new studies: a study that was made before one was changed goes on as it began.
-
-        Raises InputError.
+        Raises:
+            StudyChangedError: the two differ in what the study's results depend on.
+            InputError: the file's keys do not go with what is stored.
         """
-        sampler = self.sampler if "sampler" in self.model_fields_set else SamplerConfig()
-        pruner = self.pruner if "pruner" in self.model_fields_set else PrunerConfig()
-        return self.model_copy(
-            update={
-                "sampler": sampler.completed(stored["sampler"]),
-                "pruner": pruner.completed(stored["pruner"]),
-            }
-        )
+        merged = completed(StudyConfig, stored, self.definition())
+        refuse_changes(self.name, stored, merged)
+        try:
+            return StudyConfig.model_validate({**merged, "path": self.path})
+        except ValidationError as error:
+            found = "\n".join(map(str, problems_of(error, StudyConfig, merged)))
+            raise InputError(f"With what is stored of the study `{self.name}`:\n{found}") from None
 
-    def check_grid(self) -> None:
-        """Raise InputError where a grid has fewer combinations than there shall be trials."""
-        if self.sampler.name == "grid" and self.n_trials > (size := grid_size(self.search_space)):
-            raise InputError(
-                f"the grid has {size} combinations, but the study shall have {self.n_trials} trials. Lower "
-                "`n_trials`, or give `--n-trials`."
-            )
-
-    @model_validator(mode="after")
-    def _choose_pruner(self) -> StudyConfig:
-        """That of a study that names none; `tests/benchmarks/search_speed.py` compares it with others.
-
-        The first evaluation of a trial says too little of its end to stop it there, and the second less than
-        the third. Trials of different budgets are not at the same point of it at the same evaluation.
-        """
-        if (
-            "pruner" in self.model_fields_set
-            or len(self.objective) != 1
-            or self.objective[0].metric in MEASURED_METRICS
-            or any(budget in self.search_space for budget in BUDGETS)
-        ):
-            return self
-        training = self.training
-        has_other_budget = training.max_steps is not None or training.max_seconds is not None
-        epochs = training.epochs or (None if has_other_budget else DEFAULT_EPOCHS)
-        min_resource = 3 if self.evaluation.count(epochs) > 4 else 2
-        chosen = PrunerConfig(name="asha", min_resource=min_resource, reduction_factor=2)
-        self.__dict__["pruner"] = chosen  # frozen, and still not a key that the file gives
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _note_given_keys(cls, content: Any) -> Any:
+        if not isinstance(content, Mapping) or "given" in content:
+            return content
+        keys = given_keys(cls, {key: value for key, value in content.items() if key != "path"})
+        return {**content, "given": frozenset(keys)}
 
     @field_validator("objective")
     @classmethod
@@ -281,15 +309,16 @@ class StudyConfig(Section):
     @field_validator("training")
     @classmethod
     def _check_training(cls, training: TrialSettings, info: ValidationInfo) -> TrialSettings:
-        if "encoder" in training.model_fields_set and "encoder" in _given("model", info):
+        if {"training.encoder", "model.encoder"} <= info.data["given"]:
             raise refused(("encoder",), "is given too as `model.encoder`. Keep one.")
         return training
 
     @field_validator("amp")
     @classmethod
     def _check_amp(cls, amp: AmpConfig, info: ValidationInfo) -> AmpConfig:
-        if twice := sorted(amp.model_fields_set & _given("training", info)):
-            raise refused((twice[0],), f"is given too as `training.{twice[0]}`. Keep one.")
+        for name in type(amp).model_fields:
+            if {f"training.{name}", f"amp.{name}"} <= info.data["given"]:
+                raise refused((name,), f"is given too as `training.{name}`. Keep one.")
         return amp
 
     @field_validator("search_space", mode="before")
@@ -297,40 +326,44 @@ class StudyConfig(Section):
     def _check_search_space(cls, raw: Any, info: ValidationInfo) -> dict[str, Distribution]:
         space, problems = parse_search_space(raw)
         if isinstance(raw, Mapping):
-            problems += _fixed_and_searched(raw, info)
-        problems += _sampler_problems(space, info)
-        problems += _stride_problems(space, info)
+            problems += _fixed_and_searched(tuple(map(str, raw)), info.data["given"])
+        if "sampler" in info.data:
+            problems += _sampler_problems(space, info.data["sampler"].name)
         if problems:
             raise validation_error(problems)
         return space
 
+    @model_validator(mode="after")
+    def _check_stride(self) -> StudyConfig:
+        if self.data.stride is None or self.data.long_text != "window":
+            return self
+        searched = self.search_space.get("max_length")
+        if isinstance(searched, CategoricalDistribution):
+            shortest = min(searched.choices)
+        else:
+            shortest = searched.low if searched else self.training.max_length
+        if self.data.stride > shortest // 2:
+            raise refused(
+                ("data", "stride"),
+                f"must be at most half of `max_length`, but is {self.data.stride} of {shortest}.",
+            )
+        return self
 
-def _given(section: str, info: ValidationInfo) -> set[str]:
-    """The keys that the study gives in `section`, also where the section itself is not valid."""
-    if section in info.data:
-        model = info.data[section]
-        keys, loss_weight = set(model.model_fields_set), getattr(model, "loss_weight", None)
-    else:
-        raw = (info.context or {}).get("content", {}).get(section)
-        keys, loss_weight = (set(raw), raw.get("loss_weight")) if isinstance(raw, Mapping) else (set(), None)
-    weighted = loss_weight if isinstance(loss_weight, Mapping) else {}
-    return keys | {f"{LOSS_WEIGHT}{task}" for task in weighted}
 
-
-def _fixed_and_searched(space: Mapping[str, Any], info: ValidationInfo) -> Iterator[Problem]:
+def _fixed_and_searched(searched: tuple[str, ...], given: frozenset[str]) -> Iterator[Problem]:
     for section in ("training", "model", "amp"):
-        for name in space:
-            if name in _given(section, info):
+        for name in searched:
+            if f"{section}.{name}" in given:
                 yield Problem((name,), f"is fixed too, as `{section}.{name}`. Fix it or search it, not both.")
-    searched = [budget for budget in BUDGETS if budget in space]
-    fixed = [budget for budget in BUDGETS if budget in _given("training", info) and budget not in searched]
-    if len(searched) > 1 or (searched and fixed):
-        both = " and ".join([*searched, *(f"training.{budget}" for budget in fixed)])
-        yield Problem((searched[0],), f"a trial has one budget, but this study gives {both}. Keep one.")
+    budgets = [budget for budget in BUDGETS if budget in searched]
+    fixed = [f"training.{budget}" for budget in BUDGETS if f"training.{budget}" in given]
+    others = [name for name in fixed if name.removeprefix("training.") not in budgets]
+    if budgets and len(budgets + others) > 1:
+        both = " and ".join(budgets + others)
+        yield Problem((budgets[0],), f"a trial has one budget, but this study gives {both}. Keep one.")
 
 
-def _sampler_problems(space: Mapping[str, Distribution], info: ValidationInfo) -> Iterator[Problem]:
-    sampler = info.data["sampler"].name if "sampler" in info.data else None
+def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
     if sampler == "cmaes":
         numeric = [
             name
@@ -344,37 +377,18 @@ def _sampler_problems(space: Mapping[str, Distribution], info: ValidationInfo) -
             yield Problem(
                 (), f"cmaes needs two float or int settings without `when`, but has {came}. Use tpe."
             )
-    if sampler != "grid":
-        return
-    is_finite = True
-    for name, distribution in space.items():
-        if distribution.when:
-            yield Problem((name, "when"), "a grid combines all values: `when` would run some of them twice.")
-        if isinstance(distribution, FloatDistribution) and distribution.step is None:
-            is_finite = False
-            yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
-    if is_finite and info.data.get("n_trials", 0) > (size := grid_size(space)):
-        yield Problem((), f"the grid has {size} combinations, fewer than `n_trials`. Lower `n_trials`.")
+    if sampler == "grid":
+        for name, found in space.items():
+            if found.when:
+                message = "a grid combines all values: `when` would run some of them twice."
+                yield Problem((name, "when"), message)
+            if isinstance(found, FloatDistribution) and found.step is None:
+                yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
 
 
 def grid_size(space: Mapping[str, Distribution]) -> int:
     """How many combinations of values a grid over the space has."""
     return math.prod(len(distribution.grid()) for distribution in space.values())
-
-
-def _stride_problems(space: Mapping[str, Distribution], info: ValidationInfo) -> Iterator[Problem]:
-    data, training, searched = info.data.get("data"), info.data.get("training"), space.get("max_length")
-    if data is None or training is None or data.long_text != "window":
-        return
-    if isinstance(searched, CategoricalDistribution):
-        shortest = min(searched.choices)
-    else:
-        shortest = searched.low if searched else training.max_length
-    if data.stride > shortest // 2:
-        yield Problem(
-            ("max_length",) if searched else (),
-            f"`data.stride` must be at most half of `max_length`, but is {data.stride} of {shortest}.",
-        )
 
 
 def load_study(name_or_path: str | Path, studies_dir: Path | None = None) -> StudyConfig:
@@ -385,13 +399,14 @@ def load_study(name_or_path: str | Path, studies_dir: Path | None = None) -> Stu
     """
     path = _find(name_or_path, studies_dir)
     file = read_study_file(path)
-    content = file.content
-    context = {"folder": path.parent, "content": content}
+    content = {key: value for key, value in file.content.items() if key not in ("path", "given")}
     problems = []
-    if "path" in content:
+    if "path" in file.content:
         problems.append(Problem(("path",), "there is no such key. Did you mean `data.path`?"))
+    if "given" in file.content:
+        problems.append(Problem(("given",), "there is no such key."))
     try:
-        study = StudyConfig.model_validate({**content, "path": path}, context=context)
+        study = StudyConfig.model_validate({**content, "path": path}, context={"folder": path.parent})
     except ValidationError as error:
         problems += problems_of(error, StudyConfig, content)
     if problems or file.problems:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from hpo.errors import StudyFileError, did_you_mean
+from hpo.errors import StudyFileError, did_you_mean, shorten
 
 KeyPath = tuple[str | int, ...]
 
@@ -58,6 +58,9 @@ class Problem:
     where: KeyPath
     message: str
 
+    def __str__(self) -> str:
+        return f"{_dotted(self.where)}: {self.message}" if self.where else self.message
+
 
 @dataclass(frozen=True)
 class StudyFile:
@@ -71,7 +74,8 @@ class StudyFile:
     def error(self, problems: Sequence[Problem]) -> StudyFileError:
         """One error for all problems, each on a line as `file:line: key.path: what must hold`."""
         ordered = sorted([*self.problems, *problems], key=lambda problem: self._line(problem.where))
-        return StudyFileError("\n".join(self._render(problem) for problem in ordered))
+        lines = (f"{self.path}:{self._line(problem.where)}: {problem}" for problem in ordered)
+        return StudyFileError("\n".join(lines))
 
     def _line(self, where: KeyPath) -> int:
         """The line of the key, or of the nearest key above it that is in the file."""
@@ -79,11 +83,6 @@ class StudyFile:
         lines = {_dotted(key): line for key, line in self.lines.items()}
         above = (_dotted(where[:length]) for length in range(len(where), 0, -1))
         return next((lines[key] for key in above if key in lines), 1)
-
-    def _render(self, problem: Problem) -> str:
-        place = f"{self.path}:{self._line(problem.where)}"
-        key_path = _dotted(problem.where)
-        return f"{place}: {key_path}: {problem.message}" if key_path else f"{place}: {problem.message}"
 
 
 def read_study_file(path: Path) -> StudyFile:
@@ -127,19 +126,17 @@ def parse_yaml_value(text: str) -> Any:
 def show(value: Any, limit: int = 60) -> str:
     """What came, as it would stand in a study file, for a message."""
     if isinstance(value, str):
-        shown = f"`{value}`"
+        shown = value
+    elif value is None or isinstance(value, (bool, int, float, list, dict)):
+        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        shown = shown.removesuffix("\n").removesuffix("...").strip()
     else:
-        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6) if _plain(value) else repr(value)
-        shown = f"`{shown.removesuffix(chr(10)).removesuffix('...').strip()}`"
-    return shown if len(shown) <= limit else f"{shown[: limit - 5]} ...`"
+        shown = repr(value)
+    return f"`{shorten(shown, limit - 2)}`"
 
 
 def _dotted(where: KeyPath) -> str:
     return ".".join(str(part) for part in where)
-
-
-def _plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, list, dict))
 
 
 def problems_of(error: ValidationError, model: type[BaseModel] | None, content: Any) -> list[Problem]:
@@ -150,6 +147,7 @@ def problems_of(error: ValidationError, model: type[BaseModel] | None, content: 
     return [
         Problem(_key_path(found["loc"], content), _message(found, _known_keys(model, found["loc"])))
         for found in error.errors(include_url=False)
+        if found["type"] != "default_factory_not_called"  # it follows from another problem
     ]
 
 
@@ -224,7 +222,7 @@ def _known_keys(model: type[BaseModel] | None, location: KeyPath) -> list[str]:
     for part in location[:-1]:
         if model is not None and part in model.model_fields:
             model = section_of(model.model_fields[str(part)].annotation)
-    return list(model.model_fields) if model else []
+    return [name for name, field in model.model_fields.items() if not field.exclude] if model else []
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

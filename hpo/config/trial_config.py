@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from hpo.config.search_space import decode
 from hpo.config.study_config import StudyConfig
 from hpo.config.study_file import parse_yaml_value, problems_of
 from hpo.config.trial_settings import (
@@ -48,7 +49,7 @@ def build_trial_config(
 
     Args:
         study: its `training` holds where `params` says nothing, then the defaults.
-        params: values by the names of settings, `loss_weight.<task>` included.
+        params: values by the names of settings, `loss_weight.<task>` included, or as Optuna holds them.
         default_precision: the precision of a trial whose study neither fixes nor searches one.
         amp: the study's `amp` with its preset applied; the study's own when left out.
 
@@ -59,7 +60,7 @@ def build_trial_config(
         settings = {name: value for name, value in settings.items() if name not in BUDGETS}
     loss_weight = settings.pop("loss_weight", {})
     settings |= {f"loss_weight.{task}": weight for task, weight in loss_weight.items()}
-    settings |= params
+    settings |= decode(study.search_space, params)
     settings["fp_precision"] = settings.get("fp_precision") or default_precision
     encoder = settings.get("encoder") or study.model.encoder
     settings["encoder"] = _absolute_encoder(encoder, study.path.parent)
@@ -67,12 +68,7 @@ def build_trial_config(
     try:
         checked = TrialConfig.model_validate(settings | {"amp": amp or study.amp})
     except ValidationError as error:
-        raise InputError(
-            "\n".join(
-                f"{'.'.join(map(str, problem.where))}: {problem.message}"
-                for problem in problems_of(error, TrialConfig, settings)
-            )
-        ) from None
+        raise InputError("\n".join(map(str, problems_of(error, TrialConfig, settings)))) from None
     return checked.model_copy(update={"amp": checked.amp.model_copy(update=scaler)})
 
 

@@ -9,21 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from hpo.config.study_file import show
 from hpo.precision.table import canonical_precision
-
-
-class Section(BaseModel):
-    """A part of a study file: frozen, nothing unknown, no conversions (`"8"` is no number), no NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-def _switch(value: Any) -> Any:
-    """Accept YAML 1.1's words for a boolean, since a study file reads them as text."""
-    return {"yes": True, "on": True, "no": False, "off": False}.get(str(value).lower(), value)
+from hpo.section import Count, Section, Switch, Whole
 
 
 def _encoder(value: Any) -> Any:
@@ -33,10 +23,8 @@ def _encoder(value: Any) -> Any:
     raise ValueError(f"must be {what}, but got {show(value)}.")
 
 
-Switch = Annotated[bool, BeforeValidator(_switch)]
 PrecisionName = Annotated[str, AfterValidator(canonical_precision)]
 Encoder = Annotated[str | dict[str, Any], BeforeValidator(_encoder)]
-Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 
@@ -61,7 +49,7 @@ class TrialSettings(Section):
     encoder: Encoder | None = Field(
         None, description="Encoder, as in `model.encoder`, which it takes when left out."
     )
-    max_length: int = Field(
+    max_length: Whole = Field(
         256, ge=8, description="Longest input in tokens, special tokens included; see `data.long_text`."
     )
 
@@ -71,7 +59,7 @@ class TrialSettings(Section):
     head_type: Literal["linear", "mlp"] = Field(
         "linear", description="Head of each task: one linear layer, or one hidden layer before it."
     )
-    head_hidden_size: int = Field(256, ge=1, description="Width of that hidden layer (`head_type: mlp`).")
+    head_hidden_size: Count = Field(256, description="Width of that hidden layer (`head_type: mlp`).")
     dropout: Share | None = Field(
         None, description="Dropout in the encoder; left out, what the encoder's config says."
     )
@@ -81,7 +69,7 @@ class TrialSettings(Section):
         "fused attention kernels on a CPU.",
     )
     head_dropout: Share = Field(0.1, description="Dropout before each head.")
-    freeze_layers: int = Field(
+    freeze_layers: Whole = Field(
         0, ge=0, description="Layers that are not trained, from the bottom; above 0 the embeddings neither."
     )
     gradient_checkpointing: Switch = Field(
@@ -138,7 +126,7 @@ class TrialSettings(Section):
         1.0, description="Norm to which gradients are clipped, after unscaling. `null`: no clipping."
     )
 
-    batch_size: int = Field(16, ge=1, description="Examples in one optimiser step.")
+    batch_size: Count = Field(16, description="Examples in one optimiser step.")
     micro_batch_size: Count | None = Field(
         None,
         description="Examples in one forward and backward pass; gradients are accumulated to `batch_size`, "
@@ -187,7 +175,7 @@ class TrialSettings(Section):
         description="Budget: seconds of training. Equal time for all trials, so a faster precision sees "
         "more data.",
     )
-    seed: int = Field(
+    seed: Whole = Field(
         42, ge=0, lt=2**32, description="Seed of head initialisation, dropout and the order of the data."
     )
 
@@ -219,6 +207,11 @@ def setting_names() -> tuple[str, ...]:
     return tuple(
         f"{LOSS_WEIGHT}<task>" if name == "loss_weight" else name for name in TrialSettings.model_fields
     )
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The names that the setting takes, of those that are a choice of names."""
+    return get_args(TrialSettings.model_fields[name].annotation)
 
 
 def is_setting(name: str) -> bool:

@@ -45,11 +45,10 @@ def export_model(
     earlier export.
     """
     directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()) and not (directory / "hpo.json").is_file():
-        raise ModelError(f"{directory}: an export needs a folder of its own, but this one holds other files.")
+    check_export_folder(directory)
     staging = directory.with_name(f".{directory.name}-{os.getpid()}")
-    staging.mkdir(parents=True)
     try:
+        staging.mkdir(parents=True)
         encoder: Any = model.encoder
         encoder.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
@@ -75,6 +74,15 @@ def export_model(
             shutil.rmtree(staging)
         raise
     return directory
+
+
+def check_export_folder(directory: Path) -> None:
+    """Raise ModelError unless `directory` is free, or holds an earlier export, and can be written."""
+    above = next(path for path in directory.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ModelError(f"{directory}: an export needs a folder that may be made, but {above} is none.")
+    if directory.exists() and any(directory.iterdir()) and not (directory / "hpo.json").is_file():
+        raise ModelError(f"{directory}: an export needs a folder of its own, but this one holds other files.")
 
 
 def load_exported(

@@ -18,13 +18,15 @@ This module knows no PyTorch: `amp.py` turns the values into autocast, scaler an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hpo.device import DeviceInfo
 from hpo.errors import Failed, Unsupported, did_you_mean
+from hpo.section import Count, Section, Switch, Whole
 
 SupportLevel = Literal["native", "emulated", "unsupported"]
 
@@ -75,10 +77,8 @@ def canonical_precision(name: str) -> str:
     return canonical
 
 
-class AmpConfig(BaseModel):
+class AmpConfig(Section):
     """Mixed precision and loss scaling. A key left out takes the value of the preset."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     preset: Literal["auto", "basic", "advanced", "ultra"] = Field(
         "auto",
@@ -87,13 +87,14 @@ class AmpConfig(BaseModel):
         "finite run again in fp32. `auto`: the best native precision of the device. The precision of a "
         "preset counts only where `fp_precision` is neither fixed nor searched.",
     )
-    on_unsupported: Literal["prune", "fallback", "fail"] = Field(
-        "prune",
-        description="What happens to a trial whose precision this device lacks: `prune` ends it as "
-        "`unsupported`; `fallback` runs the nearest precision that works (bf16, fp16, fp32), says so on "
-        "the trial and leaves it out of precision statistics; `fail` ends it as `failed`.",
+    on_unsupported: Literal["skip", "prune", "fallback", "fail"] = Field(
+        "skip",
+        description="What a worker does with a precision that its device lacks: `skip` draws it in no trial "
+        "and leaves it to other devices; `prune` ends such a trial as `unsupported`; `fallback` runs the "
+        "nearest precision that works (bf16, fp16, fp32), says so on the trial and leaves it out of "
+        "precision statistics; `fail` ends it as `failed`.",
     )
-    allow_emulated: bool = Field(
+    allow_emulated: Switch = Field(
         False,
         description="Run a precision that the device only emulates (slowly) instead of treating it as "
         "unsupported. The trial is marked as emulated.",
@@ -103,8 +104,8 @@ class AmpConfig(BaseModel):
     backoff_factor: float = Field(
         0.5, gt=0, lt=1, description="fp16: the scale shrinks by this factor when gradients overflow."
     )
-    growth_interval: int = Field(
-        2000, ge=1, description="fp16: steps without an overflow before the scale grows."
+    growth_interval: Count = Field(
+        2000, description="fp16: steps without an overflow before the scale grows."
     )
     min_scale: float = Field(
         1.0,
@@ -112,24 +113,24 @@ class AmpConfig(BaseModel):
         description="fp16: a step that overflows with the scale at or under this floor ends the trial as "
         "`nonfinite`.",
     )
-    tf32: bool | None = Field(
+    tf32: Switch | None = Field(
         None,
         description="TF32 for the products that autocast leaves in fp32. It never touches "
         "`fp_precision: fp32`, which is IEEE fp32.",
     )
-    cudnn_benchmark: bool | None = Field(None, description="`torch.backends.cudnn.benchmark`.")
-    fallback_to_fp32: bool | None = Field(
+    cudnn_benchmark: Switch | None = Field(None, description="`torch.backends.cudnn.benchmark`.")
+    fallback_to_fp32: Switch | None = Field(
         None,
         description="Run a micro-batch whose loss is not finite again in fp32. Costs a device sync for "
         "every micro-batch.",
     )
-    max_fp32_fallbacks: int = Field(
+    max_fp32_fallbacks: Whole = Field(
         3, ge=0, description="Such repeats allowed in one epoch; one more ends the trial as `nonfinite`."
     )
     memory_fraction: float | None = Field(
         None, gt=0, le=1, description="CUDA: share of the device's memory that one worker may take."
     )
-    track_stats: bool | None = Field(
+    track_stats: Switch | None = Field(
         None, description="Keep statistics of the loss scale and of skipped steps."
     )
 
@@ -194,39 +195,32 @@ def _cuda_support(precision: Precision, device: DeviceInfo) -> Support:
     capability = device.compute_capability or (0, 0)
     if precision.float8 and not device.has_torchao:
         return Support("unsupported", "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
-    needed: tuple[int, int]
+    is_bf16 = "bfloat16" in (precision.autocast, precision.weights) and not precision.float8
     if precision.float8:
-        needed, without = (8, 9), "unsupported"
-    elif precision.tf32:
-        needed, without = (8, 0), "unsupported"
-    elif "bfloat16" in (precision.autocast, precision.weights):
-        needed, without = (8, 0), "emulated"
-    elif precision.autocast == "float16":
-        needed, without = (7, 0), "emulated"
+        needed = (8, 9)
+    elif precision.tf32 or is_bf16:
+        needed = (8, 0)
     else:
-        return Support("native")
+        needed = (7, 0) if precision.autocast == "float16" else (0, 0)
     native = capability >= needed
-    if needed == (8, 0) and not precision.tf32 and device.cuda_bf16 is not None:
+    if is_bf16 and device.cuda_bf16 is not None:
         native = device.cuda_bf16
     if native:
         return Support("native")
-    reason = (
+    return Support(
+        "unsupported" if precision.float8 or precision.tf32 else "emulated",
         f"`{precision.name}` needs compute capability >= {needed[0]}.{needed[1]}, "
-        f"but this {device.name} has {capability[0]}.{capability[1]}."
+        f"but this {device.name} has {capability[0]}.{capability[1]}.",
     )
-    return Support("emulated" if without == "emulated" else "unsupported", reason)
 
 
 def _cpu_support(precision: Precision, device: DeviceInfo) -> Support:
-    if precision.float8:
+    if precision.float8 or precision.tf32:
+        needed = "8.9" if precision.float8 else "8.0"
         return Support(
             "unsupported",
-            f"`fp8` needs CUDA with compute capability >= 8.9, but this is a CPU ({device.name}).",
-        )
-    if precision.tf32:
-        return Support(
-            "unsupported",
-            f"`tf32` needs CUDA with compute capability >= 8.0, but this is a CPU ({device.name}).",
+            f"`{precision.name}` needs CUDA with compute capability >= {needed}, but this is a CPU "
+            f"({device.name}).",
         )
     if "bfloat16" in (precision.autocast, precision.weights):
         features, wanted = {"amx_bf16", "avx512_bf16", "arm_bf16"}, "AMX or AVX512-BF16"
@@ -263,7 +257,7 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     """Decide what a trial that asks for `requested` runs on `device`.
 
     When the device cannot run it (or only emulates it and the study does not allow that), raises
-    Unsupported under `on_unsupported: prune` and Failed under `fail`.
+    Unsupported under `on_unsupported: skip` and `prune`, and Failed under `fail`.
     """
     found = support(requested, device)
     if _usable(found, config):
@@ -276,6 +270,12 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     return Resolution(
         requested, effective, support(effective, device).level, f"{found.reason} Ran {effective} instead."
     )
+
+
+def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -> dict[str, str]:
+    """{precision: reason} of those of `precisions` that `resolve` would not run on `device` as they are."""
+    found = {name: support(name, device) for name in precisions}
+    return {name: one.reason for name, one in found.items() if not _usable(one, config)}
 
 
 def _usable(found: Support, config: AmpConfig) -> bool:

@@ -127,7 +127,9 @@ def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> d
     searched = {name: format_value(value) for name, value in trial.params.items()}
     # A None stands for a default that is decided elsewhere.
     fixed = {
-        k: format_value(v) for k, v in (record.definition.get("training") or {}).items() if v is not None
+        name: format_value(value)
+        for name, value in (record.definition.get("training") or {}).items()
+        if value is not None and name not in trial.params
     }
     arguments = [f"--param {shlex.quote(f'{name}={value}')}" for name, value in searched.items()]
     metrics = task_metrics_table(trial)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from hpo.study.study_record import StudyRecord
+from hpo.study.study_record import StudyRecord, TrialRecord
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
-    """A study's state in numbers: what `hpo status --json` prints. Times are UTC."""
+    """A study's state in numbers: what `hpo status --json` prints. Times are UTC.
+
+    Rate and estimated end are those of trials that trained: one that ends at once says nothing of the others.
+    """
     from collections import Counter
     from datetime import UTC, datetime, timedelta
 
     from hpo.study.study_record import by_first_objective, trial_outcome
 
     remaining = record.slots["open"] + record.slots["running"]
-    num_ended = sum(trial.ended is not None for trial in record.trials)
-    hours = _busy_seconds(record) / 3600
-    rate = num_ended / hours if hours else None
+    trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
+    hours = _busy_seconds(trained) / 3600
+    rate = len(trained) / hours if hours else None
     end = None
     if rate and remaining and any(worker.alive for worker in record.workers):
         end = (datetime.now(UTC) + timedelta(hours=remaining / rate)).isoformat(timespec="seconds")
@@ -50,11 +54,11 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     }
 
 
-def _busy_seconds(record: StudyRecord) -> float:
-    """Seconds in which at least one trial that has ended was running: pauses of a study do not count."""
+def _busy_seconds(trials: Iterable[TrialRecord]) -> float:
+    """Seconds in which at least one of these trials was running: pauses of a study do not count."""
     from hpo.report.tables import trial_seconds
 
-    ends = [(trial.ended.timestamp(), trial_seconds(trial) or 0.0) for trial in record.trials if trial.ended]
+    ends = [(trial.ended.timestamp(), trial_seconds(trial) or 0.0) for trial in trials if trial.ended]
     busy, until = 0.0, 0.0
     for begin, end in sorted((end - seconds, end) for end, seconds in ends):
         busy += max(0.0, end - max(begin, until))

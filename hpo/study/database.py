@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
-from hpo.errors import HpoError, RunError, StorageError
+from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 _SCHEMA_LOCK = 0x68706F  # PostgreSQL's advisory locks are numbers: "hpo"
@@ -96,6 +96,20 @@ def redact(url: str) -> str:
     return re.sub(r"(://[^:/?#]*):.*@", r"\1:***@", hidden)
 
 
+def place(url: str) -> str:
+    """Return `url` for messages, with the whole path of a SQLite file that it names by a relative one."""
+    path = _sqlite_path(parse_url(url))
+    shown = redact(url)
+    return shown if path is None or path.is_absolute() else f"{shown} ({path.absolute()})"
+
+
+def check_folder(url: str) -> None:
+    """Raise StorageError where the folder of a SQLite file does not exist."""
+    path = _sqlite_path(parse_url(url))
+    if path is not None and not path.parent.is_dir():
+        raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
+
+
 def open_database(
     url: str, tables: sa.MetaData, *, create: bool = True, busy_seconds: float = 60.0
 ) -> optuna.storages.RDBStorage:
@@ -106,24 +120,23 @@ def open_database(
         busy_seconds: how long a write waits for other processes (SQLite).
 
     Raises:
-        StorageError: the database cannot be used as it is named.
+        StorageError: the database cannot be used as it is named; NoDatabaseError where it is not there.
         RunError: it can, but not now (locked, disk full).
     """
     parsed = parse_url(url)
     path = _sqlite_path(parsed)
     if path is not None and not path.exists():
         if not create:
-            raise StorageError(f"There is no study database at {redact(url)}. `hpo run STUDY` makes one.")
-        if not path.parent.is_dir():
-            raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
+            raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
+        check_folder(url)
     with database_errors(url):
         engine = sa.create_engine(parsed, pool=_connection_pool(parsed, busy_seconds))
         try:
             if not create:
-                if not _has_tables(engine, tables, for_workers=False):
-                    raise StorageError(f"{redact(url)} holds no study yet. `hpo run STUDY` makes one.")
-            elif not _has_tables(engine, tables):
-                with exclusive(engine):
+                if not _has_tables(engine, tables):
+                    raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
+            else:
+                with exclusive(engine):  # before the first connection: only one may turn on SQLite's log
                     if not _has_tables(engine, tables):
                         _optuna_storage(parsed, busy_seconds).engine.dispose()
                         tables.create_all(engine)  # last: these tables mean that the schema is complete
@@ -150,11 +163,8 @@ def _optuna_storage(url: sa.URL, busy_seconds: float) -> optuna.storages.RDBStor
         ) from None
 
 
-def _has_tables(engine: sa.Engine, tables: sa.MetaData, *, for_workers: bool = True) -> bool:
-    needed = {
-        name for name, table in tables.tables.items() if for_workers or not table.info.get("only_workers")
-    }
-    return needed <= set(sa.inspect(engine).get_table_names())
+def _has_tables(engine: sa.Engine, tables: sa.MetaData) -> bool:
+    return set(tables.tables) <= set(sa.inspect(engine).get_table_names())
 
 
 def _connection_pool(url: sa.URL, busy_seconds: float) -> sa.Pool:
@@ -201,6 +211,17 @@ def exclusive(engine: sa.Engine) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def snapshot(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A connection of which all queries see the database as it was at the first of them."""
+    with engine.connect() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execution_options(isolation_level="REPEATABLE READ")
+        else:
+            connection.exec_driver_sql("BEGIN")  # sqlite3 begins a transaction only before a change
+        yield connection
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def process_start(pid: int) -> str | None:
 
 def is_alive(worker: Any, lease_seconds: float) -> bool:
     """Whether the process of a row of `hpo_workers` with the database's time `now` still lives."""
-    if worker.pid is None or worker.state == "left":
+    if worker.state != "live":
         return False
     if worker.machine == this_machine():
         return bool(process_start(worker.pid) == worker.process_start)

@@ -7,22 +7,21 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-
-import optuna
-from optuna.exceptions import StorageInternalError
-from optuna.trial import TrialState
-from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.config.study_config import StudyConfig
 from hpo.device import available_cores
 from hpo.errors import HpoError, InputError, RunError
+from hpo.study.deaths import record_death
 from hpo.study.storage import Storage
-from hpo.study.worker import OnEvent, RunSummary, TrialEvent
+from hpo.study.watch import StudyWatch
+from hpo.study.worker import RunSummary
 
 WORKERS_ON_DEVICE = "HPO_WORKERS_ON_DEVICE"
 """Environment variable of the processes of `run_workers`: how many of them have this one's device."""
@@ -114,13 +113,11 @@ def run_workers(
     runs_dir: Path,
     places: Sequence[WorkerPlace],
     *,
-    study_name: str,
-    on_event: OnEvent | None = None,
     stop: threading.Event | None = None,
 ) -> RunSummary:
-    """Run a process in each of `places` (see `place_workers`), show their trials as events, and wait.
+    """Run a process in each of `places` (see `place_workers`), and wait for all of them.
 
-    None is restarted: the others take over its trial. What a process prints goes to
+    None is restarted: the others take over its trial. What a process prints is added to
     `runs_dir`/<study>/worker-<number>.log. The URL of the storage is passed in the environment, because
     everybody on a machine can read the arguments of a process.
 
@@ -128,7 +125,6 @@ def run_workers(
         InputError, RunError: workers failed and the study is not done; with the end of the log.
     """
     stop = stop or threading.Event()
-    study = storage.load_study(config.name)
     folder = runs_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"worker-{number}.log" for number in range(len(places))]
@@ -136,13 +132,19 @@ def run_workers(
     threads = max(1, available_cores() // len(places))
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     environment |= {"HPO_STORAGE": storage.url}
-    watch = _Watch(study, on_event or (lambda _: None))
+    watch = StudyWatch(storage, config.name)
+    started = time.monotonic()
     with ExitStack() as stack:
-        processes = []
-        for number, (log, place) in enumerate(zip(logs, places, strict=True)):
-            output = stack.enter_context(log.open("wb"))
+        processes, log_begins = [], []
+        for log, place in zip(logs, places, strict=True):
+            output = stack.enter_context(log.open("ab"))
+            log_begins.append(output.tell())
+            output.write(
+                f"--- a worker starts, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}\n".encode()
+            )
+            output.flush()
             process = subprocess.Popen(
-                worker_command(study_name, number, config.timeout),
+                worker_command(str(config.path), config.timeout),
                 stdin=subprocess.PIPE,  # the worker stops when this pipe is closed, also by our own death
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -151,28 +153,33 @@ def run_workers(
             )
             stack.callback(_end, process)
             processes.append(process)
-        while any(process.poll() is None for process in processes):
+        living = list(processes)
+        while living:
             if stop.wait(0.5):
                 for process in processes:
                     assert process.stdin is not None
                     process.stdin.close()
                 for process in processes:
                     process.wait()
-            watch.look()
-        watch.look()
-    summary = RunSummary("stopped" if stop.is_set() else "finished", watch.outcomes)
+            for process in [process for process in living if process.poll() is not None]:
+                living.remove(process)
+                record_death(storage, process.pid, process.returncode)
+    outcomes = Counter(event.outcome for event in watch.look() if event.kind == "finished")
+    if stop.is_set():
+        return RunSummary("stopped", outcomes)
     counts = storage.slot_counts(config.name)
-    if summary.ended == "finished" and (counts["open"] or counts["running"]):
-        for process, log in zip(processes, logs, strict=True):
-            if process.returncode:
-                raise _failure(process.returncode, log)
-        return RunSummary("timeout", watch.outcomes)
-    return summary
+    if not counts["open"] and not counts["running"]:
+        return RunSummary("finished", outcomes)
+    for process, log, begin in zip(processes, logs, log_begins, strict=True):
+        if process.returncode:
+            raise _failure(process.returncode, log, begin)
+    is_late = config.timeout is not None and time.monotonic() - started > config.timeout
+    return RunSummary("timeout" if is_late else "elsewhere", outcomes)
 
 
-def worker_command(study_name: str, number: int, timeout: float | None) -> list[str]:
+def worker_command(study: str, timeout: float | None) -> list[str]:
     """Return the command line of one worker process."""
-    command = [sys.executable, "-m", "hpo", "worker", study_name, "--worker-number", str(number)]
+    command = [sys.executable, "-m", "hpo", "worker", study]
     return command if timeout is None else [*command, "--timeout", str(timeout)]
 
 
@@ -185,45 +192,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.stdin.close()
 
 
-def _failure(exit_code: int, log: Path) -> HpoError:
-    end = log.read_text(errors="replace").strip()[-2000:]
+def _failure(exit_code: int, log: Path, begin: int) -> HpoError:
+    end = log.read_bytes()[begin:].decode(errors="replace").strip()[-2000:]
     how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
     kind = InputError if exit_code == InputError.exit_code else RunError
     return kind(f"A worker {how} before the study was done. The end of {log}:\n{end}")
-
-
-class _Watch:
-    """Turns what other processes do to the study's trials into events."""
-
-    def __init__(self, study: optuna.Study, on_event: OnEvent) -> None:
-        self.outcomes: Counter[str] = Counter()
-        self._study = study
-        self._on_event = on_event
-        trials = study.get_trials(deepcopy=False)
-        self._finished = {trial.number for trial in trials if trial.state.is_finished()}
-        self._num_evaluations: dict[int, int] = {}
-
-    def look(self) -> None:
-        """Emit events for what has changed since the last look."""
-        try:
-            trials = self._study.get_trials(deepcopy=False)
-        except (SQLAlchemyError, StorageInternalError):
-            return  # the database is away; the workers wait for it, and so do we
-        for trial in trials:
-            if trial.number in self._finished or trial.state == TrialState.WAITING or not trial.params:
-                continue
-            about = (trial.number, trial.params)
-            if trial.number not in self._num_evaluations:
-                self._num_evaluations[trial.number] = 0
-                self._on_event(TrialEvent("started", *about))
-            steps = sorted(trial.intermediate_values)
-            for step in steps[self._num_evaluations[trial.number] :]:
-                self._on_event(TrialEvent("evaluated", *about, (trial.intermediate_values[step],)))
-            self._num_evaluations[trial.number] = len(steps)
-            if trial.state.is_finished():
-                outcome = trial.user_attrs.get("outcome", "")
-                values = tuple(trial.values) if trial.state == TrialState.COMPLETE else None
-                reason = trial.user_attrs.get("outcome_reason", "")
-                self._on_event(TrialEvent("finished", *about, values, None, outcome, reason))
-                self._finished.add(trial.number)
-                self.outcomes[outcome] += 1

@@ -26,12 +26,28 @@ from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord, Work
 def read_study(
     connection: sa.Connection, study_id: int, name: str, now: sa.ColumnElement[float], lease_seconds: float
 ) -> StudyRecord:
-    """Read the study `name`, whose number in Optuna's tables is `study_id`."""
-    definition = connection.execute(
-        sa.select(schema.studies.c.definition).where(schema.studies.c.name == name)
-    ).scalar_one()
+    """Read the study `name`, whose number in Optuna's tables is `study_id`.
+
+    The connection must see one state of the database in all queries (`database.snapshot`): what ends in
+    between would be read in halves.
+    """
+    definition = json.loads(
+        connection.execute(
+            sa.select(schema.studies.c.definition).where(schema.studies.c.name == name)
+        ).scalar_one()
+    )
     slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
-    slot_of_trial = {slot.trial_number: slot for slot in slots if slot.trial_number is not None}
+    workers = _read_workers(connection, name, slots, now, lease_seconds)
+    alive = {worker.id for worker in workers if worker.alive}
+    # A slot whose worker died waits for the next one, as an open slot does.
+    slot_states = [
+        "open" if slot.state == "running" and slot.owner not in alive else slot.state for slot in slots
+    ]
+    slot_of_trial = {
+        slot.trial_number: (state, slot.owner)
+        for slot, state in zip(slots, slot_states, strict=True)
+        if slot.trial_number is not None
+    }
     trials = models.TrialModel.__table__
     in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == study_id)
 
@@ -60,12 +76,12 @@ def read_study(
     ):
         own = attributes[row.trial_id]
         outcome = own.pop("outcome", "")
-        slot = slot_of_trial.get(row.number)
-        if slot is not None and slot.owner is not None:
-            own.setdefault("worker", slot.owner)
+        slot_state, owner = slot_of_trial.get(row.number, ("running", None))
+        if owner is not None:
+            own.setdefault("worker", owner)
         started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
         state: TrialState = row.state
-        unfinished = "running" if slot is None or slot.state == "running" else Outcome.PREEMPTED
+        unfinished = "running" if slot_state == "running" else Outcome.PREEMPTED
         records.append(
             TrialRecord(
                 number=row.number,
@@ -85,12 +101,12 @@ def read_study(
         )
     return StudyRecord(
         name=name,
-        metric_names=tuple(objective["metric"] for objective in json.loads(definition)["objective"]),
-        directions=tuple(objective["direction"] for objective in json.loads(definition)["objective"]),
-        definition=json.loads(definition),
+        metric_names=tuple(objective["metric"] for objective in definition["objective"]),
+        directions=tuple(objective["direction"] for objective in definition["objective"]),
+        definition=definition,
         trials=records,
-        workers=_read_workers(connection, name, slots, now, lease_seconds),
-        slots={state: sum(slot.state == state for slot in slots) for state in ("open", "running", "done")},
+        workers=workers,
+        slots={state: slot_states.count(state) for state in ("open", "running", "done")},
     )
 
 
@@ -130,6 +146,7 @@ def _read_workers(
             last_seen=datetime.fromtimestamp(row.last_seen, UTC),
             alive=is_alive(row, lease_seconds),
             trial_number=running.get(row.id),
+            number=row.number,
         )
         for row in connection.execute(query)
     ]

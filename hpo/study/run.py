@@ -1,4 +1,8 @@
-"""A study from its first trial to its last, in this process or in several."""
+"""A study from its file to its last trial: made once it is known to work, then run here.
+
+Data, tokenizer, model and a batch through all heads are tried before anything is written, so what is wrong
+with them leaves no study behind that the mended file would not fit.
+"""
 
 from __future__ import annotations
 
@@ -6,108 +10,216 @@ import math
 import os
 import sys
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hpo.config.study_config import StudyConfig
 from hpo.device import (
     CUDA_CONTEXT_BYTES,
     DeviceInfo,
     cuda_devices,
-    limit_threads,
     memory_limit,
     memory_share,
     probe_device,
 )
-from hpo.errors import InputError
-from hpo.memory import gc_frozen_imports
+from hpo.errors import InputError, NoDatabaseError, StudyChangedError
+from hpo.memory import gc_frozen_imports, release_free_memory
+from hpo.precision.table import apply_preset, left_out
+from hpo.study.database import check_folder
+from hpo.study.deaths import last_saved_step
+from hpo.study.device_sampler import WorkerDevice
 from hpo.study.processes import (
     WORKERS_ON_DEVICE,
+    WorkerPlace,
     check_memory_fraction,
     place_workers,
     run_workers,
     stop_on_signals,
 )
-from hpo.study.storage import Storage
-from hpo.study.worker import OnEvent, RunSummary, keep_best_checkpoints, run_worker, trial_runner
+from hpo.study.storage import Storage, open_storage
+from hpo.study.study_record import StudyRecord
+from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, trial_runner
+
+if TYPE_CHECKING:
+    from hpo.trial.executor import Executor
+
+
+class LateCache:
+    """The compatibility cache of a database that is opened after the executor was made."""
+
+    def __init__(self) -> None:
+        self._storage: Storage | None = None
+
+    def open(self, storage: Storage) -> None:
+        """Keep results in `storage` from now on."""
+        self._storage = storage
+
+    def get_compat(self, key: str) -> Mapping[str, Any] | None:
+        """Return the stored result, if there is one."""
+        return None if self._storage is None else self._storage.get_compat(key)
+
+    def put_compat(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Store a result unless another worker was first; return the one that is stored."""
+        return result if self._storage is None else self._storage.put_compat(key, result)
+
+
+@dataclass(frozen=True)
+class OpenStudy:
+    """A study in its database that can be run on this machine."""
+
+    config: StudyConfig
+    """With `n_trials` as stored."""
+    storage: Storage
+    runs_dir: Path
+    record: StudyRecord
+    """What is stored before anything of it runs here."""
+    left_out: Mapping[str, str]
+    """Precisions of the study that no trial draws on this device, with the reason."""
+    executor: Executor | None
+    """Runs trials in this process; None where they run in others, and for a finished study."""
+
+
+@contextmanager
+def open_study(
+    config: StudyConfig, url: str, runs_dir: Path, *, resize: bool = True, trains_here: bool = True
+) -> Iterator[OpenStudy]:
+    """Open the study of `config` in the database at `url`; both are made where they are missing.
+
+    A study of which no trial has trained is checked first (`Executor.check_study`), but not by the processes
+    of `run_workers`, whose parent has done so.
+
+    Args:
+        resize: False for a worker that joins: the stored `n_trials` stays as it is.
+        trains_here: False where no trial runs in this process.
+
+    Raises:
+        StudyChangedError: the stored study has another search space or definition.
+        InputError: the data, the model or the objective cannot be used, or no precision of the study here.
+    """
+    stored = _read_stored(config.name, url)
+    has_trained = stored is not None and any(trial.evaluations or trial.values for trial in stored.trials)
+    if stored is not None:
+        try:  # with the defaults that it was made with
+            config = config.completed(stored.definition)
+        except StudyChangedError:
+            if has_trained or not resize:
+                raise
+    executor, unused, cache = None, {}, LateCache()
+    if stored is None or stored.slots["done"] < (config.num_slots if resize else sum(stored.slots.values())):
+        device = probe_device(config.device)
+        unused = check_precisions(config, device)
+        must_check = not has_trained and WORKERS_ON_DEVICE not in os.environ
+        if trains_here or must_check:
+            executor = _build_executor(config, device, runs_dir, cache)
+            if must_check:
+                executor.check_study()
+        if not trains_here:
+            executor = None
+            release_free_memory(device)
+    with open_storage(url) as storage:
+        cache.open(storage)
+        storage.create_or_resume_study(config, resize=resize)
+        record = storage.read_study(config.name)
+        config = config.with_values(n_trials=sum(record.slots.values()))
+        yield OpenStudy(config, storage, runs_dir, record, unused, executor)
+
+
+def _read_stored(name: str, url: str) -> StudyRecord | None:
+    try:
+        with open_storage(url, create=False) as storage:
+            return storage.read_study(name) if storage.has_study(name) else None
+    except NoDatabaseError:
+        check_folder(url)
+        return None
+
+
+def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
+    """Return which of the study's precisions are left out on `device`, with the reason.
+
+    Raises InputError when it can run none of them, unless `amp.on_unsupported` is `fallback`.
+    """
+    precisions = config.precisions or apply_preset(config.amp, device)[1:]
+    lacking = left_out(precisions, device, config.amp)
+    if len(lacking) == len(precisions) and config.amp.on_unsupported != "fallback":
+        raise InputError(
+            "fp_precision: this device must be able to run a precision of the study, but it runs none of "
+            f"{', '.join(lacking)}. {' '.join(dict.fromkeys(lacking.values()))} Choose another precision, or "
+            "set `amp.on_unsupported: fallback` to run the nearest that works, or `amp.allow_emulated: true` "
+            "where it is emulated."
+        )
+    return lacking if config.amp.on_unsupported == "skip" else {}
+
+
+def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path, cache: LateCache) -> Executor:
+    with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
+        from hpo.trial.executor import Executor
+
+    return Executor(share_memory(config, device, _num_on_device()), device, runs_dir, cache)
+
+
+def _num_on_device() -> int:
+    """How many processes of this run, this one included, have this one's device."""
+    return int(os.environ.get(WORKERS_ON_DEVICE, "1"))
+
+
+def plan_workers(config: StudyConfig, workers: int, per_device: int | None = None) -> list[WorkerPlace]:
+    """Where each worker of a run on this machine is: in this process if it is one, else in its own.
+
+    Args:
+        workers: how many, spread over the GPUs of this machine in turn.
+        per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`.
+
+    Raises InputError where the workers of one GPU may take more than its memory.
+    """
+    if workers == 1 and per_device is None:
+        return place_workers(1, ())
+    devices = cuda_devices(config.device)
+    places = place_workers(workers if per_device is None else per_device * max(1, len(devices)), devices)
+    if devices:
+        check_memory_fraction(config.amp.memory_fraction, places)
+    return places
 
 
 def run_study(
-    config: StudyConfig,
-    storage: Storage,
-    runs_dir: Path,
-    *,
-    workers: int = 1,
-    workers_per_device: int | None = None,
-    worker_number: int = 0,
-    resize: bool = True,
-    study_name: str = "",
-    on_event: OnEvent | None = None,
-    stop: threading.Event | None = None,
+    study: OpenStudy, places: Sequence[WorkerPlace] = (), *, stop: threading.Event | None = None
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
     Args:
-        workers: more than one are processes of their own, `hpo worker STUDY`, spread over the GPUs of this
-            machine in turn.
-        workers_per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`.
-        worker_number: of this worker, for the sampler's seed.
-        resize: False for a worker that joins: the stored `n_trials` stays as it is.
-        study_name: STUDY as the user named it, for the processes.
+        places: of `plan_workers`; more than one are processes of their own, `hpo worker STUDY`.
         stop: from `stop_on_signals`, which is used where none is given.
 
     Raises:
-        StudyChangedError: the stored study has another search space or definition, or had other data.
-        InputError: the data, the model or the objective cannot be used, or the workers of one GPU may take
-            more than its memory.
+        StudyChangedError: the study had other data.
+        InputError: the data cannot be used.
         RunError: the workers ended before the study did.
     """
-    storage.create_or_resume_study(config, resize=resize)
-    counts = storage.slot_counts(config.name)
-    if not counts["open"] and not counts["running"]:
+    config, storage, executor = study.config, study.storage, study.executor
+    if study.record.slots["done"] == config.n_trials:
         return RunSummary("finished")
     with nullcontext(stop) if stop else stop_on_signals() as stop:
-        if workers > 1 or workers_per_device is not None:
-            devices = cuda_devices(config.device)
-            if workers_per_device is not None:
-                workers = workers_per_device * max(1, len(devices))
-            places = place_workers(workers, devices)
-            if devices:
-                check_memory_fraction(config.amp.memory_fraction, places)
-        if workers > 1:
-            return run_workers(
-                config, storage, runs_dir, places, study_name=study_name, on_event=on_event, stop=stop
-            )
-        with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
-            import torch
-
-            from hpo.trial.executor import Executor
-
-        if config.device != "cpu" and (num_devices := torch.cuda.device_count()) > 1:
-            torch.cuda.set_device(worker_number % num_devices)
-        num_on_device = int(os.environ.get(WORKERS_ON_DEVICE, "1"))
-        device = probe_device(config.device)
-        limit_threads(device)
-        executor = Executor(
-            share_memory(config, device, num_on_device),
-            device,
-            runs_dir,
-            storage,
-        )
+        if executor is None:
+            summary = run_workers(config, storage, study.runs_dir, places, stop=stop)
+            return replace(summary, elsewhere=tuple(study.left_out) if summary.ended == "elsewhere" else ())
         storage.bind_data(config.name, executor.dataset.fingerprint)
-        study = storage.load_study(config.name)
+        stored = storage.load_study(config.name)
         folder = partial(executor.trial_folder, storage.study_token(config.name))
         return run_worker(
             config,
             storage,
-            trial_runner(executor, storage, stop, on_event, shared_device=num_on_device > 1),
-            worker_number=worker_number,
-            device=device.device_id,
-            memory_bytes=memory_limit(device, executor.amp.memory_fraction),
-            on_event=on_event,
+            trial_runner(executor, storage, stop, shared_device=_num_on_device() > 1),
+            device=WorkerDevice(
+                executor.device.device_id,
+                memory_limit(executor.device, executor.amp.memory_fraction),
+                left_out(config.precisions, executor.device, config.amp),
+            ),
             stop=stop,
-            after_trial=lambda: keep_best_checkpoints(study, folder, config.checkpoint.top_k),
+            saved_step=lambda number: last_saved_step(folder(number)),
+            after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
         )
 
 

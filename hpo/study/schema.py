@@ -15,6 +15,7 @@ studies = sa.Table(
     sa.Column("definition", sa.Text, nullable=False),
     sa.Column("space_hash", sa.String(64), nullable=False),
     sa.Column("n_trials", sa.Integer, nullable=False),
+    sa.Column("data", sa.Text),  # fingerprint of the data that its trials train with
     sa.Column("created", sa.Float, nullable=False),
 )
 
@@ -26,6 +27,11 @@ slots = sa.Table(
     sa.Column("state", sa.String(8), nullable=False),  # open, running, done
     sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
     sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
+    sa.Column("trained", sa.Boolean, nullable=False),  # its trial has made a step
+    sa.Column("deaths", sa.Integer, nullable=False),  # that count against its configuration: see `deaths`
+    # From where its trial went on after the last of them, and how many parameters the trial had then.
+    sa.Column("death_step", sa.Integer, nullable=False),
+    sa.Column("death_params", sa.Integer, nullable=False),
 )
 
 workers = sa.Table(
@@ -39,16 +45,12 @@ workers = sa.Table(
     sa.Column("process_start", sa.String(64), nullable=False),
     sa.Column("started", sa.Float, nullable=False),
     sa.Column("last_seen", sa.Float, nullable=False),
-    sa.Column("state", sa.String(8), nullable=False),  # live, left
-)
-
-# A table of its own, because databases were made without it: only workers ask for it, and they make it.
-worker_devices = sa.Table(
-    "hpo_worker_devices",
-    metadata,
-    sa.Column("worker", sa.String(128), primary_key=True),
-    sa.Column("device", sa.String(128), nullable=False),  # within the worker's machine
-    info={"only_workers": True},
+    sa.Column("state", sa.String(8), nullable=False),  # live, left, dead (as its parent process saw)
+    sa.Column("number", sa.Integer, nullable=False),  # within the study, never given twice
+    sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
+    sa.Column("oom_kills", sa.Integer),  # of the machine's kernel when the worker was last seen
+    sa.Column("cause", sa.String(64)),  # of its death, as its parent process saw it
+    sa.UniqueConstraint("study", "number"),
 )
 
 evaluations = sa.Table(

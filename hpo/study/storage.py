@@ -16,8 +16,8 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import optuna
 import sqlalchemy as sa
@@ -26,36 +26,34 @@ from optuna.trial import TrialState
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.config.search_space import space_diff, space_hash
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study import schema
-from hpo.study.database import exclusive, explain, is_outage, open_database, redact
+from hpo.study.database import exclusive, explain, is_outage, open_database, redact, snapshot
 from hpo.study.process import is_alive, this_machine
 from hpo.study.reader import read_study
-from hpo.study.schema import compat, evaluations, slots, studies, worker_devices, workers
+from hpo.study.schema import compat, evaluations, slots, studies, workers
 from hpo.study.study_record import EvaluationRow, StudyRecord
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-_TOKEN_ATTR, _DATA_ATTR = "hpo:token", "hpo:data"
+_TOKEN_ATTR = "hpo:token"
 
-CHANGEABLE = (
-    "n_trials",
-    "timeout",
-    "max_retries",
-    "sampler",
-    "pruner",
-    "device",
-    "checkpoint",
-    "amp.memory_fraction",
-)
-"""Keys of the study file that may change before a study is resumed: its results still compare."""
+
+def persistent(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
+    """Run a method of Storage by `Storage.persist`: again if the database was away meanwhile."""
+
+    @wraps(method)
+    def persisted(self: Storage, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.persist(lambda: method(self, *args, **kwargs))
+
+    return persisted
 
 
 def open_storage(
@@ -99,6 +97,7 @@ class Storage:
         self.optuna = optuna.storages.get_storage(backend)  # caches finished trials
         self.lease_seconds = lease_seconds
         self._patience_seconds = patience_seconds
+        self._data: dict[str, str] = {}  # study -> fingerprint of the data that this process has
         seconds = (
             "extract(epoch from clock_timestamp())::float8"
             if self.engine.dialect.name == "postgresql"
@@ -139,21 +138,32 @@ class Storage:
 
     # Studies
 
+    @persistent
     def create_or_resume_study(self, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
         """Return the study of `config`, made if it is not there, with one slot for each of `n_trials`.
 
+        A stored study of another definition is replaced, with a warning in the log, if no trial of it has
+        trained and no worker is in it.
+
         Args:
-            resize: False for a worker that joins: the stored `n_trials` stays as it is.
+            resize: False for a worker that joins: it neither changes the stored `n_trials` nor replaces.
 
         Raises:
             StudyChangedError: the stored study was made with another search space or definition.
         """
-
-        def action() -> optuna.Study:
-            with exclusive(self.engine):
+        with exclusive(self.engine):
+            try:
                 return self._create_or_resume(config, resize)
-
-        return self.persist(action)
+            except StudyChangedError:
+                if not resize or self._is_in_use(config.name):
+                    raise
+            optuna.delete_study(study_name=config.name, storage=self.optuna)
+            _logger.warning(
+                "The stored study `%s` had another definition, but no trial of it had trained: "
+                "it is replaced.",
+                config.name,
+            )
+            return self._create_or_resume(config, resize)
 
     def _create_or_resume(self, config: StudyConfig, resize: bool) -> optuna.Study:
         definition = json.dumps(config.definition(), sort_keys=True)
@@ -171,6 +181,7 @@ class Storage:
                 # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
                 _delete_rows(connection, config.name)
                 row = None
+            n_trials = config.num_slots if row is None else row.n_trials
             if row is None:
                 if token is None and study.get_trials(deepcopy=False):
                     raise StorageError(
@@ -183,19 +194,15 @@ class Storage:
                         name=config.name,
                         token=token,
                         definition=definition,
-                        space_hash=space_hash(config.search_space),
-                        n_trials=config.n_trials,
+                        space_hash=config.space_hash,
+                        n_trials=n_trials,
                         created=self.now,
                     )
                 )
-                n_trials = config.n_trials
             else:
-                stored = json.loads(row.definition)
-                refuse_changes(config.name, stored, json.loads(definition))
-                completed = config.completed(stored)
-                n_trials = config.n_trials if resize else row.n_trials
+                completed = config.completed(json.loads(row.definition))
                 if resize:
-                    completed.check_grid()
+                    n_trials = completed.num_slots
                     definition = json.dumps(completed.definition(), sort_keys=True)
                     connection.execute(
                         sa.update(studies)
@@ -217,6 +224,21 @@ class Storage:
             study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
         return study
 
+    def _is_in_use(self, name: str) -> bool:
+        """Whether a trial of the study has trained, or a worker is in it."""
+        steps = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
+        trained = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.trained).limit(1)
+        with self.engine.connect() as connection:
+            if connection.execute(steps).first() or connection.execute(trained).first():
+                return True
+            return bool(self.live_workers(connection, name))
+
+    def live_workers(self, connection: sa.Connection, name: str) -> set[str]:
+        """Return the names of the workers of a study whose processes live."""
+        members = sa.select(workers, self.now.label("now")).where(workers.c.study == name)
+        rows = connection.execute(members.where(workers.c.state == "live"))
+        return {row.id for row in rows if is_alive(row, self.lease_seconds)}
+
     def _resize(self, connection: sa.Connection, name: str, n_trials: int) -> list[int]:
         """Add or drop open slots; return the numbers of the unfinished trials of dropped ones."""
         of_study = slots.c.study == name
@@ -225,7 +247,9 @@ class Storage:
         ).one()
         if count < n_trials:
             first = -1 if last is None else last
-            rows = [{"study": name, "slot": first + 1 + i, "state": "open"} for i in range(n_trials - count)]
+            new = {"study": name, "state": "open", "trained": False}
+            new |= {"deaths": 0, "death_step": 0, "death_params": 0}
+            rows = [{**new, "slot": first + 1 + i} for i in range(n_trials - count)]
             connection.execute(sa.insert(slots), rows)
         dropped = []
         if count > n_trials:
@@ -244,157 +268,119 @@ class Storage:
         return dropped
 
     def completed(self, config: StudyConfig) -> StudyConfig:
-        """Return `config` with what its file leaves out of sampler and pruner as the stored study has it."""
+        """Return `config` with the stored values of what its file leaves out; see `StudyConfig.completed`."""
+        return config.completed(json.loads(self._stored(config.name, studies.c.definition)))
 
-        def action() -> StudyConfig:
-            query = sa.select(studies.c.definition).where(studies.c.name == config.name)
-            with self.engine.connect() as connection:
-                return config.completed(json.loads(connection.execute(query).scalar_one()))
+    @persistent
+    def _stored(self, name: str, column: sa.Column[Any]) -> Any:
+        """Return the value of a column of `hpo_studies`.
 
-        return self.persist(action)
+        Raises:
+            StorageError: there is no such study; the message names the nearest.
+        """
+        with self.engine.connect() as connection:
+            row = connection.execute(sa.select(column).where(studies.c.name == name)).one_or_none()
+            names = list(connection.execute(sa.select(studies.c.name)).scalars()) if row is None else []
+        if row is None:
+            hint = did_you_mean(name, sorted(names)) if names else " It holds no study."
+            raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
+        return row[0]
 
+    @persistent
     def has_study(self, name: str) -> bool:
         """Whether there is a study `name`."""
+        with self.engine.connect() as connection:
+            query = sa.select(studies.c.name).where(studies.c.name == name)
+            return connection.execute(query).one_or_none() is not None
 
-        def action() -> bool:
-            with self.engine.connect() as connection:
-                query = sa.select(studies.c.name).where(studies.c.name == name)
-                return connection.execute(query).one_or_none() is not None
-
-        return self.persist(action)
-
-    def discard_untried_study(self, name: str) -> None:
-        """Remove the study `name`, whose definition proved to be wrong, if no trial of it got anywhere.
-
-        It stays if a trial has ended or has an evaluation, and while a worker has one.
-        """
-
-        def action() -> None:
-            with exclusive(self.engine):
-                trials = self.load_study(name).get_trials(deepcopy=False)
-                evaluated = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
-                running = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.state == "running")
-                with self.engine.connect() as connection:
-                    used = connection.execute(evaluated).first() or connection.execute(running).first()
-                if not used and not any(trial.state.is_finished() for trial in trials):
-                    optuna.delete_study(study_name=name, storage=self.optuna)
-                    with self.engine.begin() as connection:
-                        _delete_rows(connection, name)
-
-        self.persist(action)
-
+    @persistent
     def load_study(self, name: str) -> optuna.Study:
         """Return the stored study `name`, for reading.
 
         Raises:
             StorageError: there is none; the message names the nearest.
         """
-
-        def action() -> optuna.Study:
-            with self.engine.connect() as connection:
-                names = list(connection.execute(sa.select(studies.c.name)).scalars())
-            if name not in names:
-                hint = did_you_mean(name, sorted(names)) if names else " It holds no study."
-                raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
-            return optuna.load_study(study_name=name, storage=self.optuna)
-
-        return self.persist(action)
+        self._stored(name, studies.c.name)
+        return optuna.load_study(study_name=name, storage=self.optuna)
 
     def study_token(self, name: str) -> str:
         """Return what tells this study from a deleted one of the same name."""
-
-        def action() -> str:
-            with self.engine.connect() as connection:
-                query = sa.select(studies.c.token).where(studies.c.name == name)
-                return str(connection.execute(query).scalar_one())
-
-        return self.persist(action)
+        return str(self._stored(name, studies.c.token))
 
     def bind_data(self, name: str, fingerprint: str) -> None:
-        """Note which data the study `name` is made with; after its first evaluation it takes no other.
+        """Note which data the study `name` is made with; workers of this process train with them.
 
-        The data's path is part of the definition, but a file may be edited in its place.
+        The data's path is part of the definition, but a file may be edited in its place. Other data are
+        taken as long as no trial has trained and no worker is in the study.
 
         Raises:
             StudyChangedError: the study was made with data of another fingerprint.
             StorageError: there is no such study.
         """
-        self.load_study(name)
-
-        def action() -> None:
-            with exclusive(self.engine):
-                study_id = self.optuna.get_study_id_from_name(name)
-                query = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
-                with self.engine.connect() as connection:
-                    is_evaluated = connection.execute(query).first() is not None
-                bound = self.optuna.get_study_system_attrs(study_id).get(_DATA_ATTR)
-                if bound is None or not is_evaluated:
-                    self.optuna.set_study_system_attr(study_id, _DATA_ATTR, fingerprint)
-
-        self.persist(action)
+        self._stored(name, studies.c.name)
+        self._bind_data(name, fingerprint)
         self.check_data(name, fingerprint)
+        self._data[name] = fingerprint
 
-    def check_data(self, name: str, fingerprint: str) -> None:
-        """Raise StudyChangedError where the study was made with data of another fingerprint."""
+    @persistent
+    def _bind_data(self, name: str, fingerprint: str) -> None:
+        with exclusive(self.engine):
+            if self._stored(name, studies.c.data) is None or not self._is_in_use(name):
+                with self.engine.begin() as connection:
+                    study = sa.update(studies).where(studies.c.name == name)
+                    connection.execute(study.values(data=fingerprint))
 
-        def action() -> str | None:
-            study_id = self.optuna.get_study_id_from_name(name)
-            bound: str | None = self.optuna.get_study_system_attrs(study_id).get(_DATA_ATTR)
-            return bound
+    def check_data(self, name: str, fingerprint: str | None = None) -> None:
+        """Check data against those that the study is bound to.
 
-        if self.persist(action) not in (None, fingerprint):
+        Args:
+            fingerprint: None for what this process gave to `bind_data`, if anything.
+
+        Raises:
+            StudyChangedError: the study was made with data of another fingerprint.
+        """
+        fingerprint = fingerprint or self._data.get(name)
+        if fingerprint is not None and self._stored(name, studies.c.data) not in (None, fingerprint):
             raise StudyChangedError(
                 f"The data of the study `{name}` have changed since it was made, though they lie where they "
                 "lay, so its results would not compare. Restore them, or give the study another `name`."
             )
 
+    @persistent
     def read_study(self, name: str) -> StudyRecord:
         """Read everything stored about the study `name`.
 
         Raises:
             StorageError: there is none; the message names the nearest.
         """
-        study_id = self.optuna.get_study_id_from_name(self.load_study(name).study_name)
+        self._stored(name, studies.c.name)
+        study_id = self.optuna.get_study_id_from_name(name)
+        with snapshot(self.engine) as connection:
+            return read_study(connection, study_id, name, self.now, self.lease_seconds)
 
-        def action() -> StudyRecord:
-            with self.engine.connect() as connection:
-                return read_study(connection, study_id, name, self.now, self.lease_seconds)
-
-        return self.persist(action)
-
+    @persistent
     def slot_counts(self, name: str) -> dict[str, int]:
-        """Return how many slots of the study are `open`, `running` and `done`."""
+        """Return how many slots of the study are `open`, `running` (its worker may be gone) and `done`."""
+        query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
+        with self.engine.connect() as connection:
+            found = {row[0]: int(row[1]) for row in connection.execute(query.group_by(slots.c.state))}
+        return {state: found.get(state, 0) for state in ("open", "running", "done")}
 
-        def action() -> dict[str, int]:
-            query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
-            with self.engine.connect() as connection:
-                found = {row[0]: int(row[1]) for row in connection.execute(query.group_by(slots.c.state))}
-            return {state: found.get(state, 0) for state in ("open", "running", "done")}
-
-        return self.persist(action)
-
+    @persistent
     def has_other_workers_on(self, device: str) -> bool:
         """Whether another process works on any study of this database on this machine's `device`.
 
         The device is a `DeviceInfo.device_id`. A worker that did not say where it runs counts.
         """
         here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
-        there = sa.or_(worker_devices.c.device == device, worker_devices.c.device.is_(None))
-        others = (
-            sa.select(workers, self.now.label("now"))
-            .join_from(workers, worker_devices, worker_devices.c.worker == workers.c.id, isouter=True)
-            .where(*here, there)
-        )
-
-        def action() -> bool:
-            with self.engine.connect() as connection:
-                rows = connection.execute(others).all()
-            return any(is_alive(row, self.lease_seconds) for row in rows)
-
-        return self.persist(action)
+        there = sa.or_(workers.c.device == device, workers.c.device.is_(None))
+        with self.engine.connect() as connection:
+            rows = connection.execute(sa.select(workers, self.now.label("now")).where(*here, there)).all()
+        return any(is_alive(row, self.lease_seconds) for row in rows)
 
     # What a trial stores
 
+    @persistent
     def report_evaluation(
         self, trial: optuna.trial.Trial, index: int, value: float | None, row: EvaluationRow
     ) -> bool:
@@ -419,42 +405,33 @@ class Storage:
         key = {"study": trial.study.study_name, "trial_number": trial.number, "step": row.step}
         single = len(trial.study.directions) == 1
 
-        def action() -> bool:
-            if single and value is not None and math.isfinite(value):
-                with warnings.catch_warnings():  # a resumed trial comes to the same step again
-                    warnings.filterwarnings("ignore", message=".*already reported")
-                    trial.report(value, index)
-            statement = self.insert(evaluations).values(**key, **values)
-            same_trial = (evaluations.c[column] == key[column] for column in ("study", "trial_number"))
-            abandoned = sa.delete(evaluations).where(*same_trial, evaluations.c.step > row.step)
-            with self.engine.begin() as connection:
-                connection.execute(abandoned)
-                connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
-            return single and trial.should_prune()
-
-        return self.persist(action)
+        if single and value is not None and math.isfinite(value):
+            with warnings.catch_warnings():  # a resumed trial comes to the same step again
+                warnings.filterwarnings("ignore", message=".*already reported")
+                trial.report(value, index)
+        statement = self.insert(evaluations).values(**key, **values)
+        same_trial = (evaluations.c[column] == key[column] for column in ("study", "trial_number"))
+        abandoned = sa.delete(evaluations).where(*same_trial, evaluations.c.step > row.step)
+        with self.engine.begin() as connection:
+            connection.execute(abandoned)
+            connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
+        return single and trial.should_prune()
 
     # Compatibility cache
 
+    @persistent
     def get_compat(self, key: str) -> dict[str, Any] | None:
         """Return the result of the compatibility check stored under `key`, if there is one."""
+        with self.engine.connect() as connection:
+            found = connection.execute(sa.select(compat.c.result).where(compat.c.key == key)).scalar()
+        return None if found is None else dict(json.loads(found))
 
-        def action() -> dict[str, Any] | None:
-            with self.engine.connect() as connection:
-                found = connection.execute(sa.select(compat.c.result).where(compat.c.key == key)).scalar()
-            return None if found is None else dict(json.loads(found))
-
-        return self.persist(action)
-
+    @persistent
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result unless another worker was first; return the one that is stored."""
         values = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
-
-        def action() -> None:
-            with self.engine.begin() as connection:
-                connection.execute(self.insert(compat).values(**values).on_conflict_do_nothing())
-
-        self.persist(action)
+        with self.engine.begin() as connection:
+            connection.execute(self.insert(compat).values(**values).on_conflict_do_nothing())
         stored = self.get_compat(key)
         assert stored is not None
         return stored
@@ -465,32 +442,3 @@ def _delete_rows(connection: sa.Connection, name: str) -> None:
     columns = (studies.c.name, slots.c.study, evaluations.c.study)
     for column in columns:
         connection.execute(sa.delete(column.table).where(column == name))
-
-
-def refuse_changes(name: str, stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise StudyChangedError where two definitions of the study differ in what its results depend on."""
-    lines = space_diff(stored["search_space"], given["search_space"])
-    what = "search space" if lines else "definition"
-    for key in sorted((stored.keys() | given.keys()) - {"search_space"}):
-        lines += _differences(key, _without_folders(stored.get(key)), _without_folders(given.get(key)))
-    if lines:
-        raise StudyChangedError(
-            f"The stored study `{name}` has another {what} than the study file, so its results would not "
-            "compare. Restore the file, or give the study another `name`.\n  " + "\n  ".join(lines)
-        )
-
-
-def _without_folders(value: Any) -> Any:
-    """Keep of absolute paths only the last part: the same data may lie elsewhere on another machine."""
-    if isinstance(value, Mapping):
-        return {key: _without_folders(item) for key, item in value.items()}
-    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
-
-
-def _differences(key: str, stored: Any, given: Any) -> list[str]:
-    if stored == given or key in CHANGEABLE:
-        return []
-    if isinstance(stored, Mapping) and isinstance(given, Mapping):
-        keys = sorted(stored.keys() | given.keys())
-        return [line for k in keys for line in _differences(f"{key}.{k}", stored.get(k), given.get(k))]
-    return [f"~ {key}: {json.dumps(stored)} -> {json.dumps(given)}"]

@@ -39,7 +39,7 @@ class TrialRecord:
     state: str
     """Optuna's: RUNNING, WAITING, COMPLETE, PRUNED or FAIL."""
     outcome: str
-    """As stored; while the trial is RUNNING `running`, or `preempted` if no worker has it."""
+    """As stored; while the trial is RUNNING `running`, or `preempted` if no live worker has it."""
     reason: str
     params: dict[str, Any]
     values: tuple[float, ...] | None
@@ -68,6 +68,8 @@ class WorkerRecord:
     alive: bool
     trial_number: int | None
     """The trial it is running."""
+    number: int = 0
+    """Unique within the study."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,10 @@ class StudyRecord:
     trials: list[TrialRecord]
     workers: list[WorkerRecord]
     slots: dict[str, int]
-    """How many of the study's logical trials are `open`, `running` and `done`; together its `n_trials`."""
+    """How many of the study's logical trials are `open`, `running` and `done`; together its `n_trials`.
+
+    `open` are also those whose worker died: their trials are `preempted`.
+    """
 
 
 def trial_outcome(trial: TrialRecord) -> str:

@@ -17,13 +17,15 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
+import sqlalchemy as sa
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
@@ -31,8 +33,11 @@ from optuna.trial import TrialState
 from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned
 from hpo.outcome import Outcome
+from hpo.study.database import exclusive
+from hpo.study.device_sampler import ANY_DEVICE, PRECISION, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
-from hpo.study.samplers import build_pruner, build_sampler
+from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
+from hpo.study.schema import slots
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
 
@@ -44,36 +49,17 @@ if TYPE_CHECKING:
 Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 """Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
 
-MORE_DEATHS = 2
-"""How many more workers may die in a trial than it may have retries: few are the trial's fault."""
-
-
-@dataclass(frozen=True)
-class TrialEvent:
-    """Something that a person who watches the study wants to see."""
-
-    kind: Literal["started", "evaluated", "finished"]
-    number: int
-    params: Mapping[str, Any]
-    values: tuple[float, ...] | None = None
-    """Of the objectives: at this evaluation, or of a complete trial."""
-    budget_used: float | None = None
-    """Share of the trial's budget that is used, where known."""
-    outcome: str = ""
-    reason: str = ""
-
-
-OnEvent = Callable[[TrialEvent], None]
-
 
 @dataclass(frozen=True)
 class RunSummary:
     """What one call ran."""
 
-    ended: Literal["finished", "stopped", "timeout"]
-    """Every slot is done; told to stop; out of time."""
+    ended: Literal["finished", "stopped", "timeout", "elsewhere"]
+    """Every slot is done; told to stop; out of time; what remains is for other devices."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
+    elsewhere: tuple[str, ...] = ()
+    """The precisions of what remains for other devices."""
 
     @property
     def exit_code(self) -> int:
@@ -86,35 +72,51 @@ def run_worker(
     storage: Storage,
     execute: Execute,
     *,
-    worker_number: int = 0,
-    device: str | None = None,
-    memory_bytes: int | None = None,
-    on_event: OnEvent | None = None,
+    device: WorkerDevice = ANY_DEVICE,
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
+    saved_step: Callable[[int], int] = lambda _: 0,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
-    """Run trials of the study with `execute` until there are none left, `stop` is set or time is up.
+    """Run trials of the study with `execute` until none is left for `device`, `stop` is set or time is up.
 
-    `after_trial` is called when a trial has ended, here or with a worker that this one waited for. `device`
-    is the `DeviceInfo.device_id` of what `execute` runs on, so that others know whether they share it,
-    and `memory_bytes` what it may take there, so that the sampler knows what may fit.
+    `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
+    `saved_step` gives the step of the last checkpoint of a trial by its number.
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
     study = storage.create_or_resume_study(config, resize=False)
     config = storage.completed(config)
-    num_trials = len(study.get_trials(deepcopy=False))
-    study.sampler = build_sampler(
-        config.sampler,
-        config.search_space,
-        worker_number=worker_number,
-        num_trials=num_trials,
-        memory_bytes=memory_bytes,
-    )
     study.pruner = build_pruner(config.pruner)
+    skipped = frozenset(device.left_out or ()) if config.amp.on_unsupported == "skip" else frozenset()
     outcomes: Counter[str] = Counter()
-    with WorkerLease(storage, study, max_retries=config.max_retries, device=device) as worker:
+
+    def precisions(params: Mapping[str, Any]) -> Sequence[str]:
+        """Those that the trial with `params` may have; none where the study does not search them."""
+        if PRECISION in params:
+            return [params[PRECISION]]
+        sampler = study.sampler
+        return sampler.precisions_left(study) if isinstance(sampler, SharedGrid) else config.precisions
+
+    def can_run(params: Mapping[str, Any]) -> bool:
+        return not skipped or not skipped.issuperset(found := precisions(params)) or not found
+
+    with WorkerLease(
+        storage,
+        study,
+        max_retries=config.max_retries,
+        device=device.device_id,
+        can_run=can_run if skipped else None,
+        saved_step=saved_step,
+    ) as worker:
+        study.sampler = build_sampler(
+            config.sampler,
+            config.search_space,
+            worker_number=worker.number,
+            device=device,
+            skipped=skipped,
+            lock=partial(exclusive, storage.engine),
+        )
         while True:
             if stop.is_set():
                 return RunSummary("stopped", outcomes)
@@ -122,24 +124,34 @@ def run_worker(
                 return RunSummary("timeout", outcomes)
             lease = worker.claim()
             if lease is None:
-                if not storage.slot_counts(config.name)["running"]:
+                unfinished = storage.persist(lambda: _unfinished(storage, study))
+                if not any(map(can_run, unfinished)):
                     after_trial()
-                    return RunSummary("finished", outcomes)
+                    left = {name for params in unfinished for name in precisions(params)} & skipped
+                    elsewhere = tuple(name for name in config.precisions if name in left)
+                    return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
                 stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
                 continue
             with suppress(LeaseLostError):
-                trial = worker.open_trial(lease)
+                try:
+                    trial = worker.open_trial(lease)
+                except NoPointLeft:  # another worker was faster
+                    worker.release(lease)
+                    continue
                 if trial is not None:
-                    if lease.num_deaths > config.max_retries + MORE_DEATHS:
-                        result = _died(lease.num_deaths)
-                    else:
-                        result = _run_trial(trial, lease, execute)
+                    result = _crashed(lease) if lease.crashed else _run_trial(trial, lease, execute)
                     worker.record_outcome(lease, trial, result)
                     outcomes[result.outcome] += 1
                     after_trial()
-                    if on_event:
-                        end = (result.values, None, result.outcome, result.reason)
-                        on_event(TrialEvent("finished", trial.number, trial.params, *end))
+
+
+def _unfinished(storage: Storage, study: optuna.Study) -> list[Mapping[str, Any]]:
+    """For every slot that is not done, the parameters of its trial so far."""
+    query = sa.select(slots.c.trial_number).where(slots.c.study == study.study_name, slots.c.state != "done")
+    with storage.engine.connect() as connection:
+        numbers = connection.execute(query).scalars().all()
+    trials = study.get_trials(deepcopy=False)
+    return [{} if number is None else trials[number].params for number in numbers]
 
 
 def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> TrialResult:
@@ -156,31 +168,24 @@ def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> Tri
         return TrialResult(Outcome.FAILED, reason, traceback=traceback.format_exc())
 
 
-def _died(num_deaths: int) -> TrialResult:
+def _crashed(lease: Lease) -> TrialResult:
     from hpo.trial.telemetry import TrialResult
 
-    return TrialResult(Outcome.FAILED, f"its worker died {num_deaths} times in it")
+    return TrialResult(Outcome.CRASHED, lease.crash_reason)
 
 
 def trial_runner(
-    executor: Executor,
-    storage: Storage,
-    stop: threading.Event,
-    on_event: OnEvent | None = None,
-    *,
-    shared_device: bool = False,
+    executor: Executor, storage: Storage, stop: threading.Event, *, shared_device: bool = False
 ) -> Execute:
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation.
 
     `shared_device` says that workers were started together on the device; others are looked for.
     """
-    on_event = on_event or (lambda _: None)
     metric_names = [objective.metric for objective in executor.study.objective]
     token = storage.study_token(executor.study.name)
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
-        on_event(TrialEvent("started", trial.number, params))
 
         def on_evaluation(scored: ScoredEvaluation) -> None:
             evaluation = scored.evaluation
@@ -194,9 +199,7 @@ def trial_runner(
             )
             lease.check()
             prune = storage.report_evaluation(trial, evaluation.index, scored.values[0], row)
-            used = evaluation.budget_used
-            on_event(TrialEvent("evaluated", trial.number, params, scored.values, used))
-            if prune and used < 1:
+            if prune and evaluation.budget_used < 1:
                 raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
 
         def should_stop() -> bool:

@@ -167,6 +167,28 @@ def _resume_key(path: Path) -> str | None:
     return key
 
 
+class NoCheckpoints:
+    """Takes the place of a store for a trial that nobody will go on with: nothing is kept."""
+
+    def __enter__(self) -> NoCheckpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def save(self, *_: object, **__: object) -> None:
+        pass
+
+    def latest(self) -> None:
+        return None
+
+    def best(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        pass
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint. Raises CheckpointError if it is missing, torn or altered."""
     try:

@@ -101,7 +101,11 @@ def cache_key(parts: TrialParts, study: StudyConfig, fingerprint: str, device: D
         "tasks": [repr(task) for task in parts.loss_fn.tasks],
         "weights": _files_of(config.encoder),
         "frozen": config.freeze_layers,
-        "cuts": [study.data.long_text, study.data.stride, study.data.pair_segments],
+        "cuts": [
+            study.data.long_text,
+            study.data.stride_of(parts.config.max_length),
+            study.data.pair_segments,
+        ],
         "heads": [config.pooling, config.head_type, config.head_hidden_size, config.loss_weighting],
         "loss": [config.loss, config.label_smoothing, config.focal_gamma, config.class_weighting],
         "loss_weight": config.loss_weight,

@@ -31,7 +31,7 @@ from hpo.data.batches import collate
 from hpo.data.dataset import DataSet, load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
-from hpo.device import DeviceInfo
+from hpo.device import DeviceInfo, limit_threads
 from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd, did_you_mean
 from hpo.memory import disable_malloc_trim, gc_collect, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
@@ -86,6 +86,7 @@ class Executor:
         self._check_loss_settings()
         if device.type == "cpu":
             disable_malloc_trim()
+            limit_threads(device)
         if device.type == "cuda" and self.amp.memory_fraction is not None:
             torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction, device.index)
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
@@ -110,7 +111,7 @@ class Executor:
     def run(
         self,
         params: Mapping[str, Any],
-        folder: Path,
+        folder: Path | None,
         resume_key: str,
         on_evaluation: Callable[[ScoredEvaluation], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
@@ -119,7 +120,8 @@ class Executor:
     ) -> TrialResult:
         """Run one trial with `params` to its outcome.
 
-        `folder` holds its checkpoints; those of another `resume_key` are not touched but not used either.
+        `folder` holds its checkpoints, None: it has none; those of another `resume_key` are not touched but
+        not used either.
         `on_evaluation` may end the trial by raising a TrialEnd. When `should_stop` says so, the trial is
         checkpointed and ends as `preempted`. `shared_device` is recorded: other workers use the device too.
 
@@ -237,7 +239,7 @@ class Executor:
                 Windowing(
                     config.max_length,
                     self.study.data.long_text,
-                    self.study.data.stride,
+                    self.study.data.stride_of(config.max_length),
                     self.study.data.pair_segments,
                 ),
                 self.runs_dir / "cache" / "tokens",

@@ -20,7 +20,7 @@ from hpo.errors import Incompatible, InputError, Preempted
 from hpo.memory import PeakMemory, release_free_memory
 from hpo.precision.amp import MixedPrecision, Observation, backend_flags, observe
 from hpo.precision.table import resolve, support
-from hpo.training.checkpoint import CheckpointStore
+from hpo.training.checkpoint import CheckpointStore, NoCheckpoints
 from hpo.training.compilation import CompileClock, compiled_modules, run_compiled_shapes
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
@@ -87,8 +87,10 @@ class TrialRun:
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
 
-    def run(self, params: Mapping[str, Any], folder: Path, resume_key: str) -> tuple[float, ...]:
-        """Run the trial with `params` to its end and return its values; `folder` holds its checkpoints.
+    def run(self, params: Mapping[str, Any], folder: Path | None, resume_key: str) -> tuple[float, ...]:
+        """Run the trial with `params` to its end and return its values.
+
+        `folder` holds its checkpoints; None: none are kept.
 
         Raises TrialEnd where it ends early, InputError and RunError for what concerns the whole study.
         """
@@ -106,7 +108,8 @@ class TrialRun:
         used_ids = executor.used_ids(config)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
         key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
-        with backend_flags(resolution.precision, config.amp), CheckpointStore(folder, key) as self.store:
+        checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key)
+        with backend_flags(resolution.precision, config.amp), checkpoints as self.store:
             self.parts = executor.parts(config, resolution)
             self.recorder.note(DataFacts(self.parts.train_split))
             self._check()

@@ -13,6 +13,7 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -79,20 +80,23 @@ def many_trials(content: Mapping[str, Any], num_trials: int, settled_after: int 
     """`num_trials` in one worker: its resident memory after the last over that after the fifth, less 1,
     and `seconds_outside`."""
     from hpo.config.study_config import load_study
-    from hpo.study.run import run_study
-    from hpo.study.storage import open_storage
-    from hpo.study.worker import TrialEvent
+    from hpo.study import run
 
     _write({**content, "n_trials": num_trials})
     resident: list[int] = []
+    keep_best_checkpoints = run.keep_best_checkpoints
 
-    def on_event(event: TrialEvent) -> None:
-        if event.kind == "finished":
-            assert event.outcome == "complete", event.reason
-            resident.append(_resident_bytes())
+    def after_trial(*args: Any) -> None:
+        keep_best_checkpoints(*args)
+        resident.append(_resident_bytes())
 
-    with open_storage(STORAGE) as storage:
-        run_study(load_study("study.yaml"), storage, Path("runs"), study_name="study.yaml", on_event=on_event)
+    with (
+        mock.patch.object(run, "keep_best_checkpoints", after_trial),
+        run.open_study(load_study("study.yaml"), STORAGE, Path("runs")) as opened,
+    ):
+        run.run_study(opened)
+    del resident[num_trials:]  # it is called once more at the end of the study
+    assert {trial.outcome for trial in read_trials(content["name"])} == {"complete"}
     assert len(resident) == num_trials
     return {
         "growth": resident[-1] / resident[settled_after - 1] - 1,

@@ -91,11 +91,12 @@ CONTENDERS = (
     *(ours(f"ours, {name}", pruner=PrunerConfig(name=name)) for name in PRUNERS),
     *(
         ours(
-            f"ours, from evaluation {n}", pruner=PrunerConfig(name="asha", min_resource=n, reduction_factor=2)
+            f"ours, from evaluation {n}",
+            pruner=PrunerConfig.model_validate({"name": "asha", "min_resource": n, "reduction_factor": 2}),
         )
         for n in (1, 2, 3, 4)
     ),
-    ours("ours, 10 at random", SamplerConfig(name="tpe", n_startup_trials=10)),
+    ours("ours, 10 at random", SamplerConfig.model_validate({"n_startup_trials": 10})),
     ours("ours, gp", SamplerConfig(name="gp")),
     PLAIN_TPE,
     TRAINER,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import re
 import shutil
@@ -22,6 +23,8 @@ from tiny import write_study
 from typer.main import get_command
 
 from hpo.cli import commands as cli
+from hpo.cli.options import stop_signals
+from hpo.errors import DataError
 from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.status import study_status
 from hpo.study.storage import open_storage
@@ -82,6 +85,11 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
     assert hpo_command(tmp_path).exit_code == 2
 
 
+def test_help_says_where_the_default_database_is(tmp_path: Path) -> None:
+    text = ok(hpo_command(tmp_path, "run", "--help", width=200)).out
+    assert "[default: (sqlite:///runs/hpo.db, in the working folder)]" in text
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_each_command_explains_it_and_its_options(tmp_path: Path, name: str) -> None:
     command = COMMANDS[name]
@@ -124,7 +132,9 @@ def folder(ran: Path, tmp_path: Path) -> Path:
 
 def test_run_for_people(folder: Path) -> None:
     text = ok(hpo_command(folder, "run", "tiny.yaml", "--n-trials", "3")).out
-    assert "Study tiny (resumed): 2 of 3 trials done, in sqlite:///runs/hpo.db." in text
+    place = f"sqlite:///runs/hpo.db ({folder}/runs/hpo.db)"
+    assert f"Study tiny (resumed): 2 of 3 trials done, in {place}." in text
+    assert re.search(r"^trial   2  evaluation 1 of 1  score 0\.\d+  \d+\.\d s$", text, re.MULTILINE)
     assert re.search(r"^trial   2  complete +0\.\d+  learning_rate=\S+$", text, re.MULTILINE)
     assert "tiny: by requested precision" in text
     assert re.search(r"^best trial \d: score 0\.\d+$", text, re.MULTILINE)
@@ -139,15 +149,6 @@ def test_run_of_a_finished_study_runs_nothing(ran: Path) -> None:
     assert "trial   " not in text
     assert "best trial" in text
     assert hpo_command(ran, "status", "tiny.yaml", "--json").json == before
-
-
-def test_more_trials_than_a_grid_has_are_refused(tmp_path: Path) -> None:
-    space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
-    write_study(tmp_path, sampler={"name": "grid"}, search_space=space)
-    refused = hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "3")
-    assert refused.exit_code == 2
-    assert "--n-trials must be at most 2, the combinations of the grid, but got 3." in refused.err
-    assert not (tmp_path / "runs").exists()
 
 
 def test_status(ran: Path) -> None:
@@ -174,7 +175,7 @@ def test_status(ran: Path) -> None:
 def test_run_prints_the_status_as_json_and_nothing_else(ran: Path) -> None:
     finished = ok(hpo_command(ran, "run", "tiny.yaml", "--json"))
     status = hpo_command(ran, "status", "tiny.yaml", "--json").json
-    assert finished.json == status | {"ended": "finished"}
+    assert finished.json == status | {"ended": "finished", "left_out": {}}
     assert finished.err == ""
 
 
@@ -183,6 +184,7 @@ def test_worker_of_a_finished_study_leaves(ran: Path) -> None:
         "study": "tiny",
         "ended": "finished",
         "outcomes": {},
+        "left_out": {},
     }
     assert "(finished): 2 of 2" in ok(hpo_command(ran, "worker", "tiny.yaml")).out
 
@@ -192,7 +194,8 @@ def test_init(tmp_path: Path) -> None:
     found = ok(hpo_command(tmp_path, "init", "tiny.yaml", "--n-trials", "5", "--json")).json
     assert found["trials"] == {"open": 5, "running": 0, "done": 0}
     text = ok(hpo_command(tmp_path, "init", "tiny.yaml")).out
-    assert text == "The study tiny with 2 trials is ready in sqlite:///runs/hpo.db.\n"
+    place = f"sqlite:///runs/hpo.db ({tmp_path}/runs/hpo.db)"
+    assert text == f"The study tiny with 2 trials is ready in {place}.\n"
     assert "No complete trial yet." in ok(hpo_command(tmp_path, "status", "tiny")).out
     assert hpo_command(tmp_path, "best", "tiny").exit_code == 1
     assert ok(hpo_command(tmp_path, "report", "tiny")).out == "runs/tiny/report/report.html\n"
@@ -252,8 +255,20 @@ def test_best_says_why_there_is_no_checkpoint(folder: Path) -> None:
 
 def test_best_without_such_a_split(ran: Path) -> None:
     finished = hpo_command(ran, "best", "tiny.yaml", "--evaluate", "tset")
-    assert finished.exit_code == 2
+    assert (finished.exit_code, finished.out) == (2, ""), "nothing is printed as if all were well"
     assert "there is no split 'tset'. Did you mean `test`?" in finished.err
+    names = "train, validation or test"
+    assert names in ok(hpo_command(ran, "best", "--help", width=200)).out
+
+
+def test_best_with_a_folder_that_cannot_be_made(ran: Path) -> None:
+    for folder in ("/dev/null/x", "/dev/null/x/y"):
+        finished = hpo_command(ran, "best", "tiny.yaml", "--export", folder)
+        assert (finished.exit_code, finished.out) == (2, "")
+        assert (
+            finished.err
+            == f"Error: {folder}: an export needs a folder that may be made, but /dev/null is none.\n"
+        )
 
 
 def test_report(folder: Path) -> None:
@@ -292,7 +307,7 @@ def test_train_prints_the_record_that_a_study_stores(ran: Path, tmp_path: Path) 
     assert record["values"].keys() == {"score"}
     assert record["telemetry"].keys() == stored.user_attrs["telemetry"].keys()
     assert record["outcome"] == "complete"
-    assert not any((tmp_path / "runs" / "tiny").iterdir()), "its checkpoints are of no further use"
+    assert not any((tmp_path / "runs" / "tiny").iterdir()), "it keeps no checkpoint"
     assert not (tmp_path / "runs" / "hpo.db").exists()
 
 
@@ -389,7 +404,9 @@ def test_verify_for_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             ("run", "tiny.yaml", "--workers", "4", "--workers-per-device", "2"),
             "Error: --workers 4 counts all processes of this machine and --workers-per-device 2 those of",
         ),
-        (("worker", "tiny.yaml", "--worker-number", "-1"), "'--worker-number'"),
+        (("train", "tiny.yaml", "-p", "lr=1e-4"), "Did you mean `learning_rate`?"),
+        (("train", "tiny.yaml", "-p", "wd=0.1"), "Did you mean `weight_decay`?"),
+        (("train", "tiny.yaml", "-p", "bs=8"), "Did you mean `batch_size`?"),
         (("verify", "tiny.yaml", "--repeats", "0"), "'--repeats'"),
         (("dashboard", "tiny.yaml", "--port", "99999"), "'--port'"),
         (("train", "tiny.yaml", "-p", "learning_rate"), "must be written as name=value"),
@@ -432,7 +449,8 @@ def test_commands_that_read_make_nothing(tmp_path: Path, command: str) -> None:
     write_study(tmp_path)
     finished = hpo_command(tmp_path, command, "tiny.yaml")
     assert finished.exit_code == 2
-    assert "There is no study database at sqlite:///runs/hpo.db. `hpo run STUDY` makes one." in finished.err
+    place = f"sqlite:///runs/hpo.db ({tmp_path}/runs/hpo.db)"
+    assert f"There is no study database at {place}. `hpo run STUDY` makes one." in finished.err
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}
 
 
@@ -486,7 +504,34 @@ def test_no_estimate_without_a_live_worker_or_an_ended_trial() -> None:
     assert (status["trials_per_hour"], status["estimated_end"], status["best"]) == (None, None, [])
 
 
-# Signals
+def test_rate_counts_what_trained() -> None:
+    """Trials that fail at once do not make a study fast."""
+    from dataclasses import replace
+
+    failed = [
+        replace(at(number, 0, 0.001), outcome="failed", values=None, evaluations=[]) for number in range(2, 9)
+    ]
+    status = study_status(record(at(0, 0, 10), at(1, 10, 20), *failed))
+    assert status["trials_per_hour"] == pytest.approx(6)
+    assert study_status(record(*failed))["trials_per_hour"] is None
+
+
+# Progress and signals
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_what_takes_long_is_told_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def slow(*_: object, **__: object) -> None:
+        logging.getLogger("hpo.data").info("tokenising %s texts", 20_000)
+        raise DataError("and then it ends")
+
+    write_study(tmp_path)
+    monkeypatch.setattr("hpo.trial.executor.load_data", slow)
+    finished = hpo_command(tmp_path, command, "tiny.yaml")
+    assert finished.err == "tokenising 20000 texts\nError: and then it ends\n"
+    assert hpo_command(tmp_path, command, "tiny.yaml", "--json").err == "Error: and then it ends\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -494,7 +539,7 @@ def test_a_second_signal_ends_at_once_and_says_so(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def twice() -> None:
-        with cli._stop_signals() as stop:
+        with stop_signals() as stop:
             signal.raise_signal(number)
             assert stop.is_set()
             signal.raise_signal(number)

@@ -19,7 +19,7 @@ from hpo.cli.progress import StudyDisplay
 from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.formats import describe_params
 from hpo.report.status import study_status
-from hpo.study.worker import TrialEvent
+from hpo.study.watch import TrialEvent
 from hpo.trial.compat import Compatibility, Measurement
 from hpo.trial.verify import PrecisionCheck
 
@@ -74,28 +74,27 @@ def test_params_are_short_or_exact() -> None:
 
 
 def test_live_display_of_a_trial(tmp_path: Path, screen: Screen) -> None:
-    shown = new_display(tmp_path, screen)
+    shown = new_display(tmp_path, screen, evaluation={"per_trial": 4})
     assert "getting ready" in rendered(shown)
     assert "0/2 trials" in rendered(shown)
     shown.update(TrialEvent("started", 0, PARAMS))
     assert re.search(r"trial 0 .* 0% .*fp_precision=bf16 learning_rate=0.000314", rendered(shown))
-    shown.update(TrialEvent("evaluated", 0, PARAMS, (0.5,), 0.25))
+    shown.update(TrialEvent("evaluated", 0, PARAMS, (0.5,), 1))
     assert re.search(r"trial 0 .* 25% score 0\.5 ", rendered(shown))
     assert "best so far: none yet" in rendered(shown)
-    shown.update(TrialEvent("finished", 0, PARAMS, (0.625,), None, "complete"))
+    shown.update(TrialEvent("finished", 0, PARAMS, (0.625,), outcome="complete"))
     assert "best so far: score 0.625 (trial 0)" in rendered(shown)
     assert "1/2 trials" in rendered(shown)
     assert "trial 0 " not in rendered(shown).replace("(trial 0)", "")
     assert all(len(line) <= 80 for line in rendered(shown).splitlines())
 
 
-def test_progress_of_a_trial_in_another_process_is_counted_in_evaluations(
-    tmp_path: Path, screen: Screen
-) -> None:
+def test_progress_of_a_trial_is_counted_in_evaluations(tmp_path: Path, screen: Screen) -> None:
     shown = new_display(tmp_path, screen, evaluation={"per_epoch": 2}, training={"epochs": 3})
-    shown.update(TrialEvent("started", 0, {}))
-    for percent in (17, 33, 50):
-        shown.update(TrialEvent("evaluated", 0, {}, (0.5,), None))
+    shown.update(TrialEvent("started", 0, {}, num_evaluations=1))
+    assert "17%" in rendered(shown), "it goes on from where it was"
+    for number, percent in ((2, 33), (3, 50)):
+        shown.update(TrialEvent("evaluated", 0, {}, (0.5,), number))
         assert f"{percent}%" in rendered(shown)
 
 
@@ -110,9 +109,9 @@ def test_best_so_far_goes_on_from_the_stored_study(
     shown = StudyDisplay(config, stored, lambda: 3, console=screen.console)
     assert "best so far: score 0.5 (trial 0)" in rendered(shown)
     for number, value in ((1, 0.75), (2, 0.25)):
-        shown.update(TrialEvent("finished", number, {}, (value,), None, "complete"))
+        shown.update(TrialEvent("finished", number, {}, (value,), outcome="complete"))
     assert f"(trial {best})" in rendered(shown)
-    shown.update(TrialEvent("finished", 3, {}, None, None, "nonfinite", "the loss is NaN"))
+    shown.update(TrialEvent("finished", 3, {}, outcome="nonfinite", reason="the loss is NaN"))
     assert f"(trial {best})" in rendered(shown)
 
 
@@ -131,8 +130,8 @@ LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. U
 @pytest.mark.parametrize("screen", WIDTHS, indirect=True)
 def test_lines_of_finished_trials_are_indented_in_a_terminal(tmp_path: Path, screen: Screen) -> None:
     shown = new_display(tmp_path, screen)
-    shown.update(TrialEvent("finished", 7, PARAMS, (0.625,), None, "complete"))
-    shown.update(TrialEvent("finished", 8, PARAMS, None, None, "unsupported", LONG))
+    shown.update(TrialEvent("finished", 7, PARAMS, (0.625,), outcome="complete"))
+    shown.update(TrialEvent("finished", 8, PARAMS, outcome="unsupported", reason=LONG))
     lines = screen.lines
     assert lines[0].startswith("trial   7  complete     0.625  fp_precision=bf16")
     assert any(line.startswith("trial   8  unsupported  fp_precision=bf16") for line in lines)
@@ -141,22 +140,16 @@ def test_lines_of_finished_trials_are_indented_in_a_terminal(tmp_path: Path, scr
     assert {line[:24].strip() for line in lines} == {"trial   7  complete", "trial   8  unsupported", ""}
 
 
-def test_a_log_file_has_one_line_for_each_finished_trial(tmp_path: Path) -> None:
+def test_a_log_file_has_a_line_for_each_evaluation_and_each_end(tmp_path: Path) -> None:
     screen = Screen(80, terminal=False)
-    with new_display(tmp_path, screen) as shown:
+    with new_display(tmp_path, screen, evaluation={"per_trial": 4}) as shown:
         shown.update(TrialEvent("started", 8, PARAMS))
-        shown.update(TrialEvent("evaluated", 8, PARAMS, (0.5,), 0.5))
-        shown.update(TrialEvent("finished", 8, PARAMS, None, None, "unsupported", LONG))
-    (line,) = screen.lines
-    assert line == f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}"
-
-
-def test_quiet_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = record_of([], slots={"open": 2, "running": 0, "done": 0})
-    with StudyDisplay(tiny_study(tmp_path), record, lambda: 1, quiet=True) as shown:
-        shown.update(TrialEvent("started", 0, PARAMS))
-        shown.update(TrialEvent("finished", 0, PARAMS, (0.5,), None, "complete"))
-    assert capsys.readouterr() == ("", "")
+        shown.update(TrialEvent("evaluated", 8, PARAMS, (0.5,), 1, 75.0))
+        shown.update(TrialEvent("finished", 8, PARAMS, outcome="unsupported", reason=LONG))
+    assert screen.lines == [
+        "trial   8  evaluation 1 of 4  score 0.5  1 min 15 s",
+        f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}",
+    ]
 
 
 # Summaries
@@ -198,10 +191,10 @@ def test_summary_without_an_ended_trial(screen: Screen) -> None:
 def test_status(screen: Screen) -> None:
     record = fake_record()
     display.print_status(record, study_status(record))
-    assert "fake: 38 of 40 trials done, 1 running, 1 to come" in screen.text
+    assert "fake: 38 of 40 trials done, 0 running, 2 to come" in screen.text, "the one's worker is gone"
     for outcome in ("complete", "nonfinite", "incompatible", "unsupported", "oom", "failed", "preempted"):
         assert re.search(rf"^ +{outcome} +\d+$", "\n".join(screen.lines), re.MULTILINE)
-    assert "Trials whose worker is gone: 1. The next worker goes on with them." in screen.text
+    assert "Unfinished, with no worker: 2. The next worker goes on with them." in screen.text
     assert max(map(len, screen.lines)) <= screen.console.width
 
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from hpo.config.study_config import StudyConfig
@@ -91,6 +93,22 @@ def test_an_encoder_folder_is_relative_to_the_study_file(tmp_path: Path) -> None
 
 def test_a_searched_encoder_goes_before_the_studys() -> None:
     assert build_trial_config(study(), {"encoder": "org/other"}, "fp32").encoder == "org/other"
+
+
+def test_params_are_taken_as_optuna_holds_them() -> None:
+    """A display of other processes' trials reads them from the database, lists and mappings as JSON text."""
+    encoder = {"model_type": "bert", "hidden_size": 32}
+    choices = {"betas": [[0.9, 0.999], [0.9, 0.99]], "encoder": ["minilm", encoder]}
+    space = {name: {"type": "categorical", "choices": values} for name, values in choices.items()}
+    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask(
+        {
+            "betas": optuna.distributions.CategoricalDistribution(["[0.9, 0.99]"]),
+            "encoder": optuna.distributions.CategoricalDistribution([json.dumps(encoder, sort_keys=True)]),
+        }
+    )
+    config = build_trial_config(study(search_space=space), trial.params, "fp32")
+    assert config.betas == (0.9, 0.99)
+    assert config.encoder == encoder
 
 
 def test_the_configuration_survives_json() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import worker_process
+from optuna.trial import TrialState
 from worker_process import check_done, notes, study
 
+from hpo.study.deaths import record_death
+from hpo.study.feasible_sampler import is_infeasible
 from hpo.study.storage import open_storage
 
 
@@ -42,7 +46,7 @@ def test_peer_takes_over_at_once(storage_url: str, tmp_path: Path) -> None:
     victim = worker_process.start(storage_url, config, log, trial_seconds=600)
     while not notes(log):
         time.sleep(0.01)
-    peer = worker_process.start(storage_url, config, log, number=1)
+    peer = worker_process.start(storage_url, config, log)
     os.kill(victim.pid, signal.SIGKILL)
     peer.join(60)
     assert peer.exitcode == 0
@@ -53,6 +57,58 @@ def test_peer_takes_over_at_once(storage_url: str, tmp_path: Path) -> None:
     victim.join()
 
 
+def test_all_workers_killed_ten_times_in_one_trial(storage_url: str, tmp_path: Path) -> None:
+    """Neither trial is to blame, though none gets further between two deaths."""
+    config, log = study(3), tmp_path / "log"
+    for round_number in range(1, 11):
+        pair = [
+            worker_process.start(storage_url, config, log, number=number, trial_seconds=600)
+            for number in range(2)
+        ]
+        while len(notes(log)) < 2 * round_number:
+            assert all(process.is_alive() for process in pair)
+            time.sleep(0.01)
+        for process in pair:
+            os.kill(process.pid, signal.SIGKILL)
+        for process in pair:
+            process.join(60)
+    last = worker_process.start(storage_url, config, log)
+    last.join(60)
+    assert last.exitcode == 0
+    with open_storage(storage_url) as storage:
+        check_done(storage, config, log)
+    assert [line["number"] for line in notes(log)].count(0) == 11
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_configuration_that_kills_its_process_ends_as_crashed(
+    storage_url: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    config, log = study(6), tmp_path / "log"
+    with open_storage(storage_url) as storage:
+        opened = storage.create_or_resume_study(config)
+        while storage.slot_counts("tiny")["done"] < config.n_trials:
+            pair = [worker_process.start(storage_url, config, log, crash=number) for _ in range(2)]
+            for process in pair:
+                process.join(60)
+                record_death(storage, process.pid, process.exitcode)
+        runs = Counter(line["number"] for line in notes(log))
+        crashed = [trial for trial in opened.trials if trial.params["fp_precision"] == "fp16"]
+        assert crashed
+        for trial in crashed:
+            assert (trial.state, trial.constraints) == (TrialState.PRUNED, {"feasible": 1.0})
+            assert is_infeasible(trial)
+            assert trial.user_attrs["outcome"] == "crashed"
+            assert (
+                "its process died 2 times after step 10, without progress"
+                in trial.user_attrs["outcome_reason"]
+            )
+            assert runs[trial.number] >= 2, "one death is none"
+        for trial in opened.trials:
+            if trial not in crashed:
+                assert trial.user_attrs["outcome"] == worker_process.outcome_of(trial.params)
+
+
 @pytest.mark.slow
 def test_workers_killed_at_random_places(storage_url: str, tmp_path: Path) -> None:
     """Four workers at a time, of which one after the other is killed; in the end the count is exact."""
@@ -61,9 +117,7 @@ def test_workers_killed_at_random_places(storage_url: str, tmp_path: Path) -> No
     processes = []
     for index, place in enumerate(places):
         processes = [process for process in processes if process.is_alive()]
-        processes.append(
-            worker_process.start(storage_url, config, log, kill=place, kill_at=1 + index % 3, number=index)
-        )
+        processes.append(worker_process.start(storage_url, config, log, kill=place, kill_at=1 + index % 3))
         if len(processes) == 4:
             processes[0].join(60)
     for process in processes:

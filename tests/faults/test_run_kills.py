@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -78,9 +80,11 @@ def test_killed_in_the_middle_of_a_trial(folder: Path, last_checkpoint: str) -> 
     process.kill()
     assert finish(process).exit_code == -signal.SIGKILL
     before = stored(folder)
-    assert before.slots == {"open": 0, "running": 1, "done": 1}, "killed too late to test anything"
+    assert before.slots == {"open": 1, "running": 0, "done": 1}, "killed too late to test anything"
+    assert before.trials[1].outcome == "preempted"
     status = ok(hpo_command(folder, "status", "tiny.yaml")).out
-    assert "Trials whose worker is gone: 1. The next worker goes on with them." in status
+    assert "1 of 2 trials done, 0 running, 1 to come" in status
+    assert "Unfinished, with no worker: 1. The next worker goes on with them." in status
     *_, intact, newest = checkpoints(folder, trial=1)
     if last_checkpoint == "torn":
         (weights,) = folder.glob(f"runs/tiny/checkpoints-*/trial-00001/{newest}/model.safetensors")
@@ -97,26 +101,33 @@ def test_killed_in_the_middle_of_a_trial(folder: Path, last_checkpoint: str) -> 
     assert after.trials[0].params != after.trials[1].params
 
 
-def test_told_to_stop(folder: Path) -> None:
-    process = start_hpo(folder, "run", "tiny.yaml")
-    wait_until(lambda: bool(checkpoints(folder, trial=1)), process)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_told_to_stop(folder: Path, workers: int) -> None:
+    options = () if workers == 1 else ("--workers", "2")
+    process = start_hpo(folder, "run", "tiny.yaml", *options)
+    wait_until(lambda: bool(checkpoints(folder, trial=0)), process)
     process.terminate()
     stopped = finish(process)
     assert stopped.exit_code == 130, stopped
-    assert "Stopped and checkpointed: 1 of 2 trials done. To go on: hpo run tiny.yaml\n" in stopped.out
-    assert stopped.err == ""
+    again = shlex.join(["hpo", "run", "tiny.yaml", *options])
     before = stored(folder)
-    assert before.slots == {"open": 1, "running": 0, "done": 1}
-    assert before.trials[1].outcome == "preempted"
+    done = before.slots["done"]
+    assert f"Stopped and checkpointed: {done} of 2 trials done. To go on: {again}\n" in stopped.out
+    assert not re.search("Error|Warning|Traceback", stopped.err)
+    unfinished = [trial.number for trial in before.trials if trial.state == "RUNNING"]
+    told = re.findall(r"^trial +(\d+)  preempted", stopped.out, re.MULTILINE)
+    assert sorted(map(int, told)) == unfinished != []
+    assert before.slots == {"open": 2 - done, "running": 0, "done": done}
     assert not any(worker.alive for worker in before.workers)
-    last_step = int(checkpoints(folder, trial=1)[-1].removeprefix("step-"))
+    steps = {number: checkpoints(folder, number)[-1] for number in unfinished if checkpoints(folder, number)}
 
     resume(folder)
     after = stored(folder)
     check_whole(after)
-    assert after.trials[0] == before.trials[0]
-    check_went_on(before.trials[1], after.trials[1])
-    assert after.trials[1].telemetry["resumed_from_step"] == last_step, "no step is trained twice"
+    for number, step in steps.items():
+        check_went_on(before.trials[number], after.trials[number])
+        found = after.trials[number].telemetry["resumed_from_step"]
+        assert found == int(step.removeprefix("step-")), "no step is trained twice"
 
 
 def test_killed_with_two_workers(folder: Path) -> None:
@@ -148,7 +159,7 @@ def test_killed_with_two_workers(folder: Path) -> None:
 def test_eight_start_at_once_on_an_empty_database(tmp_path: Path, sqlite_url: str) -> None:
     write_study(tmp_path, n_trials=4)
     commands = [["init", "tiny.yaml", "--json"]] * 6
-    commands += [["worker", "tiny.yaml", "--json", "--worker-number", str(number)] for number in range(2)]
+    commands += [["worker", "tiny.yaml", "--json"]] * 2
     processes = [start_hpo(tmp_path, *command, HPO_STORAGE=sqlite_url) for command in commands]
     finished = [ok(finish(process)) for process in processes]
     assert {each.err for each in finished} == {""}
@@ -158,31 +169,3 @@ def test_eight_start_at_once_on_an_empty_database(tmp_path: Path, sqlite_url: st
     assert record.slots == {"open": 0, "running": 0, "done": 4}
     assert [trial.outcome for trial in record.trials] == ["complete"] * 4
     assert len({str(trial.params) for trial in record.trials}) == 4
-
-
-@pytest.mark.parametrize("then", ["train", pytest.param("run", marks=pytest.mark.slow)])
-def test_what_a_killed_train_leaves_goes_with_the_next_command(folder: Path, then: str) -> None:
-    """And what another one that still runs needs stays."""
-
-    def left() -> set[Path]:
-        return {path.parent for path in folder.glob("runs/tiny/*train-*/step-*")}
-
-    live = start_hpo(folder, "train", "tiny.yaml")
-    try:
-        wait_until(lambda: len(left()) == 1, live)
-        live.send_signal(signal.SIGSTOP)
-        of_live = left()
-        killed = start_hpo(folder, "train", "tiny.yaml")
-        wait_until(lambda: len(left()) == 2, killed)
-        killed.kill()
-        assert finish(killed).exit_code == -signal.SIGKILL
-        assert len(left()) == 2
-        write_study(folder)
-        ok(hpo_command(folder, then, "tiny.yaml"))
-        assert left() == of_live
-        live.send_signal(signal.SIGCONT)
-        assert finish(live).exit_code == 0
-        assert not list(folder.glob("runs/tiny/*train-*"))
-    finally:
-        live.kill()
-        live.communicate()

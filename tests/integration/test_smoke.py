@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpo.config.study_config import load_study
+from tiny import tiny_study
+
+from hpo.config.study_config import EvaluationConfig, load_study
 from hpo.report.report import write_report
 from hpo.report.tables import summary_by_precision
-from hpo.study.run import run_study
+from hpo.study.run import open_study, run_study
 from hpo.study.storage import open_storage
 from hpo.study.study_record import best_trials
 
@@ -16,10 +18,11 @@ STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
 
 def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
     study = load_study(STUDY)
-    with open_storage(storage_url) as storage:
-        summary = run_study(study, storage, tmp_path)
-        record = storage.read_study("smoke")
-        assert run_study(study, storage, tmp_path).outcomes == {}  # finished: nothing is run again
+    with open_study(study, storage_url, tmp_path) as opened:
+        summary = run_study(opened)
+    with open_study(study, storage_url, tmp_path) as opened:
+        record = opened.record
+        assert run_study(opened).outcomes == {}  # finished: nothing is run again
     assert summary.ended == "finished"
     assert sum(summary.outcomes.values()) == len(record.trials) == study.n_trials == 6
     assert set(summary.outcomes) <= {"complete", "pruned"}
@@ -37,3 +40,16 @@ def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
     page = write_report(record, tmp_path / "report").read_text()
     assert "score while training" in page
     assert "No evaluation with" not in page
+
+
+def test_a_resumed_study_trains_with_the_defaults_that_it_was_made_with(tmp_path: Path) -> None:
+    today = tiny_study(tmp_path, n_trials=1)
+    assert today.evaluation == EvaluationConfig(per_epoch=1)
+    made = today.model_copy(update={"evaluation": EvaluationConfig(per_epoch=2)})  # as in another version
+    url = f"sqlite:///{tmp_path}/hpo.db"
+    with open_storage(url) as storage:
+        storage.create_or_resume_study(made)
+    with open_study(today, url, tmp_path / "runs") as opened:
+        run_study(opened)
+        (trial,) = opened.storage.read_study("tiny").trials
+    assert len(trial.evaluations) == 2

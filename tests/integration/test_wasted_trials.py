@@ -45,6 +45,7 @@ def score(params: dict[str, Any], share: float) -> float:
 
 def wasted_share(storage: Storage, seed: int, **changes: Any) -> float:
     """Run 100 trials of which those with fp16 always come to NaN, and return the share of those."""
+    changes["sampler"] = {"seed": 42 + seed, **changes["sampler"]}
     config = study(100, search_space=SPACE, **changes)
 
     def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
@@ -59,7 +60,7 @@ def wasted_share(storage: Storage, seed: int, **changes: Any) -> float:
         values = (value, params["batch_size"])[: len(config.objective)]
         return result("complete", values=values)
 
-    run_worker(config, storage, execute, worker_number=seed)
+    run_worker(config, storage, execute)
     trials = storage.read_study("tiny").trials
     assert len(trials) == 100
     return sum(trial.outcome == "nonfinite" for trial in trials) / 100
@@ -91,9 +92,7 @@ def test_sampler_that_learns_with_two_objectives(sqlite_url: str, name: str) -> 
 def test_sampler_that_learns_with_four_workers(storage_url: str, tmp_path: Path) -> None:
     """Workers do not see the trials that are running elsewhere end, and may all try the same in a row."""
     config = study(100, sampler={"name": "tpe"})
-    workers = [
-        worker_process.start(storage_url, config, tmp_path / "log", number=number) for number in range(4)
-    ]
+    workers = [worker_process.start(storage_url, config, tmp_path / "log") for _ in range(4)]
     for process in workers:
         process.join(200)
     with open_storage(storage_url) as storage:

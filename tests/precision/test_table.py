@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from pydantic import ValidationError
 
@@ -15,6 +17,7 @@ from hpo.precision.table import (
     apply_preset,
     best_native,
     canonical_precision,
+    left_out,
     resolve,
     support,
 )
@@ -84,13 +87,22 @@ def test_the_probe_of_native_bf16_wins_over_the_compute_capability() -> None:
     assert support("bf16", gpu(7, 5, bf16=True)).level == "native"
 
 
-def test_a_reason_names_need_device_and_way_out() -> None:
+@pytest.mark.parametrize("mode", ["skip", "prune"])
+def test_a_reason_names_need_device_and_way_out(mode: Literal["skip", "prune"]) -> None:
     with pytest.raises(Unsupported) as raised:
-        resolve("bf16", T4, AmpConfig())
+        resolve("bf16", T4, AmpConfig(on_unsupported=mode))
     assert str(raised.value) == (
         "`bf16` needs compute capability >= 8.0, but this Test GPU has 7.5. "
         "Use fp16, or set amp.allow_emulated: true to run it emulated."
     )
+
+
+def test_what_a_device_leaves_out() -> None:
+    found = left_out(["fp32", "bf16", "fp16", "fp8"], T4, AmpConfig())
+    assert list(found) == ["bf16", "fp8"]
+    assert found["bf16"] == "`bf16` needs compute capability >= 8.0, but this Test GPU has 7.5."
+    assert list(left_out(PRECISION_NAMES, T4, AmpConfig(allow_emulated=True))) == ["tf32", "fp8"]
+    assert AmpConfig().on_unsupported == "skip"
 
 
 def test_emulation_is_allowed_only_when_the_study_says_so() -> None:

@@ -4,15 +4,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 import sqlalchemy as sa
+import worker_process
 from optuna.trial import TrialState
 from postgres import PostgresServer
-from worker_process import result, study
+from worker_process import notes, result, study
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
@@ -122,15 +125,91 @@ def test_slot_of_a_dead_worker_is_taken_over(
         number = first.open_trial(lease).number
         second.claim()
         change_row(storage, first, **row)
-        third = worker_on(storage, opened)
-        again = third.claim()
-        assert (again is not None) == taken
-        if again is not None:
-            assert again.slot == lease.slot
-            assert third.open_trial(again).number == number
-            with pytest.raises(LeaseLostError):
-                first.record_outcome(lease, opened.trials[0], result("complete"))
-            assert opened.trials[0].state == TrialState.RUNNING, "a worker without the lease stores nothing"
+        with worker_on(storage, opened) as third:
+            again = third.claim()
+            assert (again is not None) == taken
+            if again is not None:
+                assert again.slot == lease.slot
+                assert third.open_trial(again).number == number
+                with pytest.raises(LeaseLostError):
+                    first.record_outcome(lease, opened.trials[0], result("complete"))
+                assert opened.trials[0].state == TrialState.RUNNING, "without the lease it stores nothing"
+
+
+def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_path: Path) -> None:
+    config = study(2)
+    for _ in range(2):
+        processes = [worker_process.start_joining(storage_url, config, tmp_path / "log") for _ in range(6)]
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0] * 6
+    assert sorted(line["number"] for line in notes(tmp_path / "log")) == list(range(12))
+    with open_storage(storage_url) as storage:
+        assert sorted(worker.number for worker in storage.read_study("tiny").workers) == list(range(12))
+        with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
+            assert worker.number == 12
+
+
+@pytest.mark.parametrize("state", ["open", "dead"])
+def test_trial_that_cannot_run_here_is_left_to_others(storage: Storage, state: str) -> None:
+    opened = storage.create_or_resume_study(study(3))
+
+    def can_run(params: Mapping[str, Any]) -> bool:
+        return params.get("fp_precision") != precision
+
+    with ExitStack() as stack:
+        first = stack.enter_context(worker_on(storage, opened))
+        trial = first.open_trial(first.claim())
+        precision = suggest(study().search_space, trial)["fp_precision"]
+        if state == "dead":
+            change_row(storage, first, process_start="1")
+        else:
+            stack.close()
+        with WorkerLease(storage, opened, max_retries=1, can_run=can_run) as other:
+            for slot in (1, 2):
+                lease = other.claim()
+                assert lease.slot == slot
+                other.record_outcome(lease, other.open_trial(lease), result("complete"))
+            assert other.claim() is None
+        with worker_on(storage, opened) as able:
+            assert able.open_trial(able.claim()).number == trial.number
+
+
+@pytest.mark.parametrize("progress", ["evaluation", "checkpoint"])
+def test_deaths_at_one_place_count_until_there_is_progress(
+    storage: Storage, opened: optuna.Study, progress: str
+) -> None:
+    saved = {0: 0}
+    with ExitStack() as stack:
+        peer = WorkerLease(storage, opened, max_retries=1, saved_step=saved.__getitem__)
+        stack.enter_context(peer)
+        for step, num_deaths in ((0, 1), (30, 1), (30, 2)):
+            victim = stack.enter_context(worker_on(storage, opened))
+            trial = victim.open_trial(victim.claim())
+            assert trial.number == 0
+            if step and progress == "evaluation":
+                storage.report_evaluation(trial, 1, 0.5, EvaluationRow(step, 1.0, 1.0, {}))
+            elif step:
+                saved[0] = step
+            change_row(storage, victim, process_start="1")
+            lease = peer.claim()
+            assert lease.num_deaths == num_deaths
+            assert lease.crashed == (num_deaths == 2)
+            peer.record_outcome(lease, peer.open_trial(lease), result("preempted"))
+        assert lease.crash_reason == (
+            "its process died 2 times after step 30, without progress (the last time: unknown)."
+        )
+        assert peer.claim().crashed, "known to whoever claims the slot next"
+
+
+def test_deaths_that_no_worker_outlives_cost_nothing(storage: Storage, opened: optuna.Study) -> None:
+    with ExitStack() as stack:
+        for _ in range(10):
+            worker = stack.enter_context(worker_on(storage, opened))
+            lease = worker.claim()
+            worker.open_trial(lease)
+            assert (lease.slot, lease.num_deaths) == (0, 0)
+            change_row(storage, worker, process_start="1")
 
 
 def test_zombie_is_dead() -> None:

@@ -10,15 +10,10 @@ from optuna.trial import TrialState
 from worker_process import SPACE, study
 
 from hpo.config.search_space import suggest
-from hpo.study.samplers import (
-    MIN_INFEASIBLE_TRIALS,
-    AvoidRepeats,
-    InfeasibleFilterSampler,
-    PrunedAwareSampler,
-    build_pruner,
-    build_sampler,
-    is_infeasible,
-)
+from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
+from hpo.study.feasible_sampler import MIN_INFEASIBLE_TRIALS, InfeasibleFilterSampler, is_infeasible
+from hpo.study.gp_sampler import PrunedAwareSampler
+from hpo.study.samplers import build_pruner, build_sampler
 
 SAMPLERS = ("tpe", "gp", "cmaes", "nsga2", "random", "grid", "qmc")
 LEARNING = ("tpe", "gp", "nsga2")
@@ -34,22 +29,42 @@ def config_of(name: str, **options: Any) -> Any:
     return study(12, sampler={"name": name, "seed": 5, **options}, search_space=space)
 
 
-def opened(config: Any, worker_number: int = 0, storage: Any = None) -> optuna.Study:
-    sampler = build_sampler(config.sampler, config.search_space, worker_number=worker_number)
+def opened(
+    config: Any,
+    worker_number: int = 0,
+    storage: Any = None,
+    device: WorkerDevice = ANY_DEVICE,
+    **options: Any,
+) -> optuna.Study:
+    """The study as one worker opens it."""
+    sampler = build_sampler(
+        config.sampler, config.search_space, worker_number=worker_number, device=device, **options
+    )
     return optuna.create_study(
-        study_name="s", storage=storage, direction="maximize", sampler=sampler, load_if_exists=True
+        study_name="s",
+        storage=storage,
+        directions=[objective.direction for objective in config.objective],
+        sampler=sampler,
+        load_if_exists=True,
     )
 
 
+def end(current: optuna.Study, trial: optuna.Trial, outcome: str, **attributes: Any) -> None:
+    """Tell the study of a trial that could not work, as a worker does."""
+    for key, value in {"outcome": outcome, **attributes}.items():
+        trial.set_user_attr(key, value)
+    trial.set_constraint("feasible", 1.0)
+    current.tell(trial, state=TrialState.PRUNED)
+
+
 def run(config: Any, n_trials: int, broken: Any = lambda _: False, worker_number: int = 0) -> optuna.Study:
-    """Ask and tell, as a worker does; a broken trial is PRUNED with an infeasible constraint."""
+    """Ask and tell, as a worker does."""
     current = opened(config, worker_number)
     for _ in range(n_trials):
         trial = current.ask()
         params = suggest(config.search_space, trial)
         if broken(params):
-            trial.set_constraint("feasible", 1.0)
-            current.tell(trial, state=TrialState.PRUNED)
+            end(current, trial, "nonfinite")
         else:
             current.tell(trial, 1.0 - abs(math.log10(params["learning_rate"]) + 4.0))
     return current
@@ -95,19 +110,8 @@ def test_grid_workers_share_one_grid() -> None:
     for number in range(12):
         trial = workers[number % 3].ask()
         suggest(config.search_space, trial)
-        workers[number % 3].tell(trial, 0.5)  # the last one would call study.stop
+        workers[number % 3].tell(trial, 0.5)
     assert len({str(params) for params in params_of(workers[0])}) == 12
-
-
-def test_options_reach_the_sampler() -> None:
-    config = config_of("tpe", n_startup_trials=3, multivariate=False)
-    tpe = build_sampler(config.sampler, config.search_space)
-    assert isinstance(tpe, InfeasibleFilterSampler)
-    assert tpe._sampler._n_startup_trials == 3
-    default = config_of("tpe")
-    assert build_sampler(default.sampler, default.search_space)._sampler._n_startup_trials == 5
-    nsga2 = build_sampler(config_of("nsga2", population_size=7).sampler, {})
-    assert nsga2._sampler.population_size == 7
 
 
 # Repeated configurations
@@ -202,9 +206,7 @@ def test_samplers_see_all_brackets_of_hyperband(name: str) -> None:
         params = suggest(config.search_space, trial)
         if params["fp_precision"] == "fp16":
             broken += 1
-            trial.set_user_attr("outcome", "unsupported")
-            trial.set_constraint("feasible", 1.0)
-            current.tell(trial, state=TrialState.PRUNED)
+            end(current, trial, "unsupported")
             continue
         for step in range(1, 10):
             trial.report(params["learning_rate"] * step, step)
@@ -212,14 +214,6 @@ def test_samplers_see_all_brackets_of_hyperband(name: str) -> None:
         current.tell(trial, params["learning_rate"])
     assert {trial.state for trial in current.trials} == {TrialState.COMPLETE, TrialState.PRUNED}
     assert broken <= 4
-
-
-def test_plain_tpe_has_configurations_twice() -> None:
-    """What the wrapper is for."""
-    config = finite()
-    current = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=5))
-    tried = [tell_next(current, config.search_space) for _ in range(NUM_FINITE)]
-    assert len({str(sorted(params.items())) for params in tried}) < NUM_FINITE
 
 
 def test_running_and_pruned_trials_count_as_had_but_failed_ones_do_not() -> None:
@@ -246,19 +240,10 @@ def test_a_changed_proposal_has_no_avoided_choice() -> None:
         trial = current.ask()
         params = suggest(config.search_space, trial)
         if params["fp_precision"] == "fp16":
-            trial.set_user_attr("outcome", "unsupported")
-            trial.set_constraint("feasible", 1.0)
-            current.tell(trial, state=TrialState.PRUNED)
+            end(current, trial, "unsupported")
         else:
             current.tell(trial, 1.0)
     assert sum(map(is_infeasible, current.trials)) <= MIN_INFEASIBLE_TRIALS
-
-
-def test_ranges_of_floats_are_left_to_the_sampler() -> None:
-    config = config_of("tpe")
-    assert isinstance(build_sampler(config.sampler, config.search_space), InfeasibleFilterSampler)
-    for name in ("tpe", "gp"):
-        assert isinstance(build_sampler(finite(name).sampler, finite().search_space), AvoidRepeats)
 
 
 # Infeasible choices
@@ -283,13 +268,13 @@ def test_only_the_cause_is_avoided() -> None:
         trial = current.ask()
         suggest(config.search_space, trial)
         if precision == "fp16":
-            trial.set_constraint("feasible", 1.0)
-            current.tell(trial, state=TrialState.PRUNED)
+            end(current, trial, "nonfinite")
         else:
             current.tell(trial, 0.5)
     sampler = InfeasibleFilterSampler(optuna.samplers.RandomSampler(seed=0), 0)
     sampler.before_trial(current, current.trials[0])
-    assert sampler._avoided == {("fp_precision", "fp16")}
+    choices = [("fp_precision", "fp16"), ("head_type", "mlp"), ("head_type", "linear"), ("batch_size", 8)]
+    assert [choice for choice in choices if sampler.avoids(*choice)] == [("fp_precision", "fp16")]
 
 
 @pytest.mark.parametrize("name", LEARNING)
@@ -304,9 +289,7 @@ def test_one_unsupported_trial_is_enough(name: str) -> None:
         if suggest(config.search_space, trial)["fp_precision"] == "fp32":
             current.tell(trial, 0.5)
         else:
-            trial.set_user_attr("outcome", "unsupported")
-            trial.set_constraint("feasible", 1.0)
-            current.tell(trial, state=TrialState.PRUNED)
+            end(current, trial, "unsupported")
     tried = Counter(trial.params["fp_precision"] for trial in current.trials)
     assert tried.pop("fp32") >= 7
     assert set(tried.values()) == {1}
@@ -347,8 +330,9 @@ def test_failed_trials_count_for_nothing() -> None:
         params = suggest(config.search_space, trial)
         failed = params["fp_precision"] == "fp16"
         current.tell(trial, None if failed else 0.5, state=TrialState.FAIL if failed else TrialState.COMPLETE)
-    current.sampler.before_trial(current, current.trials[0])
-    assert current.sampler._avoided == set()
+    sampler = InfeasibleFilterSampler(optuna.samplers.RandomSampler(seed=0), 0)
+    sampler.before_trial(current, current.trials[0])
+    assert not any(sampler.avoids("fp_precision", choice) for choice in ("fp32", "bf16", "fp16"))
 
 
 def test_gp_sees_infeasible_trials_as_worst() -> None:
@@ -367,8 +351,7 @@ def test_gp_sees_infeasible_trials_as_worst() -> None:
             trial = current.ask()
             params = suggest(config.search_space, trial)
             if broken(params):
-                trial.set_constraint("feasible", 1.0)
-                current.tell(trial, state=TrialState.PRUNED)
+                end(current, trial, "nonfinite")
             else:
                 current.tell(trial, 1.0 - abs(math.log10(params["learning_rate"]) + 4.0))
         shares.append(sum(map(is_infeasible, current.trials[10:])) / 30)
@@ -452,8 +435,7 @@ def test_several_objectives_with_infeasible_trials() -> None:
             trial = current.ask()
             params = suggest(config.search_space, trial)
             if params["fp_precision"] == "fp16":
-                trial.set_constraint("feasible", 1.0)
-                current.tell(trial, state=TrialState.PRUNED)
+                end(current, trial, "nonfinite")
             else:
                 current.tell(trial, (0.5, params["batch_size"]))
         assert sum(map(is_infeasible, current.trials)) <= MIN_INFEASIBLE_TRIALS
@@ -464,56 +446,27 @@ def test_several_objectives_with_infeasible_trials() -> None:
 GIB = 2**30
 
 
-def tell_oom(current: optuna.Study, trial: optuna.Trial, limit_bytes: int | None) -> None:
-    """As a worker stores it."""
-    trial.set_user_attr("outcome", "oom")
-    trial.set_user_attr("telemetry", {"device": {"memory_limit_bytes": limit_bytes}})
-    trial.set_constraint("feasible", 1.0)
-    current.tell(trial, state=TrialState.PRUNED)
-
-
 @pytest.mark.parametrize(
     ("limit", "memory", "expected"),
-    [
-        (20, 80, True),
-        (20, 20, False),
-        (20, 10, False),
-        (20, None, False),
-        (None, 80, False),  # stored before limits were
-    ],
+    [(20, 80, True), (20, 20, False), (20, 10, False), (20, None, False), (None, 80, False)],
 )
-@pytest.mark.parametrize("wrapper", ["AvoidRepeats", "InfeasibleFilterSampler", "PrunedAwareSampler"])
+@pytest.mark.parametrize("name", ["tpe", "gp"])
 def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
-    wrapper: str, limit: int | None, memory: int | None, expected: bool
+    name: str, limit: int | None, memory: int | None, expected: bool
 ) -> None:
     space = {"batch_size": {"type": "categorical", "choices": [4, 8, 16]}}
-    config = study(9, sampler={"name": "tpe", "seed": 5}, search_space=space)
+    config = study(9, sampler={"name": name, "seed": 5}, search_space=space)
     current = opened(config)
     for batch_size in (16, 16, 16, 4, 8):
         current.enqueue_trial({"batch_size": batch_size})
         trial = current.ask()
         if suggest(config.search_space, trial)["batch_size"] == 16:
-            tell_oom(current, trial, None if limit is None else limit * GIB)
+            limit_bytes = None if limit is None else limit * GIB
+            end(current, trial, "oom", telemetry={"device": {"memory_limit_bytes": limit_bytes}})
         else:
             current.tell(trial, float(batch_size))
-    memory_bytes = None if memory is None else memory * GIB
-    if wrapper == "PrunedAwareSampler":
-        seen = PrunedAwareSampler(optuna.samplers.RandomSampler(seed=0), memory_bytes)
-        seen.infer_relative_search_space(current, current.ask())
-        pairs = zip(current.trials[:5], seen._copy.trials[:5], strict=True)
-        states = {trial.params["batch_size"]: shown.state for trial, shown in pairs}
-        assert states == {
-            4: TrialState.COMPLETE,
-            8: TrialState.COMPLETE,
-            16: TrialState.PRUNED if expected else TrialState.COMPLETE,
-        }
-        return
-    sampler = build_sampler(config.sampler, config.search_space, memory_bytes=memory_bytes)
-    if wrapper == "InfeasibleFilterSampler":
-        sampler.before_trial(current, current.trials[0])
-        assert sampler._avoids("batch_size", 16) != expected
-        return
-    current.sampler = sampler
+    device = WorkerDevice(memory_bytes=None if memory is None else memory * GIB)
+    current.sampler = build_sampler(config.sampler, config.search_space, device=device)
     next_one = suggest(config.search_space, current.ask())["batch_size"]
     assert (next_one == 16) == expected  # 4 and 8 were had
 
@@ -531,11 +484,10 @@ def test_gp_is_shown_nothing_worse_than_what_cannot_work(direction: str, num_com
         elif number < 5:
             current.tell(trial, state=TrialState.PRUNED)
         else:
-            trial.set_constraint("feasible", 1.0)
-            current.tell(trial, state=TrialState.PRUNED)
-    seen = PrunedAwareSampler(optuna.samplers.RandomSampler(seed=0))
-    seen.infer_relative_search_space(current, current.ask())
-    *others, infeasible = [trial.values[0] for trial in seen._copy.trials[:6]]
+            end(current, trial, "nonfinite")
+    current.sampler = PrunedAwareSampler(shown := _Shown(seed=0))
+    current.ask().suggest_float("x", 0, 1)
+    *others, infeasible = [trial.values[0] for trial in shown.study.trials[:6]]
     assert infeasible == (min if direction == "maximize" else max)(others)
 
 
@@ -555,38 +507,3 @@ def test_gp_is_shown_nothing_worse_than_what_cannot_work(direction: str, num_com
 )
 def test_pruner(pruner: dict[str, Any], kind: type) -> None:
     assert type(build_pruner(study(1, pruner=pruner).pruner)) is kind
-
-
-@pytest.mark.parametrize("name", ["hyperband", "asha", "median", "percentile"])
-def test_pruner_stops_the_worst(name: str) -> None:
-    current = optuna.create_study(
-        direction="maximize", pruner=build_pruner(study(1, pruner={"name": name}).pruner)
-    )
-    for _ in range(20):
-        trial = current.ask()
-        for step in range(1, 10):
-            trial.report(0.9, step)
-            trial.should_prune()  # successive halving notes here which rungs a trial has passed
-        current.tell(trial, 0.9)
-    pruned = 0
-    for _ in range(20):
-        trial = current.ask()
-        for step in range(1, 9):
-            trial.report(0.1, step)
-            if trial.should_prune():
-                pruned += 1
-                break
-        current.tell(trial, state=TrialState.PRUNED)
-    assert pruned >= 10
-
-
-def test_patient_waits_for_improvement() -> None:
-    current = optuna.create_study(
-        direction="maximize", pruner=build_pruner(study(1, pruner={"name": "patient", "patience": 2}).pruner)
-    )
-    trial = current.ask()
-    decisions = []
-    for step, value in enumerate((0.5, 0.6, 0.5, 0.5, 0.5)):
-        trial.report(value, step)
-        decisions.append(trial.should_prune())
-    assert decisions == [False, False, False, False, True]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from optuna.trial import TrialState
 from worker_process import SPACE, notes, result, study
 
 from hpo.config.search_space import suggest
-from hpo.errors import InputError, StorageError, StudyChangedError
+from hpo.errors import StorageError, StudyChangedError
 from hpo.study.database import parse_url, redact, storage_url
 from hpo.study.leases import WorkerLease
-from hpo.study.schema import worker_devices
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
 
@@ -104,7 +102,7 @@ def test_resume_keeps_what_is_there(storage: Storage) -> None:
 
 
 def test_changed_search_space_is_refused_with_a_diff(storage: Storage) -> None:
-    storage.create_or_resume_study(study(3))
+    run_trials(storage, study(3), result("complete"))
     space = {**SPACE, "batch_size": {"type": "categorical", "choices": [8, 16]}}
     space["weight_decay"] = {"type": "float", "low": 0.0, "high": 0.1}
     del space["learning_rate"]
@@ -116,58 +114,82 @@ def test_changed_search_space_is_refused_with_a_diff(storage: Storage) -> None:
     assert "~ batch_size: choices" in message
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"training": {"epochs": 7}}, "training.epochs: null -> 7"),
-        ({"data": {"source": "synthetic", "synthetic": {"seed": 5}}}, "data.synthetic.seed: 0 -> 5"),
-        ({"model": {"encoder": "other/name"}}, 'model.encoder: null -> "other/name"'),
-        ({"objective": {"metric": "a/f1"}}, "objective: "),
-        ({"amp": {"preset": "basic"}}, 'amp.preset: null -> "basic"'),
-    ],
-)
-def test_other_changes_that_make_results_incomparable_are_refused(
-    storage: Storage, change: dict[str, Any], line: str
-) -> None:
-    storage.create_or_resume_study(study(3))
+def test_other_changes_that_make_results_incomparable_are_refused(storage: Storage) -> None:
+    run_trials(storage, study(3), result("complete"))
     with pytest.raises(StudyChangedError, match="another definition") as refused:
-        storage.create_or_resume_study(study(3, **change))
-    assert line in str(refused.value)
+        storage.create_or_resume_study(study(3, amp={"preset": "basic"}))
+    assert 'amp.preset: "auto" -> "basic"' in str(refused.value)
 
 
 def test_the_share_of_memory_may_change(storage: Storage) -> None:
     storage.create_or_resume_study(study(3, amp={"memory_fraction": 0.5}))
     storage.create_or_resume_study(study(3, amp={"memory_fraction": 0.25}))
-    assert storage.read_study("tiny").definition["amp"] == {"memory_fraction": 0.25}
+    assert storage.read_study("tiny").definition["amp"]["memory_fraction"] == 0.25
     storage.create_or_resume_study(study(3))
-    assert storage.read_study("tiny").definition["amp"] == {}
+    assert storage.read_study("tiny").definition["amp"]["memory_fraction"] is None
 
 
-def test_a_stored_grid_bounds_the_trials(storage: Storage) -> None:
+def test_a_grid_has_no_more_slots_than_combinations(storage: Storage) -> None:
     space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
-    storage.create_or_resume_study(study(2, search_space=space, sampler={"name": "grid"}))
-    with pytest.raises(InputError, match="the grid has 2 combinations, but the study shall have 3 trials"):
-        storage.create_or_resume_study(study(3, search_space=space, sampler={}))
-    assert storage.slot_counts("tiny")["open"] == 2
+    for n_trials, sampler, num_slots in ((1, {"name": "grid"}, 1), (3, {}, 2), (9, {"name": "grid"}, 2)):
+        storage.create_or_resume_study(study(n_trials, search_space=space, sampler=sampler))
+        assert storage.slot_counts("tiny")["open"] == num_slots
 
 
 def test_data_that_have_changed_in_their_place_are_refused(storage: Storage) -> None:
-    config = study(3)
-    opened = storage.create_or_resume_study(config)
+    opened = storage.create_or_resume_study(study(3))
     storage.check_data("tiny", "any, as none are bound")
     for fingerprint in ("wrong at first", "as they were"):
         storage.bind_data("tiny", fingerprint)
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        trial = worker.open_trial(worker.claim())  # type: ignore[arg-type]
-        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {"score": 0.5}))  # type: ignore[arg-type]
+        trial = worker.open_trial(worker.claim())
+        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {"score": 0.5}))
     for name in ("bind_data", "check_data"):
-        with pytest.raises(StudyChangedError, match="have changed since it was made"):
+        with pytest.raises(
+            StudyChangedError, match="data of the study `tiny` have changed since it was made"
+        ):
             getattr(storage, name)("tiny", "edited")
     with pytest.raises(StorageError, match="There is no study"):
         storage.bind_data("tinny", "as they were")
-    with pytest.raises(StudyChangedError, match="data of the study `tiny` have changed since it was made"):
-        storage.bind_data("tiny", "edited")
     storage.bind_data("tiny", "as they were")
+
+
+def test_data_of_a_live_worker_are_not_exchanged(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    storage.bind_data("tiny", "of the first")
+    with WorkerLease(storage, opened, max_retries=0), open_storage(storage.url) as other:
+        with pytest.raises(StudyChangedError, match="have changed since it was made"):
+            other.bind_data("tiny", "of the second")
+        other.bind_data("tiny", "of the first")
+    storage.bind_data("tiny", "of the second")
+
+
+def test_worker_whose_data_were_exchanged_before_it_joined_is_refused(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    storage.bind_data("tiny", "of the first")
+    with open_storage(storage.url) as other:
+        other.bind_data("tiny", "of the second")
+        with WorkerLease(other, opened, max_retries=0):
+            pass
+    with (
+        pytest.raises(StudyChangedError, match="have changed since it was made"),
+        WorkerLease(storage, opened, max_retries=0),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("outcome", ["pruned", "preempted"])
+def test_data_of_a_trial_that_trained_stay(storage: Storage, outcome: str) -> None:
+    """Without an evaluation, too: a preempted trial goes on from its checkpoint."""
+    opened = storage.create_or_resume_study(study(3))
+    storage.bind_data("tiny", "of the first")
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        lease.check()
+        worker.record_outcome(lease, trial, result(outcome))
+    with pytest.raises(StudyChangedError, match="have changed since it was made"):
+        storage.bind_data("tiny", "of the second")
 
 
 def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
@@ -233,32 +255,49 @@ def test_deleted_study_begins_anew(storage: Storage) -> None:
     assert storage.study_token("tiny") != before
 
 
-def test_only_an_untried_study_is_discarded(storage: Storage) -> None:
-    storage.create_or_resume_study(study(2))
-    assert storage.has_study("tiny")
-    storage.discard_untried_study("tiny")
-    assert not storage.has_study("tiny")
-    assert optuna.get_all_study_names(storage.optuna) == []
-    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 0}
+@pytest.mark.parametrize("outcome", ["unsupported", "incompatible", "failed", "preempted"])
+def test_study_that_never_trained_is_replaced_with_a_word(
+    storage: Storage, caplog: pytest.LogCaptureFixture, outcome: str
+) -> None:
+    run_trials(storage, study(3), result(outcome, traceback="Traceback"))
+    before = storage.study_token("tiny")
+    mended = study(2, model={"encoder": "other/name"})
+    with pytest.raises(StudyChangedError):
+        storage.create_or_resume_study(mended, resize=False)
+    assert storage.create_or_resume_study(mended).trials == []
+    assert "another definition, but no trial of it had trained: it is replaced" in caplog.text
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+    assert storage.study_token("tiny") != before
+    assert storage.read_study("tiny").definition["model"]["encoder"] == "other/name"
 
-    run_trials(storage, study(2, training={"epochs": 7}), result("preempted"))
-    storage.discard_untried_study("tiny")
-    assert not storage.has_study("tiny"), "a trial that was refused at its start stays RUNNING"
 
-    run_trials(storage, study(2), result("complete"), result("preempted"))
-    storage.discard_untried_study("tiny")
-    assert len(storage.read_study("tiny").trials) == 2
+@pytest.mark.parametrize("outcome", ["complete", "pruned", "nonfinite", "oom", "crashed"])
+def test_study_that_trained_is_not_replaced(storage: Storage, outcome: str) -> None:
+    run_trials(storage, study(2), result(outcome))
+    with pytest.raises(StudyChangedError, match="another definition"):
+        storage.create_or_resume_study(study(2, training={"epochs": 7}))
+    assert len(storage.read_study("tiny").trials) == 1
 
 
-def test_study_with_a_trial_under_way_is_not_discarded(storage: Storage) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_study_with_a_worker_or_an_unfinished_trial_that_trained_is_not_replaced(
+    storage: Storage, stopped: bool
+) -> None:
     opened = storage.create_or_resume_study(study(2))
+    changed = study(2, training={"epochs": 7})
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        trial = worker.open_trial(worker.claim())
-        storage.discard_untried_study("tiny")
-        assert storage.has_study("tiny"), "a worker has the trial"
-        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {}))
-    storage.discard_untried_study("tiny")
-    assert storage.has_study("tiny"), "the trial has an evaluation"
+        lease = worker.claim()
+        worker.open_trial(lease)
+        if stopped:
+            lease.check()
+        else:
+            with pytest.raises(StudyChangedError):
+                storage.create_or_resume_study(changed)
+    if stopped:
+        with pytest.raises(StudyChangedError):
+            storage.create_or_resume_study(changed)
+    else:
+        assert storage.create_or_resume_study(changed).trials == []
 
 
 def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
@@ -287,6 +326,7 @@ def test_unknown_study_names_the_nearest(storage: Storage) -> None:
         ("incompatible", TrialState.PRUNED, {"feasible": 1.0}),
         ("unsupported", TrialState.PRUNED, {"feasible": 1.0}),
         ("oom", TrialState.PRUNED, {"feasible": 1.0}),
+        ("crashed", TrialState.PRUNED, {"feasible": 1.0}),
         ("failed", TrialState.FAIL, {}),
         ("preempted", TrialState.RUNNING, {}),
     ],
@@ -459,59 +499,3 @@ def test_read_study(storage: Storage) -> None:
     assert failed.state == "FAIL"
     assert failed.attributes["traceback"] == "Traceback: x"
     assert record.definition["search_space"]["batch_size"]["choices"] == [8, 16, 32]
-
-
-@pytest.mark.slow
-def test_five_thousand_trials_are_read_in_few_queries(sqlite_url: str) -> None:
-    with open_storage(sqlite_url) as storage:
-        opened = storage.create_or_resume_study(study(5000))
-        with storage.engine.begin() as connection:
-            study_id = storage.optuna.get_study_id_from_name("tiny")
-            names = ("trials", "trial_params", "trial_values", "trial_user_attributes")
-            tables = {name: sa.Table(name, sa.MetaData(), autoload_with=storage.engine) for name in names}
-            distribution = optuna.distributions.distribution_to_json(
-                optuna.distributions.FloatDistribution(0, 1)
-            )
-            ids = range(1, 5001)
-            rows: dict[str, list[dict[str, Any]]] = {
-                "trials": [
-                    {"trial_id": i, "number": i - 1, "study_id": study_id, "state": "COMPLETE"} for i in ids
-                ],
-                "trial_params": [
-                    {
-                        "trial_id": i,
-                        "param_name": f"p{k}",
-                        "param_value": 0.5,
-                        "distribution_json": distribution,
-                    }
-                    for i in ids
-                    for k in range(10)
-                ],
-                "trial_values": [
-                    {"trial_id": i, "objective": 0, "value": 0.5, "value_type": "FINITE"} for i in ids
-                ],
-                "trial_user_attributes": [
-                    {"trial_id": i, "key": "telemetry", "value_json": json.dumps({"a": {"b": [1.0] * 50}})}
-                    for i in ids
-                ],
-            }
-            for name in names:
-                connection.execute(sa.insert(tables[name]), rows[name])
-        queries = []
-        sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: queries.append(args[2]))
-        record = storage.read_study("tiny")
-        assert len(record.trials) == len(opened.get_trials(deepcopy=False)) == 5000
-        assert record.trials[-1].params == {f"p{k}": 0.5 for k in range(10)}
-        own = [query for query in queries if "hpo_" in query]
-        assert len(own) < 10
-
-
-def test_a_database_from_before_workers_named_their_devices(sqlite_url: str) -> None:
-    with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(study(1))
-        with storage.engine.begin() as connection:
-            worker_devices.drop(connection)
-    with open_storage(sqlite_url, create=False) as storage:
-        assert storage.read_study("tiny").slots == {"open": 1, "running": 0, "done": 0}
-    with open_storage(sqlite_url) as storage:
-        assert not storage.has_other_workers_on("cpu")

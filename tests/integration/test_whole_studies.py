@@ -13,6 +13,7 @@ from tiny import write_study
 from hpo.report.tables import summary_by_precision, trials_table
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
+from hpo.study.worker import RunSummary
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
 TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
@@ -121,7 +122,8 @@ def test_a_changed_setting_is_refused_and_what_may_change_is_taken(tmp_path: Pat
 @pytest.mark.parametrize("top_k", [0, 2])
 def test_the_best_trials_keep_their_checkpoints(tmp_path: Path, top_k: int) -> None:
     space = SPACE | {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32"]}}
-    write_study(tmp_path, n_trials=6, checkpoint={"top_k": top_k}, search_space=space)
+    amp = {"on_unsupported": "prune"}
+    write_study(tmp_path, n_trials=6, checkpoint={"top_k": top_k}, search_space=space, amp=amp)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     complete = [trial for trial in stored(tmp_path).trials if trial.outcome == "complete"]
     complete.sort(key=lambda trial: -trial.values[0] if trial.values else 0)
@@ -161,36 +163,81 @@ def test_checkpoints_of_a_deleted_study_do_not_pass_for_those_of_a_new_one(tmp_p
     assert found["evaluation"]["metrics"] == found["trials"][0]["metrics"]
 
 
-def test_a_study_with_a_mistake_can_be_run_when_it_is_mended(tmp_path: Path) -> None:
-    """Nothing is left of the refused run that would make the mended file another definition."""
-    write_study(tmp_path, objective={"metric": "criteria/f1_mikro"})
-    for _ in range(2):
-        refused = hpo_command(tmp_path, "run", "tiny.yaml")
-        assert refused.exit_code == 2
-        assert "Did you mean `criteria/f1_micro`?" in refused.err
-    assert hpo_command(tmp_path, "status", "tiny.yaml").exit_code == 2
-    write_study(tmp_path, objective={"metric": "criteria/f1_micro"})
+@pytest.mark.parametrize("options", [(), ("--workers", "2")])
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"objective": {"metric": "criteria/f1_mikro"}}, "Did you mean `criteria/f1_micro`?"),
+        ({"model": {"encoder": "./nowhere"}}, "nowhere"),
+        ({"training": TRAINING | {"freeze_layers": 9}}, "freeze_layers must be between 0 and"),
+    ],
+)
+def test_a_mistake_leaves_nothing_behind(
+    tmp_path: Path, mistake: dict[str, Any], message: str, options: tuple[str, ...]
+) -> None:
+    """So the mended file is not another definition of a stored study."""
+    write_study(tmp_path, **mistake)
+    for command in (("run", *options), ("worker",), ("init",)):
+        refused = hpo_command(tmp_path, *command, "tiny.yaml")
+        assert (refused.exit_code, refused.out) == (2, ""), "no study is announced"
+        assert message in refused.err
+    assert not list(tmp_path.glob("runs/hpo.db*"))
+    write_study(tmp_path)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
 
 
 def test_a_study_without_any_complete_trial_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_study(tmp_path, training=TRAINING | {"fp_precision": "tf32"})
-    finished = hpo_command(tmp_path, "run", "tiny.yaml")
-    assert finished.exit_code == 1
-    assert "has ended without a complete trial. The last one ended as unsupported: `tf32`" in finished.err
-
-    write_study(tmp_path, name="broken", max_retries=0)
+    write_study(tmp_path, max_retries=0)
     monkeypatch.setattr("hpo.trial.executor.build_optimizer", lambda *_, **__: 1 / 0)
     finished = hpo_command(tmp_path, "run", "tiny.yaml")
     assert finished.exit_code == 1
+    assert "has ended without a complete trial" in finished.err
     assert "The last one ended as failed: ZeroDivisionError: division by zero\nTraceback" in finished.err
     assert hpo_command(tmp_path, "best", "tiny.yaml").exit_code == 1
 
 
-def test_timeout(tmp_path: Path) -> None:
+# What this device cannot run
+
+
+def test_a_precision_that_no_trial_can_have_here(tmp_path: Path) -> None:
+    write_study(tmp_path, training=TRAINING | {"fp_precision": "tf32"})
+    for command in (("run",), ("run", "--workers", "2"), ("worker",), ("init",)):
+        refused = hpo_command(tmp_path, *command, "tiny.yaml")
+        assert (refused.exit_code, refused.out) == (2, "")
+        assert "it runs none of tf32. `tf32` needs CUDA" in refused.err
+    assert not list(tmp_path.glob("runs/hpo.db*"))
+
+
+def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
+    choices = {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32"]}}
+    write_study(tmp_path, n_trials=1, search_space=choices)
+    text = ok(hpo_command(tmp_path, "init", "tiny.yaml")).out
+    assert "Not run here" not in text
+    found = ok(hpo_command(tmp_path, "worker", "tiny.yaml", "--json", "--timeout", "0.000001")).json
+    assert found["left_out"].keys() == {"tf32"}
+    text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--timeout", "0.000001", "--workers", "2")).out
+    assert text.count("Not run here: tf32. `tf32` needs CUDA") == 1
+    found = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--timeout", "0.000001", "--json")).json
+    assert "`tf32` needs CUDA" in found["left_out"]["tf32"]
+
+
+def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def others_are_left(*_: Any, **__: Any) -> RunSummary:
+        return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
+
     write_study(tmp_path)
-    text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "9", "--timeout", "0.000001")).out
-    assert "Out of time: 0 of 9 trials done. To go on: hpo run tiny.yaml --n-trials 9\n" in text
-    assert stored(tmp_path).slots == {"open": 9, "running": 0, "done": 0}
+    monkeypatch.setattr("hpo.study.run.run_study", others_are_left)
+    for command in ("run", "worker"):
+        text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
+        assert "What is left needs a device with fp16 or tf32: 0 of 2 trials done." in text
+        assert f"To go on there: hpo {command} tiny.yaml\n" in text
+
+
+def test_to_go_on_takes_the_same_options(tmp_path: Path) -> None:
+    write_study(tmp_path).rename(tmp_path / "my study.yaml")
+    given = ("--storage", f"sqlite:///{tmp_path}/other.db", "--n-trials", "9", "--workers", "2")
+    options = (*given, "--timeout", "1e-06")
+    text = ok(hpo_command(tmp_path, "run", "my study.yaml", *options, width=300)).out
+    assert f"Out of time: 0 of 9 trials done. To go on: hpo run 'my study.yaml' {' '.join(options)}\n" in text

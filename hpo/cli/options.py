@@ -1,0 +1,162 @@
+"""What the commands share: their options, the place of the study, and what they print."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpo.errors import InputError
+
+if TYPE_CHECKING:
+    import threading
+
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.storage import Storage
+    from hpo.study.study_record import StudyRecord
+
+RUNS = Path("runs")
+"""In the working folder: all that a run makes."""
+
+app = typer.Typer(
+    help="Hyperparameter search for multitask transformer encoders, with precision as a searched dimension.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _positive_seconds(value: float | None) -> float | None:
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"must be a number of seconds > 0, but got {value:g}.")
+    return value
+
+
+StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in studies/, or a YAML file.")]
+StorageOption = Annotated[
+    str | None,
+    typer.Option(
+        "--storage",
+        metavar="URL",
+        envvar="HPO_STORAGE",
+        help="Database of the study: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
+        show_default="sqlite:///runs/hpo.db, in the working folder",
+        show_envvar=True,
+    ),
+]
+NumTrialsOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=100_000, metavar="N", help="Total of the study, over all workers and runs."),
+]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS", callback=_positive_seconds, help="No further trial begins after so long."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def print_json(value: Any) -> None:
+    """Print `value` as the only output of a command with `--json`."""
+    from hpo.json_safe import json_safe
+
+    typer.echo(json.dumps(json_safe(value), indent=2, default=str))
+
+
+@contextmanager
+def progress_shown(*, quiet: bool) -> Iterator[None]:
+    """Show on stderr what the library logs of steps that may take long, such as reading data."""
+
+    class Shown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            typer.echo(self.format(record), err=True)  # `sys.stderr` as it is now: a progress bar has its own
+
+    if quiet:
+        yield
+        return
+    logger, handler = logging.getLogger("hpo"), Shown()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """`stop_on_signals`; a second signal ends the command at once, with a word on what that means."""
+    from hpo.study.processes import stop_on_signals
+
+    try:
+        with stop_on_signals() as stop:
+            yield stop
+    except KeyboardInterrupt:
+        typer.echo("Ended at once. A study goes on from the last checkpoint when it is run again.", err=True)
+        raise typer.Exit(130) from None
+
+
+def make_runs_folder(study_name: str) -> None:
+    """Make the folder of a study for what a run makes. Raises InputError where it cannot be written."""
+    folder = RUNS / study_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise InputError(
+            f"hpo writes to {RUNS}/ in the working folder, so {folder.absolute()} must be a folder that may "
+            f"be written, but: {error.strerror}. Run hpo in another folder."
+        ) from None
+
+
+@contextmanager
+def existing_storage(given: str | None) -> Iterator[Storage]:
+    """The database at --storage, for commands that only read. Raises StorageError where there is none."""
+    from hpo.study.database import storage_url
+    from hpo.study.storage import open_storage
+
+    with open_storage(storage_url(given), create=False) as database:
+        yield database
+
+
+def load_file(study: str) -> StudyConfig | None:
+    """The study file; None where STUDY can only be a name in the database."""
+    from hpo.config.study_config import load_study
+    from hpo.errors import StudyFileError
+
+    try:
+        return load_study(study)
+    except StudyFileError:
+        if Path(study).suffix in (".yaml", ".yml") or "/" in study:
+            raise
+        return None
+
+
+def study_name(study: str) -> str:
+    """The name under which the database knows STUDY: of its file, or as given where there is none."""
+    config = load_file(study)
+    return config.name if config else study
+
+
+def config_of(study: str, record: StudyRecord) -> StudyConfig:
+    """The study as in its file, or where there is none as it is stored.
+
+    Raises StudyChangedError when the file says something else than the study was made with.
+    """
+    from hpo.config.study_config import StudyConfig
+
+    config = load_file(study)
+    if config is None:
+        return StudyConfig.model_validate(record.definition)
+    return config.completed(record.definition)

@@ -1,0 +1,167 @@
+"""What a worker's sampler sees of the study, and what it may draw, on that worker's device.
+
+A study's choices of `fp_precision` never change: Optuna refuses that, and the workers of one study may have
+different devices. So a worker whose device lacks a precision draws from the others, while Optuna stores the
+distribution with all choices. Of the trials, a sampler is not shown what says nothing of its own device:
+
+- those that ran out of memory under a lower limit than this worker has;
+- those that ended as `unsupported` in a precision that this device runs;
+- for samplers that model the choices (TPE and GP), those in a precision that this device lacks. The others'
+  settings still tell NSGA-II and CMA-ES something, and a precision that they propose is drawn anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.outcome import Outcome
+
+PRECISION = "fp_precision"
+
+MORE_MEMORY = 1.05
+"""What did not fit is tried again with so many times the memory: cards of one model differ a little."""
+
+
+@dataclass(frozen=True)
+class WorkerDevice:
+    """What a worker's trials run on; None: not known."""
+
+    device_id: str | None = None
+    """`DeviceInfo.device_id`, by which others know whether they share the device."""
+    memory_bytes: int | None = None
+    """What a trial may take."""
+    left_out: Mapping[str, str] | None = None
+    """Precisions of the study that the device does not run, each with the reason; of `table.left_out`."""
+
+    def says_nothing(self, trial: FrozenTrial) -> bool:
+        """Whether the trial ended by what another device lacks and this one has."""
+        outcome = trial.user_attrs.get("outcome")
+        if outcome == Outcome.UNSUPPORTED and self.left_out is not None:
+            return trial.params.get(PRECISION) not in self.left_out
+        if outcome != Outcome.OOM or self.memory_bytes is None:
+            return False
+        limit = trial.user_attrs.get("telemetry", {}).get("device", {}).get("memory_limit_bytes")
+        return limit is not None and MORE_MEMORY * limit <= self.memory_bytes
+
+
+ANY_DEVICE = WorkerDevice()
+"""Nothing is known of the device."""
+
+
+class WrapperSampler(BaseSampler):
+    """Another sampler, with something changed.
+
+    `after_trial` is not passed on: Optuna's samplers use it for `constraints_func`, and CMA-ES warns
+    at every infeasible trial that it makes no use of constraints.
+    """
+
+    def __init__(self, sampler: BaseSampler) -> None:
+        self._sampler = sampler
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        self._sampler.before_trial(study, trial)
+
+
+class _StudyView(Study):
+    """A study that shows these trials: those of all of Hyperband's brackets, as they were at one moment."""
+
+    def __init__(self, study: Study, trials: list[FrozenTrial]) -> None:
+        # Not Optuna's own, which asks the database. A bracket of Hyperband has no other attributes.
+        for name in ("study_name", "_study_id", "_storage", "_directions", "_thread_local", "pruner"):
+            setattr(self, name, getattr(study, name))
+        self._trials = trials
+
+    def _get_trials(
+        self,
+        deepcopy: bool = True,
+        states: Container[TrialState] | None = None,
+        use_cache: bool = False,  # noqa: ARG002
+    ) -> list[FrozenTrial]:
+        shown = [trial for trial in self._trials if states is None or trial.state in states]
+        return copy.deepcopy(shown) if deepcopy else shown
+
+
+class DeviceSampler(WrapperSampler):
+    """Draws only the precisions `runnable` of `choices`, and shows its sampler what matters on `device`.
+
+    With `models_choices`, the sampler is to see no other precision than those.
+    """
+
+    def __init__(
+        self,
+        sampler: BaseSampler,
+        device: WorkerDevice,
+        choices: Sequence[Any],
+        runnable: Sequence[Any],
+        *,
+        models_choices: bool,
+    ) -> None:
+        super().__init__(sampler)
+        self._device = device
+        self._runnable = runnable
+        self._models_choices = models_choices
+        self._all: dict[str, BaseDistribution] = {}
+        self._narrow: dict[str, BaseDistribution] = {}
+        if len(runnable) < len(choices):
+            self._all[PRECISION] = CategoricalDistribution(choices)
+            self._narrow[PRECISION] = CategoricalDistribution(runnable)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        trials = (self._shown(other) for other in study._get_trials(deepcopy=False))
+        self._view = _StudyView(study, [other for other in trials if other is not None])
+        super().before_trial(self._view, trial)
+
+    def _shown(self, trial: FrozenTrial) -> FrozenTrial | None:
+        if self._device.says_nothing(trial):
+            return None
+        if not (self._narrow and self._models_choices):
+            return trial
+        shown = copy.copy(trial)
+        if PRECISION in trial.params:
+            if trial.params[PRECISION] not in self._runnable:
+                return None
+            shown.distributions = trial.distributions | self._narrow
+        elif trial.state == TrialState.RUNNING:
+            shown.system_attrs = {}  # TPE and GP keep there what they proposed to the other worker
+        return shown
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
+        self._space = super().infer_relative_search_space(self._view, trial)
+        return self._space | (self._all if PRECISION in self._space else {})
+
+    def sample_relative(self, _: Study, trial: FrozenTrial, *__: object) -> dict[str, Any]:
+        params = super().sample_relative(self._view, trial, self._space)
+        if self._narrow and params.get(PRECISION) not in self._runnable:
+            params.pop(PRECISION, None)  # Optuna asks `sample_independent` for what is not there
+        return params
+
+    def sample_independent(
+        self,
+        study: Study,  # noqa: ARG002
+        trial: FrozenTrial,
+        param_name: str,
+        param_distribution: BaseDistribution,
+    ) -> Any:
+        distribution = {param_name: param_distribution, **self._narrow}[param_name]
+        return super().sample_independent(self._view, trial, param_name, distribution)

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpo.config import study_config
+from hpo.config.data_config import DataConfig, SyntheticConfig
+from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+from hpo.config.study_config import StudyConfig, load_study
+from hpo.config.trial_config import build_trial_config
+from hpo.config.trial_settings import TrialSettings
+from hpo.errors import InputError, StudyChangedError
+
+STUDIES = Path(__file__).parents[2] / "studies"
+BASE: dict[str, Any] = {"name": "s", "data": {"source": "synthetic"}}
+
+
+def study(**keys: Any) -> StudyConfig:
+    return StudyConfig.model_validate(BASE | keys)
+
+
+def stored(config: StudyConfig) -> dict[str, Any]:
+    """The definition as it comes back from the database."""
+    return dict(json.loads(json.dumps(config.definition())))
+
+
+@pytest.fixture
+def change_defaults() -> Iterator[Callable[[], None]]:
+    """Call it for a version of the program with other defaults."""
+    models = (TrialSettings, SyntheticConfig, DataConfig, StudyConfig)
+    patch = pytest.MonkeyPatch()
+
+    def rebuild() -> None:
+        for model in models:
+            model.model_rebuild(force=True)
+
+    def change() -> None:
+        patch.setattr(TrialSettings.model_fields["learning_rate"], "default", 1e-2)
+        patch.setattr(TrialSettings.model_fields["pooling"], "default", "cls")
+        patch.setattr(SyntheticConfig.model_fields["num_train"], "default", 7)
+        pruner = PrunerConfig.model_validate({"name": "median", "n_warmup_steps": 2})
+        patch.setattr(StudyConfig.model_fields["pruner"], "default_factory", lambda _: pruner)
+        patch.setattr(study_config, "DEFAULT_EPOCHS", 9.0)
+        patch.setitem(SamplerConfig.DEFAULTS, "tpe", {"n_startup_trials": 9})
+        rebuild()
+
+    yield change
+    patch.undo()
+    rebuild()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
+def test_the_definition_is_json_from_which_the_study_is_read_again(name: str) -> None:
+    made = load_study(name)
+    definition = stored(made)
+    assert "path" not in definition
+    again = StudyConfig.model_validate(definition)
+    assert again.definition() == definition
+    assert again.given == made.given
+    assert (again.sampler, again.pruner, again.amp) == (made.sampler, made.pruner, made.amp)
+    params = {"learning_rate": 1e-4, "fp_precision": "fp32"}
+    assert build_trial_config(again, params, "fp32") == build_trial_config(made, params, "fp32")
+
+
+def test_the_definition_has_all_keys_and_names_those_of_the_file() -> None:
+    definition = study(training={"loss_weight": {"a": 2}, "seed": 3}, amp={"preset": "basic"}).definition()
+    assert set(TrialSettings.model_fields) == set(definition["training"])
+    assert definition["training"]["epochs"] == 3.0
+    assert definition["sampler"] == {"name": "tpe", "seed": 42, "n_startup_trials": 5}
+    assert definition["pruner"] == {"name": "asha", "min_resource": 2, "reduction_factor": 2}
+    assert definition["given"] == [
+        "amp.preset",
+        "data.source",
+        "name",
+        "training.loss_weight.a",
+        "training.seed",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
+def test_a_default_that_is_written_out_is_no_change(name: str) -> None:
+    made = load_study(name)
+    definition = stored(made)
+    searched = definition["search_space"]
+    written = {key: value for key, value in definition.items() if key != "given"}
+    written["training"] = {
+        key: value
+        for key, value in definition["training"].items()
+        if key not in searched and value is not None and key != "encoder"
+    }
+    written["amp"] = {
+        key: value
+        for key, value in definition["amp"].items()
+        if key not in searched and key not in written["training"] and value is not None
+    }
+    config = StudyConfig.model_validate(written)
+    assert len(config.given) > len(made.given)
+    resumed = config.completed(definition)
+    assert {**resumed.definition(), "given": definition["given"]} == definition
+    assert stored(made.completed(stored(resumed))) == definition
+
+
+def test_a_default_of_another_version_does_not_reach_a_stored_study(
+    change_defaults: Callable[[], None],
+) -> None:
+    config = study(training={"seed": 1})
+    definition = stored(config)
+    made = build_trial_config(config, {}, "fp32")
+    change_defaults()
+    now = study(training={"seed": 1})
+    new = now.definition()
+    assert (new["training"]["pooling"], new["training"]["epochs"]) == ("cls", 9.0)
+    assert new["data"]["synthetic"]["num_train"] == 7
+    assert new["pruner"] == {"name": "median", "n_warmup_steps": 2}
+    assert new["sampler"]["n_startup_trials"] == 9
+    resumed = now.completed(definition)
+    assert resumed.definition() == definition
+    assert build_trial_config(resumed, {}, "fp32") == made
+
+
+def test_a_key_that_the_file_gave_and_leaves_out_has_its_default() -> None:
+    definition = stored(study(training={"pooling": "cls", "max_steps": 5}, amp={"memory_fraction": 0.5}))
+    with pytest.raises(StudyChangedError, match="another definition") as refused:
+        study(training={"max_steps": 5}).completed(definition)
+    assert '~ training.pooling: "cls" -> "mean"' in str(refused.value)
+    with pytest.raises(StudyChangedError, match=r"epochs: null -> 3.0\n.*max_steps: 5 -> null"):
+        study(training={"pooling": "cls"}).completed(definition)
+    changeable = study(training={"pooling": "cls", "max_steps": 5}).completed(definition)
+    assert changeable.amp.memory_fraction is None
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"training": {"epochs": 7}}, "training.epochs: 3.0 -> 7.0"),
+        ({"training": {"max_steps": 7}}, "training.epochs: 3.0 -> null"),
+        ({"data": {"source": "synthetic", "synthetic": {"seed": 5}}}, "data.synthetic.seed: 0 -> 5"),
+        ({"model": {"encoder": "other/name"}}, 'model.encoder: "minilm" -> "other/name"'),
+        ({"objective": {"metric": "a/f1"}}, "objective: "),
+        ({"amp": {"preset": "basic"}}, 'amp.preset: "auto" -> "basic"'),
+    ],
+)
+def test_changes_that_make_results_incomparable_are_refused(change: dict[str, Any], line: str) -> None:
+    with pytest.raises(StudyChangedError, match="another definition") as refused:
+        study(**change).completed(stored(study()))
+    assert line in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "expected"),
+    [
+        ({"name": "none"}, None, {"name": "asha", "min_resource": 2, "reduction_factor": 2}),
+        (None, {"name": "none"}, {"name": "none"}),
+        (
+            {"name": "median", "n_warmup_steps": 3},
+            {"name": "median", "n_min_trials": 2},
+            {"name": "median", "n_min_trials": 2},
+        ),
+        ({"name": "none"}, {"name": "percentile"}, {"name": "percentile", "percentile": 25.0}),
+    ],
+)
+def test_the_pruner_may_change(
+    was: dict[str, Any] | None, now: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
+    made, config = (study(**({"pruner": pruner} if pruner else {})) for pruner in (was, now))
+    assert config.completed(stored(made)).definition()["pruner"] == expected
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "expected"),
+    [
+        ({"name": "nsga2"}, {"seed": 2}, {"name": "tpe", "seed": 2, "n_startup_trials": 5}),
+        ({"name": "nsga2", "seed": 1}, {"name": "random"}, {"name": "random", "seed": 42}),
+        ({"seed": 1, "multivariate": False}, {"seed": 1}, {"name": "tpe", "seed": 1, "n_startup_trials": 5}),
+        (
+            {"n_startup_trials": 9},
+            {"n_startup_trials": None},
+            {"name": "tpe", "seed": 42, "n_startup_trials": 5},
+        ),
+    ],
+)
+def test_the_sampler_may_change(was: dict[str, Any], now: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert study(sampler=now).completed(stored(study(sampler=was))).definition()["sampler"] == expected
+
+
+def test_options_that_do_not_go_with_the_stored_algorithm_are_refused() -> None:
+    definition = stored(study()) | {
+        "sampler": {"name": "nsga2", "seed": 42}
+    }  # the default of another version
+    with pytest.raises(InputError, match=r"sampler.n_startup_trials: is no option of nsga2"):
+        study(sampler={"n_startup_trials": 3}).completed(definition)
+
+
+def test_data_of_another_source_are_no_part_of_the_definition() -> None:
+    assert set(study().definition()["data"]) & {"path", "files", "hub", "columns"} == set()
+
+
+def test_options_of_the_command_count_as_given() -> None:
+    config = study().with_values(n_trials=5, timeout=2.0)
+    resumed = config.completed(stored(study()))
+    assert (resumed.n_trials, resumed.timeout) == (5, 2.0)
+    assert study().completed(stored(resumed)).n_trials == 20

@@ -1,0 +1,232 @@
+"""Worker processes of one machine: where each runs, how they are stopped, how a failure is reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import worker_process
+from worker_process import check_done, notes, study, wait_for
+
+from hpo.errors import InputError, RunError
+from hpo.study import processes
+from hpo.study.processes import (
+    WorkerPlace,
+    check_memory_fraction,
+    place_workers,
+    run_workers,
+    stop_on_signals,
+)
+from hpo.study.schema import workers
+from hpo.study.storage import Storage, open_storage
+
+TWO = place_workers(2, ())
+
+
+@pytest.fixture
+def storage(storage_url: str) -> Any:
+    with open_storage(storage_url) as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _package_for_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(processes.__file__).parents[2]))
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "devices", "expected"),
+    [
+        (1, (), [(1, None)]),
+        (3, (), [(3, None)] * 3),
+        (2, ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
+        (2, ("0", "1"), [(1, "0"), (1, "1")]),
+        (3, ("GPU-a", "GPU-b"), [(2, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")]),
+        (4, ("MIG-a", "MIG-b"), [(2, "MIG-a"), (2, "MIG-b")] * 2),
+        (1, ("0", "1"), [(1, "0")]),
+    ],
+)
+def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
+    num_workers: int, devices: tuple[str, ...], expected: list[tuple[int, str | None]]
+) -> None:
+    places = place_workers(num_workers, devices)
+    assert places == [WorkerPlace(mates, gpu) for mates, gpu in expected]
+
+
+def test_place_as_environment() -> None:
+    assert WorkerPlace(2).environment == {"HPO_WORKERS_ON_DEVICE": "2"}
+    assert WorkerPlace(1, "MIG-a").environment == {
+        "HPO_WORKERS_ON_DEVICE": "1",
+        "CUDA_VISIBLE_DEVICES": "MIG-a",
+    }
+
+
+def test_more_memory_than_a_gpu_has_is_refused() -> None:
+    check_memory_fraction(0.5, place_workers(4, ("0", "1")))
+    check_memory_fraction(None, place_workers(9, ("0",)))
+    with pytest.raises(InputError, match=r"must be <= 1, but got 0\.5 times 3"):
+        check_memory_fraction(0.5, place_workers(5, ("0", "1")))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_asks_second_interrupts(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        assert not stop.is_set()
+        os.kill(os.getpid(), number)
+        assert stop.wait(10)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, float], None]:
+    """Let `run_workers` start the test's program instead of `hpo worker`."""
+
+    def install(n_trials: int, trial_seconds: float) -> None:
+        arguments = [str(tmp_path / "log"), str(n_trials), str(trial_seconds)]
+        command = [sys.executable, worker_process.__file__, *arguments]
+        monkeypatch.setattr(processes, "worker_command", lambda *_: command)
+
+    return install
+
+
+def test_worker_command_does_not_show_the_url() -> None:
+    command = processes.worker_command("multitask", 60.0)
+    assert command[1:] == ["-m", "hpo", "worker", "multitask", "--timeout", "60.0"]
+
+
+def test_run_workers(storage: Storage, tmp_path: Path, commands: Callable[[int, float], None]) -> None:
+    config = study(8)
+    commands(8, 0.0)
+    storage.create_or_resume_study(config)
+    summary = run_workers(config, storage, tmp_path / "runs", TWO)
+    check_done(storage, config, tmp_path / "log")
+    record = storage.read_study("tiny")
+    assert summary.ended == "finished"
+    assert sum(summary.outcomes.values()) == len(record.trials)
+    assert {line["pid"] for line in notes(tmp_path / "log")} != {os.getpid()}
+    assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == [
+        "worker-0.log",
+        "worker-1.log",
+    ]
+
+
+def test_run_workers_notes_how_its_workers_died(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, crash = str(tmp_path / "log"), str(int(signal.SIGSEGV))
+    command = [sys.executable, worker_process.__file__, log, "8", "0.0", crash]
+    monkeypatch.setattr(processes, "worker_command", lambda *_: command)
+    storage.create_or_resume_study(study(8))
+    with pytest.raises(RunError, match="was killed by signal 11"):
+        run_workers(study(8), storage, tmp_path, TWO)
+    with storage.engine.connect() as connection:
+        stored = connection.execute(sa.select(workers.c.state, workers.c.cause)).all()
+    assert [tuple(row) for row in stored] == [("dead", "SIGSEGV")] * 2
+
+
+def test_stop_reaches_all_workers(
+    storage: Storage, tmp_path: Path, commands: Callable[[int, float], None]
+) -> None:
+    config, stop, log = study(8), threading.Event(), tmp_path / "log"
+    commands(8, 600.0)
+    storage.create_or_resume_study(config)
+
+    def stop_when_both_run() -> None:
+        wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
+        stop.set()
+
+    watcher = threading.Thread(target=stop_when_both_run)
+    watcher.start()
+    summary = run_workers(config, storage, tmp_path, TWO, stop=stop)
+    watcher.join()
+    assert (summary.ended, summary.exit_code) == ("stopped", 130)
+    assert storage.slot_counts("tiny") == {"open": 8, "running": 0, "done": 0}
+    assert [trial.outcome for trial in storage.read_study("tiny").trials] == ["preempted"] * 2
+
+
+def test_workers_stop_when_their_parent_is_killed(sqlite_url: str, tmp_path: Path) -> None:
+    """A parent that is killed must not leave workers behind that nobody sees."""
+    log = tmp_path / "log"
+    code = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(worker_process.__file__).parent)!r})
+import worker_process
+from hpo.outcome import Outcome
+from hpo.study import processes
+from hpo.study.storage import open_storage
+processes.worker_command = lambda *_: [sys.executable, worker_process.__file__, {str(log)!r}, "4", "600"]
+storage = open_storage({sqlite_url!r})
+storage.create_or_resume_study(worker_process.study(4))
+places = processes.place_workers(2, ())
+processes.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), places)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
+    parent.kill()
+    parent.wait()
+    with open_storage(sqlite_url) as storage:
+        wait_for(lambda: storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 0})
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
+def test_failure_of_all_workers_is_reported_with_the_log(
+    sqlite_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kind: type[Exception],
+) -> None:
+    fails = [sys.executable, "-c", f"print('Error: no such column'); raise SystemExit({code})"]
+    monkeypatch.setattr(processes, "worker_command", lambda *_: fails)
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(study(2))
+        with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done") as raised:
+            run_workers(study(2), storage, tmp_path, TWO)
+    assert "Error: no such column" in str(raised.value)
+    assert type(raised.value) is kind
+
+
+def test_logs_of_workers_are_added_to(
+    sqlite_url: str, tmp_path: Path, commands: Callable[[int, float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "tiny" / "worker-0.log"
+    log.parent.mkdir()
+    log.write_text("what the first run said\n")
+    commands(1, 0.0)
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(study(1))
+        run_workers(study(1), storage, tmp_path, TWO[:1])
+        first, *rest = log.read_text().splitlines()
+        assert first == "what the first run said"
+        assert rest[0].startswith("--- a worker starts, 20")
+
+        fails = [sys.executable, "-c", "print('Error: no such column'); raise SystemExit(2)"]
+        monkeypatch.setattr(processes, "worker_command", lambda *_: fails)
+        storage.create_or_resume_study(study(2))
+        with pytest.raises(InputError, match="no such column") as raised:
+            run_workers(study(2), storage, tmp_path, TWO[:1])
+        assert "what the first run said" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("timeout", "ended"), [(None, "elsewhere"), (1e-6, "timeout")])
+def test_workers_that_leave_trials_open(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float | None, ended: str
+) -> None:
+    monkeypatch.setattr(processes, "worker_command", lambda *_: [sys.executable, "-c", ""])
+    config = study(2, timeout=timeout)
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(config)
+        summary = run_workers(config, storage, tmp_path, TWO)
+    assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, 0, {})

@@ -1,0 +1,319 @@
+"""Making a study and running it here: what is checked first, and who gets which device."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny import CPU, write_study
+from worker_process import result, study
+
+from hpo.config.search_space import suggest
+from hpo.config.study_config import load_study
+from hpo.device import DeviceInfo
+from hpo.errors import DataError, InputError, StudyChangedError
+from hpo.study import run as run_module
+from hpo.study.device_sampler import WorkerDevice
+from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace
+from hpo.study.run import LateCache, check_precisions, open_study, plan_workers, run_study, share_memory
+from hpo.study.storage import Storage, open_storage
+from hpo.study.study_record import EvaluationRow
+from hpo.study.worker import RunSummary, run_worker
+
+PRECISIONS = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
+GPU = DeviceInfo(
+    type="cuda", name="Example GPU", compute_capability=(9, 0), total_memory_bytes=80 * 2**30, uuid="GPU-0"
+)
+
+
+@pytest.fixture
+def storage(storage_url: str) -> Any:
+    with open_storage(storage_url) as opened:
+        yield opened
+
+
+class FakeExecutor:
+    """Stands for the executor of a study; `problem` is what its check finds."""
+
+    problem: Exception | None = None
+    made: list[FakeExecutor]
+
+    def __init__(self, config: Any, device: DeviceInfo, *_: Any, shared_device: bool) -> None:
+        self.study, self.device, self.amp, self.shared_device = config, device, config.amp, shared_device
+        self.dataset = SimpleNamespace(fingerprint="x")
+        self.num_checks = 0
+        self.made.append(self)
+
+    def check_study(self) -> None:
+        self.num_checks += 1
+        if self.problem:
+            raise self.problem
+
+    def trial_folder(self, *_: Any) -> Path:
+        return Path("nowhere")
+
+
+@pytest.fixture
+def executors(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeExecutor]]:
+    """The class of the executors that are made; `made` has them."""
+    FakeExecutor.made = []
+    monkeypatch.setitem(sys.modules, "hpo.trial.executor", SimpleNamespace(Executor=FakeExecutor))
+    yield FakeExecutor
+    FakeExecutor.problem = None
+
+
+def train_one(storage: Storage, config: Any) -> None:
+    """Run the study's trials, each with an evaluation."""
+
+    def execute(trial: Any, _: Any) -> Any:
+        suggest(config.search_space, trial)
+        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {}))
+        return result("complete")
+
+    run_worker(config, storage, execute)
+
+
+# A study is made last
+
+
+def test_what_the_check_finds_leaves_no_trace(
+    sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor]
+) -> None:
+    executors.problem = DataError("two classes of one name")
+    with pytest.raises(DataError), open_study(study(), sqlite_url, tmp_path):
+        pass
+    assert not list(tmp_path.glob("hpo.db*"))
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(study(name="other"))
+    with pytest.raises(DataError), open_study(study(), sqlite_url, tmp_path):
+        pass
+    with open_storage(sqlite_url) as storage:
+        assert not storage.has_study("tiny")
+        assert storage.has_study("other")
+
+
+@pytest.mark.parametrize(("trained", "num_checks"), [(False, 1), (True, 0)])
+def test_a_study_is_checked_until_one_of_its_trials_has_trained(
+    storage: Storage, tmp_path: Path, executors: type[FakeExecutor], trained: bool, num_checks: int
+) -> None:
+    storage.create_or_resume_study(study(1))
+    if trained:
+        train_one(storage, study(1))
+    with open_study(study(2), storage.url, tmp_path) as opened:
+        assert opened.record.slots["open"] == (1 if trained else 2)
+        assert opened.executor is executors.made[0]
+    assert [executor.num_checks for executor in executors.made] == [num_checks]
+
+
+def test_the_parent_of_several_workers_checks_for_them(
+    sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_study(study(), sqlite_url, tmp_path, trains_here=False) as opened:
+        assert opened.executor is None
+    assert [executor.num_checks for executor in executors.made] == [1]
+    monkeypatch.setenv(WORKERS_ON_DEVICE, "2")
+    with open_study(study(), sqlite_url, tmp_path, resize=False) as opened:
+        assert opened.executor is executors.made[1]
+    assert executors.made[1].num_checks == 0
+    assert executors.made[1].shared_device
+
+
+def test_another_definition_is_refused_before_anything_is_read(
+    sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor]
+) -> None:
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(study(1))
+        train_one(storage, study(1))
+    changed = study(2, training={"epochs": 7})
+    with (
+        pytest.raises(StudyChangedError, match=r"training\.epochs"),
+        open_study(changed, sqlite_url, tmp_path),
+    ):
+        pass
+    assert not executors.made
+
+
+def test_a_finished_study_loads_neither_data_nor_model(
+    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.create_or_resume_study(study(2))
+    train_one(storage, study(2))
+    monkeypatch.setitem(sys.modules, "hpo.trial.executor", None)  # importing it is an error
+    with open_study(study(2), storage.url, tmp_path) as opened:
+        assert run_study(opened).outcomes == {}
+
+
+def test_measurements_are_kept_once_the_database_is_open(storage: Storage) -> None:
+    cache = LateCache()
+    assert cache.put_compat("k", {"a": 1}) == {"a": 1}
+    assert cache.get_compat("k") is None
+    cache.open(storage)
+    cache.put_compat("k", {"a": 2})
+    assert cache.get_compat("k") == storage.get_compat("k") == {"a": 2}
+
+
+# What this device cannot run
+
+
+def searching(*names: str, **amp: Any) -> Any:
+    return study(search_space={"fp_precision": {"type": "categorical", "choices": names}}, amp=amp)
+
+
+def test_what_is_left_out_has_its_reason() -> None:
+    lacking = check_precisions(searching("fp32", "bf16", "tf32"), CPU)
+    assert lacking.keys() == {"bf16", "tf32"}
+    assert "AVX512-BF16" in lacking["bf16"]
+    assert check_precisions(searching("fp32", "bf16", allow_emulated=True), CPU) == {}
+    assert check_precisions(study(search_space={}), CPU) == {}
+
+
+@pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fail"])
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_study_of_which_nothing_can_run_here_is_not_made(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_unsupported: str, fixed: bool
+) -> None:
+    monkeypatch.setattr(run_module, "probe_device", lambda _: CPU)
+    amp = {"on_unsupported": on_unsupported}
+    config = (
+        study(search_space={}, training={"fp_precision": "bf16"}, amp=amp)
+        if fixed
+        else searching("bf16", "tf32", **amp)
+    )
+    with pytest.raises(InputError, match="it runs none of bf16"), open_study(config, sqlite_url, tmp_path):
+        pass
+    assert not list(tmp_path.glob("hpo.db*"))
+
+
+@pytest.mark.parametrize("given", [{"training": {"fp_precision": "bf16"}}, {"amp": {"preset": "ultra"}}])
+def test_fallback_runs_what_works(given: dict[str, Any]) -> None:
+    config = study(search_space={}, **given | {"amp": {"on_unsupported": "fallback", **given.get("amp", {})}})
+    assert check_precisions(config, CPU) == {}
+
+
+@pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fail"])
+@pytest.mark.parametrize(("preset", "precision"), [("advanced", "fp16"), ("ultra", "bf16")])
+def test_the_precision_of_a_preset_must_run_here(on_unsupported: str, preset: str, precision: str) -> None:
+    amp = {"preset": preset, "on_unsupported": on_unsupported}
+    with pytest.raises(InputError, match=f"it runs none of {precision}"):
+        check_precisions(study(search_space={}, amp=amp), CPU)
+    fixed = study(search_space={}, training={"fp_precision": "fp32"}, amp=amp)
+    assert check_precisions(fixed, CPU) == {}
+
+
+@pytest.mark.parametrize("on_unsupported", ["prune", "fallback", "fail"])
+def test_only_skip_leaves_out_what_is_searched(on_unsupported: str) -> None:
+    assert check_precisions(searching("fp32", "bf16", on_unsupported=on_unsupported), CPU) == {}
+
+
+# Devices and memory
+
+
+@pytest.mark.parametrize(
+    ("device", "num_workers", "given", "expected"),
+    [
+        (GPU, 4, None, (80 - 4) / 4 / 80),
+        (GPU, 1, None, None),
+        (GPU, 4, 0.2, 0.2),
+        (CPU, 4, None, None),
+    ],
+)
+def test_workers_of_one_gpu_share_its_memory(
+    device: DeviceInfo, num_workers: int, given: float | None, expected: float | None
+) -> None:
+    config = study(amp={} if given is None else {"memory_fraction": given})
+    found = share_memory(config, device, num_workers)
+    assert found.amp.memory_fraction == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "num_workers", "given", "most"),
+    [(80, 2, 0.49, "0.4875"), (80, 4, 0.25, "0.2375"), (24, 7, 0.14, "0.1011")],
+)
+def test_the_contexts_of_workers_need_room_too(
+    total_gib: int, num_workers: int, given: float, most: str
+) -> None:
+    """All of it is given away: nothing is left for the CUDA contexts."""
+    gpu = replace(GPU, total_memory_bytes=total_gib * 2**30)
+    with pytest.raises(InputError, match=rf"must be <= {most} for {num_workers} workers .* got {given:g}\."):
+        share_memory(study(amp={"memory_fraction": given}), gpu, num_workers)
+    fits = study(amp={"memory_fraction": float(most)})
+    assert share_memory(fits, gpu, num_workers) is fits
+    assert share_memory(study(amp={"memory_fraction": 1.0}), gpu, 1).amp.memory_fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "places"),
+    [
+        ((1, 2), ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
+        ((1, 1), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((1, 3), (), [(3, None)] * 3),
+        ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((1, None), ("0", "1"), [(1, None)]),  # in this process
+    ],
+)
+def test_workers_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[int, int | None],
+    devices: tuple[str, ...],
+    places: list[tuple[int, str | None]],
+) -> None:
+    monkeypatch.setattr(run_module, "cuda_devices", lambda _: devices)
+    assert plan_workers(study(2), *given) == [WorkerPlace(mates, gpu) for mates, gpu in places]
+
+
+def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = study(2, amp={"memory_fraction": 0.6})
+    monkeypatch.setattr(run_module, "cuda_devices", lambda _: ("0",))
+    with pytest.raises(InputError, match=r"amp\.memory_fraction"):
+        plan_workers(config, 1, 2)
+    monkeypatch.setattr(run_module, "cuda_devices", lambda _: ())  # on a CPU it says nothing
+    assert len(plan_workers(config, 1, 2)) == 2
+
+
+@pytest.mark.usefixtures("executors")
+@pytest.mark.parametrize(("num_workers", "gib"), [("4", 19), ("1", 80)])
+def test_sampler_knows_the_memory_of_its_worker(
+    sqlite_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_workers: str,
+    gib: int,
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setenv(WORKERS_ON_DEVICE, num_workers)
+    monkeypatch.setattr(run_module, "probe_device", lambda _: GPU)
+    monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
+    config = study(1, search_space={})
+    with open_study(config, sqlite_url, tmp_path) as opened:
+        run_study(opened, stop=threading.Event())
+    assert given["device"] == WorkerDevice("GPU-0", gib * 2**30, {})
+
+
+@pytest.mark.usefixtures("executors")
+def test_several_workers_are_processes(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def run_workers(config: Any, _: Storage, runs_dir: Path, places: Any, **__: Any) -> RunSummary:
+        given.extend((config.path, runs_dir, places))
+        return RunSummary("elsewhere")
+
+    monkeypatch.setattr(run_module, "run_workers", run_workers)
+    monkeypatch.setattr(run_module, "probe_device", lambda _: CPU)
+    config, places = (
+        load_study(write_study(tmp_path, amp={}, search_space=PRECISIONS)),
+        plan_workers(study(), 2),
+    )
+    with open_study(config, sqlite_url, tmp_path / "runs", trains_here=False) as opened:
+        summary = run_study(opened, places, stop=threading.Event())
+    assert given == [tmp_path / "tiny.yaml", tmp_path / "runs", places]
+    assert summary == RunSummary("elsewhere", elsewhere=("bf16",))

@@ -1,0 +1,259 @@
+"""Workers of one study whose devices differ: each draws only the precisions that its own device runs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from worker_process import result, study
+
+from hpo.config.search_space import suggest
+from hpo.device import DeviceInfo
+from hpo.precision.table import AmpConfig, left_out
+from hpo.study.device_sampler import WorkerDevice
+from hpo.study.leases import Lease, WorkerLease
+from hpo.study.samplers import build_sampler
+from hpo.study.schema import workers
+from hpo.study.storage import Storage, open_storage
+from hpo.study.worker import RunSummary, run_worker
+
+CHOICES = ("fp32", "bf16", "fp16")
+PRECISION = {"fp_precision": {"type": "categorical", "choices": list(CHOICES)}}
+RATES = {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True}}
+STEPS = {"weight_decay": {"type": "float", "low": 0.0, "high": 0.3, "step": 0.1}}
+SPACES: dict[str, dict[str, Any]] = {
+    "finite": {
+        **PRECISION,
+        **STEPS,
+        "batch_size": {"type": "categorical", "choices": [8, 16, 32]},
+        "init_scale": {"type": "categorical", "choices": [1024, 65536], "when": {"fp_precision": "fp16"}},
+    },
+    "ranges": {**PRECISION, **RATES, "dropout": {"type": "float", "low": 0.0, "high": 0.3}},
+    "grid": {**PRECISION, **STEPS},
+}
+AMX = DeviceInfo(type="cpu", name="AMX", cpu_features=frozenset({"amx_bf16"}))
+VOLTA = DeviceInfo(type="cuda", name="V100", compute_capability=(7, 0), cuda_bf16=False, uuid="GPU-0")
+RUNS = {"AMX": {"fp32", "bf16"}, "V100": {"fp32", "fp16"}}
+
+
+def worker_device(device: DeviceInfo) -> WorkerDevice:
+    return WorkerDevice(device.device_id, left_out=left_out(CHOICES, device, AmpConfig()))
+
+
+class Worker:
+    """A worker on a device that is described, whose trials are not trained."""
+
+    def __init__(self, config: Any, device: DeviceInfo, ends: Any = lambda *_: "complete") -> None:
+        self.config = config
+        self.device = device
+        self.ends = ends
+        """Of a worker's n-th trial, by number and parameters: the outcome."""
+        self.drawn: list[str] = []
+        self.stop = threading.Event()
+        self.meet: threading.Barrier | None = None
+        """Where workers wait for each other in their first trial."""
+
+    def execute(self, trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        params = suggest(self.config.search_space, trial)
+        self.drawn.append(params["fp_precision"])
+        if self.meet is not None and len(self.drawn) == 1:
+            self.meet.wait(60)
+        outcome = self.ends(len(self.drawn), params)
+        if outcome == "preempted":
+            self.stop.set()
+        return result(outcome, traceback="Traceback" if outcome == "failed" else None)
+
+    def run(self, url: str) -> RunSummary:
+        self.stop.clear()
+        with open_storage(url) as storage:
+            return run_worker(
+                self.config,
+                storage,
+                self.execute,
+                device=worker_device(self.device),
+                stop=self.stop,
+                poll_seconds=0.01,
+            )
+
+
+def run_all(url: str, together: Sequence[Worker]) -> list[RunSummary]:
+    """Run the workers at the same time, each with a connection of its own."""
+    with open_storage(url) as storage:
+        storage.create_or_resume_study(together[0].config)
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda worker: worker.run(url), together))
+
+
+@pytest.mark.parametrize(
+    ("name", "space"),
+    [(name, "finite") for name in ("tpe", "gp", "nsga2", "random", "qmc")]
+    + [(name, "ranges") for name in ("tpe", "gp", "cmaes")],
+)
+def test_two_devices_finish_a_study(sqlite_url: str, name: str, space: str) -> None:
+    options = {"population_size": 4} if name == "nsga2" else {}
+    config = study(16, sampler={"name": name, "seed": 1, **options}, search_space=SPACES[space])
+    both = [Worker(config, AMX), Worker(config, VOLTA)]
+    both[0].meet = both[1].meet = threading.Barrier(2)
+    summaries = run_all(sqlite_url, both)
+    for worker in both:
+        assert set(worker.drawn) <= RUNS[worker.device.name]
+    assert {summary.ended for summary in summaries} <= {"finished", "elsewhere"}
+    with open_storage(sqlite_url) as storage:
+        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 16}
+        trials = storage.load_study("tiny").get_trials()
+    everything = optuna.distributions.CategoricalDistribution(CHOICES)
+    assert all(trial.distributions["fp_precision"] == everything for trial in trials)
+
+
+def test_workers_of_two_devices_visit_every_point_of_a_grid_once(sqlite_url: str) -> None:
+    """More trials than combinations are no error: the study ends when all were tried."""
+    config = study(20, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
+    both = [Worker(config, device) for device in (AMX, VOLTA) * 3]
+    run_all(sqlite_url, both)
+    for worker in both:
+        assert set(worker.drawn) <= RUNS[worker.device.name]
+    with open_storage(sqlite_url) as storage:
+        record = storage.read_study("tiny")
+        assert record.slots == {"open": 0, "running": 0, "done": 12}
+    points = Counter((trial.params["fp_precision"], trial.params["weight_decay"]) for trial in record.trials)
+    assert len(points) == points.total() == 12
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_points_for_another_device_are_left_and_not_waited_for(sqlite_url: str, num_workers: int) -> None:
+    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
+    alike = [Worker(config, VOLTA) for _ in range(num_workers)]
+    summaries = run_all(sqlite_url, alike)
+    assert {(summary.ended, summary.elsewhere, summary.exit_code) for summary in summaries} == {
+        ("elsewhere", ("bf16",), 0)
+    }
+    assert Counter(name for worker in alike for name in worker.drawn) == {"fp32": 4, "fp16": 4}
+    with open_storage(sqlite_url) as storage:
+        assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 8}
+    assert Worker(config, AMX).run(sqlite_url).outcomes == {"complete": 4}
+
+
+def test_more_workers_than_points_for_their_device(sqlite_url: str) -> None:
+    """Those that find no point give back the slot, and the other device gets every point that is left."""
+    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
+    alike = [Worker(config, VOLTA) for _ in range(4)]
+    run_all(sqlite_url, alike)
+    assert sorted(name for worker in alike for name in worker.drawn) == ["fp16", "fp32"]
+    last = Worker(config, AMX)
+    assert last.run(sqlite_url).ended == "finished"
+    assert last.drawn == ["bf16"]
+
+
+def die(worker: WorkerLease, storage: Storage) -> None:
+    """Leave as a killed process does: the slot stays claimed, and the row names no live process."""
+    worker._leaving.set()
+    worker._thread.join()
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(process_start="1"))
+
+
+@pytest.mark.parametrize("end", ["preempted", "failed", "dead"])
+@pytest.mark.parametrize("name", ["tpe", "grid"])
+def test_a_trial_in_a_precision_that_a_device_lacks_goes_on_with_another(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, name: str, end: str
+) -> None:
+    space = SPACES["grid" if name == "grid" else "finite"]
+    config = study(12, sampler={"name": name, "seed": 1}, search_space=space)
+
+    def first_bf16(_number: int, params: dict[str, Any]) -> str:
+        if params["fp_precision"] != "bf16":
+            return "complete"
+        first.stop.set()
+        if end == "dead":
+            monkeypatch.setattr(WorkerLease, "__exit__", lambda worker, *_: die(worker, worker._storage))
+            raise KeyboardInterrupt
+        return end
+
+    first = Worker(config, AMX, first_bf16)
+    if end == "dead":
+        with pytest.raises(KeyboardInterrupt):
+            first.run(sqlite_url)
+        monkeypatch.undo()
+    else:
+        assert first.run(sqlite_url).ended == "stopped"
+    other = Worker(config, VOLTA)
+    left = other.run(sqlite_url)
+    assert (left.ended, left.elsewhere) == ("elsewhere", ("bf16",))
+    assert "bf16" not in other.drawn
+    again = Worker(config, AMX)
+    assert again.run(sqlite_url).ended == "finished"
+    assert again.drawn[0] == "bf16"
+    with open_storage(sqlite_url) as storage:
+        outcomes = Counter(trial.outcome for trial in storage.read_study("tiny").trials)
+    assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp", "random", "grid"])
+def test_a_device_that_can_run_nothing_of_a_study_leaves_it(sqlite_url: str, name: str) -> None:
+    space = {"fp_precision": {"type": "categorical", "choices": ["bf16", "tf32"]}, **STEPS}
+    config = study(4, sampler={"name": name, "seed": 1}, search_space=space)
+    old = DeviceInfo(type="cpu", name="old")
+    device = WorkerDevice("cpu", left_out=left_out(config.precisions, old, config.amp))
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(config)
+        summary = run_worker(config, storage, Worker(config, old).execute, device=device)
+        assert (summary.ended, summary.elsewhere) == ("elsewhere", ("bf16", "tf32"))
+        assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 0}
+        assert not storage.read_study("tiny").trials
+
+
+@pytest.mark.parametrize("mode", ["prune", "fallback", "fail"])
+def test_other_modes_draw_every_precision(sqlite_url: str, mode: str) -> None:
+    config = study(12, sampler={"name": "grid"}, search_space=SPACES["grid"], amp={"on_unsupported": mode})
+    worker = Worker(config, VOLTA)
+    assert worker.run(sqlite_url).ended == "finished"
+    assert set(worker.drawn) == set(CHOICES)
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp"])
+def test_a_sampler_learns_among_the_precisions_of_its_device(name: str) -> None:
+    """bf16 is the best by far, elsewhere; here fp16 is."""
+    config = study(40, sampler={"name": name, "seed": 3}, search_space=SPACES["ranges"])
+    device = worker_device(VOLTA)
+    current = optuna.create_study(direction="maximize")
+    current.sampler = optuna.samplers.RandomSampler(seed=0)
+    for number in range(36):
+        current.enqueue_trial({"fp_precision": CHOICES[number % 3]})
+        trial = current.ask()
+        suggest(config.search_space, trial)
+        current.tell(trial, [0.0, 1.0, 0.7][number % 3])
+    current.sampler = build_sampler(
+        config.sampler, config.search_space, device=device, skipped=device.left_out or ()
+    )
+    drawn = Counter(suggest(config.search_space, current.ask())["fp_precision"] for _ in range(12))
+    assert set(drawn) <= RUNS["V100"]
+    assert drawn["fp16"] >= 10
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp", "nsga2"])
+@pytest.mark.parametrize("runs_fp16", [True, False])
+def test_what_one_device_lacks_is_not_avoided_on_another(name: str, runs_fp16: bool) -> None:
+    """Trials that were asked for by hand ended as `unsupported` elsewhere."""
+    config = study(30, sampler={"name": name, "seed": 3}, search_space=SPACES["ranges"])
+    device = WorkerDevice(left_out={} if runs_fp16 else {"fp16": "It lacks it."})
+    current = optuna.create_study(direction="maximize")
+    current.sampler = build_sampler(config.sampler, config.search_space, device=device)
+    for number in range(16):
+        if number < 4:
+            current.enqueue_trial({"fp_precision": "fp16"})
+        trial = current.ask()
+        params = suggest(config.search_space, trial)
+        if number < 4:
+            trial.set_user_attr("outcome", "unsupported")
+            trial.set_constraint("feasible", 1.0)
+            current.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        else:
+            current.tell(trial, params["dropout"])
+    later = {trial.params["fp_precision"] for trial in current.trials[4:]}
+    assert ("fp16" in later) == runs_fp16
