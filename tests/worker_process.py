@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,7 +200,7 @@ _PLACES: dict[str, Callable[[_Killer], None]] = {
 PLACES = tuple(_PLACES)
 
 
-def check_done(storage: Storage, config: StudyConfig, log: Path) -> None:
+def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Sequence[int] = ()) -> None:
     """Every slot ended once, nothing is left over, and no trial changed its parameters."""
     record = storage.read_study(config.name)
     assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
@@ -214,6 +214,9 @@ def check_done(storage: Storage, config: StudyConfig, log: Path) -> None:
         trial = by_number[line["number"]]
         assert trial.params == line["params"], "a trial that went on had other parameters"
     for trial in record.trials:
+        if trial.number in crashed:
+            assert trial.outcome == "crashed"
+            continue
         assert trial.outcome == outcome_of(trial.params)
         assert "pid" in trial.telemetry, "a finished trial must have everything"
         if "retry_of" in trial.attributes:

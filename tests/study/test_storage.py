@@ -131,8 +131,8 @@ def test_the_share_of_memory_may_change(storage: Storage) -> None:
 
 def test_a_grid_has_no_more_slots_than_combinations(storage: Storage) -> None:
     space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
-    for n_trials, sampler, num_slots in ((1, {"name": "grid"}, 1), (3, {}, 2), (9, {"name": "grid"}, 2)):
-        storage.create_or_resume_study(study(n_trials, search_space=space, sampler=sampler))
+    for n_trials, sampler, num_slots in ((1, "grid", 1), (3, "grid", 2), (3, "random", 3), (9, "grid", 2)):
+        storage.create_or_resume_study(study(n_trials, search_space=space, sampler={"name": sampler}))
         assert storage.slot_counts("tiny")["open"] == num_slots
 
 
