@@ -120,13 +120,12 @@ class _Pass:
 
     def broken(self) -> str | None:
         """What is not finite first."""
-        if not all(is_finite(value) for value in self.logits.values()):
-            return "logits"
-        if not is_finite(self.loss):
-            return "loss"
-        if not all(is_finite(value) for value in self.gradients.values()):
-            return "gradients"
-        return None
+        parts = {
+            "logits": self.logits.values(),
+            "loss": [self.loss],
+            "gradients": self.gradients.values(),
+        }
+        return next((name for name, values in parts.items() if not all(map(is_finite, values))), None)
 
 
 def measure(
@@ -285,7 +284,8 @@ def _seconds(side: _Side) -> float:
 
 def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = False) -> Compatibility:
     """The verdict on a measurement under a study's bounds, with every reason for it."""
-    incompatible, degraded = [], []
+    incompatible: list[str] = []
+    degraded: list[str] = []
     name = measurement.precision
     if measurement.error:
         incompatible.append(f"{name} raised {measurement.error}")
@@ -297,16 +297,13 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
             + (f"; the first module that made them so is {where}." if where else ".")
         )
     for task, error in measurement.logits_relative_error.items():
-        if error > bounds.incompatible_logits_relative_error:
-            incompatible.append(
-                f"logits of {task} are {error:.3g} away from fp32's (relative), more than "
-                f"{bounds.incompatible_logits_relative_error:g}."
-            )
-        elif error > bounds.degraded_logits_relative_error:
-            degraded.append(
-                f"logits of {task} are {error:.3g} away from fp32's (relative), more than "
-                f"{bounds.degraded_logits_relative_error:g}."
-            )
+        too_far = error > bounds.incompatible_logits_relative_error
+        bound = (
+            bounds.incompatible_logits_relative_error if too_far else bounds.degraded_logits_relative_error
+        )
+        if error > bound:
+            reason = f"logits of {task} are {error:.3g} away from fp32's (relative), more than {bound:g}."
+            (incompatible if too_far else degraded).append(reason)
     cosine = measurement.gradient_cosine
     if cosine is not None and cosine < bounds.incompatible_gradient_cosine:
         incompatible.append(
@@ -319,13 +316,13 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         )
     if measurement.disagreement:
         degraded.append(measurement.disagreement)
-    unknown = (
-        ()
-        if measurement.reference_fits
-        else (f"fp32 does not fit into memory here, so of {name} only that it is finite was checked.",)
-    )
     verdict = "incompatible" if incompatible else "degraded" if degraded else "ok"
-    return Compatibility(verdict, (*incompatible, *degraded, *unknown), measurement, cached)
+    reasons = incompatible + degraded
+    if not measurement.reference_fits:
+        reasons.append(
+            f"fp32 does not fit into memory here, so of {name} only that it is finite was checked."
+        )
+    return Compatibility(verdict, tuple(reasons), measurement, cached)
 
 
 def _run(side: _Side) -> _Pass:
