@@ -187,8 +187,8 @@ class MixedPrecision:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Autocast without gradients. Enter it once for all batches: until it ends, it keeps what it converts
-        of the weights, but for frozen ones. In `torch.inference_mode` (of 2.13) it would keep nothing.
+        """Autocast without gradients. Enter it once for all batches: it caches the converted weights, except
+        frozen ones, until it ends. In `torch.inference_mode` (of 2.13) it would cache none.
         """
         with torch.no_grad(), self.autocast():
             yield

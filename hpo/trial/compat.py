@@ -1,11 +1,10 @@
-"""Does this model work under this precision, here? Asked of a small batch before a trial trains.
+"""Does this model work under this precision on this device? Measured on a small batch before a trial trains.
 
-The trial's own encoder, heads and loss run forward and backward from the same weights, in fp32 and under the
-precision, as training runs them but for dropout, which is off: gradient checkpointing is on where the trial
-has it. Compared are finiteness, the relative error of each head's logits ||y - y32|| / ||y32||, the cosine
-between the gradients, time and peak memory. A gradient that overflows under loss scaling is given what
-training would give it: the scale backs off to its floor before the verdict. Where fp32 does not fit into
-memory, finiteness alone is measured.
+The trial's model and loss run forward and backward, in fp32 and under the precision from equal weights, as
+in training but without dropout. Compared are finiteness, the relative error of each head's logits
+||y - y32|| / ||y32||, the cosine between the gradients, time and peak memory. Where gradients overflow under
+loss scaling, the scale backs off as in training, to its floor, before the verdict. Where fp32 does not fit
+into memory, finiteness alone is measured.
 
     ok            as expected of the precision
     degraded      works, but further from fp32 than the study's bounds, or not everywhere in the precision
@@ -233,16 +232,13 @@ def _errors(candidate: _Pass, reference: _Pass) -> dict[str, Any]:
 def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
     """Time and memory against fp32: one pass of each for memory, then `repeats` of each for time.
 
-    They are timed in turn, so that what slows the machine down for a while slows both; short passes many
-    times, of which the median counts. The first pass begins without freed memory to take, so its time counts
-    only where there is no other.
+    They are timed in turn, so that other load on the machine slows both; of short passes the median of many
+    counts. The first pass has no freed memory to reuse, so its time counts only with `repeats` of 0.
     """
     device = side.mixed_precision.device
     memory = PeakMemory(device)
-    times: list[list[float]] = []
-    peak_bytes = []
+    times, first, peak_bytes = [], [], []
     try:
-        first = []
         for each in (fp32, side):
             release_free_memory(device)
             memory.reset()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are; by their extremes, which NaN becomes one of: several times faster than each."""
+    """Whether all values are finite. Tests the extremes (NaN propagates): faster than each value."""
     return not values.numel() or bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
 
 

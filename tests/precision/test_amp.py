@@ -91,18 +91,15 @@ def test_fallback_reaches_bf16_weights_in_fp32() -> None:
 
     amp.loss(linear, compute).backward()
     assert seen == [torch.bfloat16, torch.float32]
-    assert linear.weight.grad is not None
     assert linear.weight.grad.dtype == torch.bfloat16
 
 
 def test_the_limit_of_fallbacks_is_for_an_epoch() -> None:
     model, amp = Scripted(), mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
-    for _ in range(2):
+    for _ in range(3):
+        amp.start_epoch()
         for _ in range(2):
             amp.loss(model, lambda forward: forward())
-        amp.start_epoch()
-    for _ in range(2):
-        amp.loss(model, lambda forward: forward())
     with pytest.raises(Nonfinite, match="more than 2 micro-batches of one epoch"):
         amp.loss(model, lambda forward: forward())
 

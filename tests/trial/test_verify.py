@@ -61,10 +61,9 @@ def test_what_the_device_cannot_run_is_not_measured(
         on_estimate=lambda *told: estimates.append(told),
     )
     assert [check.name for check in checks] == list(PRECISION_NAMES)
-    assert {check.name for check in checks if check.support.level == "native"} == native
-    assert {check.name for check in checks if check.support.level == "emulated"} == emulated
-    assert {name for name, level in started if level == "native"} == native
-    assert {name for name, level in started if level == "emulated"} == emulated
+    for of_level, names in (("native", native), ("emulated", emulated)):
+        assert {check.name for check in checks if check.support.level == of_level} == names
+        assert {name for name, level in started if level == of_level} == names
     assert estimates == [(name, 7.0) for name, _ in started]
     assert {check.name for check in checks if check.usable} == native
     for check in checks:
