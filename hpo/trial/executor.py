@@ -126,8 +126,8 @@ class Executor:
         """
         recorder = TrialRecorder()
         recorder.note(device_facts(self.device, shared_device, self.amp.memory_fraction))
-        # Once more for the second trial: the first has imported what it needed. What the compiler keeps of
-        # a trial it lets go of later.
+        # Again before the second trial: the first has imported what it needed. Not after compilation, whose
+        # objects are freed later.
         gc_collect(freeze=self._num_started < 2 and not self._has_compiled)
         self._num_started += 1
         values = trace = None
@@ -182,14 +182,14 @@ class Executor:
                 parts.loss_fn(parts.model, batch, items, items).backward()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
-                return  # which a trial ends by, and another device may have more
+                return  # ends a trial, not the study: another device may have more memory
             name = config.encoder if isinstance(config.encoder, str) else "of this config"
             raise ModelError(
                 f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
 
     def parts(self, config: TrialConfig, resolution: Resolution) -> TrialParts:
-        """What the trial is made of: tokens, the model with the weights of its seed, the loss."""
+        """The trial's tokens, its model with the weights of its seed, and its loss."""
         self._has_compiled |= config.compile != "none"
         train_split, validation_split = (self.tokens(name, config) for name in ("train", "validation"))
         torch.manual_seed(config.seed)

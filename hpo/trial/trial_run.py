@@ -43,7 +43,7 @@ CHECKPOINT_FORMAT = 3
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
-"""Steps between two questions to the device how busy it is."""
+"""Steps between two samples of the device's utilisation."""
 
 MODEL_SETTINGS = (
     "encoder",
@@ -57,14 +57,14 @@ MODEL_SETTINGS = (
     "compile",
     "compile_scope",
 )
-"""Settings that can make a model that cannot be built."""
+"""Settings of which some combinations cannot be built."""
 
 _STEP_SETTINGS = (*BUDGETS, *MODEL_SETTINGS, "batch_size", "micro_batch_size", "compile_dynamic")
 """Settings that decide whether a trial has steps in which nothing is compiled."""
 
 
 class TrialRun:
-    """A trial in hand: what it is made of, where it is, and what its checkpoints hold."""
+    """One running trial: its parts, its progress, and its checkpoints."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class TrialRun:
             started = time.perf_counter()
             torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
             parts.compile(parts.model)
-            # Two lengths, so that what is dynamic is found out.
+            # Two lengths, so that the compiler finds out which dimensions are dynamic.
             batches = [parts.batch(0, parts.config.batch_size), parts.batch(parts.config.batch_size)]
             run_compiled_shapes(parts.model, parts.loss_fn, batches, self.mixed_precision)
             seconds = time.perf_counter() - started
@@ -200,8 +200,8 @@ class TrialRun:
     def _on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluation_rates.append(evaluation.examples_per_second)
         scored = ScoredEvaluation(evaluation, self._values(evaluation))
-        first = self.executor.study.objective[0]
-        better = is_better(first, scored.values, None if self.best is None else self.best.values)
+        best_values = None if self.best is None else self.best.values
+        better = is_better(self.executor.study.objective[0], scored.values, best_values)
         if better:
             self._set_best(scored)
         self.on_evaluation(scored)
