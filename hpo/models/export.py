@@ -112,14 +112,12 @@ def load_exported(
     encoder = load_encoder(
         str(directory), attention=attention or metadata["attention"], trust_remote_code=trust_remote_code
     )
-    heads_made = HeadSettings(**{field.name: metadata[field.name] for field in fields(HeadSettings)})
-    model = MultitaskModel(encoder, tasks, heads_made)
-    expected = _head_state(model)
-    differing = [
-        name
-        for name in sorted(expected.keys() | heads)
-        if name not in expected or name not in heads or expected[name].shape != heads[name].shape
-    ]
+    settings = HeadSettings(**{field.name: metadata[field.name] for field in fields(HeadSettings)})
+    model = MultitaskModel(encoder, tasks, settings)
+    expected, found = (
+        {(name, value.shape) for name, value in state.items()} for state in (_head_state(model), heads)
+    )
+    differing = sorted({name for name, _ in expected ^ found})
     if differing:
         raise ModelError(
             f"{directory}: heads.safetensors must fit hpo.json, but these differ: {differing[:3]}."

@@ -13,7 +13,8 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 NONFINITE_PATIENCE = 3
 """Steps in a row whose loss or (without loss scaling) gradients are not finite before a trial ends."""
 
-_COUNTS = {"epoch_fallbacks", "num_steps", "fp32_fallbacks"}
-_TENSORS = {"skipped", "scale_sum", "scale_min", "scale_max"}
+_COUNTS = ("epoch_fallbacks", "num_steps", "fp32_fallbacks")
+_TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max")
 """The counters that a checkpoint holds, on the host and on the device."""
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
@@ -77,11 +78,7 @@ def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         def fits(module: nn.Module, _name: str) -> bool:
-            return (
-                isinstance(module, nn.Linear)
-                and module.in_features % 16 == 0
-                and module.out_features % 16 == 0
-            )
+            return isinstance(module, nn.Linear) and not any(size % 16 for size in module.weight.shape)
 
         converted: nn.Module = convert_to_float8_training(
             model, module_filter_fn=fits, config=Float8LinearConfig(pad_inner_dim=True)
@@ -97,12 +94,12 @@ def is_matmul_module(module: nn.Module) -> bool:
     return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
 
 
+@dataclass
 class Observation:
     """The output dtypes that were really seen at the modules with weight matrices."""
 
-    def __init__(self) -> None:
-        self.dtype_of: dict[str, str] = {}
-        self.float8_linears = 0
+    dtype_of: dict[str, str] = field(default_factory=dict)
+    float8_linears: int = 0
 
     def telemetry(self, *, compiled: bool) -> dict[str, Any]:
         return {
@@ -132,32 +129,24 @@ class Observation:
 def observe(model: nn.Module) -> Iterator[Observation]:
     """Record the output dtype of every module with a weight matrix that runs inside the block."""
     seen = Observation()
-    handles = []
 
-    def hook_for(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, Tensor):
-                seen.dtype_of[name] = str(first.dtype).removeprefix("torch.")
+    def note_dtype(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            seen.dtype_of[name] = str(first.dtype).removeprefix("torch.")
 
-        return hook
-
-    for name, module in model.named_modules():
-        if is_matmul_module(module):
-            handles.append(module.register_forward_hook(hook_for(name)))
-            seen.float8_linears += type(module).__name__ == "Float8Linear"
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if is_matmul_module(module):
+                hooks.enter_context(module.register_forward_hook(partial(note_dtype, name)))
+                seen.float8_linears += type(module).__name__ == "Float8Linear"
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
 class AmpStatistics:
     """Since the last reset. The scale is fp16's loss scale; None where there is no loss scaling."""
 
-    num_steps: int = 0
     scale_min: float | None = None
     scale_mean: float | None = None
     scale_max: float | None = None
@@ -185,7 +174,7 @@ class MixedPrecision:
         self._epoch_fallbacks = 0
         zero = torch.zeros((), device=device.torch_device)
         self._losses_in_a_row, self._gradients_in_a_row, self._overflows_at_floor = zero, zero, zero.clone()
-        self._skipped, self._scale_sum, self._scale_min, self._scale_max = zero, zero, zero, zero
+        self._scale_min = self._scale_max = zero
         self.reset_statistics()
 
     def autocast(self, *, enabled: bool = True) -> torch.autocast:
@@ -198,8 +187,8 @@ class MixedPrecision:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Autocast without gradients. Enter it once for all batches: until it ends, it keeps what it converts
-        of the weights, but for frozen ones. In `torch.inference_mode` (of 2.13) it would keep nothing.
+        """Autocast without gradients. Enter it once for all batches: it caches the converted weights, except
+        frozen ones, until it ends. In `torch.inference_mode` (of 2.13) it would cache none.
         """
         with torch.no_grad(), self.autocast():
             yield
@@ -213,7 +202,9 @@ class MixedPrecision:
         """
         with self.autocast():
             loss = compute(model)
-        if not self.config.fallback_to_fp32 or not self._is_reduced() or bool(torch.isfinite(loss)):
+        # Without autocast too, float8 layers stay float8.
+        reduced = self.precision.linear_dtype != "float32" and not self.precision.float8
+        if not self.config.fallback_to_fp32 or not reduced or bool(torch.isfinite(loss)):
             return loss
         self._epoch_fallbacks += 1
         if self._epoch_fallbacks > self.config.max_fp32_fallbacks:
@@ -224,10 +215,6 @@ class MixedPrecision:
         self._fp32_fallbacks += 1
         with self.autocast(enabled=False), backend_flags(PRECISIONS["fp32"], self.config):
             return compute(_in_float32(model))
-
-    def _is_reduced(self) -> bool:
-        """Whether there is an fp32 to fall back to; float8 layers stay float8 without autocast too."""
-        return self.precision.linear_dtype != "float32" and not self.precision.float8
 
     def scale_value(self) -> Tensor:
         """The loss scale as a tensor on the device; 1 where there is no loss scaling."""
@@ -253,9 +240,8 @@ class MixedPrecision:
 
     def check(self) -> None:
         """Raise Nonfinite if the training cannot recover. Waits for the device."""
-        losses, gradients, floor = torch.stack(
-            [self._losses_in_a_row, self._gradients_in_a_row, self._overflows_at_floor]
-        ).tolist()
+        counts = [self._losses_in_a_row, self._gradients_in_a_row, self._overflows_at_floor]
+        losses, gradients, floor = torch.stack(counts).tolist()
         if floor:
             raise Nonfinite(
                 f"gradients overflowed with the loss scale at its floor of {self.config.min_scale:g} "
@@ -276,16 +262,9 @@ class MixedPrecision:
         Raises pydantic's ValidationError for an unknown key or a value out of range. What decides the
         precision itself cannot change inside a trial: ValueError.
         """
-        fixed = set(changes) & {
-            "preset",
-            "on_unsupported",
-            "allow_emulated",
-            "memory_fraction",
-            "tf32",
-            "cudnn_benchmark",
-        }
-        if fixed:
-            raise ValueError(f"{', '.join(sorted(fixed))} cannot change inside a trial.")
+        fixed = {"preset", "on_unsupported", "allow_emulated", "memory_fraction", "tf32", "cudnn_benchmark"}
+        if fixed & changes.keys():
+            raise ValueError(f"{', '.join(sorted(fixed & changes.keys()))} cannot change inside a trial.")
         self.config = AmpConfig.model_validate(self.config.model_dump() | changes)
         if not self.precision.loss_scaling:
             return
@@ -302,7 +281,6 @@ class MixedPrecision:
             untracked = self.precision.loss_scaling and self.config.track_stats is False
             return AmpStatistics(skipped_steps=None if untracked else 0, fp32_fallbacks=self._fp32_fallbacks)
         return AmpStatistics(
-            num_steps=self._num_steps,
             scale_min=float(self._scale_min),
             scale_mean=float(self._scale_sum) / self._num_steps,
             scale_max=float(self._scale_max),
@@ -325,12 +303,11 @@ class MixedPrecision:
         return {"scaler": dict(self.scaler.state_dict()), **numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's state; one without a scaler leaves this one as it was made."""
-        if state.get("scaler") and self.precision.loss_scaling:
-            self.scaler.load_state_dict(state["scaler"])
-        for name in _COUNTS & state.keys():
+        """Take over a checkpoint's state."""
+        self.scaler.load_state_dict(state["scaler"])
+        for name in _COUNTS:
             setattr(self, f"_{name}", int(state[name]))
-        for name in _TENSORS & state.keys():
+        for name in _TENSORS:
             setattr(self, f"_{name}", torch.tensor(state[name], device=self.device.torch_device))
 
 

@@ -20,8 +20,8 @@ from hpo.trial.telemetry import ScoredEvaluation
 def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
     """{task: {metric: value}} of a trial's best checkpoint, with the decisions chosen on validation.
 
-    It is scored under the precision that the trial ran. Raises RunError when the checkpoint is gone or
-    damaged, DataError when there is no such split, Unsupported when this device cannot run the precision.
+    Scored under the trial's precision. Raises RunError when the checkpoint is gone or damaged, DataError when
+    there is no such split, Unsupported when this device cannot run the precision.
     """
     splits = executor.dataset.splits
     if split not in splits:

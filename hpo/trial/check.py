@@ -1,4 +1,4 @@
-"""The compatibility check of a trial: the batch that it takes, and the key that its result is kept under."""
+"""The compatibility check of a trial: its batches, and the key under which its result is cached."""
 
 from __future__ import annotations
 
@@ -59,24 +59,17 @@ def measure_parts(
     repeats: int = 0,
     on_estimate: Callable[[float], None] = lambda _: None,
 ) -> Measurement:
-    """Measure on the longest window of the data beside the shortest, so that there is padding.
+    """Measure on the longest and the shortest window of the data, so that one of them is padded.
 
-    Where that does not fit into memory, also not in fp32, on the longest alone. Raises OutOfMemory when the
-    precision fits neither.
+    Where these do not fit into memory (the precision's pass or fp32's), measure on the longest alone. Raises
+    OutOfMemory when the precision fits neither.
     """
     without_reference = None
+    precision, amp = parts.resolution.precision, parts.config.amp
     for batch in (parts.batch(1, 1), parts.batch(0, 1)):
         try:
             found = measure(
-                parts.model,
-                batch,
-                parts.loss_fn,
-                parts.resolution.precision,
-                parts.config.amp,
-                device,
-                parts.compile,
-                repeats,
-                on_estimate,
+                parts.model, batch, parts.loss_fn, precision, amp, device, parts.compile, repeats, on_estimate
             )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

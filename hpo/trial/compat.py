@@ -1,11 +1,10 @@
-"""Does this model work under this precision, here? Asked of a small batch before a trial trains.
+"""Does this model work under this precision on this device? Measured on a small batch before a trial trains.
 
-The trial's own encoder, heads and loss run forward and backward from the same weights, in fp32 and under the
-precision, as training runs them but for dropout, which is off: gradient checkpointing is on where the trial
-has it. Compared are finiteness, the relative error of each head's logits ||y - y32|| / ||y32||, the cosine
-between the gradients, time and peak memory. A gradient that overflows under loss scaling is given what
-training would give it: the scale backs off to its floor before the verdict. Where fp32 does not fit into
-memory, finiteness alone is measured.
+The trial's model and loss run forward and backward, in fp32 and under the precision from equal weights, as
+in training but without dropout. Compared are finiteness, the relative error of each head's logits
+||y - y32|| / ||y32||, the cosine between the gradients, time and peak memory. Where gradients overflow under
+loss scaling, the scale backs off as in training, to its floor, before the verdict. Where fp32 does not fit
+into memory, finiteness alone is measured.
 
     ok            as expected of the precision
     degraded      works, but further from fp32 than the study's bounds, or not everywhere in the precision
@@ -120,13 +119,12 @@ class _Pass:
 
     def broken(self) -> str | None:
         """What is not finite first."""
-        if not all(is_finite(value) for value in self.logits.values()):
-            return "logits"
-        if not is_finite(self.loss):
-            return "loss"
-        if not all(is_finite(value) for value in self.gradients.values()):
-            return "gradients"
-        return None
+        parts = {
+            "logits": self.logits.values(),
+            "loss": [self.loss],
+            "gradients": self.gradients.values(),
+        }
+        return next((name for name, values in parts.items() if not all(map(is_finite, values))), None)
 
 
 def measure(
@@ -234,16 +232,13 @@ def _errors(candidate: _Pass, reference: _Pass) -> dict[str, Any]:
 def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
     """Time and memory against fp32: one pass of each for memory, then `repeats` of each for time.
 
-    They are timed in turn, so that what slows the machine down for a while slows both; short passes many
-    times, of which the median counts. The first pass begins without freed memory to take, so its time counts
-    only where there is no other.
+    They are timed in turn, so that other load on the machine slows both; of short passes the median of many
+    counts. The first pass has no freed memory to reuse, so its time counts only with `repeats` of 0.
     """
     device = side.mixed_precision.device
     memory = PeakMemory(device)
-    times: list[list[float]] = []
-    peak_bytes = []
+    times, first, peak_bytes = [], [], []
     try:
-        first = []
         for each in (fp32, side):
             release_free_memory(device)
             memory.reset()
@@ -285,7 +280,8 @@ def _seconds(side: _Side) -> float:
 
 def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = False) -> Compatibility:
     """The verdict on a measurement under a study's bounds, with every reason for it."""
-    incompatible, degraded = [], []
+    incompatible: list[str] = []
+    degraded: list[str] = []
     name = measurement.precision
     if measurement.error:
         incompatible.append(f"{name} raised {measurement.error}")
@@ -297,16 +293,13 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
             + (f"; the first module that made them so is {where}." if where else ".")
         )
     for task, error in measurement.logits_relative_error.items():
-        if error > bounds.incompatible_logits_relative_error:
-            incompatible.append(
-                f"logits of {task} are {error:.3g} away from fp32's (relative), more than "
-                f"{bounds.incompatible_logits_relative_error:g}."
-            )
-        elif error > bounds.degraded_logits_relative_error:
-            degraded.append(
-                f"logits of {task} are {error:.3g} away from fp32's (relative), more than "
-                f"{bounds.degraded_logits_relative_error:g}."
-            )
+        too_far = error > bounds.incompatible_logits_relative_error
+        bound = (
+            bounds.incompatible_logits_relative_error if too_far else bounds.degraded_logits_relative_error
+        )
+        if error > bound:
+            reason = f"logits of {task} are {error:.3g} away from fp32's (relative), more than {bound:g}."
+            (incompatible if too_far else degraded).append(reason)
     cosine = measurement.gradient_cosine
     if cosine is not None and cosine < bounds.incompatible_gradient_cosine:
         incompatible.append(
@@ -319,13 +312,13 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         )
     if measurement.disagreement:
         degraded.append(measurement.disagreement)
-    unknown = (
-        ()
-        if measurement.reference_fits
-        else (f"fp32 does not fit into memory here, so of {name} only that it is finite was checked.",)
-    )
     verdict = "incompatible" if incompatible else "degraded" if degraded else "ok"
-    return Compatibility(verdict, (*incompatible, *degraded, *unknown), measurement, cached)
+    reasons = incompatible + degraded
+    if not measurement.reference_fits:
+        reasons.append(
+            f"fp32 does not fit into memory here, so of {name} only that it is finite was checked."
+        )
+    return Compatibility(verdict, tuple(reasons), measurement, cached)
 
 
 def _run(side: _Side) -> _Pass:

@@ -2,10 +2,10 @@
 
     resolve precision -> tokens -> model -> compatibility check -> train / evaluate -> TrialResult
 
-What cannot work is found out in this order because it is the order of cost: an unsupported precision
-takes milliseconds, a cached compatibility verdict one query. Every way a trial can end becomes a
-`TrialResult`; only what concerns the whole study (bad data, a full disk, a lost lease) is raised. The order
-itself is in `hpo.trial.trial_run`; here is what it is made of, and what is kept from trial to trial.
+The order is that of cost: an unsupported precision takes milliseconds, a cached compatibility verdict one
+query. Every way a trial can end becomes a `TrialResult`; only what concerns the whole study (bad data, a full
+disk, a lost lease) is raised. `hpo.trial.trial_run` has the steps; this file makes the parts of a trial and
+keeps data and tokens from trial to trial.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from hpo.config.search_space import is_searched, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import collate
-from hpo.data.dataset import DataSet, load_data
+from hpo.data.dataset import load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo, limit_threads
@@ -46,7 +45,7 @@ from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_we
 from hpo.training.optim import build_optimizer, parameter_groups
 from hpo.trial.check import CompatibilityCache
 from hpo.trial.objectives import check_metric, decision_metrics
-from hpo.trial.telemetry import DeviceFacts, ScoredEvaluation, TrialRecorder, TrialResult
+from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialParts
 from hpo.trial.trial_run import MODEL_SETTINGS, TrialRun
 
@@ -73,7 +72,7 @@ class Executor:
         self.device = device
         self.runs_dir = runs_dir
         self.amp, self.default_precision = apply_preset(study.amp, device)
-        self.dataset: DataSet = load_data(study.data)
+        self.dataset = load_data(study.data)
         self.tasks = self.dataset.tasks
         self.cache = compatibility_cache
         self._apply_compile = apply_compile
@@ -100,7 +99,7 @@ class Executor:
             check_loss(self.tasks, loss)
         names = [task.name for task in self.tasks]
         weighted = {name.removeprefix("loss_weight.") for name in space if name.startswith("loss_weight.")}
-        for name in sorted(weighted | set(self.study.training.loss_weight)):
+        for name in sorted(weighted | self.study.training.loss_weight.keys()):
             if name not in names:
                 raise InputError(f"loss_weight.{name}: there is no such task.{did_you_mean(name, names)}")
 
@@ -128,9 +127,9 @@ class Executor:
         Raises InputError and RunError for what concerns more than this trial.
         """
         recorder = TrialRecorder()
-        recorder.note(DeviceFacts(self.device, shared_device, self.amp.memory_fraction))
-        # Once more for the second trial: the first has imported what it needed. What the compiler keeps of
-        # a trial it lets go of later.
+        recorder.note(device_facts(self.device, shared_device, self.amp.memory_fraction))
+        # Again before the second trial: the first has imported what it needed. Not after compilation, whose
+        # objects are freed later.
         gc_collect(freeze=self._num_started < 2 and not self._has_compiled)
         self._num_started += 1
         values = trace = None
@@ -153,11 +152,11 @@ class Executor:
         return recorder.result(outcome, reason, values, trace)
 
     def check_study(self) -> None:
-        """Find out what is wrong with the study's data, tokenizers, models and heads, before it is stored.
+        """Check the study's data, tokenizers, models and heads before it is stored.
 
-        Both splits are tokenised, and for each encoder that the study searches (or the one that it has) a
-        small batch goes through model and loss in fp32, forward and backward; of what else is searched the
-        lowest value and the first choice are taken. Leaves nothing but the cache of tokens.
+        Both splits are tokenised, and for each encoder of the study a small batch goes through model and loss
+        in fp32, forward and backward; other searched settings take their lowest value or first choice. Leaves
+        nothing but the cache of tokens.
 
         Raises InputError.
         """
@@ -185,20 +184,19 @@ class Executor:
                 parts.loss_fn(parts.model, batch, items, items).backward()
         except (RuntimeError, MemoryError, IndexError, ValueError, TypeError) as error:
             if is_out_of_memory(error):
-                return  # which a trial ends by, and another device may have more
+                return  # ends a trial, not the study: another device may have more memory
             name = config.encoder if isinstance(config.encoder, str) else "of this config"
             raise ModelError(
                 f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
 
-    # Parts of a trial, each made from the settings that it takes.
-
     def parts(self, config: TrialConfig, resolution: Resolution) -> TrialParts:
-        """What the trial is made of: tokens, the model with the weights of its seed, the loss."""
+        """The trial's tokens, its model with the weights of its seed, and its loss."""
         self._has_compiled |= config.compile != "none"
         train_split, validation_split = (self.tokens(name, config) for name in ("train", "validation"))
         torch.manual_seed(config.seed)
         model = self.build_model(config)
+        compiling = (config.compile, config.compile_scope, config.compile_dynamic)
         return TrialParts(
             config,
             resolution,
@@ -207,11 +205,8 @@ class Executor:
             train_split,
             validation_split,
             self.pad_id(config),
-            partial(self._compile_in_place, config) if config.compile != "none" else None,
+            (lambda model: self._apply_compile(model, *compiling)) if config.compile != "none" else None,
         )
-
-    def _compile_in_place(self, config: TrialConfig, model: MultitaskModel) -> None:
-        self._apply_compile(model, config.compile, config.compile_scope, config.compile_dynamic)
 
     def tokenizer(self, config: TrialConfig) -> Any:
         """The tokenizer of this trial's encoder; kept from trial to trial."""
@@ -232,18 +227,11 @@ class Executor:
         """The tokenised split for this trial's encoder and length; shared by trials and workers."""
         key = (split, json.dumps(config.encoder, sort_keys=True), config.max_length)
         if key not in self._tokens:
-            self._tokens[key] = load_tokenized(
-                self.dataset,
-                split,
-                self.tokenizer(config),
-                Windowing(
-                    config.max_length,
-                    self.study.data.long_text,
-                    self.study.data.stride_of(config.max_length),
-                    self.study.data.pair_segments,
-                ),
-                self.runs_dir / "cache" / "tokens",
-            )
+            data, cache = self.study.data, self.runs_dir / "cache" / "tokens"
+            stride = data.stride_of(config.max_length)
+            windowing = Windowing(config.max_length, data.long_text, stride, data.pair_segments)
+            tokenizer = self.tokenizer(config)
+            self._tokens[key] = load_tokenized(self.dataset, split, tokenizer, windowing, cache)
         few_shapes = self.device.type == "cuda" or config.compile != "none"
         return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
 
@@ -257,13 +245,7 @@ class Executor:
             revision=self.study.model.revision,
             trust_remote_code=self.study.model.trust_remote_code,
         )
-        heads = HeadSettings(
-            config.pooling,
-            config.head_type,
-            config.head_hidden_size,
-            config.head_dropout,
-            config.loss_weighting,
-        )
+        heads = HeadSettings(**{field.name: getattr(config, field.name) for field in fields(HeadSettings)})
         model = build_model(
             encoder,
             self.tasks,

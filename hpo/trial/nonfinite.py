@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are; by their extremes, which NaN becomes one of: several times faster than each."""
+    """Whether all values are finite. Tests the extremes (NaN propagates): faster than each value."""
     return not values.numel() or bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
 
 
@@ -20,52 +21,39 @@ def is_finite(values: Tensor) -> bool:
 def entered_module(model: nn.Module) -> Iterator[list[str]]:
     """A list that holds the name of the module whose forward began last."""
     entered: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_, name=name: entered.__setitem__(slice(None), [name]))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
+
+    def note(name: str, *_: Any) -> None:
+        entered[:] = [name]
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
         yield entered
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
 def watch_for_nonfinite(model: nn.Module) -> Iterator[list[str]]:
     """A list of the modules, in order, that turned finite values into others in the block."""
     found: list[str] = []
-    handles = []
 
-    def hook_for(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(_module: nn.Module, before: Any, after: Any) -> None:
-            if _all_finite(before) and not _all_finite(after):
-                found.append(name)
+    def forward_hook(name: str, _module: nn.Module, before: Any, after: Any) -> None:
+        if _all_finite(before) and not _all_finite(after):
+            found.append(name)
 
-        return hook
+    def backward_hook(name: str, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+        forward_hook(name, module, grad_output, grad_input)
 
-    for name, module in model.named_modules():
-        if name:
-            forward_hook = hook_for(name)
-            handles.append(module.register_forward_hook(forward_hook))
-            handles.append(
-                module.register_full_backward_hook(
-                    lambda module, grad_input, grad_output, hook=forward_hook: hook(
-                        module, grad_output, grad_input
-                    )
-                )
-            )
-    try:
-        with warnings.catch_warnings():
-            # Said of modules whose inputs need no gradient, such as embeddings, and of those that return
-            # no tensor: the modules inside them are watched.
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            warnings.filterwarnings("ignore", message="For backward hooks to be called")
-            yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, warnings.catch_warnings():
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_hook(partial(forward_hook, name)))
+                hooks.enter_context(module.register_full_backward_hook(partial(backward_hook, name)))
+        # Warned of modules whose inputs need no gradient, such as embeddings, and of those that return no
+        # tensor: the modules inside them are watched.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        warnings.filterwarnings("ignore", message="For backward hooks to be called")
+        yield found
 
 
 def _all_finite(values: Any) -> bool:

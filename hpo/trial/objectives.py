@@ -46,11 +46,8 @@ def objective_value(
     not give a metric, because no row of the split was labelled.
     """
     if metric == "score":
-        primary = [
-            metrics[task.name][task.primary_metric]
-            for task in tasks
-            if task.primary_metric in metrics[task.name]
-        ]
+        of_tasks = [metrics[task.name].get(task.primary_metric) for task in tasks]
+        primary = [value for value in of_tasks if value is not None]
         value = sum(primary) / len(primary) if primary else None
     elif "/" in metric:
         task_name, _, name = metric.partition("/")

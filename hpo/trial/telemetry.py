@@ -1,16 +1,15 @@
 """The facts of a trial, and the record that they become however the trial ends.
 
-Each part of a trial returns its facts: a small frozen dataclass whose `telemetry()` gives its share of the
-record. A `TrialRecorder` holds those that are known so far. `telemetry()` is read when the record is made, so
-a trial that was pruned or ran out of memory has its throughput and its precision facts too.
+A `TrialRecorder` holds the facts that are known so far, and reads those that change when the record is made,
+so a trial that was pruned or ran out of memory has its throughput and its precision facts too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ import transformers
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import DeviceInfo, Utilization, memory_limit
 from hpo.json_safe import json_safe
-from hpo.memory import PeakMemory
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
@@ -31,103 +29,48 @@ from hpo.training.loop import TrainState
 from hpo.training.throughput import ThroughputMeter, peak_flops, training_flops
 
 
-class Facts(Protocol):
-    """A part of what is known about a trial."""
-
-    def telemetry(self) -> dict[str, Any]:
-        """Its entries of the record."""
-        ...
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """Where the trial runs."""
-
-    device: DeviceInfo
-    shared: bool
-    memory_fraction: float | None
-    """The share of a GPU's memory that the process may take; None: all of it."""
-
-    def telemetry(self) -> dict[str, Any]:
-        capability = self.device.compute_capability
-        record = {
-            "type": self.device.type,
-            "name": self.device.name,
-            "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
-            "cpu_features": sorted(self.device.cpu_features) if self.device.type == "cpu" else None,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "cuda": self.device.cuda_version,
-            "num_threads": torch.get_num_threads(),
-            "host": self.device.host,
-            "shared": self.shared,
-            "memory_fraction": self.memory_fraction if self.device.type == "cuda" else None,
-            "memory_limit_bytes": memory_limit(self.device, self.memory_fraction),
-        }
-        return {"device": record}
+def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None) -> dict[str, Any]:
+    """Where the trial runs. `memory_fraction` is the share of a GPU's memory for this process; None: all."""
+    capability = device.compute_capability
+    record = {
+        "type": device.type,
+        "name": device.name,
+        "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
+        "cpu_features": sorted(device.cpu_features) if device.type == "cpu" else None,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": device.cuda_version,
+        "num_threads": torch.get_num_threads(),
+        "host": device.host,
+        "shared": shared,
+        "memory_fraction": memory_fraction if device.type == "cuda" else None,
+        "memory_limit_bytes": memory_limit(device, memory_fraction),
+    }
+    return {"device": record}
 
 
-@dataclass(frozen=True)
-class PrecisionFacts:
-    """The precision that was asked for, the one that runs, and the one that was observed."""
+def precision_facts(
+    resolution: Resolution, observed: Mapping[str, Any] | None = None, disagreement: str = ""
+) -> dict[str, Any]:
+    """The precision that was asked for, the one that runs, and the one observed; None: not observed yet.
 
-    requested: str
-    support: str
-    resolution: Resolution | None = None
-    """None: not resolved."""
-    observed: Mapping[str, Any] | None = None
-    """None: not observed."""
-    disagreement: str = ""
-    """Why the observed precision is not the one that should run; empty: it is."""
-
-    def telemetry(self) -> dict[str, Any]:
-        record: dict[str, Any] = {"requested": self.requested, "effective": None, "support": self.support}
-        if self.resolution is not None:
-            record |= asdict(self.resolution) | {"fell_back": self.resolution.fell_back}
-        if self.observed is not None:
-            record |= {
-                "observed": dict(self.observed),
-                "agrees": not self.disagreement,
-                "reason": " ".join(filter(None, (record["reason"], self.disagreement))),
-            }
-        return {"precision": record}
+    `disagreement` says why the observed precision is not the one that should run; empty: it is.
+    """
+    record = asdict(resolution) | {"fell_back": resolution.fell_back}
+    if observed is not None:
+        reason = " ".join(filter(None, (resolution.reason, disagreement)))
+        record |= {"observed": observed, "agrees": not disagreement, "reason": reason}
+    return {"precision": record}
 
 
-@dataclass(frozen=True)
-class DataFacts:
+def data_facts(split: TokenizedSplit) -> dict[str, Any]:
     """How many training texts were cut, and how many true spans were lost, by `max_length`."""
-
-    split: TokenizedSplit
-
-    def telemetry(self) -> dict[str, Any]:
-        record = {
-            "num_examples": len(self.split.examples),
-            "num_cut_examples": self.split.num_cut_examples,
-            "num_lost_spans": dict(self.split.num_lost_spans or {}),
-        }
-        return {"data": record}
-
-
-@dataclass(frozen=True)
-class MemoryFacts:
-    """The peak of memory since the last reset, read when the record is made."""
-
-    peak: PeakMemory
-
-    def telemetry(self) -> dict[str, Any]:
-        return {"peak_memory_bytes": self.peak.read()}
-
-
-@dataclass(frozen=True)
-class SetupFacts:
-    """The time from the trial's start to its first training step, in this process."""
-
-    seconds: float
-    resumed_from_step: int | None
-
-    def telemetry(self) -> dict[str, Any]:
-        resumed = self.resumed_from_step
-        return {"setup_seconds": self.seconds} | ({} if resumed is None else {"resumed_from_step": resumed})
+    record = {
+        "num_examples": len(split.examples),
+        "num_cut_examples": split.num_cut_examples,
+        "num_lost_spans": dict(split.num_lost_spans),
+    }
+    return {"data": record}
 
 
 @dataclass(frozen=True)
@@ -172,7 +115,7 @@ class ScoredEvaluation:
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What the training has come to, read when the record is made."""
+    """How the training goes."""
 
     model: MultitaskModel
     mixed_precision: MixedPrecision
@@ -183,17 +126,14 @@ class TrainingFacts:
     """Examples per second of each evaluation."""
 
     def telemetry(self) -> dict[str, Any]:
-        state, statistics, rates = self.state, self.mixed_precision.statistics(), self.evaluation_rates
+        state, rates = self.state, self.evaluation_rates
+        scaler = asdict(self.mixed_precision.statistics())
+        fp32_fallbacks = scaler.pop("fp32_fallbacks")
         return {
             "throughput": self.meter.summary()
             | {"evaluation_examples_per_second": float(np.median(rates)) if rates else None},
-            "scaler": {
-                "scale_min": statistics.scale_min,
-                "scale_mean": statistics.scale_mean,
-                "scale_max": statistics.scale_max,
-                "skipped_steps": statistics.skipped_steps,
-            },
-            "fp32_fallbacks": statistics.fp32_fallbacks,
+            "scaler": scaler,
+            "fp32_fallbacks": fp32_fallbacks,
             "micro_batch_size": state.micro_batch_size,
             "oom_halvings": state.oom_halvings,
             "num_steps": state.step,
@@ -218,20 +158,26 @@ class TrainingFacts:
 
 
 class TrialRecorder:
-    """The facts of one running trial. Of two facts of one kind the later replaces the earlier."""
+    """The record of one running trial."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self._facts: dict[type, Facts] = {}
+        self._entries: dict[str, Any] = {}
+        self._sources: list[Callable[[], Mapping[str, Any]]] = []
 
-    def note(self, facts: Facts) -> None:
-        self._facts[type(facts)] = facts
+    def note(self, entries: Mapping[str, Any]) -> None:
+        """Add entries; a later one replaces an earlier one of its name."""
+        self._entries |= entries
+
+    def follow(self, source: Callable[[], Mapping[str, Any]]) -> None:
+        """Add the entries that `source` returns whenever the record is made."""
+        self._sources.append(source)
 
     def telemetry(self) -> dict[str, Any]:
-        """What all facts come to now."""
-        record: dict[str, Any] = {"total_seconds": time.perf_counter() - self.started}
-        for facts in self._facts.values():
-            record |= facts.telemetry()
+        """The record as of now."""
+        record = {"total_seconds": time.perf_counter() - self.started, **self._entries}
+        for source in self._sources:
+            record |= source()
         return record
 
     def result(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from hpo.config.trial_settings import BUDGETS
 from hpo.device import Utilization
 from hpo.errors import Incompatible, InputError, Preempted
 from hpo.memory import PeakMemory, release_free_memory
-from hpo.precision.amp import MixedPrecision, Observation, backend_flags, observe
+from hpo.precision.amp import MixedPrecision, backend_flags, observe
 from hpo.precision.table import resolve, support
 from hpo.training.checkpoint import CheckpointStore, NoCheckpoints
 from hpo.training.compilation import CompileClock, compiled_modules, run_compiled_shapes
@@ -30,13 +29,11 @@ from hpo.trial.check import check_compatibility
 from hpo.trial.objectives import final_values, is_better, objective_value
 from hpo.trial.telemetry import (
     CompileFacts,
-    DataFacts,
-    MemoryFacts,
-    PrecisionFacts,
     ScoredEvaluation,
-    SetupFacts,
     TrainingFacts,
     TrialRecorder,
+    data_facts,
+    precision_facts,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +43,7 @@ CHECKPOINT_FORMAT = 3
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
-"""Steps between two questions to the device how busy it is."""
+"""Steps between two samples of the device's utilisation."""
 
 MODEL_SETTINGS = (
     "encoder",
@@ -60,14 +57,14 @@ MODEL_SETTINGS = (
     "compile",
     "compile_scope",
 )
-"""Settings that can make a model that cannot be built."""
+"""Settings of which some combinations cannot be built."""
 
 _STEP_SETTINGS = (*BUDGETS, *MODEL_SETTINGS, "batch_size", "micro_batch_size", "compile_dynamic")
 """Settings that decide whether a trial has steps in which nothing is compiled."""
 
 
 class TrialRun:
-    """A trial in hand: what it is made of, where it is, and what its checkpoints hold."""
+    """One running trial: its parts, its progress, and its checkpoints."""
 
     def __init__(
         self,
@@ -94,29 +91,29 @@ class TrialRun:
 
         Raises TrialEnd where it ends early, InputError and RunError for what concerns the whole study.
         """
-        executor = self.executor
+        executor, recorder, memory = self.executor, self.recorder, self.memory
         config = build_trial_config(executor.study, params, executor.default_precision, executor.amp)
         check_loss(executor.tasks, config.loss)
-        level = support(config.fp_precision, executor.device).level
-        self.precision_facts = PrecisionFacts(config.fp_precision, level)
-        self.recorder.note(self.precision_facts)
-        resolution = resolve(config.fp_precision, executor.device, config.amp)
-        self.precision_facts = PrecisionFacts(config.fp_precision, resolution.support, resolution)
-        self.recorder.note(self.precision_facts)
-        self.memory.reset()
-        self.recorder.note(MemoryFacts(self.memory))
+        requested = config.fp_precision
+        level = support(requested, executor.device).level
+        recorder.note({"precision": {"requested": requested, "effective": None, "support": level}})
+        resolution = resolve(requested, executor.device, config.amp)
+        recorder.note(precision_facts(resolution))
+        memory.reset()
+        recorder.follow(lambda: {"peak_memory_bytes": memory.read()})
         used_ids = executor.used_ids(config)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
         key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
         checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key)
         with backend_flags(resolution.precision, config.amp), checkpoints as self.store:
             self.parts = executor.parts(config, resolution)
-            self.recorder.note(DataFacts(self.parts.train_split))
+            recorder.note(data_facts(self.parts.train_split))
             self._check()
-            self._set_up()
-            resumed_from = self._resume()
+            self.optimizer = executor.prepare(self.parts.model, resolution.precision, config, used_ids)
+            self.mixed_precision = MixedPrecision(resolution.precision, config.amp, executor.device)
+            self._resume()
             self._observe_and_compile()
-            self.recorder.note(SetupFacts(time.perf_counter() - self.recorder.started, resumed_from))
+            recorder.note({"setup_seconds": time.perf_counter() - recorder.started})
             self._train()
             return self._finish()
 
@@ -124,21 +121,15 @@ class TrialRun:
         executor = self.executor
         fingerprint = executor.dataset.fingerprint
         found = check_compatibility(self.parts, executor.study, fingerprint, executor.device, executor.cache)
-        self.recorder.note(found)
+        self.recorder.note(found.telemetry())
         if found.verdict == "incompatible":
             raise Incompatible(" ".join(found.reasons))
         # The check's passes are not this trial's memory.
         release_free_memory(executor.device)
         self.memory.reset()
 
-    def _set_up(self) -> None:
-        executor, config, resolution = self.executor, self.parts.config, self.parts.resolution
-        used_ids = executor.used_ids(config)
-        self.optimizer = executor.prepare(self.parts.model, resolution.precision, config, used_ids)
-        self.mixed_precision = MixedPrecision(resolution.precision, config.amp, executor.device)
-
-    def _resume(self) -> int | None:
-        """Go on from the trial's last checkpoint if there is one, and return its step.
+    def _resume(self) -> None:
+        """Go on from the trial's last checkpoint if there is one.
 
         The best weights may be newer, of an evaluation that will be made again: its value, which was
         reported before they were written, stays the trial's best until there is a better one.
@@ -147,51 +138,41 @@ class TrialRun:
         if best is not None:
             self._set_best(ScoredEvaluation.from_state_dict(best.state["best"]))
         if last is None:
-            return None
+            return
         self.parts.model.load_state_dict(last.weights)
         self.optimizer.load_state_dict(last.state["optimizer"])
-        self.mixed_precision.load_state_dict(last.state.get("mixed_precision", {}))
+        self.mixed_precision.load_state_dict(last.state["mixed_precision"])
         self.state.load_state_dict(last.state["progress"])
         self.evaluation_rates = list(last.state["evaluation_rates"])
         self.meter.load_state_dict(last.state["meter"])
         if self.best is None and last.state["best"] is not None:
             self._set_best(ScoredEvaluation.from_state_dict(last.state["best"]))
-        return self.state.step
+        self.recorder.note({"resumed_from_step": self.state.step})
 
     def _observe_and_compile(self) -> None:
-        """See which precision really runs, before the compiler hides the modules from it."""
-        seen = self._observe()
+        """Observe the dtypes of a real example, before the compiler hides the modules."""
         parts, device = self.parts, self.executor.device
+        batch = parts.batch(1).to(device.torch_device)
+        with observe(parts.model) as seen, self.mixed_precision.evaluation():
+            parts.model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
         if parts.compile is not None:
             started = time.perf_counter()
             torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
             parts.compile(parts.model)
-            # Two lengths, so that what is dynamic is found out.
+            # Two lengths, so that the compiler finds out which dimensions are dynamic.
             batches = [parts.batch(0, parts.config.batch_size), parts.batch(parts.config.batch_size)]
             run_compiled_shapes(parts.model, parts.loss_fn, batches, self.mixed_precision)
-            self.recorder.note(CompileFacts(time.perf_counter() - started, self.compile_clock))
+            seconds = time.perf_counter() - started
+            self.recorder.follow(CompileFacts(seconds, self.compile_clock).telemetry)
             self.compile_clock.start()
         observed = seen.telemetry(compiled=bool(compiled_modules(parts.model)))
         disagreement = seen.disagreement(parts.resolution.precision)
-        self.recorder.note(replace(self.precision_facts, observed=observed, disagreement=disagreement))
+        self.recorder.note(precision_facts(parts.resolution, observed, disagreement))
         self.utilization = Utilization(device, torch.get_num_threads())
-        self.recorder.note(
-            TrainingFacts(
-                parts.model,
-                self.mixed_precision,
-                self.state,
-                self.meter,
-                self.utilization,
-                self.evaluation_rates,
-            )
+        facts = TrainingFacts(
+            parts.model, self.mixed_precision, self.state, self.meter, self.utilization, self.evaluation_rates
         )
-
-    def _observe(self) -> Observation:
-        """One real example through the prepared model as training runs it: the dtypes that come out."""
-        batch = self.parts.batch(1).to(self.executor.device.torch_device)
-        with observe(self.parts.model) as seen, self.mixed_precision.evaluation():
-            self.parts.model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-        return seen
+        self.recorder.follow(facts.telemetry)
 
     def _train(self) -> None:
         parts = self.parts
@@ -222,8 +203,8 @@ class TrialRun:
     def _on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluation_rates.append(evaluation.examples_per_second)
         scored = ScoredEvaluation(evaluation, self._values(evaluation))
-        first = self.executor.study.objective[0]
-        better = is_better(first, scored.values, None if self.best is None else self.best.values)
+        best_values = None if self.best is None else self.best.values
+        better = is_better(self.executor.study.objective[0], scored.values, best_values)
         if better:
             self._set_best(scored)
         self.on_evaluation(scored)
@@ -259,7 +240,7 @@ class TrialRun:
 
     def _set_best(self, scored: ScoredEvaluation) -> None:
         self.best = scored
-        self.recorder.note(scored)
+        self.recorder.note(scored.telemetry())
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
         """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either."""

@@ -1,7 +1,7 @@
-"""What this machine does with each precision, for a person who is about to search: `hpo verify`.
+"""How each precision does on this machine, before a search: `hpo verify`.
 
-Every precision is measured on the study's own model and data, also those that the device only emulates:
-that they are slow is what a person wants to see. Nothing is trained and nothing stored.
+Every precision that runs here, natively or emulated, is measured on the study's own model and data. Nothing
+is trained and nothing stored.
 """
 
 from __future__ import annotations
@@ -45,15 +45,12 @@ class PrecisionCheck:
     @property
     def usable(self) -> bool:
         """Native, and not incompatible."""
-        return (
-            self.support.level == "native"
-            and self.compatibility is not None
-            and self.compatibility.verdict != "incompatible"
-        )
+        works = self.compatibility is not None and self.compatibility.verdict != "incompatible"
+        return works and self.support.level == "native"
 
 
 CheckPrecision = Callable[[str, int, Callable[[float], None]], Compatibility]
-"""Checks a precision by its name, timing so many passes, and tells how many seconds that will take."""
+"""Takes a precision's name, the number of timed passes, and what to tell the seconds they will take."""
 
 
 def check_precision(
@@ -83,16 +80,14 @@ def verify(
     checks = []
     for name in PRECISION_NAMES:
         found = support(name, device)
-        if found.level == "unsupported":
-            checks.append(PrecisionCheck(name, found, None, found.reason))
-            continue
-        on_start(name, found)
-        try:
-            compatibility = check(name, repeats, partial(on_estimate, name))
-        except OutOfMemory as error:
-            checks.append(PrecisionCheck(name, found, None, str(error)))
-            continue
-        note = " ".join(compatibility.reasons) or found.reason
+        compatibility, note = None, found.reason
+        if found.level != "unsupported":
+            on_start(name, found)
+            try:
+                compatibility = check(name, repeats, partial(on_estimate, name))
+                note = " ".join(compatibility.reasons) or note
+            except OutOfMemory as error:
+                note = str(error)
         checks.append(PrecisionCheck(name, found, compatibility, note))
     return checks
 

@@ -24,7 +24,7 @@ from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 
 # Weights so large that the feed-forward layers pass fp16's largest number; LayerNorm hides it from fp32.
-OVERFLOWING = ENCODER | {"initializer_range": 300.0}
+OVERFLOWING = {"encoder": ENCODER | {"initializer_range": 300.0}}
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,7 @@ class Altered(Executor):
     """An executor whose models are changed as they are built."""
 
     def __init__(
-        self,
-        folder: Path,
-        alter: Callable[[MultitaskModel], object],
-        device: DeviceInfo = CPU,
-        **study: Any,
+        self, folder: Path, alter: Callable[[MultitaskModel], object], device: DeviceInfo = CPU, **study: Any
     ) -> None:
         self.alter = alter
         super().__init__(tiny_study(folder, **study), device, folder / "runs")
@@ -62,7 +58,6 @@ def run(executor: Executor, tmp_path: Path, params: dict[str, Any], **options: A
 def test_complete(executor: Executor, tmp_path: Path, name: str) -> None:
     result = run(executor, tmp_path, {"fp_precision": name})
     assert (result.outcome, result.reason) == ("complete", "")
-    assert result.values is not None
     assert 0 <= result.values[0] <= 1
     assert result.headline.keys() == {
         "fp_precision_effective",
@@ -96,20 +91,21 @@ def test_the_same_seed_gives_the_same_trial(executor: Executor, tmp_path: Path) 
     assert executor.run(params | {"seed": 7}, tmp_path / "c", "c").values != first.values
 
 
-def test_unsupported(executor: Executor, tmp_path: Path) -> None:
-    for name in ("tf32", "fp8"):
-        result = run(executor, tmp_path, {"fp_precision": name})
-        assert result.outcome == "unsupported"
-        assert f"`{name}` needs CUDA" in result.reason
-        assert result.telemetry["precision"]["support"] == "unsupported"
-        assert "metrics" not in result.telemetry
-        assert not (tmp_path / "trial").exists()
-
-
-def test_emulated_is_unsupported_unless_allowed(tmp_path: Path) -> None:
-    result = run(tiny_executor(tmp_path, amp={}), tmp_path, {"fp_precision": "bf16"})
+@pytest.mark.parametrize(
+    ("name", "support", "message"),
+    [
+        ("tf32", "unsupported", "`tf32` needs CUDA"),
+        ("fp8", "unsupported", "`fp8` needs CUDA"),
+        ("bf16", "emulated", "set amp.allow_emulated: true"),
+    ],
+)
+def test_unsupported(tmp_path: Path, name: str, support: str, message: str) -> None:
+    result = run(tiny_executor(tmp_path, amp={}), tmp_path, {"fp_precision": name})
     assert result.outcome == "unsupported"
-    assert "set amp.allow_emulated: true" in result.reason
+    assert message in result.reason
+    assert result.telemetry["precision"] == {"requested": name, "effective": None, "support": support}
+    assert "metrics" not in result.telemetry
+    assert not (tmp_path / "trial").exists()
 
 
 def test_fallback_runs_something_else_and_says_so(tmp_path: Path) -> None:
@@ -128,7 +124,7 @@ def test_fail_on_unsupported(tmp_path: Path) -> None:
 
 
 def test_incompatible(tmp_path: Path) -> None:
-    executor = tiny_executor(tmp_path, model={"encoder": OVERFLOWING})
+    executor = tiny_executor(tmp_path, model=OVERFLOWING)
     result = run(executor, tmp_path, {"fp_precision": "fp16"})
     assert result.outcome == "incompatible"
     assert "not finite under fp16; the first module that made them so is encoder" in result.reason
@@ -136,12 +132,38 @@ def test_incompatible(tmp_path: Path) -> None:
     assert run(executor, tmp_path, {"fp_precision": "fp32"}).outcome == "complete"
 
 
-def test_nonfinite(tmp_path: Path) -> None:
-    executor = tiny_executor(tmp_path, model={"encoder": OVERFLOWING}, compat={"enabled": False})
-    result = run(executor, tmp_path, {"fp_precision": "fp16"})
+@pytest.mark.parametrize(
+    ("study", "params", "message", "key", "count"),
+    [
+        ({"model": OVERFLOWING}, {}, "loss was not finite in 3 steps in a row", "num_steps", 3),
+        (
+            {"amp": {"allow_emulated": True, "min_scale": 2.0**38}},
+            {"init_scale": 2.0**40, "max_steps": 12},
+            "loss scale at its floor",
+            "skipped_steps",
+            3,
+        ),
+        (
+            {
+                "model": OVERFLOWING,
+                "amp": {"allow_emulated": True, "fallback_to_fp32": True, "max_fp32_fallbacks": 2},
+            },
+            {},
+            "more than 2 micro-batches of one epoch were not finite under fp16",
+            "fp32_fallbacks",
+            2,
+        ),
+    ],
+    ids=["loss", "scale at its floor", "limit of fp32 fallbacks"],
+)
+def test_nonfinite(
+    tmp_path: Path, study: dict[str, Any], params: dict[str, Any], message: str, key: str, count: int
+) -> None:
+    executor = tiny_executor(tmp_path, **study, compat={"enabled": False})
+    result = run(executor, tmp_path, {"fp_precision": "fp16", **params})
     assert result.outcome == "nonfinite"
-    assert "loss was not finite in 3 steps in a row" in result.reason
-    assert result.telemetry["num_steps"] == 3
+    assert message in result.reason
+    assert (result.telemetry | result.telemetry["scaler"])[key] == count
 
 
 def test_nonfinite_in_one_task_only(tmp_path: Path) -> None:
@@ -161,25 +183,6 @@ def test_infinite_gradients_that_the_scaler_skips(executor: Executor, tmp_path: 
     assert result.outcome == "complete"
     assert result.telemetry["scaler"]["skipped_steps"] >= 1
     assert result.telemetry["scaler"]["scale_min"] < 2.0**18
-
-
-def test_a_scale_that_falls_to_its_floor(tmp_path: Path) -> None:
-    amp = {"allow_emulated": True, "min_scale": 2.0**38}
-    executor = tiny_executor(tmp_path, amp=amp, compat={"enabled": False})
-    params = {"fp_precision": "fp16", "init_scale": 2.0**40, "max_steps": 12}
-    result = run(executor, tmp_path, params)
-    assert result.outcome == "nonfinite"
-    assert "loss scale at its floor" in result.reason
-    assert result.telemetry["scaler"]["skipped_steps"] == 3
-
-
-def test_fp32_fallback_up_to_its_limit(tmp_path: Path) -> None:
-    amp = {"allow_emulated": True, "fallback_to_fp32": True, "max_fp32_fallbacks": 2}
-    executor = tiny_executor(tmp_path, model={"encoder": OVERFLOWING}, amp=amp, compat={"enabled": False})
-    result = run(executor, tmp_path, {"fp_precision": "fp16"})
-    assert result.outcome == "nonfinite"
-    assert "more than 2 micro-batches of one epoch were not finite under fp16" in result.reason
-    assert result.telemetry["fp32_fallbacks"] == 2
 
 
 def out_of_memory_unless(fits: Callable[[MultitaskModel, int], bool]) -> Callable[[MultitaskModel], object]:
@@ -275,7 +278,6 @@ def test_failed_keeps_the_traceback(tmp_path: Path) -> None:
     )
     result = run(executor, tmp_path, {"fp_precision": "fp32"})
     assert (result.outcome, result.reason) == ("failed", "ValueError: a bug")
-    assert result.traceback is not None
     assert "in broken" in result.traceback
 
 
@@ -306,7 +308,6 @@ def test_a_best_that_was_written_last_stays_the_best(executor: Executor, tmp_pat
     params = {"fp_precision": "fp32"}
     run(executor, tmp_path, params)
     best = best_checkpoint(tmp_path / "trial")
-    assert best is not None
     with CheckpointStore(tmp_path / "trial", best.resume_key) as store:
         best.state["best"]["values"] = [2.0]
         step = best.state["best"]["evaluation"]["step"]
@@ -314,10 +315,8 @@ def test_a_best_that_was_written_last_stays_the_best(executor: Executor, tmp_pat
     again = run(executor, tmp_path, params)
     assert again.values == (2.0,)
     kept = best_checkpoint(tmp_path / "trial")
-    assert kept is not None
     assert kept.state["best"]["values"] == [2.0]
     other = executor.run(params, tmp_path / "trial", "another trial")
-    assert other.values is not None
     assert other.values[0] <= 1
 
 
@@ -349,23 +348,17 @@ def test_a_model_that_cannot_be_built_is_the_study_s_fault_unless_it_is_searched
     fixed = tiny_executor(tmp_path, training=training | {"freeze_layers": 9})
     with pytest.raises(ModelError, match="freeze_layers must be between 0 and the encoder's 2 layers"):
         run(fixed, tmp_path, {})
-    searched = tiny_executor(
-        tmp_path,
-        training=training,
-        search_space={"freeze_layers": {"type": "categorical", "choices": [0, 9]}},
-    )
+    space = {"freeze_layers": {"type": "categorical", "choices": [0, 9]}}
+    searched = tiny_executor(tmp_path, training=training, search_space=space)
     assert run(searched, tmp_path, {"freeze_layers": 9}).outcome == "incompatible"
 
 
-def test_a_weight_of_no_task_and_a_loss_for_no_task_are_refused_before_the_first_trial(
-    tmp_path: Path,
-) -> None:
+def test_a_weight_of_no_task_is_refused_before_the_first_trial(tmp_path: Path) -> None:
     weight = {"loss_weight.criterai": {"type": "float", "low": 0.1, "high": 1.0}}
     with pytest.raises(InputError, match=r"loss_weight\.criterai: .* Did you mean `criteria`"):
         tiny_executor(tmp_path, search_space=weight)
-    training = {"max_steps": 1, "loss_weight": {"nothing": 2.0}}
     with pytest.raises(InputError, match="no such task"):
-        tiny_executor(tmp_path, training=training)
+        tiny_executor(tmp_path, training={"max_steps": 1, "loss_weight": {"nothing": 2.0}})
 
 
 def test_thresholds_follow_the_objective(tmp_path: Path) -> None:
@@ -377,7 +370,6 @@ def test_thresholds_follow_the_objective(tmp_path: Path) -> None:
 def test_a_measured_objective_is_that_of_the_whole_trial(tmp_path: Path) -> None:
     objectives = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
     result = run(tiny_executor(tmp_path, objective=objectives), tmp_path, {"fp_precision": "fp32"})
-    assert result.values is not None
     assert abs(result.values[1] - result.telemetry["peak_memory_bytes"]) < 2**26
 
 

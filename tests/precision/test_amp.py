@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hpo.errors import Nonfinite
 from hpo.precision.amp import (
     NONFINITE_PATIENCE,
+    AmpStatistics,
     MixedPrecision,
     backend_flags,
     is_matmul_module,
@@ -30,19 +31,11 @@ def mixed(name: str, **changes: Any) -> MixedPrecision:
 
 
 def test_what_was_observed_is_not_what_was_asked_for() -> None:
-    model = tiny_model()
-    batch = tiny_batch()
+    model, batch = tiny_model(), tiny_batch()
     with observe(model) as seen:
         model(batch.input_ids_BL, batch.attention_mask_BL)
-    assert "5 of 5 linear layers did not compute in bfloat16: encoder.dense (float32)" in seen.disagreement(
-        PRECISIONS["bf16"]
-    )
-
-
-def test_hooks_are_gone_after_observing() -> None:
-    model = tiny_model()
-    with observe(model):
-        pass
+    expected = "5 of 5 linear layers did not compute in bfloat16: encoder.dense (float32)"
+    assert expected in seen.disagreement(PRECISIONS["bf16"])
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -82,6 +75,7 @@ def test_a_micro_batch_that_is_not_finite_runs_again_in_fp32() -> None:
     loss.backward()
     assert float(model.weight.grad) == 1.0
     assert amp.statistics().fp32_fallbacks == 1
+    assert math.isinf(mixed("bf16").loss(model, lambda forward: forward()).detach()), "without fallback"
 
 
 def test_fallback_reaches_bf16_weights_in_fp32() -> None:
@@ -97,24 +91,17 @@ def test_fallback_reaches_bf16_weights_in_fp32() -> None:
 
     amp.loss(linear, compute).backward()
     assert seen == [torch.bfloat16, torch.float32]
-    assert linear.weight.grad is not None
     assert linear.weight.grad.dtype == torch.bfloat16
 
 
 def test_the_limit_of_fallbacks_is_for_an_epoch() -> None:
     model, amp = Scripted(), mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
-    for _ in range(2):
+    for _ in range(3):
+        amp.start_epoch()
         for _ in range(2):
             amp.loss(model, lambda forward: forward())
-        amp.start_epoch()
-    for _ in range(2):
-        amp.loss(model, lambda forward: forward())
     with pytest.raises(Nonfinite, match="more than 2 micro-batches of one epoch"):
         amp.loss(model, lambda forward: forward())
-
-
-def test_without_fallback_infinity_stays() -> None:
-    assert math.isinf(mixed("bf16").loss(Scripted(), lambda forward: forward()).detach())
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
@@ -167,7 +154,7 @@ def test_statistics_are_reset_and_can_be_switched_off() -> None:
     amp = mixed("fp16")
     amp.record_step(FINITE, INF)
     amp.reset_statistics()
-    assert amp.statistics().num_steps == 0
+    assert amp.statistics() == AmpStatistics()
     silent = mixed("fp16", track_stats=False)
     silent.record_step(FINITE, INF)
     assert silent.statistics().skipped_steps is None
@@ -195,12 +182,6 @@ def test_the_state_survives_a_checkpoint(name: str) -> None:
     other.load_state_dict(amp.state_dict())
     assert other.statistics() == amp.statistics()
     assert other.scaler.get_scale() == amp.scaler.get_scale()
-
-
-def test_a_checkpoint_without_scaler_state_loads() -> None:
-    amp = mixed("fp16", init_scale=128.0)
-    amp.load_state_dict({})
-    assert amp.scaler.get_scale() == 128.0
 
 
 @pytest.mark.gpu

@@ -14,11 +14,8 @@ TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", (
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
 
 
-def test_score_is_the_mean_of_the_primary_metrics() -> None:
+def test_score_is_the_mean_of_the_primary_metrics_of_tasks_with_labels() -> None:
     assert objective_value("score", METRICS, TASKS, {}) == pytest.approx(0.3)
-
-
-def test_a_task_without_labels_is_left_out_of_the_score() -> None:
     assert objective_value("score", METRICS | {"size": {}}, TASKS, {}) == 0.5
 
 
