@@ -43,6 +43,7 @@ class Checkpoint:
     """An intact checkpoint; tensors on the CPU."""
 
     path: Path
+    resume_key: str
     weights: dict[str, Tensor]
     state: dict[str, Any]
 
@@ -172,7 +173,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    return Checkpoint(path, weights, state)
+    return Checkpoint(path, manifest["resume_key"], weights, state)
 
 
 def _copied(value: Any) -> Any:
