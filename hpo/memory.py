@@ -29,11 +29,10 @@ def disable_malloc_trim() -> None:
 
 @contextlib.contextmanager
 def gc_frozen_imports() -> Iterator[None]:
-    """Import large libraries in here: the garbage collector looks neither at what they make nor at what is
-    there already, now or later.
+    """Keep the garbage collector from all objects that exist at the end of the block; import libraries in it.
 
-    torch and transformers make a million objects and no garbage. A full collection looks at each of them for
-    a third of a second, and there would be several before the first training step.
+    torch and transformers make a million objects and no garbage. A full collection of them takes a third of
+    a second, and there would be several before the first training step.
     """
     was_enabled = gc.isenabled()
     gc.collect()  # what is garbage now would stay for good
@@ -47,9 +46,9 @@ def gc_frozen_imports() -> Iterator[None]:
 
 
 def gc_collect(*, freeze: bool) -> None:
-    """Free what is held by reference cycles alone, such as the model of a trial that failed.
+    """Free reference cycles, such as the model of a trial that failed.
 
-    `freeze` takes what is left out of all later collections, as `gc_frozen_imports` does.
+    `freeze` exempts the objects that remain from later collections, as `gc_frozen_imports` does.
     """
     gc.collect()
     if freeze:
@@ -57,7 +56,7 @@ def gc_collect(*, freeze: bool) -> None:
 
 
 class PeakMemory:
-    """The most memory that was held since `reset`, in bytes, as the allocator or the kernel tells.
+    """The peak of the memory held since `reset`, in bytes.
 
     CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), which
     Linux lets a process reset (proc(5), clear_refs); it includes the interpreter and the libraries.

@@ -5,8 +5,9 @@ Suffixes: B windows of a batch; L padded length; S spans; C classes; N span name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -49,33 +50,25 @@ class Batch:
     def to(self, device: str | torch.device) -> Batch:
         """Return the batch with its tensors on a device; a GPU copies from pinned memory, without a wait."""
         pinned = torch.device(device).type == "cuda"
-
-        def move(tensor: Tensor) -> Tensor:
-            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
-
-        return Batch(
-            input_ids_BL=move(self.input_ids_BL),
-            attention_mask_BL=move(self.attention_mask_BL),
-            type_ids_BL=None if self.type_ids_BL is None else move(self.type_ids_BL),
-            targets={name: move(target) for name, target in self.targets.items()},
-            windows_B=self.windows_B,
-            lengths_B=self.lengths_B,
+        return self._map(
+            lambda values: (values.pin_memory() if pinned else values).to(device, non_blocking=True)
         )
 
     def split(self, micro_batch_size: int) -> list[Batch]:
         """Cut into batches of at most `micro_batch_size` windows; they keep the padded length."""
-        return [
-            Batch(
-                input_ids_BL=self.input_ids_BL[i:j],
-                attention_mask_BL=self.attention_mask_BL[i:j],
-                type_ids_BL=None if self.type_ids_BL is None else self.type_ids_BL[i:j],
-                targets={name: target[i:j] for name, target in self.targets.items()},
-                windows_B=self.windows_B[i:j],
-                lengths_B=self.lengths_B[i:j],
-            )
-            for i in range(0, len(self.windows_B), micro_batch_size)
-            for j in [min(i + micro_batch_size, len(self.windows_B))]
-        ]
+        starts = range(0, len(self.windows_B), micro_batch_size)
+        parts = [slice(start, start + micro_batch_size) for start in starts]
+        return [self._map(itemgetter(part), part) for part in parts]
+
+    def _map(self, change: Callable[[Tensor], Tensor], windows: slice = slice(None)) -> Batch:
+        return Batch(
+            change(self.input_ids_BL),
+            change(self.attention_mask_BL),
+            None if self.type_ids_BL is None else change(self.type_ids_BL),
+            {name: change(target) for name, target in self.targets.items()},
+            self.windows_B[windows],
+            self.lengths_B[windows],
+        )
 
 
 def padded_length(longest: int, max_length: int, multiple: int = LENGTH_MULTIPLE) -> int:
@@ -84,10 +77,7 @@ def padded_length(longest: int, max_length: int, multiple: int = LENGTH_MULTIPLE
 
 
 def collate(
-    split: TokenizedSplit,
-    windows: IntArray | Sequence[int],
-    tasks: Iterable[Task],
-    pad_id: int,
+    split: TokenizedSplit, windows: IntArray | Sequence[int], tasks: Iterable[Task], pad_id: int
 ) -> Batch:
     """Pad these windows to the longest and build the targets of `tasks` (none for prediction)."""
     windows_B = np.asarray(windows, dtype=np.int64)
@@ -105,29 +95,21 @@ def collate(
 
     mask_BL = (np.arange(length) < lengths_B[:, None]).astype(np.int64)
     is_text_BL = padded(split.char_start_T, -1) >= 0
-    arrays = {
-        task.name: _target(split, task, windows_B, is_text_BL)
-        if task.level == "token" and task.kind != "span_extraction"
-        else _window_target(task, split.targets[task.name][windows_B])
-        for task in tasks
-    }
+    targets = {task.name: torch.from_numpy(_target(split, task, windows_B, is_text_BL)) for task in tasks}
     return Batch(
         input_ids_BL=torch.from_numpy(padded(split.input_ids_T, pad_id)),
         attention_mask_BL=torch.from_numpy(mask_BL),
         type_ids_BL=None if split.type_ids_T is None else torch.from_numpy(padded(split.type_ids_T, 0)),
-        targets={name: torch.from_numpy(array) for name, array in arrays.items()},
+        targets=targets,
         windows_B=windows_B,
         lengths_B=lengths_B,
     )
 
 
-def _window_target(task: Task, rows: AnyArray) -> AnyArray:
-    is_float = task.kind in ("multi_label", "regression")
-    return rows.astype(np.float32 if is_float else np.int64)
-
-
 def _target(split: TokenizedSplit, task: Task, windows_B: IntArray, is_text_BL: BoolArray) -> AnyArray:
-    """Targets of token_classification and span_per_label, from the spans of these windows."""
+    if task.level == "sequence" or task.kind == "span_extraction":
+        is_float = task.kind in ("multi_label", "regression")
+        return split.targets[task.name][windows_B].astype(np.float32 if is_float else np.int64)
     spans = split.spans[task.name]
     from_B = spans.start_W1[windows_B]
     count_B = spans.start_W1[windows_B + 1] - from_B
@@ -170,15 +152,15 @@ def num_batches(num_windows: int, batch_size: int) -> int:
 def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int) -> list[IntArray]:
     """Batches of one epoch: every window once, in random batches of similar length.
 
-    What does not fill a batch is drawn at random and is a batch of its own. The others are shuffled into
-    chunks of at most `CHUNK_BATCHES` batches, and in each chunk sorted by length. Few chunks would give
-    nearly the same batches in each epoch, so ranks are moved at random before they are cut into batches, by
-    up to `JITTER_BATCHES` batches where there is one chunk, by a k-th of that where there are k. Then
-    batches are shuffled. The same (seed, epoch) gives the same list, so a position in it is where to resume.
+    Windows that do not fill a batch are drawn at random for a smaller one. The others are shuffled into
+    chunks of at most `CHUNK_BATCHES` batches and sorted by length in each. Few chunks would give nearly the
+    same batches in each epoch, so ranks are moved at random before they are cut into batches, by up to
+    `JITTER_BATCHES` batches divided by the number of chunks. Then batches are shuffled. The list is always
+    the same for a (seed, epoch), so that training can resume at a position in it.
 
     Share of a batch's pairs that meet again in the next epoch, and padding share, for dialogues of 43 to 320
-    tokens, by number of windows and batch size (tests/benchmarks/batching.py, which shows short texts too).
-    Sorted alone is without the jitter, Trainer is transformers' LengthGroupedSampler:
+    tokens, by number of windows and batch size (tests/benchmarks/batching.py). "Sorted alone" is without the
+    jitter, "Trainer" is transformers' LengthGroupedSampler:
 
                     160/16        320/16       1000/32       1600/16      20000/32
     this rule    0.24, 10.3 %  0.21, 6.1 %   0.18, 4.5 %   0.14, 1.7 %   0.04, 1.0 %
@@ -204,10 +186,7 @@ def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int
 
 
 def evaluation_batches(lengths_W: IntArray, max_tokens: int) -> list[IntArray]:
-    """Batches of at most `max_tokens` padded tokens (at least one window), the longest windows first.
-
-    The longest come first so that the largest need of memory is met at once.
-    """
+    """Batches of at most `max_tokens` padded tokens (at least one window), the longest windows first."""
     order_W = np.argsort(-lengths_W, kind="stable")
     batches: list[IntArray] = []
     start = 0

@@ -5,10 +5,8 @@ A checkpoint is a folder with `model.safetensors`, `state.pt` (plain containers 
 flushed to disk and renamed, so a folder with its final name was complete when it got that name; one that
 was damaged afterwards does not match its manifest and is passed over for the one before.
 
-The manifest also names the resume key: what must be equal for a trial to go on from there (configuration,
-effective precision, device type). A store reads and replaces the checkpoints of its own key alone.
-
-A thread of its own does the writing, from a copy of what it is given, while the trial goes on.
+The manifest also holds the resume key: what must be equal for a trial to go on from there (configuration,
+effective precision, device type). A store reads and replaces the checkpoints of its own key only.
 
     <trial folder>/
         step-00000120/      to go on from; the two newest while the trial runs, the last when it has ended
@@ -51,13 +49,11 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """The checkpoints of one trial under one resume key. As a context manager it waits at the end
-    for the last to be written.
+    """The checkpoints of one trial under one resume key; a context manager that waits for the last write.
 
-    `save` waits for the write before and copies what it is given. That a checkpoint could not be written is
-    raised as CheckpointError by the next call or at the end, a full disk included: nothing half-written stays
-    then, and the checkpoints before are untouched. What ends the trial otherwise is not replaced by it, but
-    for a `Preempted`, which promises a checkpoint.
+    A thread writes while the trial goes on. A failed write (a full disk) is raised as CheckpointError by the
+    next call or at the end; it leaves nothing half-written and the checkpoints before as they were. It does
+    not replace another exception that ends the trial, except `Preempted`, which promises a checkpoint.
     """
 
     def __init__(self, folder: Path, resume_key: str) -> None:
@@ -86,8 +82,9 @@ class CheckpointStore:
         copy: bool = True,
     ) -> None:
         """Write `weights` with `state` as the checkpoint to go on from, with `best` as those of the best
-        evaluation so far, or as both; then drop what they replace. Without `copy` what is given must not
-        change until it is written."""
+        evaluation so far, or as both; then drop what they replace. Waits for the write before.
+
+        Without `copy`, what is given must not change until it is written."""
         self.wait()
         try:
             if copy:
@@ -160,11 +157,9 @@ def _newest_intact(paths: list[Path]) -> Checkpoint | None:
 
 def _resume_key(path: Path) -> str | None:
     """The key of a checkpoint; None where its manifest cannot be read."""
-    try:
-        key: str = json.loads((path / _MANIFEST).read_text())["resume_key"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return key
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return str(json.loads((path / _MANIFEST).read_text())["resume_key"])
+    return None
 
 
 class NoCheckpoints:
@@ -215,13 +210,9 @@ def _copied(value: Any) -> Any:
 
 
 def _write(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    resume_key: str,
-    same_weights: Path | None,
+    path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], key: str, same_weights: Path | None
 ) -> None:
-    """Write a checkpoint; its weights are linked to where `same_weights`, a checkpoint, has them."""
+    """Write a checkpoint; its weights are a hard link to those of the checkpoint `same_weights`, if given."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True, exist_ok=True)
@@ -233,7 +224,7 @@ def _write(
             flushed = disk.map(_flush, [temporary / name for name in names])
             digests = {name: _sha256(temporary / name) for name in names}
             list(flushed)
-        (temporary / _MANIFEST).write_text(json.dumps({"resume_key": resume_key, "sha256": digests}))
+        (temporary / _MANIFEST).write_text(json.dumps({"resume_key": key, "sha256": digests}))
         _flush(temporary / _MANIFEST)
         shutil.rmtree(path, ignore_errors=True)  # of the same step, before a restart
         temporary.rename(path)

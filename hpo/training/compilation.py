@@ -1,8 +1,8 @@
 """How long PyTorch's compiler works in the middle of training.
 
-`torch.compile` compiles when a shape comes that its code so far does not fit (the last, smaller batch of an
-epoch), compiles a backward pass when it is first run, and records CUDA graphs as shapes come up. What is
-foreseen is compiled before the first step; the rest happens in a step or an evaluation, and is no training.
+`torch.compile` compiles for each new kind of shape (the last, smaller batch of an epoch), compiles a backward
+pass when it is first run, and records CUDA graphs. The shapes that are foreseen are compiled before the first
+step; the rest compiles in a step or an evaluation, and does not count as training.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ def apply_compile(
 ) -> MultitaskModel:
     """Let `torch.compile` take the whole forward (`model`) or each transformer block (`layers`).
 
-    Works in place, so parameter names and checkpoints stay as they are; `compiled_modules` tells what was
-    done. Compilation itself happens at the first call of each shape (`dynamic` as torch.compile's).
-    Blocks share one kernel, so `layers` compiles in the time of one block. `none` does nothing.
+    Works in place, so parameter names and checkpoints stay as they are. Compilation itself happens at the
+    first call of each shape (`dynamic` as torch.compile's). Blocks share one kernel, so `layers` compiles in
+    the time of one block. The mode `none` does nothing.
     """
-    if mode == "none":
-        return model
-    for module in [model] if scope == "model" else encoder_layers(model.encoder):
-        module.compile(mode=mode, dynamic=dynamic)
+    if mode != "none":
+        for module in [model] if scope == "model" else encoder_layers(model.encoder):
+            module.compile(mode=mode, dynamic=dynamic)
     return model
 
 
@@ -66,10 +65,7 @@ def compiled_modules(model: nn.Module) -> list[str]:
 def run_compiled_shapes(
     model: MultitaskModel, loss_fn: MultitaskLoss, batches: Iterable[Batch], mixed_precision: MixedPrecision
 ) -> None:
-    """Run a model that compiles on batches of its shapes, with and without gradients, and drop the gradients.
-
-    So it is compiled before the first training step. A shape that comes up later compiles in its step.
-    """
+    """Compile before the first step: run the batches, with and without gradients, and drop the gradients."""
     device = mixed_precision.device
     for each in batches:
         items, batch = loss_fn.count(each), each.to(device.torch_device)

@@ -18,26 +18,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpo.data.examples import Example
 from hpo.data.tasks import Task
+from hpo.data.tokenized_split import BoolArray, IntArray, TokenizedSplit
 from hpo.training.metrics import (
-    AnnotatedText,
     answer_row,
     f1_macro,
     f1_micro,
+    indicators,
     score,
     span_f1_scores,
     span_overlap_f1,
 )
-from hpo.training.spans import (
-    BoolArray,
-    Evidence,
-    FloatArray,
-    IntArray,
-    TokenWindows,
-    best_answers,
-    bio_spans,
-    sigmoid,
-)
+from hpo.training.spans import Evidence, FloatArray, best_answers, bio_spans, sigmoid
 
 EVIDENCE_THRESHOLDS = tuple(np.arange(1, 10) / 10)
 EVIDENCE_MERGE_GAPS = (0, 2, 5)
@@ -60,38 +53,36 @@ class DecodingThresholds:
 def choose_decisions(
     tasks: Sequence[Task],
     logits: Mapping[str, FloatArray],
-    split: TokenWindows,
+    split: TokenizedSplit,
     metrics: Mapping[str, str] | None = None,
 ) -> dict[str, DecodingThresholds]:
     """Choose every task's decision on a split; `metrics` maps a task to the metric to maximise."""
     decisions: dict[str, DecodingThresholds] = {}
     predictions: dict[str, list[Any]] = {}
     for task in _evidence_last(tasks):
-        given = logits[task.name]
-        labels = predictions[task.evidence_for] if task.evidence_for else None
-        decisions[task.name] = choose_decision(task, given, split, labels, (metrics or {}).get(task.name))
-        predictions[task.name] = (
-            [] if task.evidence_for else decode(task, given, split, decisions[task.name], labels)
-        )
+        name, given, labels = task.name, logits[task.name], predictions.get(task.evidence_for or "")
+        decisions[name] = choose_decision(task, given, split, labels, (metrics or {}).get(name))
+        if not task.evidence_for:
+            predictions[name] = decode(task, given, split, decisions[name])
     return {task.name: decisions[task.name] for task in tasks}
 
 
 def decode_tasks(
     tasks: Sequence[Task],
     logits: Mapping[str, FloatArray],
-    split: TokenWindows,
+    split: TokenizedSplit,
     decisions: Mapping[str, DecodingThresholds],
 ) -> dict[str, list[Any]]:
     """Decode every task, evidence after the task whose predicted classes it belongs to."""
     predictions: dict[str, list[Any]] = {}
     for task in _evidence_last(tasks):
-        labels = predictions[task.evidence_for] if task.evidence_for else None
+        labels = predictions.get(task.evidence_for or "")
         predictions[task.name] = decode(task, logits[task.name], split, decisions[task.name], labels)
     return {task.name: predictions[task.name] for task in tasks}
 
 
 def score_tasks(
-    tasks: Sequence[Task], predictions: Mapping[str, Sequence[Any]], examples: Sequence[AnnotatedText]
+    tasks: Sequence[Task], predictions: Mapping[str, Sequence[Any]], examples: Sequence[Example]
 ) -> dict[str, dict[str, float]]:
     """Score every task: {task: {metric: value}}."""
     return {task.name: score(task, predictions[task.name], examples) for task in tasks}
@@ -104,7 +95,7 @@ def _evidence_last(tasks: Sequence[Task]) -> list[Task]:
 def decode(
     task: Task,
     logits: FloatArray,
-    split: TokenWindows,
+    split: TokenizedSplit,
     decision: DecodingThresholds,
     predicted_labels: Sequence[Any] | None = None,
 ) -> list[Any]:
@@ -133,14 +124,14 @@ def decode(
                 above_E = margin_E > decision.null_offset
                 return [spans if above else [] for spans, above in zip(answers, above_E, strict=True)]
             case _:
-                evidence = Evidence.of(task, logits, split, predicted_labels)
+                evidence = Evidence(task, logits, split, predicted_labels)
                 return evidence.spans(decision.threshold, decision.merge_gap)
 
 
 def choose_decision(
     task: Task,
     logits: FloatArray,
-    split: TokenWindows,
+    split: TokenizedSplit,
     predicted_labels: Sequence[Any] | None = None,
     metric: str | None = None,
 ) -> DecodingThresholds:
@@ -150,8 +141,8 @@ def choose_decision(
     `DecodingThresholds()`.
     """
     metric = metric or task.primary_metric
-    rows = np.array([task.name in example.annotated for example in split.examples], bool)
-    if not rows.any():
+    rows = [row for row, example in enumerate(split.examples) if task.name in example.annotated]
+    if not rows:
         return DecodingThresholds()
     with np.errstate(invalid="ignore", over="ignore"):
         if task.kind == "multi_label":
@@ -166,7 +157,7 @@ def choose_decision(
 # Sequence tasks
 
 
-def _mean_of_windows(values_WC: FloatArray, split: TokenWindows) -> NDArray[np.float64]:
+def _mean_of_windows(values_WC: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
     num_examples = len(split.examples)
     sum_EC = np.zeros((num_examples, values_WC.shape[1]))
     np.add.at(sum_EC, split.window_example_W, values_WC)
@@ -174,7 +165,7 @@ def _mean_of_windows(values_WC: FloatArray, split: TokenWindows) -> NDArray[np.f
     return sum_EC / np.maximum(windows_E, 1)[:, None]
 
 
-def _max_of_windows(values_WC: FloatArray, split: TokenWindows) -> NDArray[np.float64]:
+def _max_of_windows(values_WC: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
     max_EC = np.full((len(split.examples), values_WC.shape[1]), -np.inf)
     np.maximum.at(max_EC, split.window_example_W, values_WC)
     return max_EC
@@ -186,15 +177,12 @@ def _log_softmax(logits: FloatArray) -> NDArray[np.float64]:
 
 
 def _choose_threshold(
-    task: Task, logits: FloatArray, split: TokenWindows, rows: BoolArray, metric: str
+    task: Task, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str
 ) -> DecodingThresholds:
     """Try 141 thresholds evenly spaced in log-odds: rare classes may all stay under a probability of 0.05."""
     grid_G = np.linspace(-7, 7, 141)
     scores_NC = np.nan_to_num(_max_of_windows(logits, split)[rows], nan=-np.inf)
-    index = {label: c for c, label in enumerate(task.labels)}
-    true_NC = np.zeros(scores_NC.shape, bool)
-    for true_C, row in zip(true_NC, np.flatnonzero(rows).tolist(), strict=True):
-        true_C[[index[label] for label in split.examples[row].labels[task.name]]] = True
+    true_NC = indicators(task, [split.examples[row].labels[task.name] for row in rows])
     # passed_NC: how many thresholds a score is above. Tails of histograms of it count, for each
     # threshold and class, the predicted positives and the right ones.
     passed_NC = np.searchsorted(grid_G, scores_NC)
@@ -226,18 +214,18 @@ def _above(passed_NC: IntArray, num_thresholds: int, where_NC: BoolArray | None 
 
 
 def _choose_null_offset(
-    task: Task, logits: FloatArray, split: TokenWindows, rows: BoolArray, metric: str
+    task: Task, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str
 ) -> DecodingThresholds:
     """Answer the rows with the largest margins: try every number of them."""
     answers, margin_E = best_answers(task, logits, split)
-    chosen = np.flatnonzero(rows).tolist()
-    with_N5 = np.array([answer_row(task, answers[e], split.examples[e]) for e in chosen])
-    without_N5 = np.array([answer_row(task, [], split.examples[e]) for e in chosen])
+    with_N5 = np.array([answer_row(task, answers[e], split.examples[e]) for e in rows])
+    without_N5 = np.array([answer_row(task, [], split.examples[e]) for e in rows])
     if metric.endswith("_answerable"):
         return DecodingThresholds(null_offset=float(np.nan_to_num(margin_E, neginf=0).min()) - 1)
-    possible = np.isfinite(margin_E[chosen])
-    order = np.flatnonzero(possible)[np.argsort(-margin_E[chosen][possible], kind="stable")]
-    margin_K = margin_E[chosen][order]
+    margin_N = margin_E[rows]
+    possible = np.isfinite(margin_N)
+    order = np.flatnonzero(possible)[np.argsort(-margin_N[possible], kind="stable")]
+    margin_K = margin_N[order]
     if len(order) == 0:
         return DecodingThresholds()
     hits_K1, exact_K1, overlap_K1 = (
@@ -253,27 +241,25 @@ def _choose_null_offset(
     # Rows of equal margins are answered together or not at all.
     offset_K1 = np.concatenate([[margin_K[0] + 1], (margin_K[1:] + margin_K[:-1]) / 2, [margin_K[-1] - 1]])
     splits_tie_K1 = np.concatenate([[False], margin_K[1:] == margin_K[:-1], [False]])
-    return DecodingThresholds(
-        null_offset=float(offset_K1[np.where(splits_tie_K1, -np.inf, value_K1).argmax()])
-    )
+    best = np.where(splits_tie_K1, -np.inf, value_K1).argmax()
+    return DecodingThresholds(null_offset=float(offset_K1[best]))
 
 
 def _choose_evidence(
     task: Task,
     logits: FloatArray,
-    split: TokenWindows,
+    split: TokenizedSplit,
     predicted_labels: Sequence[Any] | None,
-    rows: BoolArray,
+    rows: list[int],
     metric: str,
 ) -> DecodingThresholds:
     """Try thresholds and gaps; between equal values the better overlap decides (exact spans may all be 0)."""
-    evidence = Evidence.of(task, logits, split, predicted_labels)
-    chosen = np.flatnonzero(rows).tolist()
-    examples = [split.examples[row] for row in chosen]
+    evidence = Evidence(task, logits, split, predicted_labels)
+    examples = [split.examples[row] for row in rows]
 
     def value(decision: DecodingThresholds) -> tuple[float, float]:
         found = evidence.spans(decision.threshold, decision.merge_gap)
-        spans = [found[row] for row in chosen]
+        spans = [found[row] for row in rows]
         overlap = span_overlap_f1(task, spans, examples)
         return span_f1_scores(task, spans, examples).get(metric, overlap), overlap
 

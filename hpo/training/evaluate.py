@@ -11,7 +11,7 @@ from torch import nn
 
 from hpo.data.batches import collate, evaluation_batches
 from hpo.data.tasks import Task
-from hpo.data.tokenized_split import TokenizedSplit
+from hpo.data.tokenized_split import TokenizedSplit, ragged_arange
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
@@ -74,17 +74,12 @@ def predict_logits(
 ) -> dict[str, NDArray[np.float32]]:
     """fp32 logits of a whole split: [W, K] for sequence tasks, [T, K] for token tasks, in window order.
 
-    Where the device's memory does not suffice, the batches are halved.
+    If memory runs out, a batch is halved.
     """
     device = mixed_precision.device
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
-    logits = {
-        task.name: np.empty(
-            (split.num_windows if task.level == "sequence" else split.num_tokens, task.num_outputs),
-            np.float32,
-        )
-        for task in tasks
-    }
+    rows = {"sequence": split.num_windows, "token": split.num_tokens}
+    logits = {task.name: np.empty((rows[task.level], task.num_outputs), np.float32) for task in tasks}
     model.eval()
     pending = list(reversed(evaluation_batches(lengths_W, max_tokens)))
     with mixed_precision.evaluation():
@@ -98,14 +93,13 @@ def predict_logits(
                 if not is_out_of_memory(error):
                     raise
                 if len(windows) == 1:
-                    raise OutOfMemory(
-                        "one example does not fit into the device's memory in evaluation."
-                    ) from error
+                    message = "one example does not fit into the device's memory in evaluation."
+                    raise OutOfMemory(message) from error
                 half = len(windows) // 2
                 pending += [windows[half:], windows[:half]]
                 continue
             real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
-            tokens = (starts_W[windows, None] + np.arange(batch.input_ids_BL.shape[1]))[real_BL]
+            tokens = ragged_arange(starts_W[windows], lengths_W[windows])
             for task in tasks:
                 if task.level == "sequence":
                     logits[task.name][windows] = outputs[task.name]

@@ -2,16 +2,13 @@
 
 What the loop promises:
 
-- A global batch is one optimiser step however it is cut into micro-batches. Each task's loss is its sum
-  over labelled items divided by their number in the *global* batch, so micro-batching changes nothing,
-  also where tasks miss labels.
+- A global batch is one optimiser step however it is cut into micro-batches, also where labels are missing
+  (`hpo.training.losses`).
 - Every step draws its dropout masks from a generator seeded by (seed, step), and every epoch its batches
-  by (seed, epoch). A trial that goes on from a checkpoint, or repeats a step that ran out of memory,
-  therefore draws what it would have drawn.
-- The learning rate follows the share of the budget that is used up, so a budget of seconds works as one
-  of steps does.
-- With the fused optimisers no step waits for the device, except every `CHECK_EVERY` of them (and the fp32
-  fallback, which must know whether a loss is finite).
+  by (seed, epoch): the same after a resume from a checkpoint or a repeated step that ran out of memory.
+- The learning rate follows the share of the budget that is used up (`hpo.training.optim`).
+- With the fused optimisers only every `CHECK_EVERY`-th step waits for the device (and the fp32 fallback,
+  which must know whether a loss is finite).
 """
 
 from __future__ import annotations
@@ -100,7 +97,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class TrainingArgs:
-    """What the loop needs to know besides the model, the data and the numeric state."""
+    """The settings of the loop."""
 
     budget: Budget
     batch_size: int
@@ -166,8 +163,7 @@ class TrainState:
 class TrainingClock:
     """Counts what is training: not evaluations, copies for checkpoints, or compilation.
 
-    `start` begins a stretch of training and `lap` adds the seconds since the last call to `state`. A step in
-    which something was compiled is left out of the meter's rates.
+    A step in which something was compiled is left out of the meter's rates.
     """
 
     def __init__(
@@ -176,40 +172,39 @@ class TrainingClock:
         self.state = state
         self.meter = meter
         self._compile_clock = compile_clock or CompileClock()
-        self._lap = self._now()
+        self._begin_lap()
 
     def start(self) -> None:
         """Begin a stretch of training after something else."""
         self.meter.start()
-        self._lap = self._now()
+        self._begin_lap()
 
     def step(self, num_examples: float, batch: Batch) -> None:
         """Give a step that has been made to the meter."""
-        if self._compile_clock.seconds != self._lap[1]:
+        if self._compile_clock.seconds != self._compiled:
             self.meter.start()
         else:
             self.meter.step(num_examples, len(batch.windows_B), batch.num_tokens, batch.input_ids_BL.numel())
 
     def lap(self) -> float:
         """Seconds of training since the last call or `start`, added to `state.train_seconds`."""
-        before, self._lap = self._lap, self._now()
-        seconds = _without_compilation(before, self._lap)
-        self.state.train_seconds += seconds
-        return seconds
+        before = self._lap
+        self._begin_lap()
+        self.state.train_seconds += self._lap - before
+        return self._lap - before
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """What happens in here is evaluation: its seconds are added to `state.evaluation_seconds`."""
         before = self._now()
         yield
-        self.state.evaluation_seconds += _without_compilation(before, self._now())
+        self.state.evaluation_seconds += self._now() - before
 
-    def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), self._compile_clock.seconds
+    def _begin_lap(self) -> None:
+        self._lap, self._compiled = self._now(), self._compile_clock.seconds
 
-
-def _without_compilation(before: tuple[float, float], after: tuple[float, float]) -> float:
-    return (after[0] - before[0]) - (after[1] - before[1])
+    def _now(self) -> float:
+        return time.perf_counter() - self._compile_clock.seconds
 
 
 def train(
@@ -281,16 +276,9 @@ def _evaluate(
 ) -> Evaluation:
     state, before = clock.state, clock.state.evaluation_seconds
     steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
+    where = model, data.validation, loss_fn.tasks, mixed_precision, args.evaluation_tokens, data.pad_id
     with clock.evaluation():
-        metrics, decisions = evaluate(
-            model,
-            data.validation,
-            loss_fn.tasks,
-            mixed_precision,
-            args.evaluation_tokens,
-            data.pad_id,
-            decision_metrics=args.decision_metrics,
-        )
+        metrics, decisions = evaluate(*where, decision_metrics=args.decision_metrics)
     return Evaluation(
         step=state.step,
         epoch=state.step / steps_per_epoch,
@@ -315,7 +303,7 @@ def accumulate_gradients(
 ) -> Tensor:
     """Forward and backward over the global batch in micro-batches; return its loss, detached.
 
-    Where the device's memory does not suffice, the micro-batch is halved and the batch done again.
+    If memory runs out, the micro-batch is halved and the batch done again.
     Raises OutOfMemory when one example does not fit.
     """
     while True:
@@ -350,9 +338,8 @@ def _accumulate(
     total = torch.zeros((), device=device)
     task_losses_T = torch.zeros(len(loss_fn.tasks), device=device)
     for part in batch.split(state.micro_batch_size):
-        compute = partial(
-            loss_fn, batch=part.to(device), items=loss_fn.count(part), global_items=global_items
-        )
+        items = loss_fn.count(part)
+        compute = partial(loss_fn, batch=part.to(device), items=items, global_items=global_items)
         loss = mixed_precision.loss(model, compute)
         mixed_precision.scaler.scale(loss).backward()
         total += loss.detach()
@@ -372,10 +359,10 @@ def apply_gradients(
     scaler = mixed_precision.scaler
     scaler.unscale_(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
-    norm = gradient_norm(gradients, mixed_precision.device.type)
-    # Whether there is anything to clip, a GPU would have to be waited for to know.
-    clips = bool(max_grad_norm) and (mixed_precision.device.type != "cpu" or not norm <= max_grad_norm)
+    device_type = mixed_precision.device.type
+    norm = gradient_norm([cast(Tensor, parameter.grad) for parameter in parameters], device_type)
+    # A GPU clips always: to know whether there is anything to clip would mean to wait for it.
+    clips = bool(max_grad_norm) and (device_type != "cpu" or not norm <= max_grad_norm)
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
         # PyTorch's fused optimisers divide by this as they read the gradients.
         cast(Any, optimizer).grad_scale = ((norm + 1e-6) / max_grad_norm).clamp(min=1) if clips else None

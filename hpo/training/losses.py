@@ -61,9 +61,8 @@ class LossOptions:
 def check_loss(tasks: Iterable[Task], loss: str) -> None:
     """Raise InputError unless `loss` fits a task.
 
-    A study has one `loss` for all its tasks. A task of a kind that it does not fit keeps the loss of
-    `auto`, so `focal` beside a regression task leaves that at mse; a loss that would change nothing at
-    all is a mistake.
+    A task of a kind that the study's `loss` does not fit keeps the loss of `auto`; a loss that would
+    change no task is a mistake.
     """
     kinds = sorted({task.kind for task in tasks})
     fits = [kind for kind in LOSSES if loss in LOSSES[kind]]
@@ -79,21 +78,13 @@ def loss_name(kind: str, loss: str) -> str:
     return loss if loss in LOSSES[kind] else LOSSES[kind][0]
 
 
-def _labelled(task: Task, target: Tensor) -> Tensor:
-    if task.kind == "regression":
-        return ~torch.isnan(target)
-    if task.kind in ("multi_label", "span_per_label"):
-        return target >= 0
-    return target != IGNORE_INDEX
-
-
 def count_items(task: Task, target: Tensor) -> int:
-    """Return the number of labelled items of a target, as the module's table counts them.
+    """Return the number of labelled items of a target, as the table of `hpo.data.tasks` counts them.
 
     An item is labelled if any of its classes or names is. Call it with the target on the CPU: on a GPU it
     would wait for the device.
     """
-    labelled = _labelled(task, target)
+    labelled = ~torch.isnan(target) if task.kind == "regression" else target >= 0
     if task.kind in ("multi_label", "span_extraction") or tags_each_name(task):
         labelled = labelled.any(dim=-1)
     return int(labelled.sum())
@@ -109,7 +100,7 @@ def loss_sum(
 ) -> Tensor:
     """Return the fp32 sum of the task's loss over the labelled items.
 
-    For shapes see the module's table. `class_weight` comes from `class_weights` and lies on the device
+    For shapes see `hpo.data.tasks`. `class_weight` comes from `class_weights` and lies on the device
     of the logits. `attention_mask_BL` (nonzero at real tokens) keeps padding out of span_extraction's
     softmax over positions; the other kinds mark padding in their targets. A batch without items gives 0
     with a gradient of 0.
@@ -246,7 +237,7 @@ class MultitaskLoss:
         self.class_weight = class_weight
         self.log_variance = log_variance
         self.task_losses_T = torch.zeros(0)
-        """Each task's part of the loss, unweighted, of the last call; on the device."""
+        """Each task's unweighted part of the last call's loss, on the device."""
         self._first_nonfinite_T: Tensor | None = None
 
     def count(self, batch: Batch) -> dict[str, int]:
@@ -265,15 +256,10 @@ class MultitaskLoss:
         total = torch.zeros((), device=batch.input_ids_BL.device)
         losses = []
         for task in self.tasks:
-            name = task.name
-            loss = loss_sum(
-                task,
-                logits[name],
-                batch.targets[name],
-                self.options,
-                self.class_weight.get(name),
-                batch.attention_mask_BL,
-            ) / max(global_items[name], 1)
+            name, weight = task.name, self.class_weight.get(task.name)
+            target, mask_BL = batch.targets[name], batch.attention_mask_BL
+            loss = loss_sum(task, logits[name], target, self.options, weight, mask_BL)
+            loss = loss / max(global_items[name], 1)
             losses.append(loss.detach())
             if self.log_variance is not None and global_items[name]:
                 log_variance = self.log_variance[name].float()
@@ -295,7 +281,5 @@ class MultitaskLoss:
         if self._first_nonfinite_T is None:
             return []
         steps = self._first_nonfinite_T.tolist()
-        first = min(steps)
-        return [
-            task.name for task, step in zip(self.tasks, steps, strict=True) if step == first < float("inf")
-        ]
+        named = zip(self.tasks, steps, strict=True)
+        return [task.name for task, step in named if step == min(steps) < float("inf")]

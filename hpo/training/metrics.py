@@ -23,62 +23,41 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpo.data.examples import Example
 from hpo.data.tasks import Task
 
 Span = tuple[str, int, int]
 
 _WORD = re.compile(r"\S+")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-class AnnotatedText(Protocol):
-    """What scoring needs of an example (`hpo.data.examples.Example` is one)."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def labels(self) -> Mapping[str, Any]: ...
-    @property
-    def spans(self) -> Mapping[str, Sequence[tuple[int, int]]]: ...
-    @property
-    def alt_spans(self) -> Mapping[str, Sequence[tuple[int, int]]]: ...
-    @property
-    def segments(self) -> Mapping[str, tuple[int, int]]: ...
-    @property
-    def annotated(self) -> Collection[str]: ...
-
-
-def score(task: Task, predictions: Sequence[Any], examples: Sequence[AnnotatedText]) -> dict[str, float]:
+def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
     """Return the metrics `task.metrics` of one prediction an example; see the module for what is left out."""
-    rows = [
-        (prediction, example)
-        for prediction, example in zip(predictions, examples, strict=True)
-        if task.name in example.annotated
-    ]
+    pairs = zip(predictions, examples, strict=True)
+    rows = [(prediction, example) for prediction, example in pairs if task.name in example.annotated]
     if not rows:
         return {}
-    predicted, annotated = [row[0] for row in rows], [row[1] for row in rows]
+    predicted, annotated = zip(*rows, strict=True)
     if task.kind == "span_extraction":
         return answer_scores(task, predicted, annotated)
     if task.kind in ("token_classification", "span_per_label"):
-        return {"span_overlap_f1": span_overlap_f1(task, predicted, annotated)} | span_f1_scores(
-            task, predicted, annotated
-        )
+        overlap = span_overlap_f1(task, predicted, annotated)
+        return {"span_overlap_f1": overlap, **span_f1_scores(task, predicted, annotated)}
     truth = [example.labels[task.name] for example in annotated]
     if task.kind == "regression":
         return _regression_scores(np.array(truth, np.float64), np.array(predicted, np.float64))
     if task.kind == "multi_label":
-        true_NC, predicted_NC = _indicators(task, truth), _indicators(task, predicted)
+        true_NC, predicted_NC = indicators(task, truth), indicators(task, predicted)
         last = {"exact_match": float((true_NC == predicted_NC).all(axis=1).mean())}
     else:
-        true_NC, predicted_NC = (
-            _indicators(task, [[label] for label in side]) for side in (truth, predicted)
-        )
+        true_NC, predicted_NC = (indicators(task, [[label] for label in side]) for side in (truth, predicted))
         last = {"accuracy": float((true_NC & predicted_NC).any(axis=1).mean())}
     counts = (true_NC & predicted_NC).sum(axis=0), true_NC.sum(axis=0), predicted_NC.sum(axis=0)
     return {"f1_macro": float(f1_macro(*counts)), "f1_micro": float(f1_micro(*counts))} | last
@@ -98,11 +77,11 @@ def f1_macro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[An
     return np.where(occurring > 0, sum_ / np.maximum(occurring, 1), 1.0)[()]
 
 
-def _indicators(task: Task, label_lists: Iterable[Iterable[str]]) -> NDArray[np.bool_]:
+def indicators(task: Task, label_lists: Sequence[Any]) -> NDArray[np.bool_]:
+    """Return lists of labels as rows of booleans: [N, C]."""
     index = {label: i for i, label in enumerate(task.labels)}
-    rows = list(label_lists)
-    indicators_NC = np.zeros((len(rows), len(index)), bool)
-    for row, labels in zip(indicators_NC, rows, strict=True):
+    indicators_NC = np.zeros((len(label_lists), len(index)), bool)
+    for row, labels in zip(indicators_NC, label_lists, strict=True):
         row[[index[label] for label in labels]] = True
     return indicators_NC
 
@@ -118,12 +97,12 @@ def _regression_scores(truth_N: NDArray[np.float64], predicted_N: NDArray[np.flo
     return scores
 
 
-def _true_spans(task: Task, example: AnnotatedText) -> set[Span]:
+def _true_spans(task: Task, example: Example) -> set[Span]:
     return {(name, start, end) for name in task.labels for start, end in example.spans.get(name, ())}
 
 
 def span_f1_scores(
-    task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[AnnotatedText]
+    task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[Example]
 ) -> dict[str, float]:
     """`span_f1`, micro over spans, and `f1_macro` over span names; a hit is exact in name, start and end."""
     hits, true, predicted = (Counter[str]() for _ in range(3))
@@ -136,11 +115,7 @@ def span_f1_scores(
     return {"span_f1": float(f1_micro(*counts)), "f1_macro": float(f1_macro(*counts))}
 
 
-def span_overlap_f1(
-    task: Task,
-    predictions: Sequence[Sequence[Span]],
-    examples: Sequence[AnnotatedText],
-) -> float:
+def span_overlap_f1(task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[Example]) -> float:
     """Return F1 over (example, span name, word), micro.
 
     A word is a run of characters other than white space; a span covers the words that it shares at least
@@ -166,7 +141,7 @@ def _words(text: str, spans: Iterable[Span]) -> set[tuple[str, int]]:
 
 
 def answer_scores(
-    task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[AnnotatedText]
+    task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[Example]
 ) -> dict[str, float]:
     """Scores of one optional answer a row, against the best of its accepted answers.
 
@@ -175,11 +150,8 @@ def answer_scores(
     With `_answerable` they are means over the rows that have an answer, left out if there is none.
     `span_f1` is the F1 of exact character spans, in which rows without answer and prediction do not count.
     """
-    rows = np.array(
-        [answer_row(task, spans, example) for spans, example in zip(predictions, examples, strict=True)],
-        np.float64,
-    ).reshape(-1, 5)
-    hit_N, exact_N, overlap_N, true_N, predicted_N = rows.T
+    rows = [answer_row(task, spans, example) for spans, example in zip(predictions, examples, strict=True)]
+    hit_N, exact_N, overlap_N, true_N, predicted_N = np.array(rows, np.float64).reshape(-1, 5).T
     scores = {
         "span_f1": float(f1_micro(hit_N, true_N, predicted_N)),
         "exact_match": float(exact_N.mean()),
@@ -193,7 +165,7 @@ def answer_scores(
 
 
 def answer_row(
-    task: Task, spans: Sequence[Span], example: AnnotatedText
+    task: Task, spans: Sequence[Span], example: Example
 ) -> tuple[float, float, float, float, float]:
     """One row's span hit, SQuAD exact match, SQuAD F1, whether it has an answer, whether one is predicted."""
     name = task.labels[0]
@@ -207,9 +179,6 @@ def answer_row(
         float(bool(accepted)),
         float(bool(spans)),
     )
-
-
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def squad_words(text: str) -> list[str]:

@@ -7,12 +7,10 @@ fine-tuning: Howard and Ruder 2018, arXiv 1801.06146). Biases and norms are not 
 A schedule is a factor of these rates, a function of the share of the budget that is used up. So a budget
 of seconds works like one of steps, and a resumed trial needs no scheduler state.
 
-bf16 weights and the optimiser. A bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 %
-of the difference a step, which bf16 rounds away: the moment would stay where it is. So the state is kept
-in fp32 and only the weights are rounded (`Float32Optimizer`). What remains is the rounding of the weights: an
-update of less than half a unit in the last place, about 1/512 of the weight, is lost. Gradients have the
-dtype of their weights: they are accumulated over micro-batches and clipped in bf16, before they get here
-(on a CPU by a norm in fp32). That is what `bf16-true` means, and what a study finds out about.
+bf16 weights: a bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 % of the difference a
+step, which bf16 rounds away, so the state is kept in fp32 and only the weights are rounded
+(`Float32Optimizer`). An update of less than half a unit in the last place, about 1/512 of the weight, is
+lost. Gradients are accumulated and clipped in the dtype of their weights (on a CPU by a norm in fp32).
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def parameter_groups(
     head_rate = learning_rate if head_learning_rate is None else head_learning_rate
     depths = parameter_depths(model) if layerwise_lr_decay != 1.0 else {}
     highest = max(depths.values(), default=1) - 1
-    groups: dict[tuple[str, bool], dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -70,26 +68,14 @@ def parameter_groups(
             depth = depths[name]
             part = f"layer {depth}" if depth else "embeddings"
             rate = learning_rate * layerwise_lr_decay ** (highest - depth)
-        decays = parameter.ndim >= 2
-        group = groups.setdefault(
-            (part, decays),
-            {
-                "name": part if decays else f"{part}, no decay",
-                "params": [],
-                "lr": rate,
-                "initial_lr": rate,
-                "weight_decay": weight_decay if decays else 0.0,
-            },
-        )
-        group["params"].append(parameter)
+        part, decay = (part, weight_decay) if parameter.ndim >= 2 else (f"{part}, no decay", 0.0)
+        new = {"name": part, "params": [], "lr": rate, "initial_lr": rate, "weight_decay": decay}
+        groups.setdefault(part, new)["params"].append(parameter)
     return list(groups.values())
 
 
 def build_optimizer(
-    name: str,
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
+    name: str, groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float] = (0.9, 0.999)
 ) -> Optimizer:
     """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
 
@@ -214,16 +200,16 @@ class Float32Optimizer(Optimizer):
     """
 
     def __init__(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        build: Callable[[Iterable[Mapping[str, Any]]], Optimizer],
+        self, groups: Sequence[Mapping[str, Any]], build: Callable[[Iterable[Mapping[str, Any]]], Optimizer]
     ) -> None:
         super().__init__([dict(group) for group in groups], {})
-        stand_ins = [
-            {**group, "params": [_stand_in(weight.device) for weight in group["params"]]}
-            for group in self.param_groups
-        ]
-        self.inner = build(stand_ins)
+
+        def stand_in(weight: Tensor) -> nn.Parameter:
+            return nn.Parameter(weight.new_empty(0, dtype=torch.float32))
+
+        self.inner = build(
+            {**group, "params": list(map(stand_in, group["params"]))} for group in self.param_groups
+        )
         self._copy_options(self.inner.param_groups, self.param_groups)
         pairs = [
             (weight, stand_in)
@@ -271,10 +257,6 @@ def _loss_of(closure: Callable[[], float] | None) -> float | None:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _stand_in(device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(0, dtype=torch.float32, device=device))
 
 
 def _pieces(weights: Iterable[Tensor], num_elements: int) -> Iterator[slice]:

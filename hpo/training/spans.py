@@ -11,41 +11,22 @@ for evidence Q the (example, predicted class) pairs and P the tokens of all thes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.tasks import Task
-from hpo.training.metrics import AnnotatedText, Span
+from hpo.data.tokenized_split import BoolArray, IntArray, TokenizedSplit, ragged_arange
+from hpo.training.metrics import Span
 
 FloatArray = NDArray[np.floating[Any]]
-IntArray = NDArray[np.integer[Any]]
-BoolArray = NDArray[np.bool_]
 
 # SQuAD's customary bound.
 MAX_ANSWER_TOKENS = 30
 
 
-class TokenWindows(Protocol):
-    """What decoding needs of a tokenised split (`hpo.data.tokenized_split.TokenizedSplit` is one)."""
-
-    @property
-    def examples(self) -> Sequence[AnnotatedText]: ...
-    @property
-    def char_start_T(self) -> IntArray: ...
-    @property
-    def char_end_T(self) -> IntArray: ...
-    @property
-    def owned_T(self) -> BoolArray: ...
-    @property
-    def window_start_W1(self) -> IntArray: ...
-    @property
-    def window_example_W(self) -> IntArray: ...
-
-
-def _text_tokens(split: TokenWindows) -> tuple[IntArray, IntArray, BoolArray]:
+def _text_tokens(split: TokenizedSplit) -> tuple[IntArray, IntArray, BoolArray]:
     """The owned tokens of all texts in reading order: index into T, example, and whether a text begins.
 
     A step back in the text (an encoded pair whose second segment is written first) begins anew too, so
@@ -69,7 +50,7 @@ def _runs(inside_N: BoolArray, starts_N: BoolArray) -> tuple[IntArray, IntArray]
 
 
 def _character_spans(
-    split: TokenWindows, example_S: IntArray, name_S: Sequence[str], first_S: IntArray, last_S: IntArray
+    split: TokenizedSplit, example_S: IntArray, name_S: Sequence[str], first_S: IntArray, last_S: IntArray
 ) -> list[list[Span]]:
     """Spans of tokens (indices into T, inclusive) as spans of characters, without outer white space."""
     spans: list[list[Span]] = [[] for _ in split.examples]
@@ -83,7 +64,7 @@ def _character_spans(
     return [sorted(found, key=lambda span: (span[1], span[2], span[0])) for found in spans]
 
 
-def bio_spans(task: Task, logits_TK: FloatArray, split: TokenWindows) -> list[list[Span]]:
+def bio_spans(task: Task, logits_TK: FloatArray, split: TokenizedSplit) -> list[list[Span]]:
     """Decode BIO tags: B begins a span, I goes on with one of its own name and begins one elsewhere.
 
     When spans may overlap, each name has tags of its own.
@@ -108,7 +89,7 @@ def bio_spans(task: Task, logits_TK: FloatArray, split: TokenWindows) -> list[li
 
 
 def best_answers(
-    task: Task, logits_T2: FloatArray, split: TokenWindows
+    task: Task, logits_T2: FloatArray, split: TokenizedSplit
 ) -> tuple[list[list[Span]], NDArray[np.float64]]:
     """Each example's best answer, and by how much its logits exceed those of no answer.
 
@@ -118,25 +99,18 @@ def best_answers(
     """
     window_T = np.repeat(np.arange(len(split.window_example_W)), np.diff(split.window_start_W1))
     example_T = split.window_example_W[window_T]
-    segment_E2 = np.array(
-        [
-            example.segments.get(task.inside_segment or "", (0, len(example.text)))
-            for example in split.examples
-        ]
-    ).reshape(-1, 2)
-    end_ok_T = (split.char_start_T >= segment_E2[example_T, 0]) & (
-        split.char_end_T <= segment_E2[example_T, 1]
-    )
-    end_ok_T &= split.char_start_T >= 0
+    name = task.inside_segment or ""
+    segments = [example.segments.get(name, (0, len(example.text))) for example in split.examples]
+    low_T, high_T = np.array(segments).reshape(-1, 2)[example_T].T
+    end_ok_T = (split.char_start_T >= np.maximum(low_T, 0)) & (split.char_end_T <= high_T)
     start_ok_T = end_ok_T & split.owned_T
     start_T, end_T = logits_T2.astype(np.float64).T
     best_T, last_T = np.full(len(start_T), -np.inf), np.arange(len(start_T))
     for length in range(min(MAX_ANSWER_TOKENS, len(start_T))):
         n = len(start_T) - length
         total = start_T[:n] + end_T[length:]
-        better = (
-            start_ok_T[:n] & end_ok_T[length:] & (window_T[:n] == window_T[length:]) & (total > best_T[:n])
-        )
+        fits = start_ok_T[:n] & end_ok_T[length:] & (window_T[:n] == window_T[length:])
+        better = fits & (total > best_T[:n])
         best_T[:n][better] = total[better]
         last_T[:n][better] = np.flatnonzero(better) + length
     null_W = (start_T + end_T)[split.window_start_W1[:-1]]
@@ -158,24 +132,12 @@ def sigmoid(logits: FloatArray) -> NDArray[np.float64]:
     return np.asarray(1 / (1 + np.exp(-np.clip(logits.astype(np.float64), -60, 60))))
 
 
-@dataclass(frozen=True)
 class Evidence:
     """Probabilities of the text tokens of each (example, predicted class), all pairs one after another."""
 
-    task: Task
-    split: TokenWindows
-    example_Q: IntArray
-    class_Q: IntArray
-    pair_P: IntArray
-    token_P: IntArray
-    begins_P: BoolArray
-    probability_P: NDArray[np.float64]
-    peak_Q: NDArray[np.float64]
-
-    @classmethod
-    def of(
-        cls, task: Task, logits_TC: FloatArray, split: TokenWindows, predicted_labels: Sequence[Any] | None
-    ) -> Evidence:
+    def __init__(
+        self, task: Task, logits_TC: FloatArray, split: TokenizedSplit, predicted_labels: Sequence[Any] | None
+    ) -> None:
         if predicted_labels is None:
             raise ValueError(f"{task.name} needs the predicted labels of its task {task.evidence_for}.")
         token_O, example_O, begins_O = _text_tokens(split)
@@ -189,16 +151,15 @@ class Evidence:
             for label in ([labels] if isinstance(labels, str) else labels)
             if label in index
         ]
-        example_Q, class_Q = np.array(pairs, np.int64).reshape(-1, 2).T
-        count_Q = count_E[example_Q]
+        self.task, self.split = task, split
+        self.example_Q, self.class_Q = np.array(pairs, np.int64).reshape(-1, 2).T
+        count_Q = count_E[self.example_Q]
         first_Q = count_Q.cumsum() - count_Q
-        pair_P = np.repeat(np.arange(len(pairs)), count_Q)
-        text_P = np.arange(len(pair_P)) - first_Q[pair_P] + start_E[example_Q][pair_P]
-        probability_P = sigmoid(logits_TC[token_O[text_P], class_Q[pair_P]])
-        peak_Q = np.maximum.reduceat(probability_P, first_Q) if pairs else np.zeros(0)
-        return cls(
-            task, split, example_Q, class_Q, pair_P, token_O[text_P], begins_O[text_P], probability_P, peak_Q
-        )
+        self.pair_P = np.repeat(np.arange(len(pairs)), count_Q)
+        text_P = ragged_arange(start_E[self.example_Q], count_Q)
+        self.token_P, self.begins_P = token_O[text_P], begins_O[text_P]
+        self.probability_P = sigmoid(logits_TC[self.token_P, self.class_Q[self.pair_P]])
+        self.peak_Q = np.maximum.reduceat(self.probability_P, first_Q) if pairs else np.zeros(0)
 
     def spans(self, threshold: float, merge_gap: int) -> list[list[Span]]:
         """Runs of tokens above the threshold, those at most `merge_gap` tokens apart joined.

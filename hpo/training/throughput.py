@@ -1,11 +1,11 @@
 """Throughput of training: rates, step times and padding; and what share of the device's peak that is.
 
 Throughput is measured between marks that are set after each optimiser step: wall time on a CPU, events
-on a GPU, which cost no synchronisation. The first steps are left out (allocator, autotuning, caches).
-Evaluation, the copy for a checkpoint and compilation lie between `start` calls and are not counted; writing
-a checkpoint goes on beside the next steps. Tokens are real tokens; padding is told apart as `padding_share`.
+on a GPU, which cost no synchronisation. The first steps are left out (allocator, autotuning, caches), and
+so is what lies before a `start` call: evaluation, the copy for a checkpoint, compilation. Tokens are real
+tokens, without padding.
 
-What the meter holds does not grow with the number of steps: sums, and a histogram of the steps' seconds whose
+The meter's size does not grow with the steps: it holds sums, and a histogram of the steps' seconds whose
 bounds are 2 % apart. A percentile is the middle of its bin, hence within 1 % of the step's seconds.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -104,23 +104,14 @@ class ThroughputMeter:
         """Rates and step times in seconds so far; synchronises once."""
         self._settle()
         rated = self._after if self._after.steps else self._warmup
-        if rated.seconds <= 0:
-            return dict.fromkeys(
-                (
-                    "train_examples_per_second",
-                    "train_tokens_per_second",
-                    "step_seconds_p50",
-                    "step_seconds_p95",
-                    "padding_share",
-                )
-            )
-        return {
-            "train_examples_per_second": rated.examples / rated.seconds,
-            "train_tokens_per_second": rated.tokens / rated.seconds,
-            "step_seconds_p50": self._percentile(50),
-            "step_seconds_p95": self._percentile(95),
-            "padding_share": 1 - self.measured_tokens / (self._warmup.slots + self._after.slots),
+        rates: dict[str, Callable[[], float]] = {
+            "train_examples_per_second": lambda: rated.examples / rated.seconds,
+            "train_tokens_per_second": lambda: rated.tokens / rated.seconds,
+            "step_seconds_p50": lambda: self._percentile(50),
+            "step_seconds_p95": lambda: self._percentile(95),
+            "padding_share": lambda: 1 - self.measured_tokens / (self._warmup.slots + self._after.slots),
         }
+        return {name: rate() if rated.seconds > 0 else None for name, rate in rates.items()}
 
     def _percentile(self, percent: int) -> float:
         """Seconds that so many percent of the steps do not exceed, within 1 %."""
@@ -134,11 +125,8 @@ class ThroughputMeter:
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: plain numbers, as many after any number of steps."""
         self._settle()
-        return {
-            "warmup": asdict(self._warmup),
-            "after": asdict(self._after),
-            "histogram": dict(self._histogram),
-        }
+        totals = {"warmup": asdict(self._warmup), "after": asdict(self._after)}
+        return {**totals, "histogram": dict(self._histogram)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._warmup, self._after = _Totals(**state["warmup"]), _Totals(**state["after"])

@@ -51,9 +51,9 @@ def cut(order: Lengths, batch_size: int) -> list[Lengths]:
     return np.split(order, range(batch_size, len(order), batch_size))
 
 
-def sorted_chunks(lengths: Lengths, keys: Lengths, order: Lengths, chunk_size: int) -> Lengths:
+def sorted_chunks(keys: Lengths, order: Lengths, chunk_size: int) -> Lengths:
     """The order, sorted by a key in each chunk."""
-    chunks = [order[i : i + chunk_size] for i in range(0, len(lengths), chunk_size)]
+    chunks = cut(order, chunk_size)
     return np.concatenate([chunk[np.argsort(keys[chunk], kind="stable")] for chunk in chunks])
 
 
@@ -66,7 +66,7 @@ def jittered(percent: float, chunk_batches: int | None) -> Rule:
         keys = lengths * generator.uniform(1 - percent / 100, 1 + percent / 100, len(lengths))
         full = len(order) - len(order) % batch_size
         chunk_size = (chunk_batches or len(order)) * batch_size
-        batches = cut(sorted_chunks(order[:full], keys, order[:full], chunk_size), batch_size)
+        batches = cut(sorted_chunks(keys, order[:full], chunk_size), batch_size)
         return [*batches, order[full:]] if full < len(order) else batches
 
     return rule
@@ -76,17 +76,16 @@ def trainer(lengths: Lengths, batch_size: int, epoch: int) -> list[Lengths]:
     """As `transformers.trainer_pt_utils.get_length_grouped_indices`."""
     order = np.random.default_rng([0, epoch]).permutation(len(lengths))
     chunk_size = max(1, min(len(lengths) // (batch_size * 4), 50)) * batch_size
-    return cut(sorted_chunks(lengths, -lengths, order, chunk_size), batch_size)
+    return cut(sorted_chunks(-lengths, order, chunk_size), batch_size)
 
 
 def sorted_by_length(lengths: Lengths, batch_size: int, epoch: int) -> list[Lengths]:
     """Chunks of 50 batches, sorted by length, and equal lengths in random order."""
     order = np.random.default_rng([0, epoch]).permutation(len(lengths))
-    return cut(sorted_chunks(lengths, lengths, order, 50 * batch_size), batch_size)
+    return cut(sorted_chunks(lengths, order, 50 * batch_size), batch_size)
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a name of the command line."""
     kind, *numbers = name.split(":")
     if kind == "jitter":
         return jittered(float(numbers[0]), int(numbers[1]) if len(numbers) > 1 else None)

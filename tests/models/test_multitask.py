@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_encoders import BERT, FAMILIES, LABEL, SPANS, make_batch, make_model, scalar_loss
+from tiny_encoders import FAMILIES, make_batch, make_model, scalar_loss
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
@@ -24,9 +23,7 @@ from hpo.models.multitask import (
     pool_max,
     pool_mean,
 )
-from hpo.training.compilation import apply_compile, compiled_modules
 from hpo.training.decoding import DecodingThresholds
-from hpo.training.throughput import training_flops
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
@@ -301,84 +298,6 @@ def test_gradient_checkpointing_runs_layers_twice_and_gives_the_same_gradients(
     assert gradients[False].keys() == gradients[True].keys()
     for name, gradient in gradients[False].items():
         torch.testing.assert_close(gradients[True][name], gradient, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
-@pytest.mark.parametrize("dynamic", [None, True, False])
-def test_compile_takes_what_the_scope_says(
-    mode: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def fake_compile(function: Any, **options: Any) -> Any:
-        asked.append(options)
-        return function
-
-    monkeypatch.setattr(torch, "compile", fake_compile)
-    for scope, names in (
-        ("model", [""]),
-        ("layers", ["encoder.encoder.layer.0", "encoder.encoder.layer.1"]),
-    ):
-        asked.clear()
-        model = make_model()
-        keys = list(model.state_dict())
-        assert compiled_modules(model) == []
-        assert apply_compile(model, mode, scope, dynamic) is model
-        assert compiled_modules(model) == names
-        assert asked == [{"mode": mode, "dynamic": dynamic}] * len(names)
-        assert list(model.state_dict()) == keys
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["model", "layers"])
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_compiled_model_gives_the_same_logits_and_gradients(scope: str) -> None:
-    one_layer = {**BERT, "num_hidden_layers": 1}
-    plain = make_model(one_layer, dropout=0.0, attention_dropout=0.0, head_dropout=0.0, tasks=(LABEL,))
-    compiled = copy.deepcopy(plain)
-    apply_compile(compiled, "default", scope)
-    for name, logits in plain(*make_batch()).items():
-        torch.testing.assert_close(compiled(*make_batch())[name], logits, rtol=1e-5, atol=1e-5)
-    scalar_loss(plain).backward()
-    scalar_loss(compiled).backward()
-    for (name, expected), (_, parameter) in zip(
-        plain.named_parameters(), compiled.named_parameters(), strict=True
-    ):
-        if expected.grad is not None:
-            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-# FLOPs.
-
-
-def test_training_flops_is_the_sum_over_layers_and_heads() -> None:
-    layer = 4 * (32 * 32 + 32) + (32 * 64 + 64) + (64 * 32 + 32) + 4 * 32
-    tokens, sequences = 1000, 50
-    attention = 12 * 32 * (tokens / sequences) * tokens
-    heads = 6 * (3 * 32 + 3) * sequences + 6 * (5 * 32 + 5) * tokens
-    model = make_model()
-    assert training_flops(model, tokens, sequences) == 2 * (6 * layer * tokens + attention) + heads
-    frozen = make_model(freeze_layers=1)
-    assert training_flops(frozen, tokens, sequences) == (1 + 1 / 3) * (6 * layer * tokens + attention) + heads
-    assert training_flops(model, 0, 0) == 0
-
-
-def test_training_flops_agrees_with_torchs_count_of_matrix_products() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = make_model(
-        {**BERT, "hidden_size": 64, "intermediate_size": 256}, attention="eager", tasks=(SPANS,)
-    )
-    input_ids, mask = make_batch((16,) * 4)
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids, mask)["spans"].sum().backward()
-    # The count leaves out biases and norms, the estimate counts the products of the embedding's gradient.
-    assert training_flops(model, 64, 4) == pytest.approx(counter.get_total_flops(), rel=0.03)
-
-
-def test_training_flops_is_unknown_where_the_layers_are() -> None:
-    albert = {**BERT, "model_type": "albert", "embedding_size": 16}
-    assert training_flops(make_model(albert), 100, 10) is None
 
 
 # Export.

@@ -6,12 +6,13 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from hpo.errors import CheckpointError, Preempted
-from hpo.training.checkpoint import CheckpointStore, best_checkpoint, read_checkpoint
+from hpo.training.checkpoint import Checkpoint, CheckpointStore, best_checkpoint, read_checkpoint
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 
@@ -21,11 +22,26 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "trial-00000", "key")
 
 
+def latest_of(store: CheckpointStore) -> Checkpoint:
+    latest = store.latest()
+    assert latest is not None
+    return latest
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def _disk_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr("hpo.training.checkpoint.torch.save", full)
+
+
 def test_what_is_saved_is_read(store: CheckpointStore) -> None:
     store.save(3, WEIGHTS, state={"progress": {"step": 3}, "moments": [torch.ones(2)]})
     store.wait()
-    latest = store.latest()
-    assert latest is not None
+    latest = latest_of(store)
     assert latest.state["progress"] == {"step": 3}
     assert all(torch.equal(latest.weights[name], WEIGHTS[name]) for name in WEIGHTS)
     assert latest.weights["b"].dtype == torch.bfloat16
@@ -37,8 +53,7 @@ def test_what_changes_after_saving_is_not_written(store: CheckpointStore) -> Non
     weights["a"].fill_(1.0)
     moment.fill_(1.0)
     store.wait()
-    latest = store.latest()
-    assert latest is not None
+    latest = latest_of(store)
     assert latest.weights["a"].eq(0).all()
     assert latest.state["optimizer"]["state"][0]["moment"].eq(0).all()
 
@@ -52,13 +67,9 @@ def test_the_newest_two_stay_and_one_at_the_end(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         store.save(step, WEIGHTS, state={}, best={})
     store.wait()
-    assert sorted(path.name for path in store.folder.iterdir()) == [
-        "best-00000003",
-        "step-00000002",
-        "step-00000003",
-    ]
+    assert names_in(store.folder) == ["best-00000003", "step-00000002", "step-00000003"]
     store.finish()
-    assert sorted(path.name for path in store.folder.iterdir()) == ["best-00000003", "step-00000003"]
+    assert names_in(store.folder) == ["best-00000003", "step-00000003"]
 
 
 @pytest.mark.parametrize("has_links", [True, False])
@@ -66,11 +77,7 @@ def test_weights_that_are_the_best_are_written_once(
     store: CheckpointStore, has_links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_links:
-
-        def refuse(*_: object) -> None:
-            raise OSError("Operation not permitted")
-
-        monkeypatch.setattr(Path, "hardlink_to", refuse)
+        monkeypatch.setattr(Path, "hardlink_to", Mock(side_effect=OSError("Operation not permitted")))
     later = {name: value + 1 for name, value in WEIGHTS.items()}
     store.save(1, WEIGHTS, state={"kind": "step"}, best={"kind": "best"})
     store.save(2, later, state={"kind": "step"})
@@ -104,9 +111,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :])
     with pytest.raises(CheckpointError, match="step-00000002"):
         read_checkpoint(path.parent)
-    latest = store.latest()
-    assert latest is not None
-    assert latest.state == {"step": 1}
+    assert latest_of(store).state == {"step": 1}
 
 
 class Payload:
@@ -128,22 +133,16 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(store: CheckpointStore) -> N
 
 
 def test_a_full_disk_is_one_clear_error_and_loses_nothing(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+    store: CheckpointStore, request: pytest.FixtureRequest
 ) -> None:
     store.save(1, WEIGHTS, state={"step": 1})
     store.wait()
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hpo.training.checkpoint.torch.save", full)
+    request.getfixturevalue("_disk_is_full")
     problem = r"not be written: .*No space left on device.*Free some space"
     with pytest.raises(CheckpointError, match=problem), store:
         store.save(2, WEIGHTS, state={"step": 2})
-    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
-    latest = store.latest()
-    assert latest is not None
-    assert latest.state == {"step": 1}
+    assert names_in(store.folder) == ["step-00000001"]
+    assert latest_of(store).state == {"step": 1}
 
 
 def fails_and_ends(store: CheckpointStore, end: type[BaseException]) -> None:
@@ -152,14 +151,11 @@ def fails_and_ends(store: CheckpointStore, end: type[BaseException]) -> None:
         raise end
 
 
+@pytest.mark.usefixtures("_disk_is_full")
 @pytest.mark.parametrize("end", [ZeroDivisionError, KeyboardInterrupt, Preempted])
 def test_a_failed_write_replaces_only_an_end_that_promises_a_checkpoint(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, end: type[BaseException]
+    store: CheckpointStore, end: type[BaseException]
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("hpo.training.checkpoint.torch.save", full)
     with pytest.raises(CheckpointError if end is Preempted else end):
         fails_and_ends(store, end)
 
@@ -179,9 +175,7 @@ def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: Chec
     left = store.folder / ".step-00000002.999.tmp"
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
-    latest = store.latest()
-    assert latest is not None
-    assert latest.state == {"step": 1}
+    assert latest_of(store).state == {"step": 1}
     store.finish()
     assert not left.exists()
 
@@ -193,18 +187,15 @@ def test_checkpoints_of_another_key_do_not_displace_those_of_this_one(tmp_path: 
     for step in (30, 60, 90):
         with CheckpointStore(tmp_path, "B") as now:
             now.save(step, WEIGHTS, state={"step": step}, best={"of": "B"} if step == 30 else None)
-        latest = CheckpointStore(tmp_path, "B").latest()
-        assert latest is not None
-        assert latest.state == {"step": step}
+        assert latest_of(CheckpointStore(tmp_path, "B")).state == {"step": step}
     back = CheckpointStore(tmp_path, "A")
-    latest, best = back.latest(), back.best()
-    assert latest is not None
-    assert latest.state == {"step": 500}
+    assert latest_of(back).state == {"step": 500}
+    best = back.best()
     assert best is not None
     assert best.state == {"of": "A"}
     assert CheckpointStore(tmp_path, "C").latest() is None
     now.finish()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best-00000030", "step-00000090"]
+    assert names_in(tmp_path) == ["best-00000030", "step-00000090"]
     best = best_checkpoint(tmp_path)
     assert best is not None
     assert best.state == {"of": "B"}

@@ -4,12 +4,15 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.training.decoding import (
     EVIDENCE_MERGE_GAPS,
@@ -33,21 +36,13 @@ OVERLAPPING = Task("t", "token_classification", NAMES, spans_may_overlap=True)
 ANSWER = Task("t", "span_extraction", ("answer",), inside_segment="context")
 EVIDENCE = Task("t", "span_per_label", NAMES, evidence_for="labels")
 ALL = (SINGLE, MULTI, NUMBER, SLOTS, OVERLAPPING, ANSWER, EVIDENCE)
-
-
-@dataclass(frozen=True)
-class Row:
-    text: str
-    labels: dict[str, Any] = field(default_factory=dict)
-    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    alt_spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    segments: dict[str, tuple[int, int]] = field(default_factory=dict)
-    annotated: frozenset[str] = frozenset({"t"})
+DEFAULT = DecodingThresholds()
+Row = partial(Example, "id", labels={}, spans={}, annotated=frozenset({"t"}))
 
 
 @dataclass(frozen=True)
 class Split:
-    examples: Sequence[Row]
+    examples: Sequence[Example]
     char_start_T: Any
     char_end_T: Any
     owned_T: Any
@@ -55,7 +50,7 @@ class Split:
     window_example_W: Any
 
 
-def make_split(rows: Sequence[Row], window: int = 1000, overlap: int = 0) -> Split:
+def make_split(rows: Sequence[Example], window: int = 1000, overlap: int = 0) -> Split:
     """Each word is a token; a window is [CLS], at most `window` words, [SEP]. The later window owns what
     two hold."""
     start, end, owned, bounds, example = [], [], [], [0], []
@@ -70,14 +65,13 @@ def make_split(rows: Sequence[Row], window: int = 1000, overlap: int = 0) -> Spl
             owned += [False, *(i < step or is_last for i in range(len(part))), False]
             bounds.append(len(start))
             example.append(e)
-    return Split(
-        rows,
-        np.array(start, np.int32),
-        np.array(end, np.int32),
-        np.array(owned),
-        np.array(bounds, np.int64),
-        np.array(example, np.int32),
-    )
+    return Split(rows, *map(np.array, (start, end, owned, bounds, example)))
+
+
+def make_window(text: str, start: list[int], end: list[int], is_text: bool = True) -> Split:
+    """One window of these tokens, without special ones."""
+    arrays = (np.array(values) for values in (start, end, [is_text] * len(start), [0, len(start)], [0]))
+    return Split([Row(text)], *arrays)
 
 
 def words_of(split: Split) -> list[list[int]]:
@@ -90,7 +84,11 @@ def words_of(split: Split) -> list[list[int]]:
     return tokens
 
 
-def random_rows(rng: np.random.Generator, count: int, longest: int = 14) -> list[Row]:
+def logits_shape(task: Task, split: Split) -> tuple[int, int]:
+    return len(split.window_example_W if task.level == "sequence" else split.owned_T), task.num_outputs
+
+
+def random_rows(rng: np.random.Generator, count: int, longest: int = 14) -> list[Example]:
     return [
         Row(" ".join("w" * int(rng.integers(1, 5)) for _ in range(rng.integers(1, longest))))
         for _ in range(count)
@@ -106,22 +104,19 @@ def test_single_label_means_the_log_probabilities_of_windows() -> None:
     assert split.window_example_W.tolist() == [0, 0, 1]
     # Window 1 is sure of b, window 0 leans to a; the sum of raw logits would say a.
     logits = np.array([[100.0, 99.0], [0.0, 3.0], [2.0, 0.0]], np.float32)
-    assert decode(SINGLE, logits, split, DecodingThresholds()) == ["b", "a"]
+    assert decode(SINGLE, logits, split, DEFAULT) == ["b", "a"]
 
 
 def test_multi_label_takes_the_largest_probability_of_windows() -> None:
     split = make_split([Row("x y"), Row("z")], window=1)
     logits = np.array([[3.0, -3.0], [-5.0, -3.0], [-1.0, -0.5]], np.float32)
-    assert decode(MULTI, logits, split, DecodingThresholds()) == [["a"], []]
+    assert decode(MULTI, logits, split, DEFAULT) == [["a"], []]
     assert decode(MULTI, logits, split, DecodingThresholds(threshold=0.3)) == [["a"], ["b"]]
 
 
 def test_regression_means_windows_in_raw_units() -> None:
     split = make_split([Row("x y"), Row("z")], window=1)
-    assert decode(NUMBER, np.array([[1.0], [2.0], [-1.0]], np.float32), split, DecodingThresholds()) == [
-        13.0,
-        8.0,
-    ]
+    assert decode(NUMBER, np.array([[1.0], [2.0], [-1.0]], np.float32), split, DEFAULT) == [13.0, 8.0]
 
 
 #       O  B-a I-a B-b I-b  are tags 0 to 4
@@ -139,12 +134,9 @@ def test_regression_means_windows_in_raw_units() -> None:
 def test_bio_rules(tags: list[int], expected: list[tuple[str, int, int]]) -> None:
     split = make_split([Row("xx yy zz uu"), Row("v")])
     logits = one_hot([0, *tags, 0, 0, 2, 0], 5)
-    in_words = [
-        (name, start // 3, (end + 1) // 3)
-        for name, start, end in decode(SLOTS, logits, split, DecodingThresholds())[0]
-    ]
-    assert in_words == expected
-    assert decode(SLOTS, logits, split, DecodingThresholds())[1] == [("a", 0, 1)]
+    first, second = decode(SLOTS, logits, split, DEFAULT)
+    assert [(name, start // 3, (end + 1) // 3) for name, start, end in first] == expected
+    assert second == [("a", 0, 1)]
 
 
 def bio_reference(tags: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
@@ -183,27 +175,22 @@ def test_bio_decoding_equals_a_plain_loop(task: Task, window: int, seed: int) ->
                 (n, split.char_start_T[tokens[i]], split.char_end_T[tokens[j]])
                 for n, i, j in bio_reference(tags)
             ]
-        expected.append(sorted(found, key=lambda span: (span[1], span[2], span[0])))
-    assert decode(task, logits, split, DecodingThresholds()) == expected
+        expected.append(sorted(found, key=itemgetter(1, 2, 0)))
+    assert decode(task, logits, split, DEFAULT) == expected
     assert sum(map(len, expected)) > 30
 
 
 def test_no_span_joins_segments_that_are_encoded_in_another_order() -> None:
     # The second segment of the text comes first, as in a pair (question, context) of a text that ends
     # with the question.
-    row = Row("xx yy zz uu")
-    split = Split([row], *(np.array(v) for v in ([6, 9, 0, 3], [8, 11, 2, 5], [True] * 4, [0, 4], [0])))
-    assert decode(SLOTS, one_hot([1, 2, 2, 2], 5), split, DecodingThresholds()) == [
-        [("a", 0, 5), ("a", 6, 11)]
-    ]
+    split = make_window("xx yy zz uu", [6, 9, 0, 3], [8, 11, 2, 5])
+    assert decode(SLOTS, one_hot([1, 2, 2, 2], 5), split, DEFAULT) == [[("a", 0, 5), ("a", 6, 11)]]
 
 
 def test_spans_lose_outer_white_space_and_empty_ones_are_dropped() -> None:
-    split = Split(
-        [Row("x  yy z")], *(np.array(v) for v in ([0, 1, 3, 5], [1, 3, 6, 7], [True] * 4, [0, 4], [0]))
-    )
-    assert decode(SLOTS, one_hot([0, 1, 2, 0], 5), split, DecodingThresholds()) == [[("a", 3, 5)]]
-    assert decode(SLOTS, one_hot([0, 1, 0, 0], 5), split, DecodingThresholds()) == [[]]
+    split = make_window("x  yy z", [0, 1, 3, 5], [1, 3, 6, 7])
+    assert decode(SLOTS, one_hot([0, 1, 2, 0], 5), split, DEFAULT) == [[("a", 3, 5)]]
+    assert decode(SLOTS, one_hot([0, 1, 0, 0], 5), split, DEFAULT) == [[]]
 
 
 def answer_reference(split: Split, logits: Any) -> list[tuple[float, list[tuple[str, int, int]]]]:
@@ -259,7 +246,7 @@ def evidence_reference(
             if max(p) <= threshold:
                 runs = [run for run in runs if max(p[run[0] : run[1] + 1]) == max(p)]
             found += [(name, split.char_start_T[tokens[i]], split.char_end_T[tokens[j]]) for i, j in runs]
-        predictions.append(sorted(found, key=lambda span: (span[1], span[2], span[0])))
+        predictions.append(sorted(found, key=itemgetter(1, 2, 0)))
     return predictions
 
 
@@ -280,16 +267,15 @@ def test_evidence_equals_a_plain_loop(window: int, seed: int) -> None:
 def test_evidence_belongs_to_predicted_classes_alone() -> None:
     split = make_split([Row("xx yy zz")])
     logits = np.array([[0, 0], [9, -9], [-9, 9], [-9, 9], [0, 0]], np.float32)
-    assert decode(EVIDENCE, logits, split, DecodingThresholds(), [[]]) == [[]]
-    assert decode(
-        EVIDENCE, logits, split, DecodingThresholds(), [["b", "no evidence is marked for this"]]
-    ) == [[("b", 3, 8)]]
-    assert decode(EVIDENCE, logits, split, DecodingThresholds(), ["a"]) == [[("a", 0, 2)]]
+    assert decode(EVIDENCE, logits, split, DEFAULT, [[]]) == [[]]
+    labels = ["b", "no evidence is marked for this"]
+    assert decode(EVIDENCE, logits, split, DEFAULT, [labels]) == [[("b", 3, 8)]]
+    assert decode(EVIDENCE, logits, split, DEFAULT, ["a"]) == [[("a", 0, 2)]]
     with pytest.raises(ValueError, match="needs the predicted labels of its task labels"):
-        decode(EVIDENCE, logits, split, DecodingThresholds())
+        decode(EVIDENCE, logits, split, DEFAULT)
 
 
-def truth_rows(rng: np.random.Generator, task: Task) -> list[Row]:
+def truth_rows(rng: np.random.Generator, task: Task) -> list[Example]:
     """Rows with a truth for the task; every fifth is not annotated."""
     rows = []
     for i, row in enumerate(random_rows(rng, 60)):
@@ -302,7 +288,16 @@ def truth_rows(rng: np.random.Generator, task: Task) -> list[Row]:
                 spans[name] = [(words[first][0], words[last][1])]
         annotated = frozenset() if i % 5 == 0 else frozenset({"t"})
         labels = {} if i % 5 == 0 else {"t": sorted(spans)}
-        rows.append(Row(row.text, labels, spans, spans, {"context": (0, len(row.text))}, annotated))
+        rows.append(
+            Row(
+                row.text,
+                labels=labels,
+                spans=spans,
+                alt_spans=spans,
+                segments={"context": (0, len(row.text))},
+                annotated=annotated,
+            )
+        )
     return rows
 
 
@@ -363,8 +358,8 @@ def test_tasks_are_decided_decoded_and_scored_together() -> None:
     evidence = Task("evidence", "span_per_label", NAMES, evidence_for="labels")
     both = frozenset({"labels", "evidence"})
     rows = [
-        Row("xx yy zz", {"labels": ["a"]}, {"a": [(3, 8)]}, annotated=both),
-        Row("xx yy zz", {"labels": []}, annotated=both),
+        Row("xx yy zz", labels={"labels": ["a"]}, spans={"a": [(3, 8)]}, annotated=both),
+        Row("xx yy zz", labels={"labels": []}, annotated=both),
     ]
     split = make_split(rows)
     logits = {
@@ -384,7 +379,7 @@ def test_tasks_are_decided_decoded_and_scored_together() -> None:
 
 
 def test_decisions_are_chosen_for_the_metric_that_is_named() -> None:
-    rows = [Row("x", {"t": ["a"] if i < 30 else ["b"] if i < 32 else []}) for i in range(100)]
+    rows = [Row("x", labels={"t": ["a"] if i < 30 else ["b"] if i < 32 else []}) for i in range(100)]
     split = make_split(rows)
     logits = np.random.default_rng(0).normal(0, 1, (100, 2)).astype(np.float32)
     logits[:30, 0] += 2
@@ -395,7 +390,7 @@ def test_decisions_are_chosen_for_the_metric_that_is_named() -> None:
 
 
 def test_rare_classes_get_a_threshold_far_below_a_half() -> None:
-    rows = [Row("x", {"t": ["a"] if i < 5 else []}) for i in range(100)]
+    rows = [Row("x", labels={"t": ["a"] if i < 5 else []}) for i in range(100)]
     split = make_split(rows)
     logits = np.full((100, 2), -6.0, np.float32)
     logits[:5, 0] = -4.0
@@ -407,7 +402,7 @@ def test_rare_classes_get_a_threshold_far_below_a_half() -> None:
 @pytest.mark.parametrize("metric", ["f1_macro", "f1_micro"])
 def test_nothing_to_find_and_nothing_found_is_the_best_decision(metric: str) -> None:
     """No row has a class: `score` gives 1 where none is predicted, so the threshold is to be above all."""
-    rows = [Row("x", {"t": []}) for _ in range(10)]
+    rows = [Row("x", labels={"t": []}) for _ in range(10)]
     split = make_split(rows)
     logits = np.random.default_rng(0).normal(0, 1, (10, 2)).astype(np.float32)
     decision = choose_decision(MULTI, logits, split, metric=metric)
@@ -427,16 +422,15 @@ def test_answers_of_equal_margins_are_not_parted() -> None:
 @pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
 def test_without_annotated_rows_the_decision_is_the_default(task: Task) -> None:
     split = make_split([Row("x y", annotated=frozenset())])
-    size = len(split.window_example_W) if task.level == "sequence" else len(split.owned_T)
-    logits = np.zeros((size, task.num_outputs), np.float32)
-    assert choose_decision(task, logits, split, [["a"]]) == DecodingThresholds()
+    logits = np.zeros(logits_shape(task, split), np.float32)
+    assert choose_decision(task, logits, split, [["a"]]) == DEFAULT
 
 
 @pytest.mark.parametrize("task", [SINGLE, NUMBER, SLOTS], ids=lambda task: task.kind)
 def test_kinds_with_nothing_to_decide_get_the_default(task: Task) -> None:
     split = make_split([Row("x y")])
-    logits = np.ones((1 if task.level == "sequence" else 4, task.num_outputs), np.float32)
-    assert choose_decision(task, logits, split) == DecodingThresholds()
+    logits = np.ones(logits_shape(task, split), np.float32)
+    assert choose_decision(task, logits, split) == DEFAULT
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -447,15 +441,14 @@ def test_nonfinite_logits_are_decoded_without_an_error(task: Task, value: float)
     rows = [
         Row(
             row.text,
-            {"t": truth},
-            {name: [(0, 1)] for name in task.labels},
+            labels={"t": truth},
+            spans={name: [(0, 1)] for name in task.labels},
             segments={"context": (0, len(row.text))},
         )
         for row in random_rows(rng, 6)
     ]
     split = make_split(rows, window=4, overlap=1)
-    size = len(split.window_example_W) if task.level == "sequence" else len(split.owned_T)
-    logits = rng.normal(size=(size, task.num_outputs)).astype(np.float32)
+    logits = rng.normal(size=logits_shape(task, split)).astype(np.float32)
     for share in (0.3, 1.0):
         logits[rng.random(logits.shape) < share] = value
         labels = [["a"]] * len(rows)
@@ -469,9 +462,6 @@ def test_nonfinite_logits_are_decoded_without_an_error(task: Task, value: float)
 @pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
 def test_a_split_with_no_text_to_read_has_empty_predictions(task: Task) -> None:
     # A text of which truncation left the special tokens alone.
-    split = Split([Row("x")], *(np.array(v) for v in ([-1, -1], [-1, -1], [False] * 2, [0, 2], [0])))
-    size = 1 if task.level == "sequence" else 2
-    predictions = decode(
-        task, np.full((size, task.num_outputs), -1.0, np.float32), split, DecodingThresholds(), [["a"]]
-    )
+    split = make_window("x", [-1, -1], [-1, -1], is_text=False)
+    predictions = decode(task, np.full(logits_shape(task, split), -1.0, np.float32), split, DEFAULT, [["a"]])
     assert predictions == [{"single_label": "a", "regression": 8.0}.get(task.kind, [])]

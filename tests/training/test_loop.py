@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -31,7 +31,9 @@ from tiny import (
 )
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModel
 
+from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import collate, evaluation_batches, training_batches
 from hpo.data.examples import Example
 from hpo.device import DeviceInfo, probe_device
@@ -42,7 +44,7 @@ from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training import loop as loop_module
 from hpo.training.compilation import CompileClock
-from hpo.training.evaluate import predict_logits
+from hpo.training.evaluate import Evaluation, predict_logits
 from hpo.training.loop import (
     CHECK_EVERY,
     Budget,
@@ -67,10 +69,12 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     return tiny_executor(tmp_path_factory.mktemp("tiny"))
 
 
-def config_of(executor: Executor, **params: Any) -> Any:
-    from hpo.config.trial_config import build_trial_config
-
+def config_of(executor: Executor, **params: Any) -> TrialConfig:
     return build_trial_config(executor.study, params, "fp32", executor.amp)
+
+
+def amp_of(name: str, device: DeviceInfo = CPU) -> MixedPrecision:
+    return MixedPrecision(PRECISIONS[name], EMULATED, device)
 
 
 @pytest.mark.parametrize(("mode", "multiple"), [("none", 1), ("default", 8)])
@@ -132,7 +136,7 @@ def reference_losses(executor: Executor, name: str, num_steps: int, dropout: flo
     return losses
 
 
-def args_of(config: Any, num_steps: int) -> TrainingArgs:
+def args_of(config: TrialConfig, num_steps: int) -> TrainingArgs:
     """A few steps with one evaluation at their end."""
     return TrainingArgs(
         budget=Budget(max_steps=num_steps),
@@ -155,7 +159,7 @@ def our_losses(executor: Executor, name: str, num_steps: int, dropout: float, **
     optimizer = executor.prepare(model, PRECISIONS[name], config, executor.used_ids(config))
     losses: list[float] = []
     loss_fn = executor.loss_fn(config, model, split)
-    amp = MixedPrecision(PRECISIONS[name], EMULATED, CPU)
+    amp = amp_of(name)
     record = amp.record_step
     amp.record_step = lambda loss, norm: (losses.append(loss.item()), record(loss, norm))[1]  # type: ignore[func-returns-value, method-assign]
     args = args_of(config, num_steps)
@@ -186,8 +190,6 @@ def plain_loss_and_gradients(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The same weights in transformers' own model with eager attention, the whole embedding table, texts in
     their order padded to `max_length`, and the losses of whole-text tasks spelt out."""
-    from transformers import AutoModel
-
     config = deepcopy(model.encoder.config)
     encoder = AutoModel.from_config(config, attn_implementation="eager", add_pooling_layer=False)
     found = encoder.load_state_dict(model.encoder.state_dict(), strict=False)
@@ -255,7 +257,7 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
         model.train(),
         executor.loss_fn(config, model, split),
         batch,
-        MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU),
+        amp_of("fp32"),
         config.seed,
         TrainState(micro_batch_size=micro_batch_size),
     )
@@ -278,9 +280,8 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
 
 def gradients_of(micro_batch_size: int, tasks: Any = TASKS) -> tuple[float, dict[str, torch.Tensor]]:
     model, batch = tiny_model(tasks=tasks), tiny_batch()
-    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
     state = TrainState(micro_batch_size=micro_batch_size)
-    loss = accumulate_gradients(model, tiny_objective(tasks), batch, amp, seed=0, state=state)
+    loss = accumulate_gradients(model, tiny_objective(tasks), batch, amp_of("fp32"), seed=0, state=state)
     return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -296,8 +297,6 @@ def test_micro_batches_give_the_whole_batch_with_missing_labels(micro_batch_size
 
 def refuse_above(limit: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the model run out of memory for more than `limit` windows, as the CPU's allocator says it."""
-    from hpo.models.multitask import MultitaskModel
-
     forward, sizes = MultitaskModel.forward, []
 
     def limited(self: MultitaskModel, input_ids_BL: torch.Tensor, *args: Any) -> Any:
@@ -338,7 +337,7 @@ def test_gradients_are_unscaled_before_they_are_clipped() -> None:
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     model = nn.ParameterList([weight])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp = MixedPrecision(PRECISIONS["fp16"], EMULATED, CPU)
+    amp = amp_of("fp16")
     loss = (weight * torch.tensor([3.0, 4.0])).sum()
     amp.scaler.scale(loss).backward()
     apply_gradients(model, optimizer, loss, amp, max_grad_norm=1.0)
@@ -347,12 +346,9 @@ def test_gradients_are_unscaled_before_they_are_clipped() -> None:
 
 def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() -> None:
     def total(micro_batch_size: int) -> float:
-        model = tiny_model()
-        loss_fn = tiny_objective()
+        loss_fn, state = tiny_objective(), TrainState(micro_batch_size=micro_batch_size)
         loss_fn.log_variance = {task.name: nn.Parameter(torch.tensor(0.3)) for task in TASKS}
-        amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
-        state = TrainState(micro_batch_size=micro_batch_size)
-        return float(accumulate_gradients(model, loss_fn, tiny_batch(), amp, 0, state))
+        return float(accumulate_gradients(tiny_model(), loss_fn, tiny_batch(), amp_of("fp32"), 0, state))
 
     plain = gradients_of(6)[0]
     assert total(6) == pytest.approx(np.exp(-0.3) * plain + 4 * 0.3, rel=1e-5)
@@ -451,37 +447,51 @@ def test_every_step_draws_from_a_seed_of_its_own() -> None:
     assert not shared
 
 
+def train_for_seconds(
+    executor: Executor,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: TrainingClock,
+    on_step: Callable[[], None],
+    on_evaluation: Callable[[], None],
+    num_evaluations: int,
+) -> list[Evaluation]:
+    """Train for 4.5 seconds with something done in each step and each evaluation."""
+    config = config_of(executor)
+    split = executor.tokens("train", config)
+    model = executor.build_model(config)
+    amp = amp_of("fp32")
+    record, evaluate = amp.record_step, loop_module.evaluate
+    amp.record_step = lambda *args: (on_step(), record(*args))[1]  # type: ignore[func-returns-value, method-assign]
+    monkeypatch.setattr(
+        loop_module, "evaluate", lambda *args, **more: (on_evaluation(), evaluate(*args, **more))[1]
+    )
+    optimizer = build_optimizer("adamw", parameter_groups(model, learning_rate=1e-4))
+    data = TrainingData(split, executor.tokens("validation", config), pad_id=0)
+    args = replace(args_of(config, 1), budget=Budget(max_seconds=4.5), num_evaluations=num_evaluations)
+    return list(train(model, optimizer, executor.loss_fn(config, model, split), amp, data, args, clock))
+
+
 def test_compiling_in_a_step_is_no_training(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take a second each; in the second one and in the evaluation 1000 more go to the compiler."""
-    now, clock = [0.0], CompileClock()
+    now, compiler = [0.0], CompileClock()
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
     def spend(seconds: float, compiling: float) -> None:
         now[0] += seconds + compiling
-        clock.seconds += compiling
+        compiler.seconds += compiling
 
-    config = config_of(executor)
-    split = executor.tokens("train", config)
-    model = executor.build_model(config)
-    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
-    record, state, meter = amp.record_step, TrainState(), ThroughputMeter(CPU, warmup_steps=0)
-    amp.record_step = lambda *args: (spend(1.0, 1000.0 * (state.step == 1)), record(*args))[1]  # type: ignore[func-returns-value, method-assign]
-    evaluate = loop_module.evaluate
-    monkeypatch.setattr(
-        loop_module, "evaluate", lambda *args, **more: (spend(2.0, 1000.0), evaluate(*args, **more))[1]
+    state, meter = TrainState(), ThroughputMeter(CPU, warmup_steps=0)
+    (last,) = train_for_seconds(
+        executor,
+        monkeypatch,
+        TrainingClock(state, meter, compiler),
+        lambda: spend(1.0, 1000.0 * (state.step == 1)),
+        lambda: spend(2.0, 1000.0),
+        num_evaluations=1,
     )
-    (last,) = train(
-        model,
-        build_optimizer("adamw", parameter_groups(model, learning_rate=1e-4)),
-        executor.loss_fn(config, model, split),
-        amp,
-        TrainingData(split, executor.tokens("validation", config), pad_id=0),
-        replace(args_of(config, 1), budget=Budget(max_seconds=4.5)),
-        TrainingClock(state, meter, clock),
-    )
-    assert clock.seconds == 2000.0
+    assert compiler.seconds == 2000.0
     assert (state.step, state.train_seconds, state.evaluation_seconds) == (5, 5.0, 2.0)
-    assert last.examples_per_second == len(executor.tokens("validation", config).examples) / 2
+    assert last.examples_per_second == len(executor.tokens("validation", config_of(executor)).examples) / 2
     assert (meter.measured_seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
 
 
@@ -496,24 +506,9 @@ def test_waiting_for_the_device_may_use_up_the_budget(
         now[0] += seconds
 
     monkeypatch.setattr(loop_module, "synchronize", lambda _: spend(10.0))
-    evaluate = loop_module.evaluate
-    monkeypatch.setattr(
-        loop_module, "evaluate", lambda *args, **more: (spend(1.0), evaluate(*args, **more))[1]
-    )
-    config = config_of(executor)
-    split = executor.tokens("train", config)
-    model = executor.build_model(config)
-    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
-    record = amp.record_step
-    amp.record_step = lambda *args: (spend(1.0), record(*args))[1]  # type: ignore[func-returns-value, method-assign]
-    (only,) = train(
-        model,
-        build_optimizer("adamw", parameter_groups(model, learning_rate=1e-4)),
-        executor.loss_fn(config, model, split),
-        amp,
-        TrainingData(split, split, pad_id=0),
-        replace(args_of(config, 1), budget=Budget(max_seconds=4.5), num_evaluations=2),
-        TrainingClock(TrainState(), ThroughputMeter(CPU)),
+    clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
+    (only,) = train_for_seconds(
+        executor, monkeypatch, clock, lambda: spend(1.0), lambda: spend(1.0), num_evaluations=2
     )
     assert (only.step, only.index, only.budget_used) == (3, 2, 1.0)
 
@@ -545,7 +540,7 @@ def run_steps(
     compact_vocabulary(model, config.optimizer, split.used_ids)
     model.to(device.torch_device)
     optimizer = build_optimizer(config.optimizer, parameter_groups(model, learning_rate=1e-4))
-    amp = MixedPrecision(PRECISIONS[name], EMULATED, device)
+    amp = amp_of(name, device)
     state = TrainState()
     watched: list[int] = []
     watching: list[Any] = []
@@ -597,17 +592,15 @@ def errors_on_sync() -> Iterator[None]:
 )
 def test_no_step_reads_what_a_device_computes(executor: Executor, name: str, pooling: str) -> None:
     steps = CHECK_EVERY["cuda"] - 1
-    expected = (steps, [*range(steps)])
-    assert (
-        run_steps(executor, META_GPU, name, stop_after=steps, pooling=pooling, optimizer="lion") == expected
-    )
+    found = run_steps(executor, META_GPU, name, stop_after=steps, pooling=pooling, optimizer="lion")
+    assert found == (steps, [*range(steps)])
 
 
 @pytest.mark.parametrize("loss", ["auto", "focal"])
 def test_no_loss_reads_what_a_device_computes(loss: str) -> None:
     model = tiny_model().to("meta")
     loss_fn = tiny_objective(loss=loss, label_smoothing=0.1)
-    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, META_GPU)
+    amp = amp_of("fp32", META_GPU)
     with no_waiting():
         accumulate_gradients(model, loss_fn, tiny_batch(), amp, 0, TrainState(micro_batch_size=4))
     with pytest.raises(WaitsForDevice), no_waiting():
@@ -620,7 +613,7 @@ def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> No
     """With the fused kernels and the real scaler, on values: here the CPU is the device."""
     model = prepare_model(tiny_model(), PRECISIONS[name])
     groups = parameter_groups(model, learning_rate=1e-3)
-    update, amp = build_optimizer(optimizer, groups), MixedPrecision(PRECISIONS[name], EMULATED, CPU)
+    update, amp = build_optimizer(optimizer, groups), amp_of(name)
     state = TrainState(micro_batch_size=6)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for step in range(3):
@@ -655,7 +648,7 @@ def test_the_norm_of_gradients_is_that_in_fp64(device: str, dtypes: tuple[torch.
 def test_gradients_are_clipped_to_their_norm(max_grad_norm: float) -> None:
     model = tiny_model()
     update = build_optimizer("sgd", parameter_groups(model, learning_rate=0.0))
-    amp = MixedPrecision(PRECISIONS["fp32"], EMULATED, CPU)
+    amp = amp_of("fp32")
     loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6))
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     clipped = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
@@ -670,7 +663,7 @@ def test_gradients_are_clipped_to_their_norm(max_grad_norm: float) -> None:
 def test_an_optimizer_that_is_not_fused_asks_the_scaler_whether_to_step() -> None:
     model = tiny_model()
     update = build_optimizer("lion", parameter_groups(model, learning_rate=1e-3))
-    amp = MixedPrecision(PRECISIONS["fp16"], EMULATED, CPU)
+    amp = amp_of("fp16")
     loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6))
     with pytest.raises(WaitsForDevice), no_waiting("cpu"):
         apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
@@ -703,11 +696,10 @@ def test_an_evaluation_converts_each_weight_once(executor: Executor) -> None:
     config = config_of(executor)
     split = executor.tokens("validation", config)
     model = executor.build_model(config)
-    mixed_precision = MixedPrecision(PRECISIONS["bf16"], EMULATED, CPU)
     longest = int(split.lengths_W.max())
     assert len(evaluation_batches(split.lengths_W, longest)) > 1
     with Conversions() as seen:
-        predict_logits(model, split, executor.tasks, mixed_precision, longest, pad_id=0)
+        predict_logits(model, split, executor.tasks, amp_of("bf16"), longest, pad_id=0)
     trained = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     assert {seen.count_of[weight.data_ptr()] for weight in trained} == {1}
 

@@ -3,13 +3,15 @@ from __future__ import annotations
 import re
 import tracemalloc
 from collections import Counter
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from sklearn import metrics as sklearn_metrics
+from sklearn.metrics import f1_score
 
+from hpo.data.examples import Example
 from hpo.data.tasks import METRICS, Task
 from hpo.training.metrics import score, squad_words
 
@@ -19,20 +21,11 @@ MULTI = Task("t", "multi_label", LABELS)
 SLOTS = Task("t", "token_classification", LABELS)
 ANSWER = Task("t", "span_extraction", ("answer",))
 NUMBER = Task("t", "regression")
+Row = partial(Example, "id", labels={}, spans={}, annotated=frozenset({"t"}))
 
 
-@dataclass(frozen=True)
-class Row:
-    text: str = ""
-    labels: dict[str, Any] = field(default_factory=dict)
-    spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    alt_spans: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    segments: dict[str, tuple[int, int]] = field(default_factory=dict)
-    annotated: frozenset[str] = frozenset({"t"})
-
-
-def labelled(*values: Any) -> list[Row]:
-    return [Row(labels={"t": value}) for value in values]
+def labelled(*values: Any) -> list[Example]:
+    return [Row("", labels={"t": value}) for value in values]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -44,10 +37,8 @@ def test_single_label_scores_are_scikit_learns(seed: int) -> None:
     assert ours == pytest.approx(
         {
             "accuracy": sklearn_metrics.accuracy_score(truth, predicted),
-            "f1_micro": sklearn_metrics.f1_score(truth, predicted, average="micro"),
-            "f1_macro": sklearn_metrics.f1_score(
-                truth, predicted, labels=LABELS, average="macro", zero_division=np.nan
-            ),
+            "f1_micro": f1_score(truth, predicted, average="micro"),
+            "f1_macro": f1_score(truth, predicted, labels=LABELS, average="macro", zero_division=np.nan),
         },
         rel=1e-12,
     )
@@ -66,10 +57,8 @@ def test_multi_label_scores_are_scikit_learns(seed: int, share: float) -> None:
     assert ours == pytest.approx(
         {
             "exact_match": sklearn_metrics.accuracy_score(truth_NC, predicted_NC),
-            "f1_micro": sklearn_metrics.f1_score(truth_NC, predicted_NC, average="micro", zero_division=1.0),
-            "f1_macro": sklearn_metrics.f1_score(
-                truth_NC, predicted_NC, average="macro", zero_division=np.nan
-            ),
+            "f1_micro": f1_score(truth_NC, predicted_NC, average="micro", zero_division=1.0),
+            "f1_macro": f1_score(truth_NC, predicted_NC, average="macro", zero_division=np.nan),
         },
         rel=1e-12,
     )
@@ -119,7 +108,7 @@ def test_rows_without_the_truth_are_left_out(kind: str) -> None:
 TEXT = "the quick brown fox jumps over the lazy dog"
 
 
-def spans_reference(predictions: list[Any], rows: list[Row]) -> dict[str, float]:
+def spans_reference(predictions: list[Any], rows: list[Example]) -> dict[str, float]:
     """Precision and recall from lists, one span and one word at a time."""
 
     def f1(hits: int, found: int, true: int) -> float:
@@ -129,11 +118,8 @@ def spans_reference(predictions: list[Any], rows: list[Row]) -> dict[str, float]
         return 2 * precision * recall / (precision + recall) if hits else 0.0
 
     def words(text: str, spans: list[tuple[int, int]]) -> list[int]:
-        found = []
-        for i, match in enumerate(re.finditer(r"\S+", text)):
-            if any(max(match.start(), s) < min(match.end(), e) for s, e in spans):
-                found.append(i)
-        return found
+        matches = enumerate(re.finditer(r"\S+", text))
+        return [i for i, m in matches if any(max(m.start(), s) < min(m.end(), e) for s, e in spans)]
 
     exact, overlap = Counter[tuple[str, str]](), Counter[str]()
     for spans, row in zip(predictions, rows, strict=True):
@@ -244,10 +230,8 @@ def test_answer_scores_are_squads(seed: int) -> None:
     answerable = [pair for pair, row in zip(expected, rows, strict=True) if row.spans]
     exact, overlap = np.mean(expected, axis=0)
     exact_answerable, overlap_answerable = np.mean(answerable, axis=0)
-    hits = sum(
-        bool(found) and found[0][1:] in row.alt_spans.get("answer", [])
-        for found, row in zip(predictions, rows, strict=True)
-    )
+    pairs = zip(predictions, rows, strict=True)
+    hits = sum(bool(found) and found[0][1:] in row.alt_spans.get("answer", []) for found, row in pairs)
     assert ours == pytest.approx(
         {
             "exact_match": exact,
@@ -261,11 +245,8 @@ def test_answer_scores_are_squads(seed: int) -> None:
 
 
 def test_answers_without_an_answerable_row_have_no_answerable_scores() -> None:
-    assert score(ANSWER, [[], [("answer", 4, 9)]], [Row(TEXT), Row(TEXT)]) == {
-        "span_f1": 0.0,
-        "exact_match": 0.5,
-        "span_overlap_f1": 0.5,
-    }
+    scores = score(ANSWER, [[], [("answer", 4, 9)]], [Row(TEXT), Row(TEXT)])
+    assert scores == {"span_f1": 0.0, "exact_match": 0.5, "span_overlap_f1": 0.5}
 
 
 def test_an_answer_is_scored_against_spans_where_there_are_no_alternatives() -> None:

@@ -1,4 +1,4 @@
-"""The meter's rates and percentiles, and that what it holds stays as large as it is."""
+"""The meter's rates, percentiles and bounded size; floating-point operations of a model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tiny import CPU
+from tiny_encoders import BERT, SPANS, make_batch, make_model
 
 from hpo.device import probe_device
-from hpo.training.throughput import ThroughputMeter
+from hpo.training.throughput import ThroughputMeter, training_flops
 
 
 @pytest.fixture
@@ -86,3 +87,33 @@ def test_a_gpu_s_steps_are_timed_by_its_events() -> None:
         meter.step(1, 1, 10, 10)
     assert meter.measured_tokens == 15_000
     assert meter.measured_seconds > 0
+
+
+def test_training_flops_is_the_sum_over_layers_and_heads() -> None:
+    layer = 4 * (32 * 32 + 32) + (32 * 64 + 64) + (64 * 32 + 32) + 4 * 32
+    tokens, sequences = 1000, 50
+    attention = 12 * 32 * (tokens / sequences) * tokens
+    heads = 6 * (3 * 32 + 3) * sequences + 6 * (5 * 32 + 5) * tokens
+    model = make_model()
+    assert training_flops(model, tokens, sequences) == 2 * (6 * layer * tokens + attention) + heads
+    frozen = make_model(freeze_layers=1)
+    assert training_flops(frozen, tokens, sequences) == (1 + 1 / 3) * (6 * layer * tokens + attention) + heads
+    assert training_flops(model, 0, 0) == 0
+
+
+def test_training_flops_agrees_with_torchs_count_of_matrix_products() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = make_model(
+        {**BERT, "hidden_size": 64, "intermediate_size": 256}, attention="eager", tasks=(SPANS,)
+    )
+    input_ids, mask = make_batch((16,) * 4)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids, mask)["spans"].sum().backward()
+    # The count leaves out biases and norms, the estimate counts the products of the embedding's gradient.
+    assert training_flops(model, 64, 4) == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_training_flops_is_unknown_where_the_layers_are() -> None:
+    albert = {**BERT, "model_type": "albert", "embedding_size": 16}
+    assert training_flops(make_model(albert), 100, 10) is None
