@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 PRECISION_STYLES = {
-    # precision: (colour, plotly's marker, matplotlib's marker)
-    "fp32": ("#0072B2", "circle", "o"),
-    "tf32": ("#56B4E9", "square", "s"),
-    "bf16": ("#D55E00", "diamond", "D"),
-    "fp16": ("#E69F00", "triangle-up", "^"),
-    "bf16-true": ("#CC79A7", "triangle-down", "v"),
-    "fp8": ("#009E73", "pentagon", "p"),
+    # precision: (colour, (plotly's marker, matplotlib's marker))
+    "fp32": ("#0072B2", ("circle", "o")),
+    "tf32": ("#56B4E9", ("square", "s")),
+    "bf16": ("#D55E00", ("diamond", "D")),
+    "fp16": ("#E69F00", ("triangle-up", "^")),
+    "bf16-true": ("#CC79A7", ("triangle-down", "v")),
+    "fp8": ("#009E73", ("pentagon", "p")),
 }
 
-OTHER_STYLE = ("#6B6B6B", "x-thin-open", "x")
+OTHER_STYLE = ("#6B6B6B", ("x-thin-open", "x"))
 
 OUTCOME_COLORS = {
     Outcome.COMPLETE: "#009E73",
@@ -55,7 +55,7 @@ MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_befor
 
 @dataclass(frozen=True)
 class Series:
-    """Points, a line, a staircase or horizontal bars, with one entry in the legend."""
+    """Points, a line, a staircase or horizontal bars. Series of one name share a legend entry."""
 
     name: str
     color: str
@@ -66,12 +66,15 @@ class Series:
     """Where bars begin; they end at `x`."""
     markers: tuple[str, str] = ("circle", "o")
     hover: Sequence[str] = ()
-    """What is said of each point, in plain text."""
+    """Plain text about each point."""
     dashed: bool = False
     with_markers: bool = False
-    group: str = ""
-    """Series of one group share the legend entry of the first."""
     in_legend: bool = True
+
+    @property
+    def lengths(self) -> list[float]:
+        """Of bars."""
+        return [end - start for start, end in zip(self.x_start, self.x, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -110,14 +113,13 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
             "name": html.escape(series.name),
             "x": list(series.x),
             "y": list(series.y),
-            "legendgroup": html.escape(series.group or series.name),
+            "legendgroup": html.escape(series.name),
             "showlegend": series.in_legend,
             "hovertext": [html.escape(text).replace("\n", "<br>") for text in series.hover] or None,
             "hoverinfo": "text" if series.hover else "name+y",
         }
         if series.draw == "bars":
-            common["x"] = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
-            common |= {"marker_color": series.color, "width": chart.bar_width}
+            common |= {"x": series.lengths, "marker_color": series.color, "width": chart.bar_width}
             figure.add_bar(**common, base=list(series.x_start), orientation="h")
         elif series.draw == "points":
             size = 12 if series.markers[0].startswith("triangle") else 10
@@ -192,9 +194,8 @@ def png(chart: Chart) -> bytes:
         for series in chart.series:
             label = series.name if series.in_legend else None
             if series.draw == "bars":
-                widths = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
                 style: dict[str, Any] = {"color": series.color, "height": chart.bar_width}
-                axes.barh(series.y, widths, left=series.x_start, label=label, **style)
+                axes.barh(series.y, series.lengths, left=series.x_start, label=label, **style)
             elif series.draw == "points":
                 style = {"s": 52, "alpha": 0.9, "color": series.color, "marker": series.markers[1]}
                 style |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
@@ -220,9 +221,8 @@ def png(chart: Chart) -> bytes:
             axes.set_yticks(range(len(chart.y_ticks)), chart.y_ticks)
             axes.set_ylim(-0.6, len(chart.y_ticks) - 0.4)
         handles, labels = axes.get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower left", ncols=min(6, max(1, len(labels))), frameon=False
-        )
+        columns = min(6, max(1, len(labels)))
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()

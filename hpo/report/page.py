@@ -32,6 +32,7 @@ from hpo.report.tables import (
     objective_column,
     precision_comparison,
     reasons_table,
+    searched_parameters,
     task_metrics_table,
     trial_seconds,
     trials_table,
@@ -163,9 +164,8 @@ def _all_trials(record: StudyRecord) -> pd.DataFrame:
     table["examples/s"] = trials["train_examples_per_second"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
     table["time"] = trials["seconds"].map(format_seconds)
-    for column in trials:
-        if column.startswith("param.") and column != "param.fp_precision":
-            table[column.removeprefix("param.")] = trials[column].map(_cell)
+    for name in searched_parameters(trials):
+        table[name] = trials[f"param.{name}"].map(_cell)
     return table
 
 

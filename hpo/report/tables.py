@@ -126,12 +126,14 @@ def trial_seconds(trial: TrialRecord) -> float | None:
 
 def differing_settings(trials: pd.DataFrame) -> list[str]:
     """The searched settings, but precision and seed, that have several values in rows of `trials_table`."""
-    names = [column.removeprefix("param.") for column in trials if column.startswith("param.")]
-    return sorted(
-        name
-        for name in names
-        if name not in ("fp_precision", "seed") and trials[f"param.{name}"].nunique(dropna=False) > 1
-    )
+    names = [name for name in searched_parameters(trials) if name != "seed"]
+    return sorted(name for name in names if trials[f"param.{name}"].nunique(dropna=False) > 1)
+
+
+def searched_parameters(trials: pd.DataFrame) -> list[str]:
+    """The parameters, but the precision, that `trials_table` has a column `param.<name>` of."""
+    names = (column.removeprefix("param.") for column in trials if column.startswith("param."))
+    return [name for name in names if name != "fp_precision"]
 
 
 def undrawn_precisions(record: StudyRecord) -> dict[str, str]:

@@ -43,9 +43,8 @@ def two_objectives() -> StudyRecord:
 
 def test_every_precision_and_outcome_has_a_look_of_its_own() -> None:
     assert set(PRECISION_STYLES) == set(PRECISION_NAMES)
-    for (one_color, *one_markers), (other_color, *other_markers) in combinations(
-        PRECISION_STYLES.values(), 2
-    ):
+    for one, other in combinations(PRECISION_STYLES.values(), 2):
+        (one_color, one_markers), (other_color, other_markers) = one, other
         assert one_color != other_color
         assert not set(one_markers) & set(other_markers)
     assert set(OUTCOME_COLORS) == set(OUTCOMES)
