@@ -62,14 +62,14 @@ ENDINGS = {
 }
 
 
-def fake_record(num_trials: int = 40) -> StudyRecord:
+def fake_record() -> StudyRecord:
     """40 trials over four precisions and three workers with every outcome, a fallback, a shared device
     and a trial whose precision facts disagree."""
     random_numbers = random.Random(7)
     precisions = ["fp32", "bf16", "fp16", "bf16"]
     free_at = {f"node1-{worker}": 0.0 for worker in range(3)}
     trials = []
-    for number in range(num_trials):
+    for number in range(40):
         outcome, reason = ENDINGS.get(number, ("complete", ""))
         precision = "tf32" if outcome == "unsupported" else precisions[number % 4]
         if outcome == "nonfinite":
@@ -78,10 +78,12 @@ def fake_record(num_trials: int = 40) -> StudyRecord:
         trial = _trial(random_numbers, number, precision, outcome, reason, worker, free_at[worker])
         free_at[worker] += (trial.seconds or 30.0) + 2.0
         trials.append(trial)
-    if num_trials == 40:
-        _disagree(trials[9])
-        _fall_back(trials[10])
-        trials[12].telemetry["device"]["shared"] = True
+    observed = {**trials[9].telemetry["precision"]["observed"], "linear_dtypes": {"float32": 38}}
+    disagreement = {"agrees": False, "reason": "linear layers gave float32 under bf16", "observed": observed}
+    trials[9].telemetry["precision"] |= disagreement
+    trials[10].telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
+    trials[10].attributes["fp_precision_effective"] = "fp32"
+    trials[12].telemetry["device"]["shared"] = True
     return record_of(trials)
 
 
@@ -188,14 +190,3 @@ def _metrics(level: float) -> dict[str, dict[str, float]]:
         "criteria": {"f1_macro": level, "f1_micro": level + 0.03},
         "evidence": {"span_f1": level - 0.1, "span_overlap_f1": level},
     }
-
-
-def _disagree(trial: TrialRecord) -> None:
-    precision = trial.telemetry["precision"]
-    precision |= {"agrees": False, "reason": "linear layers gave float32 under bf16"}
-    precision["observed"]["linear_dtypes"] = {"float32": 38}
-
-
-def _fall_back(trial: TrialRecord) -> None:
-    trial.telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
-    trial.attributes["fp_precision_effective"] = "fp32"

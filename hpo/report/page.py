@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 
 def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None = None) -> str:
-    """The page. Sections without data say so in a sentence. `study_file` is what the command names that
-    trains a trial again: STUDY as `hpo train` takes it."""
+    """The page. Sections without data say so in a sentence.
+
+    `study_file` is the study in the command that trains a trial again: STUDY as `hpo train` takes it.
+    """
     from plotly.offline import get_plotlyjs
 
     templates = Environment(
@@ -57,18 +59,17 @@ def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None
     )
     templates.filters["inline"] = _inline
     best = best_trials(record)
-    counts = Counter(trial_outcome(trial) for trial in record.trials)
+    counts = Counter(map(trial_outcome, record.trials))
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     reasons = reasons_table(record)
+    reasons["time"] = reasons["seconds"].map(format_seconds)
     return templates.get_template("report.html.j2").render(
         name=record.name,
         plotly=Markup(get_plotlyjs()),
         facts=_facts(record),
         num_objectives=len(record.metric_names),
         num_complete=len(complete_trials(record)),
-        nothing_complete=f"No trial is complete, so there is no best one. Outcomes: {outcomes}."
-        if record.trials
-        else "There is no trial yet.",
+        outcomes=outcomes,
         cards=_cards(record, best[0]) if best else {},
         front=pd.DataFrame([{"trial": ""} | _cards(record, trial) for trial in best]),
         best=[_trial(record, trial, study_file) for trial in best],
@@ -76,15 +77,13 @@ def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None
         caveats=caveats(record),
         precisions=precision_comparison(record),
         charts=[(chart, Markup(_plot(chart))) for chart in charts],
-        reasons=reasons.assign(time=reasons["seconds"].map(format_seconds))[
-            ["number", "precision", "outcome", "time", "reason"]
-        ],
+        reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(record),
     )
 
 
 def _facts(record: StudyRecord) -> list[str]:
-    """What stands under the name of the study."""
+    """The lines under the name of the study."""
     goals = ", ".join(map(" ".join, zip(record.directions, record.metric_names, strict=True)))
     seconds = pd.to_numeric(trials_table(record)["seconds"]).sum()
     environments = {text for trial in record.trials if (text := _environment(trial))}
@@ -111,11 +110,9 @@ def _environment(trial: TrialRecord) -> str:
 def _cards(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
     """The headline of one of the best trials."""
     throughput = trial.telemetry.get("throughput") or {}
-    cards = objective_values(record, trial)
-    cards["trial"] = str(trial.number)
-    cards["precision that ran"] = str(
-        (trial.telemetry.get("precision") or {}).get("effective") or "not known"
-    )
+    precision = trial.telemetry.get("precision") or {}
+    cards = objective_values(record, trial) | {"trial": str(trial.number)}
+    cards["precision that ran"] = precision.get("effective") or "not known"
     if "train_examples_per_second" not in cards:
         cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))
     if "peak_memory_bytes" not in cards:
@@ -124,12 +121,11 @@ def _cards(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
 
 
 def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> dict[str, Any]:
-    """What the page shows of one of the best trials beside its headline."""
+    """One of the best trials below its headline."""
     searched = {name: format_value(value) for name, value in trial.params.items()}
+    training = record.definition.get("training") or {}
     # A None stands for a default that is decided elsewhere.
-    fixed = {
-        k: format_value(v) for k, v in (record.definition.get("training") or {}).items() if v is not None
-    }
+    fixed = {name: format_value(value) for name, value in training.items() if value is not None}
     arguments = [f"--param {shlex.quote(f'{name}={value}')}" for name, value in searched.items()]
     metrics = task_metrics_table(trial)
     return {
@@ -170,9 +166,7 @@ def _all_trials(record: StudyRecord) -> pd.DataFrame:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return format_number(value)
-    return "–" if value is None else str(value)
+    return format_number(value) if value is None or isinstance(value, float) else str(value)
 
 
 def _inline(text: Any) -> Markup:
