@@ -12,15 +12,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord
 
-DEVICE = {
-    "type": "cpu",
-    "name": "Example CPU",
-    "torch": "2.13.0",
-    "transformers": "5.23.0",
-    "num_threads": 2,
-    "host": "node1",
-    "shared": False,
-}
+DEVICE = {"type": "cpu", "name": "Example CPU", "num_threads": 2, "host": "node1", "shared": False}
+DEVICE |= {"torch": "2.13.0", "transformers": "5.23.0"}
 DEFINITION: dict[str, Any] = {
     "name": "fake",
     "n_trials": 40,

@@ -49,8 +49,7 @@ CHART_KEYS = (
 def all_charts(record: StudyRecord, max_timeline_rows: int = MAX_TIMELINE_ROWS) -> list[Chart]:
     """Every chart of the report, in its order; those that cannot be drawn say why.
 
-    With several objectives, charts of one metric come once per metric, with the metric's position in
-    the key: `history`, `history_2`, ...
+    Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
     indices = range(len(record.metric_names))
     charts = [objectives(record)] if len(indices) > 1 else []
@@ -100,7 +99,7 @@ def precision_metric(record: StudyRecord, index: int = 0) -> Chart:
     x, y = pd.Series(0.0, index=rows.index), _shown(rows, metric)
     medians = []
     for position, (_, group) in enumerate(groups):
-        # Spread sideways so that equal values stay visible; the order is fixed, so reports are repeatable.
+        # Spread sideways so that equal values stay visible.
         spread = 0.18 if len(group) > 1 else 0.0
         x[group.index] = position + np.linspace(-spread, spread, len(group))
         line = [position - 0.3, position + 0.3], [float(y[group.index].median())] * 2

@@ -1,10 +1,8 @@
 """What a chart is, and how it is drawn: with plotly in the report and the dashboard, with matplotlib as PNG.
 
-Colours are those of Okabe and Ito (2008), told apart by people with any of the common colour-blindnesses.
-A precision keeps its colour and its marker in every chart of every study.
-
-In a browser a reader points at a trial to see what it was. plotly makes PNGs by running a Chrome browser,
-which a compute node does not have; matplotlib needs neither browser nor display.
+Colours are those of Okabe and Ito (2008), which people with the common colour-blindnesses can tell apart.
+plotly makes PNGs by running a Chrome browser, which a compute node does not have; matplotlib needs neither
+browser nor display.
 """
 
 from __future__ import annotations
@@ -101,9 +99,9 @@ class Chart:
 
 
 def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
-    """The chart for a browser: `standalone` with its title, at the size of whatever holds it.
+    """The chart for a browser: `standalone` has a title and takes the size of its container.
 
-    Names are escaped: plotly reads a part of HTML in every text.
+    Names are escaped because plotly interprets some HTML in every text.
     """
     import plotly.graph_objects as go
 

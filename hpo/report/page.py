@@ -1,7 +1,7 @@
-"""The report's HTML page, drawn by `report.html.j2`: sections in the order in which a person asks.
+"""The report's HTML page, drawn by `report.html.j2`.
 
-It opens offline: plotly.js is inside, and the page's own policy forbids it to load anything. Text that
-comes from users and trials (names, parameters, error messages) is escaped.
+It opens offline: plotly.js is inside, and the page's own policy forbids it to load anything. Text of users
+and trials (names, parameters, error messages) is escaped.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _environment(trial: TrialRecord) -> str:
     if not device.get("name"):
         return ""
     parts = [str(device["name"])]
-    if device.get("type") == "cpu" and device.get("num_threads"):
-        parts.append(f"{device['num_threads']} thread{'s' if device['num_threads'] > 1 else ''}")
+    if device.get("type") == "cpu" and (threads := device.get("num_threads")):
+        parts.append(f"{threads} thread{'s' if threads > 1 else ''}")
     parts += [f"{name} {device[name]}" for name in ("torch", "transformers", "cuda") if device.get(name)]
     return ", ".join(parts)
 
