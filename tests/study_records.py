@@ -27,12 +27,10 @@ DEFINITION: dict[str, Any] = {
     },
 }
 DISTRIBUTIONS: dict[str, BaseDistribution] = {
-    "fp_precision": CategoricalDistribution(DEFINITION["search_space"]["fp_precision"]["choices"]),
-    "learning_rate": FloatDistribution(1e-5, 1e-3, log=True),
-    "batch_size": CategoricalDistribution([8, 16, 32]),
-    "head_type": CategoricalDistribution(["linear", "mlp"]),
-    "init_scale": CategoricalDistribution([1024, 65536]),
-}
+    name: CategoricalDistribution(entry["choices"])
+    for name, entry in DEFINITION["search_space"].items()
+    if "choices" in entry
+} | {"learning_rate": FloatDistribution(1e-5, 1e-3, log=True)}
 START = datetime(2026, 1, 5, 9, 0, tzinfo=UTC)
 EXAMPLES_PER_SECOND = {"fp32": 24.0, "bf16": 29.0, "fp16": 6.0, "tf32": 0.0}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}
@@ -118,6 +116,7 @@ def _trial(
     peak = 0.82 - 0.12 * (math.log10(params["learning_rate"]) + 3.7) ** 2 + draw.gauss(0, 0.01)
     started_training = outcome not in ("unsupported", "incompatible", "oom")
     speed = EXAMPLES_PER_SECOND[precision] * batch_size**0.15 * draw.uniform(0.95, 1.05)
+    speeds = {"train_examples_per_second": speed, "train_tokens_per_second": speed * 130}
     num_evaluations = {"complete": 4, "pruned": 1, "preempted": 1, "running": 1}.get(outcome, 0)
     train_seconds = 2400 / speed * max(num_evaluations, 1) / 4 if started_training else 0.0
     seconds = 3.0 + train_seconds
@@ -127,8 +126,7 @@ def _trial(
             epoch=0.5 * index,
             seconds=3.0 + train_seconds * index / num_evaluations,
             metrics={"score": level - 0.05, **_metrics(level)},
-            train_examples_per_second=speed,
-            train_tokens_per_second=speed * 130,
+            **speeds,
         )
         for index in range(1, num_evaluations + 1)
         for level in [peak * (1 - math.exp(-index))]
@@ -146,11 +144,7 @@ def _trial(
         telemetry["precision"] |= {"effective": precision, "observed": seen, "agrees": True}
         telemetry |= {
             "metrics": _metrics(peak * (1 - math.exp(-4))),
-            "throughput": {
-                "train_examples_per_second": speed,
-                "train_tokens_per_second": speed * 130,
-                "evaluation_examples_per_second": speed * 3,
-            },
+            "throughput": {**speeds, "evaluation_examples_per_second": speed * 3},
             "scaler": {"skipped_steps": 3 if precision == "fp16" else 0},
             "fp32_fallbacks": 1 if number == 8 else 0,
             "device_utilization": 0.62,

@@ -46,7 +46,6 @@ OUTCOME_COLORS = {
 }
 
 GRID_COLOR, TEXT_COLOR = "#E3E6EA", "#22272E"
-OUTLINE = {"width": 0.8, "color": "#333333"}
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
 
@@ -122,7 +121,8 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         elif series.draw == "points":
             size = 12 if series.markers[0].startswith("triangle") else 10
             marker = {"color": series.color, "symbol": series.markers[0], "size": size, "opacity": 0.9}
-            figure.add_scatter(**common, mode="markers", marker=marker, marker_line=OUTLINE)
+            outline = {"width": 0.8, "color": "#333333"}
+            figure.add_scatter(**common, mode="markers", marker=marker, marker_line=outline)
         else:
             dash = "dash" if series.dashed else "solid"
             line = {"color": series.color, "width": 1.8, "dash": dash, "shape": PLOTLY_STEPS[series.draw]}
@@ -164,8 +164,8 @@ def _whole_axis(chart: Chart) -> dict[str, Any]:
     """Ticks 1, 2, 5, 10, 20 ... apart, at most nine of them, and room for the markers at both ends."""
     x = [value for series in chart.series for value in series.x]
     low, high = min(x), max(x)
-    steps = (digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
     room = max(0.4, 0.03 * (high - low))
+    steps = (digit * 10**power for power in range(6) for digit in (1, 2, 5))
     step = next(step for step in steps if (high - low) / step <= 8)
     return {"tick0": 0, "dtick": step, "range": [low - room, high + room]}
 

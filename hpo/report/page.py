@@ -76,7 +76,7 @@ def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None
         study_file=study_file,
         caveats=caveats(record),
         precisions=precision_comparison(record),
-        charts=[(chart, Markup(_plot(chart))) for chart in charts],
+        charts=[(chart, None if chart.absent else _plot(chart)) for chart in charts],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(record),
     )
@@ -138,17 +138,15 @@ def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> d
     }
 
 
-def _plot(chart: Chart) -> str:
-    if chart.absent:
-        return ""
-    html: str = plotly_figure(chart, standalone=False).to_html(
+def _plot(chart: Chart) -> Markup:
+    html = plotly_figure(chart, standalone=False).to_html(
         full_html=False,
         include_plotlyjs=False,
         div_id=chart.key,
         default_height=f"{chart.height}px",
         config={"responsive": True, "displaylogo": False, "displayModeBar": False},
     )
-    return html
+    return Markup(html)
 
 
 def _all_trials(record: StudyRecord) -> pd.DataFrame:
