@@ -12,15 +12,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 
 from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord
 
-DEVICE = {
-    "type": "cpu",
-    "name": "Example CPU",
-    "torch": "2.13.0",
-    "transformers": "5.23.0",
-    "num_threads": 2,
-    "host": "node1",
-    "shared": False,
-}
+DEVICE = {"type": "cpu", "name": "Example CPU", "num_threads": 2, "host": "node1", "shared": False}
+DEVICE |= {"torch": "2.13.0", "transformers": "5.23.0"}
 DEFINITION: dict[str, Any] = {
     "name": "fake",
     "n_trials": 40,
@@ -34,12 +27,10 @@ DEFINITION: dict[str, Any] = {
     },
 }
 DISTRIBUTIONS: dict[str, BaseDistribution] = {
-    "fp_precision": CategoricalDistribution(DEFINITION["search_space"]["fp_precision"]["choices"]),
-    "learning_rate": FloatDistribution(1e-5, 1e-3, log=True),
-    "batch_size": CategoricalDistribution([8, 16, 32]),
-    "head_type": CategoricalDistribution(["linear", "mlp"]),
-    "init_scale": CategoricalDistribution([1024, 65536]),
-}
+    name: CategoricalDistribution(entry["choices"])
+    for name, entry in DEFINITION["search_space"].items()
+    if "choices" in entry
+} | {"learning_rate": FloatDistribution(1e-5, 1e-3, log=True)}
 START = datetime(2026, 1, 5, 9, 0, tzinfo=UTC)
 EXAMPLES_PER_SECOND = {"fp32": 24.0, "bf16": 29.0, "fp16": 6.0, "tf32": 0.0}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "tf32": "float32"}
@@ -62,14 +53,14 @@ ENDINGS = {
 }
 
 
-def fake_record(num_trials: int = 40) -> StudyRecord:
+def fake_record() -> StudyRecord:
     """40 trials over four precisions and three workers with every outcome, a fallback, a shared device
     and a trial whose precision facts disagree."""
     random_numbers = random.Random(7)
     precisions = ["fp32", "bf16", "fp16", "bf16"]
     free_at = {f"node1-{worker}": 0.0 for worker in range(3)}
     trials = []
-    for number in range(num_trials):
+    for number in range(40):
         outcome, reason = ENDINGS.get(number, ("complete", ""))
         precision = "tf32" if outcome == "unsupported" else precisions[number % 4]
         if outcome == "nonfinite":
@@ -78,10 +69,12 @@ def fake_record(num_trials: int = 40) -> StudyRecord:
         trial = _trial(random_numbers, number, precision, outcome, reason, worker, free_at[worker])
         free_at[worker] += (trial.seconds or 30.0) + 2.0
         trials.append(trial)
-    if num_trials == 40:
-        _disagree(trials[9])
-        _fall_back(trials[10])
-        trials[12].telemetry["device"]["shared"] = True
+    observed = {**trials[9].telemetry["precision"]["observed"], "linear_dtypes": {"float32": 38}}
+    disagreement = {"agrees": False, "reason": "linear layers gave float32 under bf16", "observed": observed}
+    trials[9].telemetry["precision"] |= disagreement
+    trials[10].telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
+    trials[10].attributes["fp_precision_effective"] = "fp32"
+    trials[12].telemetry["device"]["shared"] = True
     return record_of(trials)
 
 
@@ -123,6 +116,7 @@ def _trial(
     peak = 0.82 - 0.12 * (math.log10(params["learning_rate"]) + 3.7) ** 2 + draw.gauss(0, 0.01)
     started_training = outcome not in ("unsupported", "incompatible", "oom")
     speed = EXAMPLES_PER_SECOND[precision] * batch_size**0.15 * draw.uniform(0.95, 1.05)
+    speeds = {"train_examples_per_second": speed, "train_tokens_per_second": speed * 130}
     num_evaluations = {"complete": 4, "pruned": 1, "preempted": 1, "running": 1}.get(outcome, 0)
     train_seconds = 2400 / speed * max(num_evaluations, 1) / 4 if started_training else 0.0
     seconds = 3.0 + train_seconds
@@ -132,8 +126,7 @@ def _trial(
             epoch=0.5 * index,
             seconds=3.0 + train_seconds * index / num_evaluations,
             metrics={"score": level - 0.05, **_metrics(level)},
-            train_examples_per_second=speed,
-            train_tokens_per_second=speed * 130,
+            **speeds,
         )
         for index in range(1, num_evaluations + 1)
         for level in [peak * (1 - math.exp(-index))]
@@ -151,11 +144,7 @@ def _trial(
         telemetry["precision"] |= {"effective": precision, "observed": seen, "agrees": True}
         telemetry |= {
             "metrics": _metrics(peak * (1 - math.exp(-4))),
-            "throughput": {
-                "train_examples_per_second": speed,
-                "train_tokens_per_second": speed * 130,
-                "evaluation_examples_per_second": speed * 3,
-            },
+            "throughput": {**speeds, "evaluation_examples_per_second": speed * 3},
             "scaler": {"skipped_steps": 3 if precision == "fp16" else 0},
             "fp32_fallbacks": 1 if number == 8 else 0,
             "device_utilization": 0.62,
@@ -188,14 +177,3 @@ def _metrics(level: float) -> dict[str, dict[str, float]]:
         "criteria": {"f1_macro": level, "f1_micro": level + 0.03},
         "evidence": {"span_f1": level - 0.1, "span_overlap_f1": level},
     }
-
-
-def _disagree(trial: TrialRecord) -> None:
-    precision = trial.telemetry["precision"]
-    precision |= {"agrees": False, "reason": "linear layers gave float32 under bf16"}
-    precision["observed"]["linear_dtypes"] = {"float32": 38}
-
-
-def _fall_back(trial: TrialRecord) -> None:
-    trial.telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
-    trial.attributes["fp_precision_effective"] = "fp32"

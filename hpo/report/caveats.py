@@ -1,7 +1,4 @@
-"""What limits the conclusions that a study allows, and what can be done about it.
-
-Everything here follows from what the trials stored about themselves.
-"""
+"""What limits the conclusions that a study allows, and what can be done about it."""
 
 from __future__ import annotations
 
@@ -20,19 +17,17 @@ if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord
 
 LOW_UTILIZATION = 0.8
-"""Under this share of busy time a device could do more: the report says what to raise."""
+"""Below this share of busy time the report says what to raise."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something a reader must know before drawing conclusions, and what can be done about it."""
-
     text: str
     advice: str
 
 
 def caveats(record: StudyRecord) -> list[Notice]:
-    """What limits the conclusions of this study, most serious first, each with what to do about it."""
+    """The notices of this study, most serious first."""
     trials = trials_table(record)
     return [
         *_precision_caveats(trials),
@@ -114,11 +109,11 @@ def _speed_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
 
 
 def _lost_text(record: StudyRecord) -> Iterator[Notice]:
-    losses = [(trial.telemetry.get("data"), trial.number) for trial in record.trials]
     losing = [
-        (sum(data["num_lost_spans"].values()), data["num_cut_examples"], number, data)
-        for data, number in losses
-        if data and (data["num_cut_examples"] or any(data["num_lost_spans"].values()))
+        (sum(data["num_lost_spans"].values()), data["num_cut_examples"], trial.number, data)
+        for trial in record.trials
+        if (data := trial.telemetry.get("data"))
+        and (data["num_cut_examples"] or any(data["num_lost_spans"].values()))
     ]
     if not losing:
         return
@@ -131,8 +126,8 @@ def _lost_text(record: StudyRecord) -> Iterator[Notice]:
         spans = f", {num_lost:,} true spans lost ({by_task})" if num_lost else ", no true span lost"
         advice += "; a span that no window holds whole needs a larger `data.stride`"
     yield Notice(
-        f"{len(losing)} trial{'s' if len(losing) > 1 else ''} lost training text at `max_length`; most "
-        f"in trial {number}: {num_cut:,} of {data['num_examples']:,} texts cut{spans}.",
+        f"{_count(len(losing))} lost training text at `max_length`; most in trial {number}: "
+        f"{num_cut:,} of {data['num_examples']:,} texts cut{spans}.",
         f"{advice}.",
     )
 
@@ -142,9 +137,8 @@ def _comparison_caveats(record: StudyRecord, trials: pd.DataFrame) -> Iterator[N
     if not complete:
         yield Notice("No trial is complete.", "Nothing can be concluded from this study yet.")
         return
-    configurations = {
-        json.dumps({**trial.params, "seed": None}, sort_keys=True, default=str) for trial in complete
-    }
+    without_seed = [{**trial.params, "seed": None} for trial in complete]
+    configurations = {json.dumps(params, sort_keys=True, default=str) for params in without_seed}
     if len(configurations) == len(complete):
         yield Notice(
             f"Each of the {len(complete)} complete configurations was trained with one seed only.",
@@ -164,12 +158,11 @@ def _comparison_caveats(record: StudyRecord, trials: pd.DataFrame) -> Iterator[N
         )
     pruned = trials[trials["outcome"].eq(Outcome.PRUNED)]["precision"].value_counts()
     if len(pruned) and counted["precision"].nunique() > 1:
-        by_precision = ", ".join(
-            f"{name} {pruned[name]}" for name in sorted(pruned.index, key=precision_order)
-        )
+        names = sorted(pruned.index, key=precision_order)
+        by_precision = ", ".join(f"{name} {pruned[name]}" for name in names)
         yield Notice(
-            f"The pruner stopped {pruned.sum()} trial{'s' if pruned.sum() > 1 else ''} ({by_precision}): the "
-            "medians by precision are over the trials that it let finish.",
+            f"The pruner stopped {_count(pruned.sum())} ({by_precision}): the medians by precision are over "
+            "the trials that it let finish.",
             "A precision that lost more of its weak trials has the higher median. Compare the best, or "
             "search with `pruner: {name: none}`.",
         )
@@ -178,9 +171,12 @@ def _comparison_caveats(record: StudyRecord, trials: pd.DataFrame) -> Iterator[N
 def _trials(trials: pd.DataFrame) -> str:
     numbers = [str(number) for number in trials["number"]]
     shown = ", ".join(numbers[:8]) + (" ..." if len(numbers) > 8 else "")
-    return f"{len(numbers)} trial{'s' if len(numbers) > 1 else ''} (number {shown})"
+    return f"{_count(len(numbers))} (number {shown})"
+
+
+def _count(num_trials: int) -> str:
+    return f"{num_trials} trial{'s' if num_trials > 1 else ''}"
 
 
 def _names(values: Iterable[Any]) -> str:
-    names = sorted(set(map(str, values)), key=precision_order)
-    return ", ".join(names) or "this device"
+    return ", ".join(sorted(set(map(str, values)), key=precision_order)) or "this device"

@@ -17,6 +17,7 @@ from hpo.report.tables import (
     evaluations_table,
     objective_column,
     precision_order,
+    searched_parameters,
     trials_table,
 )
 from hpo.study.study_record import best_trials, complete_trials, pareto_front
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord
 
 LINE_COLOR = "#333333"
-"""Of what is computed over several trials."""
+"""The colour of what is computed over several trials."""
 
 MAX_CURVES = 24
 """More learning curves than this cannot be told apart; the best ones are drawn."""
@@ -44,14 +45,11 @@ CHART_KEYS = (
     "timeline",
 )
 
-THROUGHPUTS = ("train_examples_per_second", "train_tokens_per_second")
-
 
 def all_charts(record: StudyRecord, max_timeline_rows: int = MAX_TIMELINE_ROWS) -> list[Chart]:
     """Every chart of the report, in its order; those that cannot be drawn say why.
 
-    With several objectives, charts of one metric come once per metric, with the metric's position in
-    the key: `history`, `history_2`, ...
+    Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
     indices = range(len(record.metric_names))
     charts = [objectives(record)] if len(indices) > 1 else []
@@ -59,7 +57,7 @@ def all_charts(record: StudyRecord, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
         charts += [history(record, index), precision_metric(record, index)]
         # Of the first two objectives, the chart of the objectives shows one against the other.
         shown = record.metric_names[:2] if index < 2 else record.metric_names[index : index + 1]
-        if not set(THROUGHPUTS) & set(shown):
+        if not {"train_examples_per_second", "train_tokens_per_second"} & set(shown):
             charts.append(metric_throughput(record, index))
     charts.append(importances(record))
     for index in indices:
@@ -101,11 +99,11 @@ def precision_metric(record: StudyRecord, index: int = 0) -> Chart:
     x, y = pd.Series(0.0, index=rows.index), _shown(rows, metric)
     medians = []
     for position, (_, group) in enumerate(groups):
-        # Spread sideways so that equal values stay visible; the order is fixed, so reports are repeatable.
+        # Spread sideways so that equal values stay visible.
         spread = 0.18 if len(group) > 1 else 0.0
         x[group.index] = position + np.linspace(-spread, spread, len(group))
         line = [position - 0.3, position + 0.3], [float(y[group.index].median())] * 2
-        medians.append(Series("median", LINE_COLOR, *line, "line", group="median", in_legend=position == 0))
+        medians.append(Series("median", LINE_COLOR, *line, "line", in_legend=position == 0))
     differing = ", ".join(differing_settings(rows))
     return Chart(
         **chart,
@@ -127,15 +125,16 @@ def metric_throughput(record: StudyRecord, index: int = 0) -> Chart:
         return Chart(**chart, absent="No complete trial has a throughput that may be compared.")
     speed, values = rows["train_examples_per_second"].astype(float), _shown(rows, metric)
     front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
-    left_out = len(complete) - len(rows)
+    caption = _front_caption(rows, front)
+    if left_out := len(complete) - len(rows):
+        caption += f" {left_out} left out: device shared, fell back, or no speed measured."
     return Chart(
         **chart,
         x_label="training throughput (examples/s)",
         y_label=_axis(metric)[1],
         series=[*_points(record, rows, speed, values), _front_line(front, speed, values, "maximize")],
         x_log=bool(speed.max() > 20 * speed.min() > 0),
-        caption=_front_caption(rows, front)
-        + (f" {left_out} left out: device shared, fell back, or no speed measured." if left_out else ""),
+        caption=caption,
     )
 
 
@@ -178,10 +177,7 @@ def importances(record: StudyRecord) -> Chart:
             "bars",
             x_start=[0.0] * len(table),
             in_legend=num_metrics > 1,
-            hover=[
-                f"{row.parameter}: {share:.1%}"
-                for row, share in zip(table.itertuples(), table[metric], strict=True)
-            ],
+            hover=[f"{name}: {share:.1%}" for name, share in table[["parameter", metric]].to_numpy()],
         )
         for index, metric in enumerate(record.metric_names)
     ]
@@ -201,8 +197,9 @@ def importances(record: StudyRecord) -> Chart:
 def learning_curves(record: StudyRecord, index: int, axis: Literal["epochs", "seconds"]) -> Chart:
     """The metric at every evaluation against epochs, or against seconds of the trial."""
     metric, direction = record.metric_names[index], record.directions[index]
-    column, x_label = ("epoch", "epoch") if axis == "epochs" else ("seconds", "seconds in the trial")
-    title = f"{metric} while training, by {'epoch' if axis == 'epochs' else 'time'}"
+    names = {"epochs": ("epoch", "epoch", "epoch"), "seconds": ("seconds", "time", "seconds in the trial")}
+    column, by, x_label = names[axis]
+    title = f"{metric} while training, by {by}"
     chart: dict[str, Any] = {"key": _key(f"learning_curves_{axis}", index), "title": title}
     evaluations = evaluations_table(record)
     if metric in evaluations:
@@ -216,9 +213,9 @@ def learning_curves(record: StudyRecord, index: int, axis: Literal["epochs", "se
     scale, y_label = _axis(metric)
     series: list[Series] = []
     for precision, group in _by_precision(evaluations[evaluations["number"].isin(chosen)]):
-        color, *markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+        color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
         curves = list(group.sort_values("step").groupby("number"))
-        # The first curve stands in the legend: one that is complete, if there is one.
+        # The first curve stands in the legend: a complete one, if any.
         curves.sort(key=lambda curve: outcomes[curve[0]] != Outcome.COMPLETE)
         for place, (number, curve) in enumerate(curves):
             trial = f"trial {number}, {precision}, {outcomes[number]}"
@@ -229,11 +226,10 @@ def learning_curves(record: StudyRecord, index: int, axis: Literal["epochs", "se
                     list(curve[column].astype(float)),
                     list(curve[metric].astype(float) / scale),
                     "line",
-                    markers=(markers[0], markers[1]),
+                    markers=markers,
                     with_markers=True,
                     dashed=outcomes[number] != Outcome.COMPLETE,
                     hover=[f"{trial}\n{metric} {format_metric(metric, value)}" for value in curve[metric]],
-                    group=precision,
                     in_legend=place == 0,
                 )
             )
@@ -310,19 +306,16 @@ def _points(record: StudyRecord, rows: pd.DataFrame, x: pd.Series, y: pd.Series)
     """One series for each precision."""
     series = []
     for precision, group in _by_precision(rows):
-        color, *markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+        color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
         places = list(x[group.index]), list(y[group.index])
-        hover = _hover(record, group)
-        series.append(Series(precision, color, *places, markers=(markers[0], markers[1]), hover=hover))
+        series.append(Series(precision, color, *places, markers=markers, hover=_hover(record, group)))
     return series
 
 
 def _front_line(front: pd.DataFrame, x: pd.Series, y: pd.Series, x_direction: str) -> Series:
     order = x[front.index].sort_values().index
-    draw: Literal["steps_before", "steps_after"] = (
-        "steps_before" if x_direction == "maximize" else "steps_after"
-    )
-    return Series("Pareto front", LINE_COLOR, list(x[order]), list(y[order]), draw, dashed=True)
+    steps: Any = "steps_before" if x_direction == "maximize" else "steps_after"
+    return Series("Pareto front", LINE_COLOR, list(x[order]), list(y[order]), steps, dashed=True)
 
 
 def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
@@ -334,20 +327,17 @@ def _hover(record: StudyRecord, rows: pd.DataFrame) -> list[str]:
     texts = []
     for row in rows.to_dict("records"):
         ran = row["effective"] if isinstance(row["effective"], str) else "nothing"
-        values = [(name, format_metric(name, row[objective_column(name)])) for name in record.metric_names]
-        params = [
-            (name.removeprefix("param."), format_number(value) if isinstance(value, float) else value)
-            for name, value in row.items()
-            if name.startswith("param.") and name != "param.fp_precision" and not pd.isna(value)
-        ]
         lines = [
             f"trial {row['number']}: {row['outcome']}",
             f"requested {row['precision']}, ran {ran}",
-            *[f"{name} {text}" for name, text in values],
+            *[f"{name} {format_metric(name, row[objective_column(name)])}" for name in record.metric_names],
             f"{format_number(row['train_examples_per_second'])} examples/s",
             f"took {format_seconds(row['seconds'])}",
-            *[f"{name} {text}" for name, text in params],
         ]
+        for name in searched_parameters(rows):
+            value = row[f"param.{name}"]
+            if not pd.isna(value):
+                lines.append(f"{name} {format_number(value) if isinstance(value, float) else value}")
         texts.append("\n".join(lines))
     return texts
 

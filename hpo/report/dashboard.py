@@ -1,10 +1,9 @@
 """optuna-dashboard with our notes and charts in it.
 
-The dashboard reads and writes the study, deletes it too, and asks nobody who they are. So it listens on
-loopback unless told otherwise, and answers only requests that name this server as their host: a page on
-another site that points its own name at 127.0.0.1 (DNS rebinding) gets nothing. It runs inside our
-process, on the storage that is already open: `optuna-dashboard URL` would show the database's password in
-the process list.
+The dashboard reads, writes and deletes studies without authentication. It listens on loopback by default, and
+answers only requests that name this server as their host: a page on another site that points its own name
+at 127.0.0.1 (DNS rebinding) gets nothing. It runs inside our process because `optuna-dashboard URL` would
+show the database's password in the process list.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import ipaddress
 import re
 import warnings
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -37,7 +35,6 @@ NOTE_END = "*Above is written by `hpo` and replaced each time; what you write be
 
 MAX_HOVER_POINTS = 500
 """The dashboard's charts are rows of 2 KB in the database; beyond this many points they carry no texts."""
-
 
 MAX_TIMELINE_ROWS = 16
 """A chart's place in the dashboard has one size; more rows would not be readable in it."""
@@ -65,17 +62,15 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
 
 
 def study_note(record: StudyRecord) -> str:
-    """What a person should know first, in Markdown: the best, the table by precision, how to read it."""
+    """The best trials, the table by precision and how to read it, in Markdown."""
     lines = [f"# {_escape(record.name)}", "", "## Best", ""]
-    best = best_trials(record)
-    for trial in best:
-        values = ", ".join(
-            f"{_escape(metric)} **{value}**" for metric, value in objective_values(record, trial).items()
-        )
+    for trial in best_trials(record):
+        shown = objective_values(record, trial).items()
+        values = ", ".join(f"{_escape(metric)} **{value}**" for metric, value in shown)
         parameters = ", ".join(f"{name} = {format_value(value)}" for name, value in trial.params.items())
         lines += [f"- Trial {trial.number}: {values}. {_escape(parameters)}."]
         lines += [f"  Precision: {_escape(precision_facts(trial))}"]
-    if not best:
+    if not complete_trials(record):
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
     lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(record)), ""]
     lines += ["## How to read this", ""]
@@ -140,16 +135,12 @@ def dashboard_server(storage_url: str, host: str, port: int, artifact_dir: Path 
         ) from error
 
 
-Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
+def _only_named(app: Any, host: str) -> Any:
+    """`app`, for requests whose Host header names this server."""
 
-
-def _only_named(app: Any, host: str) -> Application:
-    """`app` for requests whose Host header is an address, `localhost`, or the host we were told."""
-
-    def guarded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+    def guarded(environ: dict[str, Any], start_response: Any) -> Any:
         if is_named(environ.get("HTTP_HOST", ""), host):
-            answer: Iterable[bytes] = app(environ, start_response)
-            return answer
+            return app(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [b"This server is asked for under a name that is not its own.\n"]
 

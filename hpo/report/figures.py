@@ -1,10 +1,8 @@
 """What a chart is, and how it is drawn: with plotly in the report and the dashboard, with matplotlib as PNG.
 
-Colours are those of Okabe and Ito (2008), told apart by people with any of the common colour-blindnesses.
-A precision keeps its colour and its marker in every chart of every study.
-
-In a browser a reader points at a trial to see what it was. plotly makes PNGs by running a Chrome browser,
-which a compute node does not have; matplotlib needs neither browser nor display.
+Colours are those of Okabe and Ito (2008), which people with the common colour-blindnesses can tell apart.
+plotly makes PNGs by running a Chrome browser, which a compute node does not have; matplotlib needs neither
+browser nor display.
 """
 
 from __future__ import annotations
@@ -22,16 +20,16 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 PRECISION_STYLES = {
-    # precision: (colour, plotly's marker, matplotlib's marker)
-    "fp32": ("#0072B2", "circle", "o"),
-    "tf32": ("#56B4E9", "square", "s"),
-    "bf16": ("#D55E00", "diamond", "D"),
-    "fp16": ("#E69F00", "triangle-up", "^"),
-    "bf16-true": ("#CC79A7", "triangle-down", "v"),
-    "fp8": ("#009E73", "pentagon", "p"),
+    # precision: (colour, (plotly's marker, matplotlib's marker))
+    "fp32": ("#0072B2", ("circle", "o")),
+    "tf32": ("#56B4E9", ("square", "s")),
+    "bf16": ("#D55E00", ("diamond", "D")),
+    "fp16": ("#E69F00", ("triangle-up", "^")),
+    "bf16-true": ("#CC79A7", ("triangle-down", "v")),
+    "fp8": ("#009E73", ("pentagon", "p")),
 }
 
-OTHER_STYLE = ("#6B6B6B", "x-thin-open", "x")
+OTHER_STYLE = ("#6B6B6B", ("x-thin-open", "x"))
 
 OUTCOME_COLORS = {
     Outcome.COMPLETE: "#009E73",
@@ -48,14 +46,13 @@ OUTCOME_COLORS = {
 }
 
 GRID_COLOR, TEXT_COLOR = "#E3E6EA", "#22272E"
-OUTLINE = {"width": 0.8, "color": "#333333"}
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points, a line, a staircase or horizontal bars, with one entry in the legend."""
+    """Points, a line, a staircase or horizontal bars. Series of one name share a legend entry."""
 
     name: str
     color: str
@@ -66,12 +63,15 @@ class Series:
     """Where bars begin; they end at `x`."""
     markers: tuple[str, str] = ("circle", "o")
     hover: Sequence[str] = ()
-    """What is said of each point, in plain text."""
+    """Plain text about each point."""
     dashed: bool = False
     with_markers: bool = False
-    group: str = ""
-    """Series of one group share the legend entry of the first."""
     in_legend: bool = True
+
+    @property
+    def lengths(self) -> list[float]:
+        """Of bars."""
+        return [end - start for start, end in zip(self.x_start, self.x, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Chart:
 
 
 def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
-    """The chart for a browser: `standalone` with its title, at the size of whatever holds it.
+    """The chart for a browser: `standalone` has a title and takes the size of its container.
 
-    Names are escaped: plotly reads a part of HTML in every text.
+    Names are escaped because plotly interprets some HTML in every text.
     """
     import plotly.graph_objects as go
 
@@ -110,19 +110,19 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
             "name": html.escape(series.name),
             "x": list(series.x),
             "y": list(series.y),
-            "legendgroup": html.escape(series.group or series.name),
+            "legendgroup": html.escape(series.name),
             "showlegend": series.in_legend,
             "hovertext": [html.escape(text).replace("\n", "<br>") for text in series.hover] or None,
             "hoverinfo": "text" if series.hover else "name+y",
         }
         if series.draw == "bars":
-            common["x"] = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
-            common |= {"marker_color": series.color, "width": chart.bar_width}
+            common |= {"x": series.lengths, "marker_color": series.color, "width": chart.bar_width}
             figure.add_bar(**common, base=list(series.x_start), orientation="h")
         elif series.draw == "points":
             size = 12 if series.markers[0].startswith("triangle") else 10
             marker = {"color": series.color, "symbol": series.markers[0], "size": size, "opacity": 0.9}
-            figure.add_scatter(**common, mode="markers", marker=marker, marker_line=OUTLINE)
+            outline = {"width": 0.8, "color": "#333333"}
+            figure.add_scatter(**common, mode="markers", marker=marker, marker_line=outline)
         else:
             dash = "dash" if series.dashed else "solid"
             line = {"color": series.color, "width": 1.8, "dash": dash, "shape": PLOTLY_STEPS[series.draw]}
@@ -164,8 +164,8 @@ def _whole_axis(chart: Chart) -> dict[str, Any]:
     """Ticks 1, 2, 5, 10, 20 ... apart, at most nine of them, and room for the markers at both ends."""
     x = [value for series in chart.series for value in series.x]
     low, high = min(x), max(x)
-    steps = (digit * power for power in (1, 10, 100, 1000, 10_000, 100_000) for digit in (1, 2, 5))
     room = max(0.4, 0.03 * (high - low))
+    steps = (digit * 10**power for power in range(6) for digit in (1, 2, 5))
     step = next(step for step in steps if (high - low) / step <= 8)
     return {"tick0": 0, "dtick": step, "range": [low - room, high + room]}
 
@@ -192,9 +192,8 @@ def png(chart: Chart) -> bytes:
         for series in chart.series:
             label = series.name if series.in_legend else None
             if series.draw == "bars":
-                widths = [end - start for start, end in zip(series.x_start, series.x, strict=True)]
                 style: dict[str, Any] = {"color": series.color, "height": chart.bar_width}
-                axes.barh(series.y, widths, left=series.x_start, label=label, **style)
+                axes.barh(series.y, series.lengths, left=series.x_start, label=label, **style)
             elif series.draw == "points":
                 style = {"s": 52, "alpha": 0.9, "color": series.color, "marker": series.markers[1]}
                 style |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
@@ -220,9 +219,8 @@ def png(chart: Chart) -> bytes:
             axes.set_yticks(range(len(chart.y_ticks)), chart.y_ticks)
             axes.set_ylim(-0.6, len(chart.y_ticks) - 0.4)
         handles, labels = axes.get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower left", ncols=min(6, max(1, len(labels))), frameon=False
-        )
+        columns = min(6, max(1, len(labels)))
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Numbers and precision facts as text for people: the command line, the report and the dashboard use it."""
+"""Numbers and precision facts as text for people."""
 
 from __future__ import annotations
 
@@ -61,10 +61,8 @@ def precision_facts(trial: TrialRecord) -> str:
     if not precision:
         return "Nothing about its precision is stored."
     observed = precision.get("observed") or {}
-    seen = [
-        f"{count} linear layers gave {dtype}"
-        for dtype, count in (observed.get("linear_dtypes") or {}).items()
-    ]
+    layers = observed.get("linear_dtypes") or {}
+    seen = [f"{count} linear layers gave {dtype}" for dtype, count in layers.items()]
     if observed.get("float8_linears"):
         seen.append(f"{observed['float8_linears']} float8 layers")
     if "tf32" in observed:
@@ -73,12 +71,11 @@ def precision_facts(trial: TrialRecord) -> str:
         seen.append("compiled" if observed["compiled"] else "not compiled")
     agrees = precision.get("agrees")
     verdict = "not compared" if agrees is None else "they agree" if agrees else "they do NOT agree"
-    sentence = (
+    reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
+    return (
         f"requested {precision.get('requested')}, effective {precision.get('effective')} "
-        f"({precision.get('support')}), observed: {', '.join(seen) or 'nothing'}; {verdict}"
+        f"({precision.get('support')}), observed: {', '.join(seen) or 'nothing'}; {verdict}{reason}."
     )
-    reason = precision.get("reason")
-    return f"{sentence} ({reason.rstrip('.')})." if reason else f"{sentence}."
 
 
 def format_value(value: Any) -> str:
@@ -93,6 +90,6 @@ def describe_params(params: Mapping[str, Any], *, in_full: bool = False) -> str:
 
 
 def _three_digits(value: Any) -> str:
-    if isinstance(value, float) and not (value.is_integer() and abs(value) < 1e6):
-        return f"{value:.3g}"
-    return f"{value:.0f}" if isinstance(value, float) else format_value(value)
+    if not isinstance(value, float):
+        return format_value(value)
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.3g}"

@@ -1,14 +1,15 @@
 """How much each searched parameter, `fp_precision` among them, decides whether a trial is one of the best.
 
 PED-ANOVA (Watanabe et al. 2023, arXiv 2304.10255), Optuna's default: it compares the parameters of the best
-trials with those of all complete ones. Optuna takes the best tenth; a study of a dozen trials has no tenth
-to speak of, so at least five are taken, and at most half.
+trials with those of all complete ones. Optuna takes the best tenth; a small study needs more, so at least
+five trials are taken (as Optuna advises), and at most half.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord
 
 MIN_TRIALS_FOR_IMPORTANCES = 8
-"""PED-ANOVA compares the best trials with all of them; with fewer there is nothing to compare."""
-
-MIN_TOP_TRIALS = 5
-"""Optuna's advice for PED-ANOVA: at least five trials among the best."""
 
 
 def why_no_importances(record: StudyRecord) -> str:
@@ -46,24 +43,21 @@ def why_no_importances(record: StudyRecord) -> str:
 
 def num_top_trials(num_complete: int) -> int:
     """How many trials count as the best for PED-ANOVA: a tenth, but at least five, at most half."""
-    return max(math.ceil(0.1 * num_complete), min(MIN_TOP_TRIALS, num_complete // 2))
+    return max(math.ceil(0.1 * num_complete), min(5, num_complete // 2))
 
 
 def compared_trials(record: StudyRecord) -> list[optuna.trial.FrozenTrial]:
-    """The complete trials as Optuna has them, without those enqueued with a value outside of
-    the search space, which its distributions cannot hold."""
-    import optuna
+    """The complete trials as Optuna has them.
+
+    Trials that were enqueued with a value outside the search space are left out: Optuna's distributions
+    reject such a value.
+    """
+    from optuna.trial import create_trial
 
     trials = []
-    for trial in complete_trials(record):
-        try:
-            trials.append(
-                optuna.trial.create_trial(
-                    params=trial.params, distributions=trial.distributions, values=trial.values
-                )
-            )
-        except ValueError:
-            continue
+    for one in complete_trials(record):
+        with suppress(ValueError):
+            trials.append(create_trial(params=one.params, distributions=one.distributions, values=one.values))
     return trials
 
 
@@ -80,12 +74,11 @@ def importance_table(record: StudyRecord) -> pd.DataFrame:
     directions = [optuna.study.StudyDirection[direction.upper()] for direction in record.directions]
     study = optuna.create_study(directions=directions)
     study.add_trials(trials)
-    evaluator = optuna.importance.PedAnovaImportanceEvaluator(
-        target_quantile=num_top_trials(len(trials)) / len(trials)
-    )
+    top_share = num_top_trials(len(trials)) / len(trials)
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=top_share)
     signs, table = loss_signs(record.directions), {}
     with warnings.catch_warnings():
-        # That less of a target is better, and that a conditional parameter is seen in a trial or two.
+        # That a lower target is better, and that few trials have a conditional parameter.
         warnings.simplefilter("ignore", UserWarning)
         for index, metric in enumerate(record.metric_names):
 

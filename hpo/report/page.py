@@ -1,7 +1,7 @@
-"""The report's HTML page, drawn by `report.html.j2`: sections in the order in which a person asks.
+"""The report's HTML page, drawn by `report.html.j2`.
 
-It opens offline: plotly.js is inside, and the page's own policy forbids it to load anything. Text that
-comes from users and trials (names, parameters, error messages) is escaped.
+It opens offline: plotly.js is inside, and the page's own policy forbids it to load anything. Text of users
+and trials (names, parameters, error messages) is escaped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hpo.report.tables import (
     objective_column,
     precision_comparison,
     reasons_table,
+    searched_parameters,
     task_metrics_table,
     trial_seconds,
     trials_table,
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
 
 
 def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None = None) -> str:
-    """The page. Sections without data say so in a sentence. `study_file` is what the command names that
-    trains a trial again: STUDY as `hpo train` takes it."""
+    """The page. Sections without data say so in a sentence.
+
+    `study_file` is the study in the command that trains a trial again: STUDY as `hpo train` takes it.
+    """
     from plotly.offline import get_plotlyjs
 
     templates = Environment(
@@ -56,34 +59,31 @@ def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None
     )
     templates.filters["inline"] = _inline
     best = best_trials(record)
-    counts = Counter(trial_outcome(trial) for trial in record.trials)
+    counts = Counter(map(trial_outcome, record.trials))
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     reasons = reasons_table(record)
+    reasons["time"] = reasons["seconds"].map(format_seconds)
     return templates.get_template("report.html.j2").render(
         name=record.name,
         plotly=Markup(get_plotlyjs()),
         facts=_facts(record),
         num_objectives=len(record.metric_names),
         num_complete=len(complete_trials(record)),
-        nothing_complete=f"No trial is complete, so there is no best one. Outcomes: {outcomes}."
-        if record.trials
-        else "There is no trial yet.",
+        outcomes=outcomes,
         cards=_cards(record, best[0]) if best else {},
         front=pd.DataFrame([{"trial": ""} | _cards(record, trial) for trial in best]),
         best=[_trial(record, trial, study_file) for trial in best],
         study_file=study_file,
         caveats=caveats(record),
         precisions=precision_comparison(record),
-        charts=[(chart, Markup(_plot(chart))) for chart in charts],
-        reasons=reasons.assign(time=reasons["seconds"].map(format_seconds))[
-            ["number", "precision", "outcome", "time", "reason"]
-        ],
+        charts=[(chart, None if chart.absent else _plot(chart)) for chart in charts],
+        reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(record),
     )
 
 
 def _facts(record: StudyRecord) -> list[str]:
-    """What stands under the name of the study."""
+    """The lines under the name of the study."""
     goals = ", ".join(map(" ".join, zip(record.directions, record.metric_names, strict=True)))
     seconds = pd.to_numeric(trials_table(record)["seconds"]).sum()
     environments = {text for trial in record.trials if (text := _environment(trial))}
@@ -101,8 +101,8 @@ def _environment(trial: TrialRecord) -> str:
     if not device.get("name"):
         return ""
     parts = [str(device["name"])]
-    if device.get("type") == "cpu" and device.get("num_threads"):
-        parts.append(f"{device['num_threads']} thread{'s' if device['num_threads'] > 1 else ''}")
+    if device.get("type") == "cpu" and (threads := device.get("num_threads")):
+        parts.append(f"{threads} thread{'s' if threads > 1 else ''}")
     parts += [f"{name} {device[name]}" for name in ("torch", "transformers", "cuda") if device.get(name)]
     return ", ".join(parts)
 
@@ -110,11 +110,9 @@ def _environment(trial: TrialRecord) -> str:
 def _cards(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
     """The headline of one of the best trials."""
     throughput = trial.telemetry.get("throughput") or {}
-    cards = objective_values(record, trial)
-    cards["trial"] = str(trial.number)
-    cards["precision that ran"] = str(
-        (trial.telemetry.get("precision") or {}).get("effective") or "not known"
-    )
+    precision = trial.telemetry.get("precision") or {}
+    cards = objective_values(record, trial) | {"trial": str(trial.number)}
+    cards["precision that ran"] = precision.get("effective") or "not known"
     if "train_examples_per_second" not in cards:
         cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))
     if "peak_memory_bytes" not in cards:
@@ -123,12 +121,13 @@ def _cards(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
 
 
 def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> dict[str, Any]:
-    """What the page shows of one of the best trials beside its headline."""
+    """One of the best trials below its headline."""
     searched = {name: format_value(value) for name, value in trial.params.items()}
+    training = record.definition.get("training") or {}
     # A None stands for a default that is decided elsewhere.
     fixed = {
         name: format_value(value)
-        for name, value in (record.definition.get("training") or {}).items()
+        for name, value in training.items()
         if value is not None and name not in trial.params
     }
     arguments = [f"--param {shlex.quote(f'{name}={value}')}" for name, value in searched.items()]
@@ -143,17 +142,15 @@ def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> d
     }
 
 
-def _plot(chart: Chart) -> str:
-    if chart.absent:
-        return ""
-    html: str = plotly_figure(chart, standalone=False).to_html(
+def _plot(chart: Chart) -> Markup:
+    html = plotly_figure(chart, standalone=False).to_html(
         full_html=False,
         include_plotlyjs=False,
         div_id=chart.key,
         default_height=f"{chart.height}px",
         config={"responsive": True, "displaylogo": False, "displayModeBar": False},
     )
-    return html
+    return Markup(html)
 
 
 def _all_trials(record: StudyRecord) -> pd.DataFrame:
@@ -165,16 +162,13 @@ def _all_trials(record: StudyRecord) -> pd.DataFrame:
     table["examples/s"] = trials["train_examples_per_second"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
     table["time"] = trials["seconds"].map(format_seconds)
-    for column in trials:
-        if column.startswith("param.") and column != "param.fp_precision":
-            table[column.removeprefix("param.")] = trials[column].map(_cell)
+    for name in searched_parameters(trials):
+        table[name] = trials[f"param.{name}"].map(_cell)
     return table
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return format_number(value)
-    return "–" if value is None else str(value)
+    return format_number(value) if value is None or isinstance(value, float) else str(value)
 
 
 def _inline(text: Any) -> Markup:

@@ -67,13 +67,12 @@ def report_tables(record: StudyRecord) -> dict[str, pd.DataFrame]:
     """The report's CSV tables by file name (without `.csv`)."""
     best = best_trials(record)
     metrics = [task_metrics_table(trial).assign(number=trial.number) for trial in best]
+    nothing = pd.DataFrame(columns=["task", "metric", "value", "number"])
     return {
         "precision": summary_by_precision(record),
         "trials": trials_table(record),
         "evaluations": evaluations_table(record),
-        "best_task_metrics": pd.concat(metrics)
-        if metrics
-        else pd.DataFrame(columns=["task", "metric", "value", "number"]),
+        "best_task_metrics": pd.concat(metrics) if metrics else nothing,
         "importances": importance_table(record),
         "not_complete": reasons_table(record),
     }

@@ -1,15 +1,13 @@
-"""A study as tables. The report, its figures, the dashboard and the command line all read these, so every
-number has one definition.
+"""A study as tables, which the report, the dashboard and the command line read.
 
-What is counted where decides whether a comparison of precisions is honest:
+What counts where, so that precisions can be compared:
 
 - A trial belongs to the precision that was *requested*. Its metric, speed and memory count there only when
   that precision is what ran (requested = effective, and the dtypes observed agree). A trial that fell back
   is counted among the trials and left out of the statistics.
 - A trial that shared its device is left out of speed. Speeds of different devices are never put together:
   a study that ran on several has one row for each precision and device.
-- Wasted time is time in trials that ended without an answer: neither `complete` nor `pruned`, and not
-  still going on (running, waiting, preempted).
+- Wasted time is time in trials that ended as neither `complete` nor `pruned`; preempted ones have not ended.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ OUTCOMES = (*Outcome, "running", "waiting")
 """In the order of tables and charts."""
 
 QUANTITIES = ("train_examples_per_second", "train_tokens_per_second", "peak_memory_bytes")
-"""Of which the table by precision gives median, min and max."""
+"""The table by precision has their median, min and max."""
 
 _TELEMETRY = {
     # column: where a trial's telemetry has it
@@ -55,7 +53,6 @@ _TELEMETRY = {
     "fp32_fallbacks": "fp32_fallbacks",
     "num_steps": "num_steps",
 }
-_COMPUTED = ("counts", "counts_for_speed", "worker", "start_seconds", "end_seconds", "seconds")
 
 
 def trials_table(record: StudyRecord) -> pd.DataFrame:
@@ -66,8 +63,17 @@ def trials_table(record: StudyRecord) -> pd.DataFrame:
     """
     first_start = min((trial.started for trial in record.trials if trial.started), default=None)
     rows = [_trial_row(record, trial, first_start) for trial in record.trials]
-    columns = ["number", "outcome", "reason", "precision", *_TELEMETRY, *_COMPUTED]
-    columns += map(objective_column, record.metric_names)
+    columns = [
+        "number",
+        "outcome",
+        "reason",
+        "precision",
+        *_TELEMETRY,
+        "counts",
+        "counts_for_speed",
+        "worker",
+    ]
+    columns += ["start_seconds", "end_seconds", "seconds", *map(objective_column, record.metric_names)]
     params = {key: None for row in rows for key in row if key.startswith("param.")}
     return pd.DataFrame(rows, columns=[*columns, *params])
 
@@ -116,8 +122,7 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:
-    """Seconds of work in the trial. For one that was interrupted, from begin to end would count the time
-    that it waited: there it is the training and evaluation of all its runs."""
+    """Seconds of work in the trial; of one that was interrupted, without the time that it waited."""
     if trial.telemetry.get("resumed_from_step") is None:
         return trial.seconds
     parts = [trial.telemetry.get(f"{part}_seconds") or 0.0 for part in ("train", "evaluation")]
@@ -126,12 +131,14 @@ def trial_seconds(trial: TrialRecord) -> float | None:
 
 def differing_settings(trials: pd.DataFrame) -> list[str]:
     """The searched settings, but precision and seed, that have several values in rows of `trials_table`."""
-    names = [column.removeprefix("param.") for column in trials if column.startswith("param.")]
-    return sorted(
-        name
-        for name in names
-        if name not in ("fp_precision", "seed") and trials[f"param.{name}"].nunique(dropna=False) > 1
-    )
+    names = [name for name in searched_parameters(trials) if name != "seed"]
+    return sorted(name for name in names if trials[f"param.{name}"].nunique(dropna=False) > 1)
+
+
+def searched_parameters(trials: pd.DataFrame) -> list[str]:
+    """The parameters, but the precision, that `trials_table` has a column `param.<name>` of."""
+    names = (column.removeprefix("param.") for column in trials if column.startswith("param."))
+    return [name for name in names if name != "fp_precision"]
 
 
 def undrawn_precisions(record: StudyRecord) -> dict[str, str]:
@@ -140,9 +147,8 @@ def undrawn_precisions(record: StudyRecord) -> dict[str, str]:
     devices = [device for trial in record.trials if (device := trial.telemetry.get("device"))]
     choices = _look_up(record.definition, "search_space.fp_precision.choices") if devices else None
     emulated = bool(_look_up(record.definition, "amp.allow_emulated"))
-    drawn = set(trials_table(record)["precision"])
     undrawn = {}
-    for name in sorted(set(choices or ()) - drawn, key=precision_order):
+    for name in sorted(set(choices or ()) - set(trials_table(record)["precision"]), key=precision_order):
         reasons = {_why_not(name, device, emulated) for device in devices}
         undrawn[name] = "" if "" in reasons else " ".join(sorted(reasons))
     return undrawn
@@ -275,11 +281,8 @@ def readable_summary(record: StudyRecord, brief: bool = False) -> pd.DataFrame:
     occurring = [outcome for outcome in OUTCOMES if summary[outcome].any()]
     rows = []
     for row in summary.to_dict("records"):
-        cells = {"precision": row["precision"]}
-        if several_devices:
-            cells["device"] = row["device"]
-        cells["support"] = row["support"] or "–"
-        cells["trials"] = str(row["trials"])
+        cells = {"precision": row["precision"]} | ({"device": row["device"]} if several_devices else {})
+        cells |= {"support": row["support"] or "–", "trials": str(row["trials"])}
         if brief:
             cells["outcomes"] = ", ".join(f"{row[name]} {name}" for name in occurring if row[name])
         else:

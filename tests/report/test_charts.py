@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from study_records import fake_record, fake_trial, record_of, with_values
@@ -36,45 +37,30 @@ def series(chart: Chart, name: str) -> Series:
     return next(series for series in chart.series if series.name == name)
 
 
-def two_objectives() -> StudyRecord:
-    trials = [with_values(number, (0.5 + number / 100, (number + 1) * 2**28)) for number in range(12)]
-    return record_of(trials, metric_names=("score", "peak_memory_bytes"), directions=("maximize", "minimize"))
-
-
-def test_every_precision_and_outcome_has_a_look_of_its_own() -> None:
+def test_every_precision_has_a_look_of_its_own_and_every_outcome_a_colour() -> None:
     assert set(PRECISION_STYLES) == set(PRECISION_NAMES)
-    for (one_color, *one_markers), (other_color, *other_markers) in combinations(
-        PRECISION_STYLES.values(), 2
-    ):
+    for one, other in combinations(PRECISION_STYLES.values(), 2):
+        (one_color, one_markers), (other_color, other_markers) = one, other
         assert one_color != other_color
         assert not set(one_markers) & set(other_markers)
     assert set(OUTCOME_COLORS) == set(OUTCOMES)
 
 
 def test_a_precision_looks_the_same_in_every_chart() -> None:
-    looks = {
-        (series.name, series.color)
-        for chart in all_charts(fake_record())
-        for series in chart.series
-        if series.name in PRECISION_NAMES
-    }
-    assert looks == {(name, PRECISION_STYLES[name][0]) for name in ("fp32", "bf16", "fp16")}
+    looks = {(one.name, one.color) for chart in all_charts(fake_record()) for one in chart.series}
+    expected = {(name, PRECISION_STYLES[name][0]) for name in ("fp32", "bf16", "fp16")}
+    assert {look for look in looks if look[0] in PRECISION_NAMES} == expected
 
 
-def test_history_shows_complete_trials_and_the_best_so_far() -> None:
-    record = fake_record()
+@pytest.mark.parametrize(("direction", "best_of"), [("maximize", max), ("minimize", min)])
+def test_history_shows_complete_trials_and_the_best_so_far(direction: str, best_of: Any) -> None:
+    record = dataclasses.replace(fake_record(), directions=(direction,))
     chart = history(record)
     scores = {trial.number: trial.values[0] for trial in record.trials if trial.values}
     assert points(chart) == len(scores)
     best = series(chart, "best so far")
     assert list(best.x) == list(scores)
-    assert list(best.y) == [max(list(scores.values())[: index + 1]) for index in range(len(scores))]
-
-
-def test_history_goes_down_where_less_is_better() -> None:
-    chart = history(dataclasses.replace(fake_record(), directions=("minimize",)))
-    best = list(series(chart, "best so far").y)
-    assert best == sorted(best, reverse=True)
+    assert list(best.y) == [best_of(list(scores.values())[: index + 1]) for index in range(len(scores))]
 
 
 def test_metric_by_precision_leaves_out_what_ran_something_else() -> None:
@@ -98,8 +84,9 @@ def test_throughput_axis_is_logarithmic_where_an_emulated_precision_is_far_slowe
     slow, fast = fake_trial(0, "fp16"), fake_trial(1, "fp32")
     slow.telemetry["throughput"]["train_examples_per_second"] = 1.0
     fast.telemetry["throughput"]["train_examples_per_second"] = 25.0
-    assert metric_throughput(record_of([slow, fast])).x_log
-    assert plotly_figure(metric_throughput(record_of([slow, fast]))).layout.xaxis.type == "log"
+    chart = metric_throughput(record_of([slow, fast]))
+    assert chart.x_log
+    assert plotly_figure(chart).layout.xaxis.type == "log"
     assert not metric_throughput(record_of([fast])).x_log
 
 
@@ -125,34 +112,26 @@ def test_curves_of_trials_that_did_not_complete_are_dashed() -> None:
     assert sorted(series.dashed for series in chart.series) == [False, True]
 
 
-@pytest.mark.parametrize("max_rows", [48, 10])
-def test_timeline_has_every_trial_once(max_rows: int) -> None:
+@pytest.mark.parametrize(("max_rows", "num_rows"), [(48, 40), (10, 3)])
+def test_timeline_has_every_trial_once_and_no_bars_overlap(max_rows: int, num_rows: int) -> None:
     chart = timeline(fake_record(), max_rows)
-    assert sum(len(series.x) for series in chart.series) == 40
     assert {series.name for series in chart.series} == {trial.outcome for trial in fake_record().trials}
-    assert all(
-        start <= end for series in chart.series for start, end in zip(series.x_start, series.x, strict=True)
-    )
-    assert len(chart.y_ticks) == (40 if max_rows == 48 else 3)
-
-
-def test_bars_of_one_worker_do_not_overlap() -> None:
-    chart = timeline(fake_record(), max_rows=10)
-    bars = [
-        (y, start, end)
-        for series in chart.series
-        for y, start, end in zip(series.y, series.x_start, series.x, strict=True)
-    ]
-    for row in range(3):
-        ends = sorted((start, end) for y, start, end in bars if y == row)
-        assert all(before[1] <= after[0] for before, after in pairwise(ends))
+    assert len(chart.y_ticks) == num_rows
+    bars = [bar for series in chart.series for bar in zip(series.y, series.x_start, series.x, strict=True)]
+    assert len(bars) == 40
+    assert all(start <= end for _, start, end in bars)
+    for (row, _, end), (next_row, start, _) in pairwise(sorted(bars)):
+        assert row != next_row or end <= start
 
 
 def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None:
-    chart = objectives(two_objectives())
+    trials = [with_values(number, (0.5 + number / 100, (number + 1) * 2**28)) for number in range(12)]
+    metrics, directions = ("score", "peak_memory_bytes"), ("maximize", "minimize")
+    record = record_of(trials, metric_names=metrics, directions=directions)
+    chart = objectives(record)
     assert chart.y_label == "peak memory (GiB), minimize"
     assert max(max(series.y) for series in chart.series) < 10
-    keys = [chart.key for chart in all_charts(two_objectives())]
+    keys = [chart.key for chart in all_charts(record)]
     assert keys[0] == "objectives"
     assert {"history", "history_2", "metric_throughput_2"} <= set(keys)
     assert len(keys) == len(set(keys))
@@ -179,11 +158,13 @@ def test_learning_curves_of_memory_are_in_the_unit_of_their_axis() -> None:
     assert "1.5 GiB" in chart.series[0].hover[0]
 
 
-def test_trial_numbers_have_whole_ticks() -> None:
-    chart = history(record_of([fake_trial(number, "fp32") for number in range(3)]))
-    assert plotly_figure(chart).layout.xaxis.dtick == 1
-    chart = history(record_of([fake_trial(number, "fp32") for number in range(0, 60, 7)]))
-    assert plotly_figure(chart).layout.xaxis.dtick == 10
+@pytest.mark.parametrize(("numbers", "step"), [(range(3), 1), (range(0, 60, 7), 10)])
+def test_trial_numbers_have_whole_ticks(numbers: range, step: int) -> None:
+    chart = history(record_of([fake_trial(number, "fp32") for number in numbers]))
+    assert plotly_figure(chart).layout.xaxis.dtick == step
+
+
+THREE_KEYS = ["objectives", "metric_throughput", "metric_throughput_2"]
 
 
 @pytest.mark.parametrize(
@@ -192,16 +173,11 @@ def test_trial_numbers_have_whole_ticks() -> None:
         (("score", "train_examples_per_second"), ["objectives"]),
         (("train_tokens_per_second", "score"), ["objectives"]),
         (("train_examples_per_second",), []),
-        (("score", "peak_memory_bytes"), ["objectives", "metric_throughput", "metric_throughput_2"]),
-        (
-            ("score", "peak_memory_bytes", "train_tokens_per_second"),
-            ["objectives", "metric_throughput", "metric_throughput_2"],
-        ),
+        (("score", "peak_memory_bytes"), THREE_KEYS),
+        (("score", "peak_memory_bytes", "train_tokens_per_second"), THREE_KEYS),
     ],
 )
-def test_no_chart_shows_an_objective_against_throughput_twice(
-    metrics: tuple[str, ...], keys: list[str]
-) -> None:
+def test_no_objective_is_drawn_against_throughput_twice(metrics: tuple[str, ...], keys: list[str]) -> None:
     trial = dataclasses.replace(fake_trial(0, "fp32"), values=(1.0,) * len(metrics))
     record = record_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))
     drawn = [chart.key for chart in all_charts(record)]

@@ -24,14 +24,8 @@ def study(sqlite_url: str) -> Iterator[optuna.Study]:
     storage = open_storage(sqlite_url)
     study = optuna.create_study(study_name="fake", storage=storage.optuna, direction="maximize")
     for trial in fake_record().trials[:3]:
-        distribution = optuna.distributions.CategoricalDistribution(["fp32", "bf16", "fp16"])
-        study.add_trial(
-            optuna.trial.create_trial(
-                params={"fp_precision": trial.params["fp_precision"]},
-                distributions={"fp_precision": distribution},
-                value=trial.values[0],
-            )
-        )
+        given = {"params": trial.params, "distributions": trial.distributions, "values": trial.values}
+        study.add_trial(optuna.trial.create_trial(**given))
     yield study
     storage.close()
 
@@ -50,16 +44,13 @@ def serving(url: str, artifact_dir: Path | None = None) -> Iterator[int]:
         server.server_close()
 
 
-def plot_ids(study: optuna.Study) -> set[str]:
-    attributes = study._storage.get_study_system_attrs(study._study_id)
-    return {key.split(":")[2] for key in attributes if key.startswith("dashboard:plot_data:")}
-
-
 def test_publish_puts_note_charts_and_metric_names_into_the_study(study: optuna.Study) -> None:
     publish(study, fake_record())
     assert study.metric_names == ["score"]
     assert "| requested precision | fp32 | tf32 | bf16 | fp16 |" in get_note(study)
-    assert {"history", "metric_throughput", "importances", "timeline"} <= plot_ids(study)
+    attributes = study._storage.get_study_system_attrs(study._study_id)
+    charts = {key.split(":")[2] for key in attributes if key.startswith("dashboard:plot_data:")}
+    assert {"history", "metric_throughput", "importances", "timeline"} <= charts
 
 
 def test_publishing_again_replaces_ours_and_keeps_theirs(study: optuna.Study) -> None:
@@ -80,9 +71,6 @@ def test_note_names_the_best_and_what_limits_it() -> None:
     assert "requested fp16, effective fp16 (emulated)" in note
     assert "trained with one seed only" in note
     assert "27 of 40 trials are complete" in note
-
-
-def test_note_of_a_study_without_a_result() -> None:
     assert "None yet: 1 trials, none complete." in study_note(record_of([fake_trial(0, "fp32", "failed")]))
 
 
@@ -114,20 +102,16 @@ def test_only_requests_under_our_own_name_are_answered(header: str, host: str, a
 
 
 @pytest.mark.usefixtures("study")
-def test_a_request_under_a_foreign_name_gets_nothing(sqlite_url: str) -> None:
-    with serving(sqlite_url) as port:
+def test_a_server_makes_its_folder_and_answers_to_its_name_alone(sqlite_url: str, tmp_path: Path) -> None:
+    artifacts = tmp_path / "runs" / "artifacts"
+    with serving(sqlite_url, artifacts) as port:
+        assert artifacts.is_dir()
         url = f"http://127.0.0.1:{port}/api/studies"
         with urllib.request.urlopen(url) as answer:
             assert b"fake" in answer.read()
         with pytest.raises(urllib.error.HTTPError, match="403") as refused:
             urllib.request.urlopen(urllib.request.Request(url, headers={"Host": "evil.example"}))
         refused.value.close()
-
-
-@pytest.mark.usefixtures("study")
-def test_the_artifact_folder_is_made(sqlite_url: str, tmp_path: Path) -> None:
-    with serving(sqlite_url, tmp_path / "runs" / "artifacts"):
-        assert (tmp_path / "runs" / "artifacts").is_dir()
 
 
 @pytest.mark.usefixtures("study")

@@ -41,7 +41,7 @@ def test_plotly_shows_names_as_text() -> None:
     chart = Chart("history", "<b>t</b>", "<i>x</i>", "y", [Series("<a>", "#000000", [0.0], [1.0])])
     text = plotly_figure(chart).to_json()
     assert "&lt;a&gt;" in text
-    assert not {"<b>", "<i>", "<a>"} & {part for part in ("<b>", "<i>", "<a>") if part in text}
+    assert not [part for part in ("<b>", "<i>", "<a>") if part in text]
 
 
 def test_a_sentence_in_place_of_a_chart_is_wrapped_without_axes() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -46,8 +45,5 @@ def test_precision_facts(change: dict[str, Any], said: str) -> None:
     trial = fake_trial(0, "bf16")
     trial.telemetry["precision"] |= change
     assert said in precision_facts(trial)
-
-
-def test_precision_facts_of_a_trial_without_any() -> None:
-    trial = dataclasses.replace(fake_trial(0, "bf16"), telemetry={})
+    trial.telemetry.clear()
     assert precision_facts(trial) == "Nothing about its precision is stored."
