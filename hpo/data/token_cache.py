@@ -39,11 +39,7 @@ _CONTENTS = "contents.json"
 
 
 def load_tokenized(
-    dataset: DataSet,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    windowing: Windowing,
-    cache_dir: Path,
+    dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windowing: Windowing, cache_dir: Path
 ) -> TokenizedSplit:
     """Return a split of the data set in tokens, from the cache where it is there.
 

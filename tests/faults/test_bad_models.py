@@ -279,12 +279,7 @@ def test_flash_attention_without_a_gpu() -> None:
 
 
 def test_a_dropout_that_the_encoder_does_not_have() -> None:
-    squeezed = {
-        "model_type": "roformer",
-        "hidden_size": 32,
-        **SIZES,
-        "embedding_size": 16,
-    }
+    squeezed = {"model_type": "roformer", "hidden_size": 32, **SIZES, "embedding_size": 16}
     build(squeezed, attention="eager", dropout=0.2, attention_dropout=0.2)
     fnet = {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
     with pytest.raises(ModelError, match="attention_dropout: a fresh fnet must have one of attention_probs"):

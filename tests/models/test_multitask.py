@@ -315,10 +315,7 @@ def test_compile_takes_what_the_scope_says(
         return function
 
     monkeypatch.setattr(torch, "compile", fake_compile)
-    for scope, names in (
-        ("model", [""]),
-        ("layers", ["encoder.encoder.layer.0", "encoder.encoder.layer.1"]),
-    ):
+    for scope, names in (("model", [""]), ("layers", ["encoder.encoder.layer.0", "encoder.encoder.layer.1"])):
         asked.clear()
         model = make_model()
         keys = list(model.state_dict())
