@@ -14,6 +14,7 @@ import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -67,16 +68,14 @@ def file_readers(
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
-        readers[split] = _file_reader(source, path, split, columns, tasks)
+        table_rows = _csv_rows if source == "csv" else _parquet_rows
+        rows = (
+            partial(_jsonl_rows, path)
+            if source == "jsonl"
+            else partial(table_rows, path, split, columns, tasks)
+        )
+        readers[split] = Reader(str(path), " row " if source == "parquet" else ":", rows)
     return readers
-
-
-def _file_reader(source: str, path: Path, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> Reader:
-    if source == "jsonl":
-        return Reader(str(path), ":", lambda: _jsonl_rows(path))
-    if source == "csv":
-        return Reader(str(path), ":", lambda: _csv_rows(path, split, columns, tasks))
-    return Reader(str(path), " row ", lambda: _parquet_rows(path, split, columns, tasks))
 
 
 def nearest_file(path: Path) -> str:

