@@ -22,23 +22,8 @@ NAMES = Task("names", "token_classification", ("x", "y"), spans_may_overlap=True
 ANSWER = Task("answer", "span_extraction", ("x",))
 WINDOWED = {"long_text": "window"}
 
-WORDS = [
-    "Ann",
-    "works",
-    "in",
-    "Rome",
-    "again",
-    "café",
-    "naïve",
-    "Zoë",
-    "3.50",
-    "€",
-    "日本語",
-    "😔",
-    "👩‍👩‍👧",
-    "ﬁne",
-    "e\u0301t\u00e9",
-]
+TEXT = "Ann works in Rome again café naïve Zoë 3.50 € 日本語 😔 👩‍👩‍👧 ﬁne e\u0301t\u00e9"
+WORDS = TEXT.split()
 GAPS = [" ", " ", " ", "  ", "\n", "\t", ", ", "-", "\u00a0", " \u3000 ", ""]
 
 
@@ -251,9 +236,8 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
         return_overflowing_tokens=True,
         return_token_type_ids=True,
     )
-    assert [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])] == theirs[
-        "input_ids"
-    ]
+    ids = [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])]
+    assert ids == theirs["input_ids"]
     if "token_type_ids" in tokenizer.model_input_names:
         assert split.type_ids_T is not None
         types = [ids.tolist() for ids in np.split(split.type_ids_T, split.window_start_W1[1:-1])]
@@ -267,15 +251,9 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
     # The question is repeated in every window and owned once; every character is owned by one token at most.
     for number, row in enumerate(rows):
         of_row = np.repeat(split.window_example_W, split.lengths_W) == number
-        owned = [
-            (int(a), int(b))
-            for a, b in zip(
-                split.char_start_T[of_row & split.owned_T],
-                split.char_end_T[of_row & split.owned_T],
-                strict=True,
-            )
-        ]
-        assert "".join(row.text[a:b] for a, b in owned) == "".join(row.text.split())
+        owned = of_row & split.owned_T
+        shown = zip(split.char_start_T[owned], split.char_end_T[owned], strict=True)
+        assert "".join(row.text[a:b] for a, b in shown) == "".join(row.text.split())
 
 
 def test_only_encoders_that_take_type_ids_get_them() -> None:
@@ -388,21 +366,12 @@ def test_spans_of_real_sets_come_back_exactly(
     config = {"source": "jsonl", "path": str(real_set(name)), "pair_segments": pair}
     dataset = load_data(DataConfig.model_validate(config))
     rows: Sequence[Example] = dataset.splits[split_name]
-    split = tokenize_split(
-        rows,
-        dataset.tasks,
-        tiny_tokenizer("wordpiece"),
-        Windowing(256, stride=64, pair_segments=pair, **WINDOWED),
-    )
+    split = windows_of(rows, dataset.tasks, 256, stride=64, pair_segments=pair, **WINDOWED)
     (task,) = (task for task in dataset.tasks if task.name in split.spans)
     assert split.num_lost_spans[task.name] == 0
+    text_of_W, start_T, end_T = split.window_example_W, split.char_start_T, split.char_end_T
     back = {
-        (
-            int(split.window_example_W[window]),
-            task.labels[label],
-            int(split.char_start_T[first]),
-            int(split.char_end_T[last]),
-        )
+        (int(text_of_W[window]), task.labels[label], int(start_T[first]), int(end_T[last]))
         for window, label, first, last, cut in shown_spans(split, task.name)
         if cut == 0
     }
