@@ -125,6 +125,8 @@ class Preempted(TrialEnd):
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return ` Did you mean ...?` with the nearest of `known`, or the list of them if none is near."""
+    """Return ` Did you mean ...?` with the nearest of `known`, all of them if none is near, "" if empty."""
+    if not known:
+        return ""
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."

@@ -85,10 +85,9 @@ class RowChecker:
         `span_tasks` names the span tasks that this row is annotated for; without it, a row with the key
         `spans` is annotated for all of them and a row without it for none.
         """
-        problems: list[str] = []
         if not isinstance(row, dict):
             return None, [f"a row must be a JSON object, but got {_show(row)}"]
-        problems += [
+        problems = [
             f"unknown key `{key}`. Did you mean `{hint}`?"
             for key in row
             if key not in ROW_KEYS and (hint := _misspelt(str(key))) is not None and hint not in row
@@ -137,7 +136,7 @@ class RowChecker:
             if task is None or task.kind in SPAN_KINDS:
                 known = [n for n, t in self._tasks.items() if t.kind not in SPAN_KINDS]
                 what = "unknown task" if task is None else f"`{task.kind}` is annotated in `spans`, not here"
-                problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known) if known else ''}")
+                problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known)}")
             elif value is None:
                 continue
             elif task.kind == "regression":
@@ -193,7 +192,7 @@ class RowChecker:
                 segments[str(name)] = span
         for name in self._pair_segments or ():
             if name not in segments and not (isinstance(given, dict) and name in given):
-                hint = did_you_mean(name, sorted(segments)) if segments else ""
+                hint = did_you_mean(name, sorted(segments))
                 problems.append(f"`segments` must have `{name}` (data.pair_segments names it).{hint}")
         return segments
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -204,20 +205,18 @@ class _Columns:
         for task in columns.labels:
             if task not in tasks or task in self._span_names:
                 known = [name for name in tasks if name not in self._span_names]
-                raise DataError(
-                    f"data.columns.labels: no task with labels is called `{task}`.{_hint(task, known)}"
-                )
+                hint = did_you_mean(task, known)
+                raise DataError(f"data.columns.labels: no task with labels is called `{task}`.{hint}")
         for name in columns.spans:
             if not self._tasks_of(name):
-                known = sorted(
-                    {*self._span_names, *(n for of in self._span_names.values() for n in of or ())}
-                )
-                raise DataError(f"data.columns.spans: no task has spans called `{name}`.{_hint(name, known)}")
+                span_names = {name for names in self._span_names.values() for name in names or ()}
+                hint = did_you_mean(name, sorted(span_names | self._span_names.keys()))
+                raise DataError(f"data.columns.spans: no task has spans called `{name}`.{hint}")
         names = [columns.id, columns.text, *columns.labels.values(), *columns.spans.values()]
         self.names = [name for name in dict.fromkeys(names) if name is not None]
         for name in self.names:
             if name not in header:
-                raise DataError(f"{where}: has no column `{name}`.{_hint(name, header)}")
+                raise DataError(f"{where}: has no column `{name}`.{did_you_mean(name, header)}")
 
     def row(self, line: int, number: int, cells: Mapping[str, Any]) -> Row:
         problems: list[str] = []
@@ -250,10 +249,6 @@ class _Columns:
         return {task for task, names in self._span_names.items() if names is None or name in names}
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
-    return did_you_mean(name, known) if known else ""
-
-
 def _is_empty(cell: Any) -> bool:
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
@@ -261,17 +256,12 @@ def _is_empty(cell: Any) -> bool:
 def _label(kind: Any, cell: Any, where: str, problems: list[str]) -> Any:
     if kind == "single_label" and isinstance(cell, int):
         return str(cell)
-    if not isinstance(cell, str):
-        return cell
-    if kind == "regression":
-        try:
+    if isinstance(cell, str) and kind == "regression":
+        with suppress(ValueError):
             return float(cell)
-        except ValueError:
-            return cell
-    if kind == "multi_label":
-        if cell.lstrip().startswith("["):
-            return _parsed(cell, where, problems)
-        return [part.strip() for part in cell.split("|")]
+    if isinstance(cell, str) and kind == "multi_label":
+        is_list = cell.lstrip().startswith("[")
+        return _parsed(cell, where, problems) if is_list else [part.strip() for part in cell.split("|")]
     return cell
 
 

@@ -141,7 +141,7 @@ def _evidence_problems(task: Task, tasks: Mapping[str, Task]) -> list[Problem]:
     at = (task.name, "evidence_for")
     labelled = tasks.get(task.evidence_for)
     if labelled is None:
-        hint = did_you_mean(task.evidence_for, others) if (others := [*tasks.keys() - {task.name}]) else ""
+        hint = did_you_mean(task.evidence_for, [name for name in tasks if name != task.name])
         return [Problem(at, f"there is no task {show(task.evidence_for)}.{hint}")]
     if labelled.kind not in ("single_label", "multi_label"):
         message = f"must name a single_label or multi_label task, but `{labelled.name}` is {labelled.kind}."

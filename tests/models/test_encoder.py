@@ -132,12 +132,12 @@ def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> 
     hidden = rates(dropout=0.25)
     weights = rates(attention_dropout=0.35)
     both = rates(dropout=0.25, attention_dropout=0.35)
-    of_hidden = {name: rate for name, rate in hidden.items() if rate != own[name]}
-    of_weights = {name: rate for name, rate in weights.items() if rate != own[name]}
+    of_hidden = {name: hidden[name] for name in own if hidden[name] != own[name]}
+    of_weights = {name: weights[name] for name in own if weights[name] != own[name]}
     assert set(of_hidden.values()) == {0.25}
     assert set(of_weights.values()) == {0.35}
     assert not of_hidden.keys() & of_weights.keys()
-    assert both == own | of_hidden | of_weights
+    assert both | own | of_hidden | of_weights == both
 
 
 def test_attention_implementations_agree_and_are_what_was_asked_for() -> None:
