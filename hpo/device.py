@@ -8,7 +8,6 @@ support only: PyTorch runs bf16 on a CPU without bf16 instructions too, some 20 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import platform
 import socket
@@ -21,7 +20,6 @@ from hpo.errors import InputError
 
 CUDA_CONTEXT_BYTES = 2**30
 """Left for the CUDA context of each process on a GPU, its kernels and handles: no allocator counts them."""
-
 
 # /proc/cpuinfo's flags (x86: "flags", Arm: "Features") and the names used here.
 _CPU_FEATURES = {
@@ -185,19 +183,12 @@ def available_cores(root: Path = Path("/")) -> int:
     A quota counts in whole cores: with one thread more than that, all threads are halted again and again.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [
-        _share_of_cores(*(folder / "cpu.max").read_text().split())
-        for folder in _cgroups(root, "")
-        if (folder / "cpu.max").exists()
-    ]
-    quotas += [
-        _share_of_cores(
-            *((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        )
-        for folder in _cgroups(root, "cpu")
-        if (folder / "cpu.cfs_quota_us").exists()
-    ]
-    return max(1, int(min([cores, *quotas])))
+    v2 = [folder / "cpu.max" for folder in _cgroups(root, "")]
+    quotas = [file.read_text().split() for file in v2 if file.exists()]
+    v1 = [[folder / f"cpu.cfs_{name}_us" for name in ("quota", "period")] for folder in _cgroups(root, "cpu")]
+    quotas += [[file.read_text().strip() for file in files] for files in v1 if files[0].exists()]
+    shares = [int(quota) / int(period) for quota, period in quotas if quota not in ("max", "-1")]
+    return max(1, int(min([cores, *shares])))
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
@@ -218,10 +209,6 @@ def limit_threads(device: DeviceInfo) -> None:
 
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > device.num_cores:
         torch.set_num_threads(device.num_cores)
-
-
-def _share_of_cores(quota: str, period: str) -> float:
-    return math.inf if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def _cgroups(root: Path, controller: str) -> list[Path]:

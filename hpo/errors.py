@@ -133,8 +133,10 @@ class Preempted(TrialEnd):
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """Return ` Did you mean ...?` with the nearest of `known`, or the list of them if none is near.
 
-    The initials of a name stand for it: `lr` for `learning_rate`.
+    The initials of a name stand for it: `lr` for `learning_rate`. Of nothing known there is no hint.
     """
+    if not known:
+        return ""
     near = get_close_matches(name, known, n=1, cutoff=0.6)
     near = near or [full for full in known if len(name) > 1 and _initials(full) == name.lower()]
     return f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."

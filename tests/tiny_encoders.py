@@ -49,8 +49,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "mpnet": ({**BERT, "model_type": "mpnet"}, "eager"),
     "electra": ({**BERT, "model_type": "electra", "embedding_size": 16}, "sdpa"),
 }
-
-
 MODEL_SETTINGS = ("max_length", "freeze_layers", "gradient_checkpointing")
 
 

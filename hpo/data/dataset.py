@@ -23,18 +23,19 @@ from typing import Any
 import numpy as np
 
 from hpo.config.data_config import DataConfig, TaskConfig
-from hpo.data.examples import DataProblems, Example, RowChecker
+from hpo.data.examples import Example, RowChecker
 from hpo.data.progress import ProgressLog
 from hpo.data.sources import SPLITS, Reader, file_readers, hub_readers, nearest_file
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
 
+MAX_LISTED = 20
+
 
 @dataclass(frozen=True)
 class DataSet:
-    """The checked examples of every split. The training split of `synthetic` is made row by row when read;
-    all others are lists."""
+    """The checked examples of every split: lists, but rows of `synthetic` for training are made when read."""
 
     tasks: tuple[Task, ...]
     splits: Mapping[str, Sequence[Example]]
@@ -43,7 +44,7 @@ class DataSet:
 
 
 def load_data(config: DataConfig) -> DataSet:
-    """Read and check the whole data set. Raises DataError, for bad rows with all the first 20 in it."""
+    """Read and check the whole data set. Raises DataError, which lists the first `MAX_LISTED` bad rows."""
     if config.source == "synthetic":
         return _generate(config)
     try:
@@ -84,9 +85,7 @@ def _generate(config: DataConfig) -> DataSet:
     tasks = _standardised(parse_tasks(TASKS_JSON, "synthetic"), made["train"][:10_000])
     identity = (GENERATOR_VERSION, sizes, settings.model_dump(exclude={f"num_{split}" for split in SPLITS}))
     fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
-    splits: dict[str, Sequence[Example]] = {"train": made["train"]}
-    splits |= {split: list(made[split]) for split in SPLITS[1:]}
-    return DataSet(tasks, splits, fingerprint)
+    return DataSet(tasks, {"train": made["train"], **{s: list(made[s]) for s in SPLITS[1:]}}, fingerprint)
 
 
 # Tasks
@@ -148,21 +147,22 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
 
 def _standardised(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]:
     """Give regression tasks the mean and standard deviation of their training targets."""
-
-    def with_moments(task: Task) -> Task:
-        if task.kind != "regression":
-            return task
-        values = np.array([e.labels[task.name] for e in train if task.name in e.labels], dtype=np.float64)
-        return replace(task, target_mean=float(values.mean()), target_std=float(values.std()) or 1.0)
-
-    return tuple(with_moments(task) for task in tasks)
+    standardised = list(tasks)
+    for i, task in enumerate(tasks):
+        if task.kind == "regression":
+            values = np.array([e.labels[task.name] for e in train if task.name in e.labels], dtype=np.float64)
+            standardised[i] = replace(
+                task, target_mean=float(values.mean()), target_std=float(values.std()) or 1.0
+            )
+    return tuple(standardised)
 
 
 # The set as a whole
 
 
 def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
-    problems = DataProblems()
+    listed: list[str] = []
+    num_bad = 0
     splits: dict[str, list[Example]] = {}
     first_seen: dict[str, tuple[Reader, int]] = {}
     group_split: dict[str, str] = {}
@@ -186,9 +186,14 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
                 else:
                     examples.append(example)
             if found:
-                problems.add(reader.where(row.number), found)
+                num_bad += 1
+                if num_bad <= MAX_LISTED:
+                    listed.append(f"{reader.where(row.number)}: {'; '.join(found)}")
         splits[split] = examples
-    problems.raise_if_any()
+    if num_bad:
+        rows = "1 bad row" if num_bad == 1 else f"{num_bad} bad rows"
+        first = f" (the first {MAX_LISTED} are listed)" if num_bad > MAX_LISTED else ""
+        raise DataError("\n  ".join([f"{rows} in the data{first}; mend or remove:", *listed]))
     for split, examples in splits.items():
         if not examples:
             raise DataError(f"{readers[split].name}: the {split} split must have rows, but it is empty.")
@@ -197,8 +202,7 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
 
 def _hash01(purpose: str, key: str) -> float:
     """A number in [0, 1) that depends on the two strings alone."""
-    digest = hashlib.blake2b(f"{purpose}\0{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) / 2**64
+    return int.from_bytes(hashlib.blake2b(f"{purpose}\0{key}".encode(), digest_size=8).digest()) / 2**64
 
 
 def _drawn_splits(

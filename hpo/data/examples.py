@@ -1,8 +1,7 @@
 """What one labelled example is, and which rows are refused.
 
 A row that contradicts itself or the tasks trains a model on something that nobody meant, so every row is
-checked once, when it is read, and nothing after this file has to doubt a label or an offset. All problems of
-all rows are collected before the first one is reported: see `DataProblems`.
+checked once, when it is read, and nothing after this file has to doubt a label or an offset.
 
 A label or a span key that is absent means "not annotated", which is no problem: the row then has no part in
 that task's loss and metrics.
@@ -17,13 +16,13 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 from hpo.config.data_config import TaskConfig
 from hpo.data.tasks import Task
-from hpo.errors import DataError, did_you_mean
+from hpo.errors import did_you_mean
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
-MAX_LISTED = 20
 SPAN_KINDS = ("token_classification", "span_extraction", "span_per_label")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -50,27 +49,6 @@ class Example:
     """Names of the tasks whose truth this row holds. `span_per_label` needs both its spans and the classes
     that they are evidence for."""
     group: str | None = None
-
-
-class DataProblems:
-    """Bad rows and files of a data set, raised together as one `DataError`."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._listed: list[str] = []
-
-    def add(self, where: str, problems: Iterable[str]) -> None:
-        """Count one bad row; `where` is its file and line."""
-        self.count += 1
-        if self.count <= MAX_LISTED:
-            self._listed.append(f"{where}: {'; '.join(problems)}")
-
-    def raise_if_any(self) -> None:
-        if not self.count:
-            return
-        rows = "1 bad row" if self.count == 1 else f"{self.count} bad rows"
-        first = f" (the first {MAX_LISTED} are listed)" if self.count > MAX_LISTED else ""
-        raise DataError("\n  ".join([f"{rows} in the data{first}; mend or remove:", *self._listed]))
 
 
 class RowChecker:
@@ -107,10 +85,9 @@ class RowChecker:
         `span_tasks` names the span tasks that this row is annotated for; without it, a row with the key
         `spans` is annotated for all of them and a row without it for none.
         """
-        problems: list[str] = []
         if not isinstance(row, dict):
             return None, [f"a row must be a JSON object, but got {_show(row)}"]
-        problems += [
+        problems = [
             f"unknown key `{key}`. Did you mean `{hint}`?"
             for key in row
             if key not in ROW_KEYS and (hint := _misspelt(str(key))) is not None and hint not in row
@@ -152,19 +129,14 @@ class RowChecker:
 
     def _labels(self, given: object, problems: list[str]) -> dict[str, Label]:
         labels: dict[str, Label] = {}
-        if given is None:
-            return labels
-        if not isinstance(given, dict):
-            problems.append(f"`labels` must be an object of task: value, but got {_show(given)}")
-            return labels
-        for name, value in given.items():
+        for name, value in _items("labels", given, "task: value", problems):
             task = self._tasks.get(name)
             if task is None and name in self._labels_passed_over:
                 continue
             if task is None or task.kind in SPAN_KINDS:
                 known = [n for n, t in self._tasks.items() if t.kind not in SPAN_KINDS]
                 what = "unknown task" if task is None else f"`{task.kind}` is annotated in `spans`, not here"
-                problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known) if known else ''}")
+                problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known)}")
             elif value is None:
                 continue
             elif task.kind == "regression":
@@ -195,12 +167,7 @@ class RowChecker:
 
     def _spans(self, key: str, given: object, text: str, problems: list[str]) -> dict[str, list[Span]]:
         spans: dict[str, list[Span]] = {}
-        if given is None:
-            return spans
-        if not isinstance(given, dict):
-            problems.append(f"`{key}` must be an object of name: [[start, end], ...], but got {_show(given)}")
-            return spans
-        for name, pairs in given.items():
+        for name, pairs in _items(key, given, "name: [[start, end], ...]", problems):
             if name not in self._span_names:
                 # A set without a span task may still carry spans: nothing reads them.
                 if not self._span_tasks or name in self._spans_passed_over:
@@ -220,15 +187,12 @@ class RowChecker:
 
     def _segments(self, given: object, text: str, problems: list[str]) -> dict[str, Span]:
         segments: dict[str, Span] = {}
-        if given is not None and not isinstance(given, dict):
-            problems.append(f"`segments` must be an object of name: [start, end], but got {_show(given)}")
-        elif given:
-            for name, pair in given.items():
-                if span := _span(f"segments.{name}", pair, text, problems):
-                    segments[str(name)] = span
+        for name, pair in _items("segments", given, "name: [start, end]", problems):
+            if span := _span(f"segments.{name}", pair, text, problems):
+                segments[str(name)] = span
         for name in self._pair_segments or ():
             if name not in segments and not (isinstance(given, dict) and name in given):
-                hint = did_you_mean(name, sorted(segments)) if segments else ""
+                hint = did_you_mean(name, sorted(segments))
                 problems.append(f"`segments` must have `{name}` (data.pair_segments names it).{hint}")
         return segments
 
@@ -270,6 +234,14 @@ class RowChecker:
                 f"spans.{name} is evidence for a class that labels.{task.evidence_for} does not name"
                 for name in sorted({name for _, _, name in of_task}.difference(map(str, classes)))
             ]
+
+
+def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[tuple[str, Any]]:
+    if isinstance(given, dict):
+        return given.items()
+    if given is not None:
+        problems.append(f"`{key}` must be an object of {form}, but got {_show(given)}")
+    return ()
 
 
 def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -67,16 +69,14 @@ def file_readers(
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
-        readers[split] = _file_reader(source, path, split, columns, tasks)
+        table_rows = _csv_rows if source == "csv" else _parquet_rows
+        rows = (
+            partial(_jsonl_rows, path)
+            if source == "jsonl"
+            else partial(table_rows, path, split, columns, tasks)
+        )
+        readers[split] = Reader(str(path), " row " if source == "parquet" else ":", rows)
     return readers
-
-
-def _file_reader(source: str, path: Path, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> Reader:
-    if source == "jsonl":
-        return Reader(str(path), ":", lambda: _jsonl_rows(path))
-    if source == "csv":
-        return Reader(str(path), ":", lambda: _csv_rows(path, split, columns, tasks))
-    return Reader(str(path), " row ", lambda: _parquet_rows(path, split, columns, tasks))
 
 
 def nearest_file(path: Path) -> str:
@@ -205,20 +205,18 @@ class _Columns:
         for task in columns.labels:
             if task not in tasks or task in self._span_names:
                 known = [name for name in tasks if name not in self._span_names]
-                raise DataError(
-                    f"data.columns.labels: no task with labels is called `{task}`.{_hint(task, known)}"
-                )
+                hint = did_you_mean(task, known)
+                raise DataError(f"data.columns.labels: no task with labels is called `{task}`.{hint}")
         for name in columns.spans:
             if not self._tasks_of(name):
-                known = sorted(
-                    {*self._span_names, *(n for of in self._span_names.values() for n in of or ())}
-                )
-                raise DataError(f"data.columns.spans: no task has spans called `{name}`.{_hint(name, known)}")
+                span_names = {name for names in self._span_names.values() for name in names or ()}
+                hint = did_you_mean(name, sorted(span_names | self._span_names.keys()))
+                raise DataError(f"data.columns.spans: no task has spans called `{name}`.{hint}")
         names = [columns.id, columns.text, *columns.labels.values(), *columns.spans.values()]
         self.names = [name for name in dict.fromkeys(names) if name is not None]
         for name in self.names:
             if name not in header:
-                raise DataError(f"{where}: has no column `{name}`.{_hint(name, header)}")
+                raise DataError(f"{where}: has no column `{name}`.{did_you_mean(name, header)}")
 
     def row(self, line: int, number: int, cells: Mapping[str, Any]) -> Row:
         problems: list[str] = []
@@ -251,10 +249,6 @@ class _Columns:
         return {task for task, names in self._span_names.items() if names is None or name in names}
 
 
-def _hint(name: str, known: Sequence[str]) -> str:
-    return did_you_mean(name, known) if known else ""
-
-
 def _is_empty(cell: Any) -> bool:
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
@@ -262,17 +256,12 @@ def _is_empty(cell: Any) -> bool:
 def _label(kind: Any, cell: Any, where: str, problems: list[str]) -> Any:
     if kind == "single_label" and isinstance(cell, int):
         return str(cell)
-    if not isinstance(cell, str):
-        return cell
-    if kind == "regression":
-        try:
+    if isinstance(cell, str) and kind == "regression":
+        with suppress(ValueError):
             return float(cell)
-        except ValueError:
-            return cell
-    if kind == "multi_label":
-        if cell.lstrip().startswith("["):
-            return _parsed(cell, where, problems)
-        return [part.strip() for part in cell.split("|")]
+    if isinstance(cell, str) and kind == "multi_label":
+        is_list = cell.lstrip().startswith("[")
+        return _parsed(cell, where, problems) if is_list else [part.strip() for part in cell.split("|")]
     return cell
 
 

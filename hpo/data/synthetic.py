@@ -26,43 +26,18 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any, TypeVar, overload
 
 from hpo.data.examples import Example
 
-CRITERIA = (
-    "low_mood",
-    "lost_interest",
-    "appetite_change",
-    "sleep_change",
-    "restless_or_slowed",
-    "low_energy",
-    "worthlessness",
-    "poor_concentration",
-    "thoughts_of_death",
-)
-SEVERITIES = ("none", "mild", "moderate", "severe")
-TASKS_JSON: dict[str, Any] = {
-    "name": "synthetic",
-    "tasks": {
-        "criteria": {"kind": "multi_label", "classes": list(CRITERIA)},
-        "evidence": {
-            "kind": "span_per_label",
-            "span_names": list(CRITERIA),
-            "evidence_for": "criteria",
-            "spans_may_overlap": False,
-        },
-        "severity": {"kind": "single_label", "classes": list(SEVERITIES)},
-        "burden": {"kind": "regression"},
-    },
-}
 GENERATOR_VERSION = 1
 """To be raised with every change of the sentences or of how they are drawn: it is part of the data's
 fingerprint, so that token caches are made again."""
 
-_ANNOTATED = frozenset(TASKS_JSON["tasks"])
 _T = TypeVar("_T")
 _Draw = Callable[[], float]
 
@@ -221,6 +196,24 @@ _SENTENCES = {
         "{other} talks about dying {often} / {other} has thought about suicide {often}",
     ),
 }
+CRITERIA = tuple(_SENTENCES)
+SEVERITIES = ("none", "mild", "moderate", "severe")
+TASKS_JSON: dict[str, Any] = {
+    "name": "synthetic",
+    "tasks": {
+        "criteria": {"kind": "multi_label", "classes": list(CRITERIA)},
+        "evidence": {
+            "kind": "span_per_label",
+            "span_names": list(CRITERIA),
+            "evidence_for": "criteria",
+            "spans_may_overlap": False,
+        },
+        "severity": {"kind": "single_label", "classes": list(SEVERITIES)},
+        "burden": {"kind": "regression"},
+    },
+}
+_ANNOTATED = frozenset(TASKS_JSON["tasks"])
+
 _BORROWED = _parts(
     """the hotel bed was huge and the pillows were soft /
     we watched a sad film and the whole row was crying / dinner at the new place was a waste of money /
@@ -263,42 +256,34 @@ def _with_others(frames: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ..
 _TRUE = _with_others(_TRUE_FRAMES)
 _FALSE = tuple(_with_others(frames) for frames in _FALSE_FRAMES)
 _EVIDENCE = tuple(
-    tuple(_expand(_parts(_SENTENCES[name][0]), level) for level in range(len(_OFTEN))) for name in CRITERIA
+    tuple(_expand(_parts(held), level) for level in range(len(_OFTEN))) for held, *_ in _SENTENCES.values()
 )
 _LOOK_ALIKES = tuple(
     (denied, over, tuple(text for level in range(len(_OFTEN)) for text in _expand(others, level, _OTHERS)))
-    for _, denied, over, others in (map(_parts, _SENTENCES[name]) for name in CRITERIA)
+    for _, denied, over, others in (map(_parts, sentences) for sentences in _SENTENCES.values())
 )
 
 
+@dataclass(eq=False)
 class SyntheticRows(Sequence[Example]):
     """The rows of one synthetic split, each made when it is asked for.
 
-    Args:
-        split: part of the seed of every row and of its id, `train-000012`.
-        num_rows: length of the sequence.
-        seed: another seed gives other rows.
-        min_sentences, max_sentences: bounds of a post's length, drawn uniformly; a post with more evidence
-            than that is longer.
-        label_noise: see the head of this file.
+    The seed of a row is made from `seed`, `split` and the row's number. A post has `min_sentences` to
+    `max_sentences` sentences, drawn uniformly, or more where its evidence needs more. For `label_noise` see
+    the head of this file.
     """
 
-    def __init__(
-        self,
-        split: str,
-        num_rows: int,
-        seed: int = 0,
-        min_sentences: int = 2,
-        max_sentences: int = 6,
-        label_noise: float = 0.02,
-    ) -> None:
-        self.split = split
-        self.num_rows = num_rows
-        self.min_sentences = min_sentences
-        self.max_sentences = max_sentences
-        self.label_noise = label_noise
-        digest = hashlib.blake2b(f"{GENERATOR_VERSION}/{seed}/{split}".encode(), digest_size=8).digest()
-        self._seed = int.from_bytes(digest) << 64
+    split: str
+    num_rows: int
+    seed: int = 0
+    min_sentences: int = 2
+    max_sentences: int = 6
+    label_noise: float = 0.02
+
+    @cached_property
+    def _seed(self) -> int:
+        key = f"{GENERATOR_VERSION}/{self.seed}/{self.split}"
+        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) << 64
 
     def __len__(self) -> int:
         return self.num_rows
@@ -313,9 +298,6 @@ class SyntheticRows(Sequence[Example]):
         if not -self.num_rows <= index < self.num_rows:
             raise IndexError(f"row {index} of {self.num_rows}")
         return self._row(index % self.num_rows)
-
-    def __iter__(self) -> Iterator[Example]:
-        return map(self._row, range(self.num_rows))
 
     def _row(self, index: int) -> Example:
         # Only random() is used: it alone gives the same numbers under every version of Python.

@@ -11,7 +11,6 @@ the layout of logits and targets, the losses (`hpo.training.losses`) and the met
       spans may overlap   [B, L, 3N]    int64 [B, L, N]             -100     a token
     span_extraction       [B, L, 2]     int64 [B, 2], inclusive     -100     a row
     span_per_label        [B, L, C]     float32 [B, L, C] in {0, 1} -1       a token and class
-
 """
 
 from __future__ import annotations
@@ -119,9 +118,8 @@ def make_tasks(configs: Mapping[str, TaskConfig], where: str) -> tuple[Task, ...
         labels = (config.classes if config.has_classes else config.span_names) or ()
         at_least = {"single_label": 2, "multi_label": 1, "span_per_label": 1}.get(config.kind, 0)
         if len(labels) < at_least:
-            key = "classes" if config.has_classes else "span_names"
-            message = f"must hold at least {at_least}, but got {show(list(labels))}."
-            problems.append(Problem((name, key), message))
+            at = (name, "classes" if config.has_classes else "span_names")
+            problems.append(Problem(at, f"must hold at least {at_least}, but got {show(list(labels))}."))
         tasks[name] = Task(
             name=name,
             kind=config.kind,
@@ -143,7 +141,7 @@ def _evidence_problems(task: Task, tasks: Mapping[str, Task]) -> list[Problem]:
     at = (task.name, "evidence_for")
     labelled = tasks.get(task.evidence_for)
     if labelled is None:
-        hint = did_you_mean(task.evidence_for, others) if (others := [*tasks.keys() - {task.name}]) else ""
+        hint = did_you_mean(task.evidence_for, [name for name in tasks if name != task.name])
         return [Problem(at, f"there is no task {show(task.evidence_for)}.{hint}")]
     if labelled.kind not in ("single_label", "multi_label"):
         message = f"must name a single_label or multi_label task, but `{labelled.name}` is {labelled.kind}."

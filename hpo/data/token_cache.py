@@ -39,11 +39,7 @@ _CONTENTS = "contents.json"
 
 
 def load_tokenized(
-    dataset: DataSet,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    windowing: Windowing,
-    cache_dir: Path,
+    dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windowing: Windowing, cache_dir: Path
 ) -> TokenizedSplit:
     """Return a split of the data set in tokens, from the cache where it is there.
 
@@ -59,11 +55,10 @@ def load_tokenized(
         with FileLock(f"{folder}.lock"):
             if (cached := _read(folder, examples)) is not None:
                 return cached
-            num, length = len(examples), windowing.max_length
-            what = f"tokenising {num:,} texts of the {split} split (max_length {length})"
-            progress = ProgressLog(what, num)
+            num = len(examples)
+            what = f"tokenising {num:,} texts of the {split} split (max_length {windowing.max_length})"
             chunks = tokenize_chunks(examples, dataset.tasks, tokenizer, windowing)
-            _write(folder, chunks, progress)
+            _write(folder, chunks, ProgressLog(what, num))
     except OSError as error:
         raise RunError(
             f"the token cache could not be written: {error}. Free space or make {cache_dir} writable."
@@ -107,9 +102,8 @@ def _write(folder: Path, chunks: Iterable[TokenizedSplit], progress: ProgressLog
                     files[name].write(array.tobytes())
                     arrays[name][1][0] += len(array)
                 progress.advance(len(chunk.examples))
-            contents = json.dumps({"totals": concatenation.totals, "arrays": arrays})
             files[_CONTENTS] = opened.enter_context((unfinished / _CONTENTS).open("wb"))
-            files[_CONTENTS].write(contents.encode())
+            files[_CONTENTS].write(json.dumps({"totals": concatenation.totals, "arrays": arrays}).encode())
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())

@@ -53,12 +53,7 @@ def probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> Layout:
     type_ids = None
     if pair and types is not None and "token_type_ids" in tokenizer.model_input_names:
         type_ids = (types[0], types[begin], types[inner[0]] if inner else 0, types[end - 1], types[-1])
-    return Layout(
-        prefix=tuple(ids[:begin]),
-        middle=tuple(ids[i] for i in inner),
-        suffix=tuple(ids[end:]),
-        type_ids=type_ids,
-    )
+    return Layout(tuple(ids[:begin]), tuple(ids[i] for i in inner), tuple(ids[end:]), type_ids)
 
 
 @dataclass(frozen=True)

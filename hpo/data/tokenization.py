@@ -188,11 +188,8 @@ def _tokenize_chunk(
     ids_T = np.zeros(num_tokens, dtype=np.int32)
     char_start_T, char_end_T = (np.full(num_tokens, -1, dtype=np.int32) for _ in range(2))
     owned_T = np.zeros(num_tokens, dtype=bool)
-    for at_W, special in (
-        (begin_W, layout.prefix),
-        (middle_at_W, layout.middle),
-        (suffix_at_W, layout.suffix),
-    ):
+    specials = ((begin_W, layout.prefix), (middle_at_W, layout.middle), (suffix_at_W, layout.suffix))
+    for at_W, special in specials:
         for i, token_id in enumerate(special):
             ids_T[at_W + i] = token_id
     for stream, at_W, from_W, count_W in (
@@ -218,14 +215,10 @@ def _tokenize_chunk(
     targets, annotated = _window_targets(examples, tasks, cut.example_W)
     spans: dict[str, WindowSpans] = {}
     num_lost: dict[str, int] = {}
+    segments = ((first, first_at_W - begin_W, first_W), (second, second_at_W - begin_W, cut.length_W))
     for task in tasks:
         if task.kind in SPAN_KINDS:
-            rows_S5, num_lost[task.name] = _window_spans(
-                task,
-                examples,
-                cut,
-                ((first, first_at_W - begin_W, first_W), (second, second_at_W - begin_W, cut.length_W)),
-            )
+            rows_S5, num_lost[task.name] = _window_spans(task, examples, cut, segments)
             counts_W = np.bincount(rows_S5[:, 0], minlength=len(begin_W))
             start_W1 = np.concatenate([[0], np.cumsum(counts_W)])
             spans[task.name] = WindowSpans(np.ascontiguousarray(rows_S5[:, 1:], dtype=np.int32), start_W1)

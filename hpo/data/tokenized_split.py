@@ -150,8 +150,7 @@ class Concatenation:
 
     def next(self, chunk: TokenizedSplit) -> dict[str, AnyArray]:
         """The arrays of a chunk, to be appended by name to those of the chunks before it."""
-        arrays: dict[str, AnyArray] = {name: getattr(chunk, name) for name in _FLAT}
-        arrays = {name: array for name, array in arrays.items() if array is not None}
+        arrays = {name: array for name in _FLAT if (array := getattr(chunk, name)) is not None}
         for task, spans in chunk.spans.items():
             arrays[f"span_rows.{task}"], arrays[f"span_start.{task}"] = spans.rows_S4, spans.start_W1
         arrays |= {f"target.{task}": array for task, array in chunk.targets.items()}
@@ -165,13 +164,11 @@ class Concatenation:
             arrays[name] = start_W1[1:] + self._ends[name] if name in self._ends else start_W1
             self._ends[name] = self._ends.get(name, 0) + int(start_W1[-1])
         self._num_examples += len(chunk.examples)
+        num_cut, num_lost = self.totals.get("num_cut_examples", 0), self.totals.get("num_lost_spans", {})
         self.totals = {
             "max_length": chunk.max_length,
-            "num_cut_examples": self.totals.get("num_cut_examples", 0) + chunk.num_cut_examples,
-            "num_lost_spans": {
-                task: self.totals.get("num_lost_spans", {}).get(task, 0) + lost
-                for task, lost in chunk.num_lost_spans.items()
-            },
+            "num_cut_examples": num_cut + chunk.num_cut_examples,
+            "num_lost_spans": {t: num_lost.get(t, 0) + lost for t, lost in chunk.num_lost_spans.items()},
         }
         return arrays
 

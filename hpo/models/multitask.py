@@ -163,7 +163,7 @@ def build_model(
     """
     module: Any = encoder
     name = type(module).__name__
-    positions = max_positions(module)
+    positions = max_positions(encoder)
     if positions is not None and max_length > positions:
         raise ModelError(
             f"max_length must be at most the {positions} positions of this {name}, but it is {max_length}. "
@@ -178,7 +178,7 @@ def build_model(
         # transformers renamed it between 5.17 and 5.23, and the old name warns.
         enable = getattr(module, "activation_checkpointing_enable", None)
         (enable or module.gradient_checkpointing_enable)({"use_reentrant": False})
-    model = MultitaskModel(module, tasks, heads)
+    model = MultitaskModel(encoder, tasks, heads)
     freeze(model, freeze_layers)
     use_bit_dropout(model)
     return model.train()
@@ -191,19 +191,13 @@ def parameter_depths(model: MultitaskModel) -> dict[str, int]:
     N + 1 are the heads, a norm after the last layer, and log variances.
     """
     layers = encoder_layers(model.encoder)
-    layer_of = {
-        id(parameter): number
-        for number, layer in enumerate(layers, start=1)
-        for parameter in layer.parameters()
-    }
-
-    def depth(name: str, parameter: nn.Parameter) -> int:
-        if id(parameter) in layer_of:
-            return layer_of[id(parameter)]
+    of_layers = [(number, p) for number, layer in enumerate(layers, 1) for p in layer.parameters()]
+    depth = {id(parameter): number for number, parameter in of_layers}
+    for name, parameter in model.named_parameters():
         embeds = "embed" in name or "relative_attention_bias" in name
-        return 0 if name.startswith("encoder.") and embeds else len(layers) + 1
-
-    return {name: depth(name, parameter) for name, parameter in model.named_parameters()}
+        above = 0 if name.startswith("encoder.") and embeds else len(layers) + 1
+        depth.setdefault(id(parameter), above)
+    return {name: depth[id(parameter)] for name, parameter in model.named_parameters()}
 
 
 def freeze(model: MultitaskModel, freeze_layers: int) -> None:
@@ -226,17 +220,11 @@ def freeze(model: MultitaskModel, freeze_layers: int) -> None:
 
 
 def _head(settings: HeadSettings, hidden_size: int, num_outputs: int) -> nn.Module:
-    dropout = nn.Dropout(settings.head_dropout)
+    p, inner = settings.head_dropout, settings.head_hidden_size
     if settings.head_type == "linear":
-        return nn.Sequential(dropout, nn.Linear(hidden_size, num_outputs))
-    inner = settings.head_hidden_size
-    return nn.Sequential(
-        dropout,
-        nn.Linear(hidden_size, inner),
-        nn.GELU(),
-        nn.Dropout(settings.head_dropout),
-        nn.Linear(inner, num_outputs),
-    )
+        return nn.Sequential(nn.Dropout(p), nn.Linear(hidden_size, num_outputs))
+    hidden = (nn.Dropout(p), nn.Linear(hidden_size, inner), nn.GELU())
+    return nn.Sequential(*hidden, nn.Dropout(p), nn.Linear(inner, num_outputs))
 
 
 def initial_bias(task: Task) -> Tensor:

@@ -122,22 +122,10 @@ def one_csv(folder: Path, header: str, *rows: str, tasks: dict[str, Any], **colu
 
 
 def test_several_classes_may_be_joined_by_bars(tmp_path: Path) -> None:
-    dataset = one_csv(
-        tmp_path,
-        "text,topics",
-        "one,a|b",
-        "two,[]",
-        "three,",
-        "four, c",
-        tasks={"topics": {"kind": "multi_label"}},
-        labels={"topics": "topics"},
-    )
-    assert [example.labels.get("topics") for example in dataset.splits["train"]] == [
-        ["a", "b"],
-        [],
-        None,
-        ["c"],
-    ]
+    lines, tasks = ("one,a|b", "two,[]", "three,", "four, c"), {"topics": {"kind": "multi_label"}}
+    dataset = one_csv(tmp_path, "text,topics", *lines, tasks=tasks, labels={"topics": "topics"})
+    topics = [example.labels.get("topics") for example in dataset.splits["train"]]
+    assert topics == [["a", "b"], [], None, ["c"]]
     assert dataset.tasks[0].labels == ("a", "b", "c")
 
 

@@ -9,6 +9,7 @@ from hpo.errors import DataError
 
 
 def test_parse_tasks_reads_every_kind_and_passes_over_descriptions() -> None:
+    answer = {"kind": "span_extraction", "span_names": ["answer"], "inside_segment": "context"}
     tasks = parse_tasks(
         {
             "name": "set",
@@ -16,13 +17,7 @@ def test_parse_tasks_reads_every_kind_and_passes_over_descriptions() -> None:
                 "intent": {"kind": "single_label", "classes": ["a", "b"]},
                 "intents": {"kind": "multi_label", "classes": ["a", "b"], "descriptions": {"a": "..."}},
                 "slots": {"kind": "token_classification", "span_names": ["x"], "spans_may_overlap": True},
-                "answer": {
-                    "kind": "span_extraction",
-                    "span_names": ["answer"],
-                    "max_spans": 1,
-                    "inside_segment": "context",
-                    "empty_when": {"answerable": "no"},
-                },
+                "answer": {**answer, "max_spans": 1, "empty_when": {"answerable": "no"}},
                 "evidence": {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "intents"},
                 "severity": {"kind": "regression"},
             },

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,36 +45,16 @@ def load(dataset: DataSet, cache: Path, split: str = "train", **changes: object)
     return load_tokenized(dataset, split, tiny_tokenizer("wordpiece"), windowing, cache)
 
 
+def directly(dataset: DataSet, windowing: Windowing) -> TokenizedSplit:
+    return tokenize_split(dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), windowing)
+
+
 def assert_same(one: TokenizedSplit, other: TokenizedSplit) -> None:
-    for name in (
-        "input_ids_T",
-        "char_start_T",
-        "char_end_T",
-        "owned_T",
-        "window_start_W1",
-        "window_example_W",
-    ):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    for name in ("targets", "annotated"):
-        ours, theirs = getattr(one, name), getattr(other, name)
-        assert ours.keys() == theirs.keys()
-        for task in ours:
-            np.testing.assert_array_equal(ours[task], theirs[task])
-    assert one.spans.keys() == other.spans.keys()
-    for task in one.spans:
-        np.testing.assert_array_equal(one.spans[task].rows_S4, other.spans[task].rows_S4)
-        np.testing.assert_array_equal(one.spans[task].start_W1, other.spans[task].start_W1)
-    assert (one.max_length, one.num_cut_examples, dict(one.num_lost_spans)) == (
-        other.max_length,
-        other.num_cut_examples,
-        dict(other.num_lost_spans),
-    )
+    np.testing.assert_equal(asdict(one), asdict(other))
 
 
 def test_a_split_is_tokenised_once_and_then_mapped(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
-    direct = tokenize_split(
-        dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), Windowing(64)
-    )
+    direct = directly(dataset, Windowing(64))
     for _ in range(2):
         cached = load(dataset, tmp_path)
         assert_same(cached, direct)
@@ -89,8 +69,7 @@ def test_a_split_written_in_chunks_is_the_whole(
     long_text: str, dataset: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     windowing = Windowing(32, long_text, 8)
-    tokenizer = tiny_tokenizer("wordpiece")
-    whole = tokenize_split(dataset.splits["train"], dataset.tasks, tokenizer, windowing)
+    whole = directly(dataset, windowing)
     monkeypatch.setattr("hpo.data.tokenization._CHUNK", 7)
     cached = load(dataset, tmp_path, max_length=32, long_text=long_text, stride=8)
     assert_same(cached, whole)
@@ -160,9 +139,7 @@ def cut_short(path: Path) -> None:
 def test_a_damaged_cache_is_made_again(
     name: str, damage: Callable[[Path], None], dataset: DataSet, tmp_path: Path, made: list[int]
 ) -> None:
-    direct = tokenize_split(
-        dataset.splits["train"], dataset.tasks, tiny_tokenizer("wordpiece"), Windowing(64)
-    )
+    direct = directly(dataset, Windowing(64))
     load(dataset, tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     damage(folder / name)

@@ -22,23 +22,8 @@ NAMES = Task("names", "token_classification", ("x", "y"), spans_may_overlap=True
 ANSWER = Task("answer", "span_extraction", ("x",))
 WINDOWED = {"long_text": "window"}
 
-WORDS = [
-    "Ann",
-    "works",
-    "in",
-    "Rome",
-    "again",
-    "café",
-    "naïve",
-    "Zoë",
-    "3.50",
-    "€",
-    "日本語",
-    "😔",
-    "👩‍👩‍👧",
-    "ﬁne",
-    "e\u0301t\u00e9",
-]
+TEXT = "Ann works in Rome again café naïve Zoë 3.50 € 日本語 😔 👩‍👩‍👧 ﬁne e\u0301t\u00e9"
+WORDS = TEXT.split()
 GAPS = [" ", " ", " ", "  ", "\n", "\t", ", ", "-", "\u00a0", " \u3000 ", ""]
 
 
@@ -47,6 +32,10 @@ def example(text: str, number: int = 0, **more: Any) -> Example:
     return Example(
         f"e{number}", text, more.pop("labels", {}), spans, annotated=frozenset(["names", "answer"]), **more
     )
+
+
+def windows_of(rows: Sequence[Example], tasks: Sequence[Task], max_length: int, **how: Any) -> TokenizedSplit:
+    return tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(max_length, **how))
 
 
 def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
@@ -146,9 +135,7 @@ def test_windows_own_every_token_once_and_in_order(family: str, stride: int) -> 
 
 def test_a_token_is_owned_by_the_window_that_shows_most_around_it() -> None:
     text = " ".join("abcdefghijklmnopqrst")  # 20 tokens
-    split = tokenize_split(
-        [example(text)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=12, stride=4, **WINDOWED)
-    )
+    split = windows_of([example(text)], [NAMES], max_length=12, stride=4, **WINDOWED)
     windows = np.split(np.arange(split.num_tokens), split.window_start_W1[1:-1])
     shown = ["".join(text[split.char_start_T[t]] for t in w if split.char_start_T[t] >= 0) for w in windows]
     owned = ["".join(text[split.char_start_T[t]] for t in w if split.owned_T[t]) for w in windows]
@@ -182,18 +169,16 @@ def test_a_span_over_the_cut_is_clipped_and_one_behind_it_is_lost() -> None:
     text = "a b c d e f g h"
     spans = {"x": [(2, 5), (6, 11)], "y": [(12, 15)]}
     rows = [example(text, spans=spans)]
-    split = tokenize_split(rows, [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=6))  # a b c d
-    assert [(label, first, last, cut) for _, label, first, last, cut in shown_spans(split, "names")] == [
-        (0, 2, 3, 0),
-        (0, 4, 4, ENDS_AFTER),
-    ]
+    split = windows_of(rows, [NAMES], max_length=6)  # a b c d
+    shown = [span for _, *span in shown_spans(split, "names")]  # label, first, last, cut
+    assert shown == [[0, 2, 3, 0], [0, 4, 4, ENDS_AFTER]]
     assert split.num_lost_spans == {"names": 2}
     assert split.num_cut_examples == 1
 
 
 def test_a_span_over_a_window_s_edge_is_clipped_in_both() -> None:
     rows = [example("a b c d e f g h", spans={"x": [(4, 11)]})]  # c d e f
-    split = tokenize_split(rows, [NAMES], tiny_tokenizer("wordpiece"), Windowing(max_length=6, **WINDOWED))
+    split = windows_of(rows, [NAMES], max_length=6, **WINDOWED)
     assert [
         (window, first - int(split.window_start_W1[window]), last - int(split.window_start_W1[window]), cut)
         for window, _, first, last, cut in shown_spans(split, "names")
@@ -207,9 +192,7 @@ def test_an_answer_is_in_the_windows_that_hold_it_whole() -> None:
         example("a b c d e f g h", 1),
         Example("not annotated", "a b", {}, {}),
     ]
-    split = tokenize_split(
-        rows, [ANSWER], tiny_tokenizer("wordpiece"), Windowing(max_length=6, stride=2, **WINDOWED)
-    )
+    split = windows_of(rows, [ANSWER], max_length=6, stride=2, **WINDOWED)
     # Windows: abcd cdef efgh, twice, and ab.
     assert split.targets["answer"].tolist() == [[0, 0], [2, 3], [0, 0], *[[0, 0]] * 3, [-100, -100]]
     assert split.annotated["answer"].tolist() == [True] * 6 + [False]
@@ -251,9 +234,8 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
         return_overflowing_tokens=True,
         return_token_type_ids=True,
     )
-    assert [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])] == theirs[
-        "input_ids"
-    ]
+    ids = [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])]
+    assert ids == theirs["input_ids"]
     if "token_type_ids" in tokenizer.model_input_names:
         assert split.type_ids_T is not None
         types = [ids.tolist() for ids in np.split(split.type_ids_T, split.window_start_W1[1:-1])]
@@ -267,15 +249,9 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
     # The question is repeated in every window and owned once; every character is owned by one token at most.
     for number, row in enumerate(rows):
         of_row = np.repeat(split.window_example_W, split.lengths_W) == number
-        owned = [
-            (int(a), int(b))
-            for a, b in zip(
-                split.char_start_T[of_row & split.owned_T],
-                split.char_end_T[of_row & split.owned_T],
-                strict=True,
-            )
-        ]
-        assert "".join(row.text[a:b] for a, b in owned) == "".join(row.text.split())
+        owned = of_row & split.owned_T
+        shown = zip(split.char_start_T[owned], split.char_end_T[owned], strict=True)
+        assert "".join(row.text[a:b] for a, b in shown) == "".join(row.text.split())
 
 
 def test_only_encoders_that_take_type_ids_get_them() -> None:
@@ -286,15 +262,13 @@ def test_only_encoders_that_take_type_ids_get_them() -> None:
     )
     assert wordpiece is not None
     assert wordpiece.tolist() == [0, 0, 0, 1, 1, 1]
-    assert tokenize_split(rows, [], tiny_tokenizer("wordpiece"), Windowing(30)).type_ids_T is None
+    assert windows_of(rows, [], 30).type_ids_T is None
     assert (byte_level is None) == ("token_type_ids" not in tiny_tokenizer("byte_level").model_input_names)
 
 
 def test_a_long_question_takes_at_most_half_of_the_room() -> None:
     row = pair_example("q " * 40 + "q", "a b c d e f g h", "g")
-    split = tokenize_split(
-        [row], [ANSWER], tiny_tokenizer("wordpiece"), Windowing(13, stride=2, pair_segments=PAIR, **WINDOWED)
-    )
+    split = windows_of([row], [ANSWER], 13, stride=2, pair_segments=PAIR, **WINDOWED)
     assert split.lengths_W.tolist() == [13, 13]  # [CLS] 5 q [SEP] 5 of the context [SEP]
     assert split.num_cut_examples == 1
     start, end = split.targets["answer"][-1] + split.window_start_W1[-2]
@@ -319,7 +293,7 @@ def test_all_targets_of_a_window_are_those_of_its_example() -> None:
         Example("b", "a b", {"topics": []}, {}, annotated=frozenset(["topics"])),
         Example("c", "a b", {}, {}),
     ]
-    split = tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(max_length=5, **WINDOWED))
+    split = windows_of(rows, tasks, max_length=5, **WINDOWED)
     assert split.window_example_W.tolist() == [0, 0, 1, 2]
     assert split.targets["tone"].tolist() == [1, 1, -100, -100]
     assert split.targets["topics"].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0], [-1, -1, -1]]
@@ -329,9 +303,7 @@ def test_all_targets_of_a_window_are_those_of_its_example() -> None:
 
 
 def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
-    split = tokenize_split(
-        [example("\u200b"), example("a", 1)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(16)
-    )
+    split = windows_of([example("\u200b"), example("a", 1)], [NAMES], 16)
     assert split.lengths_W.tolist() == [2, 3]
     assert split.owned_T.tolist() == [False, False, False, True, False]
 
@@ -348,13 +320,11 @@ def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
 )
 def test_lengths_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        tokenize_split([example("a " * 20)], [NAMES], tiny_tokenizer("wordpiece"), Windowing(**options))
+        windows_of([example("a " * 20)], [NAMES], **options)
 
 
 def test_a_stride_is_no_matter_where_no_text_is_long() -> None:
-    split = tokenize_split(
-        [example("a b c")], [], tiny_tokenizer("wordpiece"), Windowing(10, stride=64, **WINDOWED)
-    )
+    split = windows_of([example("a b c")], [], 10, stride=64, **WINDOWED)
     assert split.num_windows == 1
     assert split.owned_T.tolist() == [False, True, True, True, False]
 
@@ -394,21 +364,12 @@ def test_spans_of_real_sets_come_back_exactly(
     config = {"source": "jsonl", "path": str(real_set(name)), "pair_segments": pair}
     dataset = load_data(DataConfig.model_validate(config))
     rows: Sequence[Example] = dataset.splits[split_name]
-    split = tokenize_split(
-        rows,
-        dataset.tasks,
-        tiny_tokenizer("wordpiece"),
-        Windowing(256, stride=64, pair_segments=pair, **WINDOWED),
-    )
+    split = windows_of(rows, dataset.tasks, 256, stride=64, pair_segments=pair, **WINDOWED)
     (task,) = (task for task in dataset.tasks if task.name in split.spans)
     assert split.num_lost_spans[task.name] == 0
+    text_of_W, start_T, end_T = split.window_example_W, split.char_start_T, split.char_end_T
     back = {
-        (
-            int(split.window_example_W[window]),
-            task.labels[label],
-            int(split.char_start_T[first]),
-            int(split.char_end_T[last]),
-        )
+        (int(text_of_W[window]), task.labels[label], int(start_T[first]), int(end_T[last]))
         for window, label, first, last, cut in shown_spans(split, task.name)
         if cut == 0
     }

@@ -37,12 +37,9 @@ def bert_tokenizer(
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=100))  # type: ignore[call-arg]
     tokenizer.normalizer = normalizers.BertNormalizer(clean_text, chinese, accents, lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[UNK]", "[SEP]", "[MASK]"]
+    special, alphabet = ["[UNK]", "[SEP]", "[MASK]"], list("é\u0301中.\u0308σς")
     trainer = trainers.WordPieceTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=list("é\u0301中.\u0308σς"),
-        show_progress=False,
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
@@ -86,12 +83,9 @@ def test_a_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda tokenizer, words, at: (asked.extend(words), encode(tokenizer, words, at))[1],
     )
     table = WordTable(tiny_tokenizer("wordpiece"))
-    texts = ["the dog, the dog", "a dog\tand the cat", ""]
+    texts, at = ["the dog, the dog", "a dog\tand the cat", ""], np.array([0, 5, 9])
     for _ in range(2):
-        assert_same(
-            table.encode(texts, np.array([0, 5, 9])),
-            encode(tiny_tokenizer("wordpiece"), texts, np.array([0, 5, 9])),
-        )
+        assert_same(table.encode(texts, at), encode(tiny_tokenizer("wordpiece"), texts, at))
     assert sorted(asked) == sorted(["", "the", "dog,", "dog", "a", "and", "cat"])
     assert table.encode([], np.zeros(0, dtype=np.int64)).start_E1.tolist() == [0]
 

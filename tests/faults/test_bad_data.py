@@ -50,6 +50,11 @@ def load(folder: Path, **options: Any) -> DataSet:
     return load_data(DataConfig.model_validate({"source": "jsonl", "path": str(folder), **options}))
 
 
+def refused(message: str, folder: Path, **options: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        load(folder, **options)
+
+
 def changed(**changes: Any) -> dict[str, Any]:
     """The good row with another id and these keys; None takes a key away."""
     row = {**GOOD, "id": "b", **changes}
@@ -162,10 +167,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: object, me
 def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path: Path) -> None:
     path = write(tmp_path) / "train.jsonl"
     path.write_bytes(path.read_bytes() + '{"id": "b", "text": "é"}'.encode("latin-1"))
-    with pytest.raises(
-        DataError, match=r"train\.jsonl:2: must be one JSON object in UTF-8, but 'utf-8' codec"
-    ):
-        load(tmp_path)
+    refused(r"train\.jsonl:2: must be one JSON object in UTF-8, but 'utf-8' codec", tmp_path)
 
 
 def test_the_first_twenty_bad_rows_of_all_files_are_listed_at_once(tmp_path: Path) -> None:
@@ -184,10 +186,7 @@ def test_the_first_twenty_bad_rows_of_all_files_are_listed_at_once(tmp_path: Pat
 def test_all_problems_of_one_row_are_listed(tmp_path: Path) -> None:
     row = changed(labels={"tone": "clam", "topics": ["work"], "grade": "x"}, spans={"person": [[9, 3]]})
     write(tmp_path, row)
-    with pytest.raises(
-        DataError, match=r"unknown class `clam`.*; labels.grade must be.*; spans.person: 0 <= start"
-    ):
-        load(tmp_path)
+    refused(r"unknown class `clam`.*; labels.grade must be.*; spans.person: 0 <= start", tmp_path)
 
 
 def test_absent_labels_and_notes_of_the_user_are_no_problem(tmp_path: Path) -> None:
@@ -212,41 +211,36 @@ def test_an_id_or_group_in_two_splits_is_refused(tmp_path: Path) -> None:
 
 def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
     write(tmp_path, changed(segments={"questions": [0, 10], "context": [11, 29]}))
-    with pytest.raises(
-        DataError, match=r"must have `question` .data.pair_segments names it.. Did you mean `questions`"
-    ):
-        load(tmp_path, pair_segments=["question", "context"])
+    refused(
+        r"must have `question` .data.pair_segments names it.. Did you mean `questions`",
+        tmp_path,
+        pair_segments=["question", "context"],
+    )
 
 
 def test_an_empty_split_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "validation.jsonl").write_text("\n")
-    with pytest.raises(
-        DataError, match=r"validation\.jsonl: the validation split must have rows, but it is empty"
-    ):
-        load(tmp_path)
+    refused(r"validation\.jsonl: the validation split must have rows, but it is empty", tmp_path)
 
 
 def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"tasks\.json: no such file.*is empty"):
-        load(tmp_path)
-    with pytest.raises(DataError, match=r"tasks\.json: no such file.*There is no folder"):
-        load(tmp_path / "nowhere")
+    refused(r"tasks\.json: no such file.*is empty", tmp_path)
+    refused(r"tasks\.json: no such file.*There is no folder", tmp_path / "nowhere")
     write(tmp_path)
     (tmp_path / "train.jsonl").rename(tmp_path / "trian.jsonl")
-    with pytest.raises(
-        DataError, match=r"train\.jsonl: no such file; the train split.*Did you mean `trian.jsonl`"
-    ):
-        load(tmp_path)
+    refused(r"train\.jsonl: no such file; the train split.*Did you mean `trian.jsonl`", tmp_path)
     (tmp_path / "tasks.json").rename(tmp_path / "task.json")
-    with pytest.raises(DataError, match=r"tasks\.json: no such file.*Did you mean `task.json`"):
-        load(tmp_path)
+    refused(r"tasks\.json: no such file.*Did you mean `task.json`", tmp_path)
 
 
 def test_a_file_that_the_study_names_must_be_there(tmp_path: Path) -> None:
     write(tmp_path)
-    with pytest.raises(DataError, match=r"tests\.jsonl: no such file; the test split must be there"):
-        load(tmp_path, files={"test": str(tmp_path / "tests.jsonl")})
+    refused(
+        r"tests\.jsonl: no such file; the test split must be there",
+        tmp_path,
+        files={"test": str(tmp_path / "tests.jsonl")},
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,32 +254,24 @@ def test_a_file_that_the_study_names_must_be_there(tmp_path: Path) -> None:
 )
 def test_a_bad_tasks_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (write(tmp_path) / "tasks.json").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load(tmp_path)
+    refused(message, tmp_path)
 
 
 def test_a_task_that_no_row_is_annotated_for_is_refused(tmp_path: Path) -> None:
     write(tmp_path, tasks={"tasks": {**TASKS["tasks"], "mood": {"kind": "regression"}}})
-    with pytest.raises(
-        DataError, match="task `mood` must be annotated in a row of the train split, but none of its 1"
-    ):
-        load(tmp_path)
+    refused("task `mood` must be annotated in a row of the train split, but none of its 1", tmp_path)
 
 
 def test_too_few_rows_for_a_drawn_split_are_refused(tmp_path: Path) -> None:
     write(tmp_path, validation=None)
-    with pytest.raises(
-        DataError, match=r"1 training rows are too few to draw a (train|validation) split from"
-    ):
-        load(tmp_path)
+    refused(r"1 training rows are too few to draw a (train|validation) split from", tmp_path)
 
 
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "train.jsonl").unlink()
     (tmp_path / "train.jsonl").mkdir()
-    with pytest.raises(DataError, match="no such file"):
-        load(tmp_path)
+    refused("no such file", tmp_path)
 
 
 # Tables

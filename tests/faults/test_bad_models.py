@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_encoders import make_model
+from tiny_encoders import BERT, SIZES, make_model
 from transformers import BertModel, GPT2Config, GPT2Model, T5Config, T5Model, ViTConfig, ViTModel
 
 from hpo.data.tasks import Task
@@ -19,8 +19,7 @@ from hpo.models.encoder import load_encoder, load_tokenizer, resolve_encoder
 from hpo.models.multitask import MultitaskModel
 
 TASKS = (Task("label", "single_label", ("a", "b")),)
-SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES, "max_position_embeddings": 64}
+FNET = {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
 
 
 def build(encoder: str | dict[str, Any] = BERT, **settings: Any) -> MultitaskModel:
@@ -279,22 +278,15 @@ def test_flash_attention_without_a_gpu() -> None:
 
 
 def test_a_dropout_that_the_encoder_does_not_have() -> None:
-    squeezed = {
-        "model_type": "roformer",
-        "hidden_size": 32,
-        **SIZES,
-        "embedding_size": 16,
-    }
-    build(squeezed, attention="eager", dropout=0.2, attention_dropout=0.2)
-    fnet = {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
+    roformer = {"model_type": "roformer", "hidden_size": 32, **SIZES, "embedding_size": 16}
+    build(roformer, attention="eager", dropout=0.2, attention_dropout=0.2)
     with pytest.raises(ModelError, match="attention_dropout: a fresh fnet must have one of attention_probs"):
-        build(fnet, attention="eager", attention_dropout=0.2)
+        build(FNET, attention="eager", attention_dropout=0.2)
 
 
 def test_an_encoder_that_does_not_see_the_mask() -> None:
-    fnet = {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
     with pytest.raises(ModelError, match="must take input_ids and attention_mask, but FNetModel does not"):
-        build(fnet, attention="eager")
+        build(FNET, attention="eager")
 
 
 def test_no_task() -> None:

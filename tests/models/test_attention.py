@@ -62,6 +62,17 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return masks
 
 
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The dropout of every call of the kernel."""
+    calls: list[float] = []
+    apply = hpo.models.attention._DropoutAttention.apply
+    monkeypatch.setattr(
+        hpo.models.attention._DropoutAttention, "apply", lambda *args: calls.append(args[-1]) or apply(*args)
+    )
+    return calls
+
+
 @pytest.mark.parametrize("piece_elements", [1, 2 * HEADS * 81, 2**20])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
@@ -118,37 +129,26 @@ def test_large_scores_do_not_overflow_in_fp16(drawn: list[Tensor]) -> None:
     assert output.isfinite().all()
 
 
-def test_a_rehearsal_runs_the_kernel_and_drops_nothing(drawn: list[Tensor]) -> None:
+def test_a_rehearsal_runs_the_kernel_and_drops_nothing(
+    drawn: list[Tensor], kernel_calls: list[float]
+) -> None:
     model = make_model("minilm", tasks=(Task("slots", "token_classification", ("a",)),)).eval()
     ids_BL = torch.randint(1000, 2000, (2, 9))
     mask_BL = (torch.arange(9) < torch.tensor([9, 5])[:, None]).long()
-    calls = []
-    apply = hpo.models.attention._DropoutAttention.apply
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            hpo.models.attention._DropoutAttention,
-            "apply",
-            lambda *args: calls.append(args[-1]) or apply(*args),
-        )
-        plain = model(ids_BL, mask_BL)["slots"]
-        assert not calls
-        with use_training_attention():
-            rehearsed = model(ids_BL, mask_BL)["slots"]
-    assert calls == [0.0] * 6
+    plain = model(ids_BL, mask_BL)["slots"]
+    assert not kernel_calls
+    with use_training_attention():
+        rehearsed = model(ids_BL, mask_BL)["slots"]
+    assert kernel_calls == [0.0] * 6
     assert not drawn
     real_BL = mask_BL.bool()
     torch.testing.assert_close(rehearsed[real_BL], plain[real_BL], rtol=1e-4, atol=1e-5)
 
 
-def test_the_check_of_a_precision_rehearses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    apply = hpo.models.attention._DropoutAttention.apply
-    monkeypatch.setattr(
-        hpo.models.attention._DropoutAttention, "apply", lambda *args: calls.append(args[-1]) or apply(*args)
-    )
+def test_the_check_of_a_precision_rehearses(tmp_path: Path, kernel_calls: list[float]) -> None:
     executor = tiny_executor(tmp_path, training={"max_steps": 1, "attention_dropout": 0.1, "max_length": 32})
     assert check_precision(executor, "bf16", repeats=1).verdict == "ok"
-    assert set(calls) == {0.0}
+    assert set(kernel_calls) == {0.0}
 
 
 class Causal(nn.Module):
@@ -186,17 +186,14 @@ def test_other_cases_are_pytorchs_own(case: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_encoders_give_what_their_own_attention_gives(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_give_what_their_own_attention_gives(
+    family: str, kernel_calls: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With masks that keep everything, in training, padding and short texts included."""
     monkeypatch.setattr(
         DropoutMaskGenerator,
         "keep_mask",
         lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16),
-    )
-    calls = []
-    apply = hpo.models.attention._DropoutAttention.apply
-    monkeypatch.setattr(
-        hpo.models.attention._DropoutAttention, "apply", lambda *args: calls.append(1) or apply(*args)
     )
     task = Task("slots", "token_classification", ("a",))
     settings = {"max_length": 12, "dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 1e-9}
@@ -205,9 +202,9 @@ def test_encoders_give_what_their_own_attention_gives(family: str, monkeypatch: 
     ids_BL = torch.randint(5, 100, (4, 12))
     mask_BL = (torch.arange(12) < torch.tensor([12, 3, 7, 12])[:, None]).long()
     trained = model(ids_BL, mask_BL)["slots"]
-    assert bool(calls) == (model.encoder.config._attn_implementation == NAME)
+    assert bool(kernel_calls) == (model.encoder.config._attn_implementation == NAME)
     evaluated = model.eval()(ids_BL, mask_BL)["slots"]
-    if calls:
+    if kernel_calls:
         real_BL = mask_BL.bool()
         torch.testing.assert_close(trained[real_BL], evaluated[real_BL], rtol=1e-4, atol=1e-5)
 

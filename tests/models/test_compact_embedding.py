@@ -25,6 +25,12 @@ def model_of(family: str = "bert", seed: int = 0) -> MultitaskModel:
     return make_model(config, tasks=TASKS, max_length=8, attention=attention, **dropout)
 
 
+def compacted(optimizer: str = "adamw", family: str = "bert") -> MultitaskModel:
+    model = model_of(family)
+    compact_vocabulary(model, optimizer, USED)
+    return model
+
+
 def optimizer_of(model: MultitaskModel, name: str) -> torch.optim.Optimizer:
     rate = 0.05 if name == "sgd" else 0.01
     return build_optimizer(name, parameter_groups(model, learning_rate=rate, weight_decay=0.1))
@@ -56,8 +62,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_result_is_that_of_training_the_whole_table(family: str, name: str) -> None:
-    whole, compact = model_of(family), model_of(family)
-    compact_vocabulary(compact, name, USED)
+    whole, compact = model_of(family), compacted(name, family)
     table: Any = compact.encoder.get_input_embeddings()
     assert isinstance(table, CompactEmbedding)
     assert len(table.weight) < 10
@@ -74,16 +79,13 @@ def test_the_result_is_that_of_training_the_whole_table(family: str, name: str) 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_a_checkpoint_goes_on_as_if_nothing_had_been(name: str) -> None:
-    through = model_of()
-    compact_vocabulary(through, name, USED)
+    through = compacted(name)
     train(through, optimizer_of(through, name))
 
-    first = model_of()
-    compact_vocabulary(first, name, USED)
+    first = compacted(name)
     optimizer = optimizer_of(first, name)
     train(first, optimizer, range(3))
-    again = model_of()
-    compact_vocabulary(again, name, USED)
+    again = compacted(name)
     again.load_state_dict(whole_state(first))
     resumed = optimizer_of(again, name)
     resumed.load_state_dict(optimizer.state_dict())
@@ -93,8 +95,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been(name: str) -> None:
 
 
 def test_a_whole_model_loads_the_state() -> None:
-    compact, whole = model_of(), model_of(seed=1)
-    compact_vocabulary(compact, "adamw", USED)
+    compact, whole = compacted(), model_of(seed=1)
     train(compact, optimizer_of(compact, "adamw"))
     whole.load_state_dict(compact.state_dict())
     ids_BL = torch.from_numpy(USED)[None]
@@ -112,8 +113,7 @@ def test_every_row_may_be_used() -> None:
 
 
 def test_an_unused_id_is_an_error_and_not_another_row() -> None:
-    model = model_of()
-    compact_vocabulary(model, "adamw", USED)
+    model = compacted()
     with pytest.raises(IndexError):
         model(torch.tensor([[8]]), torch.ones(1, 1, dtype=torch.int64))
 

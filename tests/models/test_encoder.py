@@ -132,26 +132,21 @@ def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> 
     hidden = rates(dropout=0.25)
     weights = rates(attention_dropout=0.35)
     both = rates(dropout=0.25, attention_dropout=0.35)
-    of_hidden = {name for name in own if hidden[name] != own[name]}
-    of_weights = {name for name in own if weights[name] != own[name]}
-    assert of_hidden
-    assert of_weights
-    assert not of_hidden & of_weights
-    assert {hidden[name] for name in of_hidden} == {0.25}
-    assert {weights[name] for name in of_weights} == {0.35}
-    assert {name: both[name] for name in of_hidden | of_weights} == {
-        **dict.fromkeys(of_hidden, 0.25),
-        **dict.fromkeys(of_weights, 0.35),
-    }
+    of_hidden = {name: hidden[name] for name in own if hidden[name] != own[name]}
+    of_weights = {name: weights[name] for name in own if weights[name] != own[name]}
+    assert set(of_hidden.values()) == {0.25}
+    assert set(of_weights.values()) == {0.35}
+    assert not of_hidden.keys() & of_weights.keys()
+    assert both | own | of_hidden | of_weights == both
 
 
 def test_attention_implementations_agree_and_are_what_was_asked_for() -> None:
     outputs = {}
+    input_ids, mask = make_batch()
     for attention, implementation in (("sdpa", DROPOUT_ATTENTION), ("eager", "eager")):
         torch.manual_seed(0)
         module: Any = load_encoder(BERT, attention=attention)
         assert module.config._attn_implementation == implementation
-        input_ids, mask = make_batch()
         outputs[attention] = module(input_ids, mask).last_hidden_state[mask.bool()]
     torch.testing.assert_close(outputs["sdpa"], outputs["eager"], rtol=1e-5, atol=1e-5)
 

@@ -49,8 +49,8 @@ def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+def dropout_rates(model: nn.Module) -> dict[str, float]:
+    return {name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout)}
 
 
 # Logits.
@@ -184,11 +184,7 @@ def test_mlp_head_computes_gelu_of_a_hidden_layer() -> None:
 
 @pytest.mark.parametrize("head_type", ["linear", "mlp"])
 def test_head_dropout_acts_in_the_heads_only_and_only_in_training(head_type: str) -> None:
-    def rates(value: float) -> dict[str, float]:
-        model = make_model(head_type=head_type, head_dropout=value)
-        return {name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout)}
-
-    low, high = rates(0.0), rates(0.4)
+    low, high = (dropout_rates(make_model(head_type=head_type, head_dropout=value)) for value in (0.0, 0.4))
     changed = {name for name in low if low[name] != high[name]}
     assert changed
     assert all(name.startswith("heads.") for name in changed)
@@ -215,10 +211,8 @@ def test_loss_weighting_uncertainty_adds_one_parameter_a_task_and_changes_no_log
     fixed, uncertain = make_model().eval(), make_model(loss_weighting="uncertainty").eval()
     assert fixed.log_variance is None
     assert uncertain.log_variance is not None
-    assert {name: value.item() for name, value in uncertain.log_variance.items()} == {
-        "label": 0.0,
-        "spans": 0.0,
-    }
+    start = {name: value.item() for name, value in uncertain.log_variance.items()}
+    assert start == {"label": 0.0, "spans": 0.0}
     added = dict(uncertain.named_parameters()).keys() - dict(fixed.named_parameters()).keys()
     assert added == {"log_variances.0", "log_variances.1"}
     for name, logits in fixed(*make_batch()).items():
@@ -312,6 +306,12 @@ def spoil(model: MultitaskModel) -> MultitaskModel:
     return model.eval()
 
 
+def exported(folder: Path, model: MultitaskModel | None = None, **changes: Any) -> Path:
+    """An export of this model, or of a fresh one."""
+    settings = {"max_length": 16, "attention": "sdpa", "precision": "fp32", **changes}
+    return export_model(model or make_model(), load_tokenizer("minilm"), folder, **settings)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "minilm"])
 def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
@@ -329,15 +329,7 @@ def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -
     tokenizer = load_tokenizer("minilm")
     decisions = {"multi": DecodingThresholds(threshold=0.25), "single": {}}
     attention = "sdpa" if family == "minilm" else FAMILIES[family][1]
-    export_model(
-        model,
-        tokenizer,
-        tmp_path / "export",
-        max_length=16,
-        attention=attention,
-        precision="bf16",
-        decisions=decisions,
-    )
+    exported(tmp_path / "export", model, attention=attention, precision="bf16", decisions=decisions)
     loaded, loaded_tokenizer, metadata = load_exported(tmp_path / "export")
 
     assert loaded.tasks == KIND_TASKS
@@ -347,48 +339,23 @@ def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -
     assert model.encoder.config._attn_implementation == loaded.encoder.config._attn_implementation
     text = "Anxious and tired, [SEP] can't sleep"
     assert loaded_tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert {name: part.p for name, part in loaded.named_modules() if isinstance(part, nn.Dropout)} == {
-        name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout)
-    }
+    assert dropout_rates(loaded) == dropout_rates(model)
     with torch.no_grad():
         for name, logits in model(*make_batch()).items():
             assert torch.equal(loaded(*make_batch())[name], logits), name
-        of_transformers = AutoModel.from_pretrained(
-            tmp_path / "export", attn_implementation=metadata["attention"]
-        )
+        of_transformers = AutoModel.from_pretrained(tmp_path / "export", attn_implementation=attention)
         hidden = of_transformers(*make_batch()).last_hidden_state
         assert torch.equal(hidden, model.encoder(*make_batch()).last_hidden_state)
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "export")(text)["input_ids"] == tokenizer(text)["input_ids"]
-    )
+    by_transformers = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert by_transformers(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
 def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
     model = spoil(make_model()).bfloat16()
-    export_model(
-        model,
-        load_tokenizer("minilm"),
-        tmp_path / "x",
-        max_length=16,
-        attention="sdpa",
-        precision="bf16-true",
-    )
-    loaded, _, _ = load_exported(tmp_path / "x")
+    loaded, _, _ = load_exported(exported(tmp_path / "x", model, precision="bf16-true"))
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     for name, value in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value.float()), name
-
-
-def exported(folder: Path, max_length: int = 16) -> Path:
-    """An export of a fresh model."""
-    return export_model(
-        make_model(),
-        load_tokenizer("minilm"),
-        folder,
-        max_length=max_length,
-        attention="sdpa",
-        precision="fp32",
-    )
 
 
 def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
