@@ -60,6 +60,8 @@ class _State:
 
     in_hand: frozenset[int]
     """The trials that workers have."""
+    given_back: frozenset[int]
+    """The trials that a worker gave back, to go on later."""
     watched: frozenset[int] | None
     """The trials that are told of; None: all."""
     trials: list[FrozenTrial]
@@ -88,6 +90,7 @@ class StudyWatch:
         self._running: dict[int, _Seen] = {}
         self._left: dict[int, _Seen] = {}  # given back by their workers, to go on later
         state = self._read()
+        self._left |= {number: _Seen() for number in state.given_back}
         for number, rows in state.evaluations.items():
             self._left[number] = _Seen(len(rows), rows[-1].step)
 
@@ -109,11 +112,13 @@ class StudyWatch:
             here = (workers.c.machine == this_machine(), workers.c.pid == os.getpid())
             query = query.where(slots.c.owner.in_(sa.select(workers.c.id).where(*here)))
         else:
-            query = query.where(slots.c.state == "running")
+            query = query.where(slots.c.state != "done", slots.c.trial_number.is_not(None))
         with self._storage.engine.connect() as connection:
             # Before the trials: one that ends in between is then told as ended and not as given back.
             found = connection.execute(query).all()
-        in_hand = frozenset(row.trial_number for row in found if row.state == "running")
+        in_hand, given_back = (
+            frozenset(row.trial_number for row in found if row.state == state) for state in ("running", "open")
+        )
         watched = frozenset(row.trial_number for row in found) if self._own else None
         trials = self._study.get_trials(deepcopy=False)
         open_numbers = [trial.number for trial in trials if trial.number not in self._ended]
@@ -123,15 +128,15 @@ class StudyWatch:
             query = sa.select(evaluations).where(evaluations.c.study == self._name, of_open)
             for row in connection.execute(query.order_by(evaluations.c.step)):
                 rows.setdefault(row.trial_number, []).append(row)
-        return _State(in_hand, watched, trials, rows)
+        return _State(in_hand, given_back, watched, trials, rows)
 
     def _changes(self, trial: FrozenTrial, state: _State) -> Iterator[TrialEvent]:
         number, ended = trial.number, trial.state.is_finished()
         if number not in self._running:
             if state.watched is not None and number not in state.watched:
                 return
-            suggested = self._always_suggested <= trial.params.keys()
-            if not ended and not (number in state.in_hand and suggested):
+            begun = number in state.in_hand or (number in state.given_back and number not in self._left)
+            if not ended and not (begun and self._always_suggested <= trial.params.keys()):
                 return
             seen = self._running[number] = self._left.pop(number, _Seen())
             yield TrialEvent("started", number, trial.params, num_evaluations=seen.num_evaluations)

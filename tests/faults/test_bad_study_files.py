@@ -175,10 +175,10 @@ data: {source: jsonl, path: 3}
 data: {source: jsonl, path: x, tasks: {}}
   => 2: data.tasks: there must be at least one task.
 data: {source: jsonl, path: x, tasks: {a: {kind: singel_label}, b: {classes: [c]}, d: 3}}
-  => 2: data.tasks.a.kind: unknown kind `singel_label`. Did you mean `single_label`?
-  => 2: data.tasks.b.kind: must be given: one of single_label, multi_label, token_classification,
-     span_extraction, span_per_label, regression.
-  => 2: data.tasks.d: must be a mapping with `kind`, got `3`.
+  => 2: data.tasks.a.kind: must be one of single_label, multi_label, token_classification, span_extraction,
+     span_per_label, regression, but got `singel_label`. Did you mean `single_label`?
+  => 2: data.tasks.b.kind: must be given.
+  => 2: data.tasks.d: must be a mapping of keys, but got `3`.
 data: {source: synthetic, validation_fraction: 0.6, test_fraction: 0.5}
   => 2: data.test_fraction: validation and test must leave a part for training.
 data: {source: synthetic, synthetic: {min_sentences: 9}}

@@ -23,7 +23,7 @@ ROW: dict[str, Any] = {"id": "b", "text": "Ann works.", "labels": {"tone": "calm
 
 def check_refused(folder: Path, finished: Finished, message: str, exit_code: int = 2) -> None:
     assert finished.exit_code == exit_code, finished
-    assert finished.err.startswith("Error: ")
+    assert re.search("^Error: ", finished.err, re.MULTILINE)
     assert finished.err.count("Error") == 1
     assert "Traceback" not in finished.err
     assert re.search(message, finished.err, re.DOTALL), finished.err

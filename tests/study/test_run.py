@@ -44,8 +44,8 @@ class FakeExecutor:
     problem: Exception | None = None
     made: list[FakeExecutor]
 
-    def __init__(self, config: Any, device: DeviceInfo, *_: Any, shared_device: bool) -> None:
-        self.study, self.device, self.amp, self.shared_device = config, device, config.amp, shared_device
+    def __init__(self, config: Any, device: DeviceInfo, *_: Any) -> None:
+        self.study, self.device, self.amp = config, device, config.amp
         self.dataset = SimpleNamespace(fingerprint="x")
         self.num_checks = 0
         self.made.append(self)
@@ -121,7 +121,6 @@ def test_the_parent_of_several_workers_checks_for_them(
     with open_study(study(), sqlite_url, tmp_path, resize=False) as opened:
         assert opened.executor is executors.made[1]
     assert executors.made[1].num_checks == 0
-    assert executors.made[1].shared_device
 
 
 def test_another_definition_is_refused_before_anything_is_read(
