@@ -117,7 +117,8 @@ class StudyWatch:
             # Before the trials: one that ends in between is then told as ended and not as given back.
             found = connection.execute(query).all()
         in_hand, given_back = (
-            frozenset(row.trial_number for row in found if row.state == state) for state in ("running", "open")
+            frozenset(row.trial_number for row in found if row.state == state)
+            for state in ("running", "open")
         )
         watched = frozenset(row.trial_number for row in found) if self._own else None
         trials = self._study.get_trials(deepcopy=False)
