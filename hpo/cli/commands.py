@@ -81,7 +81,6 @@ def verify(
     config = load_study(study)
     make_runs_folder(config.name)
     device = probe_device(config.device)
-    executor = Executor(config, device, RUNS)
 
     def announce(name: str, support: Support) -> None:
         slow = " (emulated here, so slow)" if support.level == "emulated" else ""
@@ -91,8 +90,9 @@ def verify(
         how_long = f": about {seconds:.0f} s" if seconds >= 1 else ""
         typer.echo(f"  timing fp32 and {name} in turn, {repeats} times{how_long}", err=True)
 
-    check = partial(check_precision, executor)
-    checks = verify_precisions(device, check, repeats, announce, estimate)
+    with progress_shown(quiet=as_json):
+        check = partial(check_precision, Executor(config, device, RUNS))
+        checks = verify_precisions(device, check, repeats, announce, estimate)
     if as_json:
         rows = [asdict(check) for check in checks]
         print_json({"device": asdict(device), "precisions": rows, "recommendation": recommendation(checks)})

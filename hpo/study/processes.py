@@ -170,6 +170,9 @@ def run_workers(
     counts = storage.slot_counts(config.name)
     if not counts["open"] and not counts["running"]:
         return RunSummary("finished", outcomes)
+    stopped = RunSummary("stopped", outcomes)
+    if any(process.returncode == stopped.exit_code for process in processes):  # told to by somebody else
+        return stopped
     for process, log, begin in zip(processes, logs, log_begins, strict=True):
         if process.returncode:
             raise _failure(process.returncode, log, begin)

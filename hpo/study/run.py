@@ -125,6 +125,8 @@ def open_study(
         storage.create_or_resume_study(config, resize=resize)
         record = storage.read_study(config.name)
         config = config.with_values(n_trials=sum(record.slots.values()))
+        if executor is None and trains_here and record.slots["done"] < config.n_trials:
+            executor = _build_executor(config, probe_device(config.device), runs_dir, cache)
         yield OpenStudy(config, storage, runs_dir, record, unused, executor)
 
 
@@ -204,7 +206,9 @@ def run_study(
     with nullcontext(stop) if stop else stop_on_signals() as stop:
         if executor is None:
             summary = run_workers(config, storage, study.runs_dir, places, stop=stop)
-            return replace(summary, elsewhere=tuple(study.left_out) if summary.ended == "elsewhere" else ())
+            if summary.ended != "elsewhere":
+                return summary
+            return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
         storage.bind_data(config.name, executor.dataset.fingerprint)
         stored = storage.load_study(config.name)
         folder = partial(executor.trial_folder, storage.study_token(config.name))

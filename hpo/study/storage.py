@@ -1,7 +1,7 @@
 """The study in its database: its definition, its size, and what its trials store.
 
 Optuna keeps the trials; tables of our own beside them (see `schema`) keep the definition, so that a changed
-search space is refused before the first trial, the slots and workers (see `slots`), every evaluation, and
+search space is refused before the first trial, the slots and workers (see `leases`), every evaluation, and
 the compatibility checks that workers share. Little is written, because each call costs a commit: one JSON
 attribute for the telemetry of a trial instead of thirty attributes.
 """
@@ -288,10 +288,15 @@ class Storage:
 
     @persistent
     def has_study(self, name: str) -> bool:
-        """Whether there is a study `name`."""
+        """Whether there is a study `name`; one whose Optuna study was deleted is none."""
         with self.engine.connect() as connection:
-            query = sa.select(studies.c.name).where(studies.c.name == name)
-            return connection.execute(query).one_or_none() is not None
+            query = sa.select(studies.c.token).where(studies.c.name == name)
+            token = connection.execute(query).scalar_one_or_none()
+        try:
+            study_id = self.optuna.get_study_id_from_name(name)
+        except KeyError:
+            return False
+        return token is not None and token == self.optuna.get_study_system_attrs(study_id).get(_TOKEN_ATTR)
 
     @persistent
     def load_study(self, name: str) -> optuna.Study:
@@ -354,6 +359,10 @@ class Storage:
             StorageError: there is none; the message names the nearest.
         """
         self._stored(name, studies.c.name)
+        if not self.has_study(name):
+            raise StorageError(
+                f"The study `{name}` in {redact(self.url)} was deleted. `hpo run` begins it anew."
+            )
         study_id = self.optuna.get_study_id_from_name(name)
         with snapshot(self.engine) as connection:
             return read_study(connection, study_id, name, self.now, self.lease_seconds)

@@ -48,7 +48,8 @@ def check_compatibility(
     if cached is not None:
         return judge(Measurement(**cached), bounds, cached=True)
     measurement = measure_parts(parts, device)
-    if cache:
+    # What another worker with more memory would measure is not known here.
+    if cache and measurement.reference_fits:
         cache.put_compat(key, json_safe(asdict(measurement)))
     return judge(measurement, bounds)
 

@@ -202,6 +202,21 @@ def test_deaths_at_one_place_count_until_there_is_progress(
         assert peer.claim().crashed, "known to whoever claims the slot next"
 
 
+def test_a_retried_trial_has_no_deaths_of_the_failed_one(storage: Storage, opened: optuna.Study) -> None:
+    saved = {0: 500, 1: 100}
+    with (
+        WorkerLease(storage, opened, max_retries=1, saved_step=saved.__getitem__) as peer,
+        ExitStack() as stack,
+    ):
+        for number in (0, 1):
+            victim = stack.enter_context(worker_on(storage, opened))
+            assert victim.open_trial(victim.claim()).number == number
+            change_row(storage, victim, process_start="1")
+            lease = peer.claim()
+            assert (lease.num_deaths, lease.death_step) == (1, saved[number])
+            peer.record_outcome(lease, peer.open_trial(lease), result("failed", traceback="Traceback"))
+
+
 def test_deaths_that_no_worker_outlives_cost_nothing(storage: Storage, opened: optuna.Study) -> None:
     with ExitStack() as stack:
         for _ in range(10):

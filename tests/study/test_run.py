@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import optuna
 import pytest
 from tiny import CPU, write_study
 from worker_process import result, study
@@ -17,7 +18,7 @@ from worker_process import result, study
 from hpo.config.search_space import suggest
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
-from hpo.errors import DataError, InputError, StudyChangedError
+from hpo.errors import DataError, InputError, StorageError, StudyChangedError
 from hpo.study import run as run_module
 from hpo.study.device_sampler import WorkerDevice
 from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace
@@ -121,6 +122,19 @@ def test_the_parent_of_several_workers_checks_for_them(
     with open_study(study(), sqlite_url, tmp_path, resize=False) as opened:
         assert opened.executor is executors.made[1]
     assert executors.made[1].num_checks == 0
+
+
+def test_a_study_that_was_deleted_in_the_dashboard_begins_anew(
+    storage: Storage, tmp_path: Path, executors: type[FakeExecutor]
+) -> None:
+    storage.create_or_resume_study(study(1))
+    train_one(storage, study(1))
+    optuna.delete_study(study_name="tiny", storage=storage.optuna)
+    with pytest.raises(StorageError, match="was deleted"):
+        storage.read_study("tiny")
+    with open_study(study(2), storage.url, tmp_path) as opened:
+        assert (opened.record.trials, opened.record.slots["open"]) == ([], 2)
+    assert [executor.num_checks for executor in executors.made] == [1]
 
 
 def test_another_definition_is_refused_before_anything_is_read(
