@@ -289,14 +289,14 @@ class Storage:
     @persistent
     def has_study(self, name: str) -> bool:
         """Whether there is a study `name`; one whose Optuna study was deleted is none."""
-        with self.engine.connect() as connection:
-            query = sa.select(studies.c.token).where(studies.c.name == name)
-            token = connection.execute(query).scalar_one_or_none()
         try:
             study_id = self.optuna.get_study_id_from_name(name)
         except KeyError:
             return False
-        return token is not None and token == self.optuna.get_study_system_attrs(study_id).get(_TOKEN_ATTR)
+        token = self.optuna.get_study_system_attrs(study_id).get(_TOKEN_ATTR, "")
+        with self.engine.connect() as connection:
+            query = sa.select(studies.c.name).where(studies.c.name == name, studies.c.token == token)
+            return connection.execute(query).one_or_none() is not None
 
     @persistent
     def load_study(self, name: str) -> optuna.Study:
@@ -353,16 +353,10 @@ class Storage:
 
     @persistent
     def read_study(self, name: str) -> StudyRecord:
-        """Read everything stored about the study `name`.
-
-        Raises:
-            StorageError: there is none; the message names the nearest.
-        """
+        """Read everything stored about the study `name`. Raises StorageError where there is none."""
         self._stored(name, studies.c.name)
         if not self.has_study(name):
-            raise StorageError(
-                f"The study `{name}` in {redact(self.url)} was deleted. `hpo run` begins it anew."
-            )
+            raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
         study_id = self.optuna.get_study_id_from_name(name)
         with snapshot(self.engine) as connection:
             return read_study(connection, study_id, name, self.now, self.lease_seconds)
