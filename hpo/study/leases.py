@@ -54,6 +54,8 @@ _logger = logging.getLogger(__name__)
 
 SLOT_ATTR = "hpo:slot"
 CONSTRAINT = "feasible"
+_UNTRAINED = (Outcome.UNSUPPORTED, Outcome.INCOMPATIBLE, Outcome.FAILED, Outcome.PREEMPTED)
+"""Outcomes of trials that may have ended before their first step."""
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
@@ -408,8 +410,7 @@ class WorkerLease:
 
         def close() -> None:
             retry = result.outcome == Outcome.FAILED and self._retries_left(self._trials_of(lease.slot))
-            evaluated = result.outcome in (Outcome.COMPLETE, Outcome.PRUNED)
-            changes = {"trained": True} if evaluated else self._trained()
+            changes = {"trained": True} if result.outcome not in _UNTRAINED else self._trained()
             if retry:  # another trial, from its first step
                 changes |= {"deaths": 0, "death_step": 0, "death_params": 0}
             self._update_slot(lease, state="open" if retry else "done", **changes)
