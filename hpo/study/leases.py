@@ -410,7 +410,9 @@ class WorkerLease:
 
         def close() -> None:
             retry = result.outcome == Outcome.FAILED and self._retries_left(self._trials_of(lease.slot))
-            changes = {"trained": True} if result.outcome not in _UNTRAINED else self._trained()
+            changes: dict[str, Any] = (
+                {"trained": True} if result.outcome not in _UNTRAINED else dict(self._trained())
+            )
             if retry:  # another trial, from its first step
                 changes |= {"deaths": 0, "death_step": 0, "death_params": 0}
             self._update_slot(lease, state="open" if retry else "done", **changes)
