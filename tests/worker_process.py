@@ -15,12 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import optuna
+import sqlalchemy as sa
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.leases import Lease, WorkerLease
 from hpo.study.processes import stop_on_signals
+from hpo.study.schema import workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
 from hpo.study.worker import RunSummary, run_worker
@@ -71,6 +73,20 @@ def notes(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+def evaluate(
+    storage: Storage, trial: optuna.trial.Trial, index: int = 1, value: float = 0.5, step: int | None = None
+) -> bool:
+    """Report the `index`-th evaluation of a trial, at `step` (None: `index`); whether it is to be pruned."""
+    row = EvaluationRow(step or index, epoch=1.0, seconds=1.0, metrics={"score": value})
+    return storage.report_evaluation(trial, index, value, row)
+
+
+def change_worker(storage: Storage, worker: WorkerLease, **values: Any) -> None:
+    """Change a worker's row; one with `process_start="1"` is dead."""
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(**values))
+
+
 def work(
     url: str,
     config: StudyConfig,
@@ -89,13 +105,13 @@ def work(
     die = _Killer(kill_at)
     if kill:
         _PLACES[kill](die)
-    with open_storage(url, lease_seconds=3.0) as storage:
+    with open_storage(url) as storage:
+        storage.lease_seconds = 3.0
 
         def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
             params = suggest(config.search_space, trial)
             note(log, number=trial.number, params=params, pid=os.getpid())
-            row = EvaluationRow(step=10, epoch=1.0, seconds=0.1, metrics={"score": 0.25})
-            storage.report_evaluation(trial, 1, 0.25, row)
+            evaluate(storage, trial, step=10, value=0.25)
             if crash and params["fp_precision"] == "fp16":
                 os.kill(os.getpid(), crash)
             deadline = time.monotonic() + trial_seconds
@@ -120,11 +136,22 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def start(*args: Any, **kwargs: Any) -> Any:
-    """Start a process that runs `work`."""
-    process = CONTEXT.Process(target=work, args=args, kwargs=kwargs, daemon=True)
+def start_process(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    process = CONTEXT.Process(target=target, args=args, kwargs=kwargs, daemon=True)
     process.start()
     return process
+
+
+def start(*args: Any, **kwargs: Any) -> Any:
+    """Start a process that runs `work`."""
+    return start_process(work, *args, **kwargs)
+
+
+def finish(*processes: Any) -> None:
+    """Wait for the processes, all of which are to succeed."""
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
 def open_and_create(url: str, config: StudyConfig, log: Path) -> None:
@@ -134,26 +161,12 @@ def open_and_create(url: str, config: StudyConfig, log: Path) -> None:
         note(log, slots=storage.slot_counts(config.name))
 
 
-def start_opening(url: str, config: StudyConfig, log: Path) -> Any:
-    """Start a process that runs `open_and_create`."""
-    process = CONTEXT.Process(target=open_and_create, args=(url, config, log), daemon=True)
-    process.start()
-    return process
-
-
 def join(url: str, config: StudyConfig, log: Path) -> None:
     """Join the study as a worker and leave again."""
     with open_storage(url) as storage:
         opened = storage.create_or_resume_study(config)
         with WorkerLease(storage, opened, max_retries=0) as worker:
             note(log, number=worker.number)
-
-
-def start_joining(url: str, config: StudyConfig, log: Path) -> Any:
-    """Start a process that runs `join`."""
-    process = CONTEXT.Process(target=join, args=(url, config, log), daemon=True)
-    process.start()
-    return process
 
 
 class _Killer:

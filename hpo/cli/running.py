@@ -64,7 +64,7 @@ def run(
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.report.status import study_status
     from hpo.study.database import redact, storage_url
-    from hpo.study.run import open_study, plan_workers, run_study
+    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
 
     if workers is not None and workers_per_device is not None:
         raise InputError(
@@ -73,10 +73,11 @@ def run(
         )
     config = _load(study, n_trials, timeout)
     url, places = storage_url(storage), plan_workers(config, workers or 1, workers_per_device)
+    trials_run: TrialsRun = "in this process" if len(places) == 1 else "in workers"
     with (
         progress_shown(quiet=as_json),
         stop_signals() as stop,
-        open_study(config, url, RUNS, trains_here=len(places) == 1) as opened,
+        open_study(config, url, RUNS, trials_run=trials_run) as opened,
     ):
         with _shown(opened, stop, quiet=as_json):
             summary = run_study(opened, places, stop=stop)
@@ -144,7 +145,7 @@ def init(
     config = _load(study, n_trials, None)
     with (
         progress_shown(quiet=as_json),
-        open_study(config, storage_url(storage), RUNS, trains_here=False) as opened,
+        open_study(config, storage_url(storage), RUNS, trials_run="elsewhere") as opened,
     ):
         total, ready_in = opened.config.n_trials, place(opened.storage.url)
     if as_json:

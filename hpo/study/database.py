@@ -7,6 +7,7 @@ then find it there. A URL holds a password, so no message shows one as it was gi
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import sqlite3
@@ -17,11 +18,14 @@ from pathlib import Path
 import optuna
 import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
+BUSY_SECONDS = 60.0
+"""How long a write waits for other processes (SQLite)."""
+
 _SCHEMA_LOCK = 0x68706F  # PostgreSQL's advisory locks are numbers: "hpo"
 _EXAMPLES = "`sqlite:///runs/hpo.db` or `postgresql://user:password@host:5432/database`"
 
@@ -86,7 +90,7 @@ def parse_url(url: str) -> sa.URL:
         raise StorageError(
             "A study in memory would be lost at the end of the command. Name a file: sqlite:///runs/hpo.db"
         )
-    return parsed
+    return parsed.set(drivername="sqlite")
 
 
 def redact(url: str) -> str:
@@ -110,14 +114,10 @@ def check_folder(url: str) -> None:
         raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
 
 
-def open_database(
-    url: str, tables: sa.MetaData, *, create: bool = True, busy_seconds: float = 60.0
-) -> optuna.storages.RDBStorage:
+def open_database(url: str, tables: sa.MetaData, *, create: bool) -> optuna.storages.RDBStorage:
     """Connect, make Optuna's tables and `tables` where they are missing, and return Optuna's storage.
 
-    Args:
-        create: False for commands that only read: a database without a study is an error then.
-        busy_seconds: how long a write waits for other processes (SQLite).
+    Without `create`, for commands that only read, a database without a study is an error.
 
     Raises:
         StorageError: the database cannot be used as it is named; NoDatabaseError where it is not there.
@@ -129,8 +129,8 @@ def open_database(
         if not create:
             raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
         check_folder(url)
-    with database_errors(url):
-        engine = sa.create_engine(parsed, pool=_connection_pool(parsed, busy_seconds))
+    try:
+        engine = sa.create_engine(parsed, pool=_connection_pool(parsed))
         try:
             if not create:
                 if not _has_tables(engine, tables):
@@ -138,17 +138,19 @@ def open_database(
             else:
                 with exclusive(engine):  # before the first connection: only one may turn on SQLite's log
                     if not _has_tables(engine, tables):
-                        _optuna_storage(parsed, busy_seconds).engine.dispose()
+                        _optuna_storage(parsed).engine.dispose()
                         tables.create_all(engine)  # last: these tables mean that the schema is complete
         finally:
             engine.dispose()
-        return _optuna_storage(parsed, busy_seconds)
+        return _optuna_storage(parsed)
+    except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
+        raise explain(url, error) from error
 
 
-def _optuna_storage(url: sa.URL, busy_seconds: float) -> optuna.storages.RDBStorage:
+def _optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
     # Optuna calls str.format on the URL, so braces in a password are doubled.
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
-    pool = _connection_pool(url, busy_seconds)
+    pool = _connection_pool(url)
     try:
         return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool})
     except Exception as error:
@@ -164,12 +166,22 @@ def _optuna_storage(url: sa.URL, busy_seconds: float) -> optuna.storages.RDBStor
 
 
 def _has_tables(engine: sa.Engine, tables: sa.MetaData) -> bool:
-    return set(tables.tables) <= set(sa.inspect(engine).get_table_names())
+    """Whether all of `tables` are there. Raises StorageError where one has other columns."""
+    inspector = sa.inspect(engine)
+    found = tables.tables.keys() & set(inspector.get_table_names())
+    for name in sorted(found):
+        columns = {column["name"] for column in inspector.get_columns(name)}
+        if columns != set(tables.tables[name].columns.keys()):
+            raise StorageError(
+                f"The tables in {engine.url.render_as_string()} must be of this version of hpo, but `{name}` "
+                "is of another. Name another database, or use the version that made this one."
+            )
+    return len(found) == len(tables.tables)
 
 
-def _connection_pool(url: sa.URL, busy_seconds: float) -> sa.Pool:
+def _connection_pool(url: sa.URL) -> sa.Pool:
     if url.get_backend_name() == "sqlite":
-        pool = sa.create_pool_from_url(url, connect_args={"timeout": busy_seconds})
+        pool = sa.create_pool_from_url(url, connect_args={"timeout": BUSY_SECONDS})
         sa.event.listen(pool, "connect", _set_up_sqlite)
         return pool
     options = {"connect_timeout": 15, "keepalives_idle": 30, "application_name": "hpo"}
@@ -199,8 +211,6 @@ def exclusive(engine: sa.Engine) -> Iterator[None]:
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
             yield
         return
-    import fcntl
-
     try:
         lock = path.with_name(path.name + ".lock").open("w")
     except OSError as error:
@@ -224,27 +234,11 @@ def snapshot(engine: sa.Engine) -> Iterator[sa.Connection]:
         yield connection
 
 
-@contextmanager
-def database_errors(url: str) -> Iterator[None]:
-    """Turn an error of the database inside the block into one clear StorageError or RunError."""
-    try:
-        yield
-    except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
-        raise explain(url, error) from error
-
-
 def explain(url: str, error: BaseException) -> HpoError:
     """Return what `error` means to the user, without the password."""
-    cause = _driver_error(error)
-    text = " ".join(str(cause).split())
-    try:
-        password = sa.make_url(url).password
-    except (ArgumentError, ValueError):
-        password = None
-    if password:
+    text = " ".join(str(_driver_error(error)).split())
+    if password := sa.make_url(url).password:
         text = text.replace(str(password), "***")
-    if isinstance(error, NoSuchModuleError):
-        return StorageError(f"{redact(url)}: the storage must be {_EXAMPLES}.")
     for kind, failures in ((StorageError, _WRONG_INPUT), (RunError, _CANNOT_GO_ON)):
         for pattern, advice in failures.items():
             if re.search(pattern, text, re.IGNORECASE):

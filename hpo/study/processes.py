@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -91,20 +91,25 @@ def place_workers(num_workers: int, devices: Sequence[str]) -> list[WorkerPlace]
     ]
 
 
-def check_memory_fraction(fraction: float | None, places: Sequence[WorkerPlace]) -> None:
-    """Refuse, before any process starts, workers that together may take more than any GPU's memory.
+@dataclass(frozen=True)
+class _Worker:
+    """A worker process, which stops when its standard input is closed, also by the death of this one."""
 
-    A trial that found no memory because of its neighbour would be stored as one that does not fit. What of
-    the memory CUDA needs depends on the GPU: `share_memory` looks at that, in each worker.
+    process: subprocess.Popen[bytes]
+    log: Path
+    log_begin: int
+    """Where in the log this process begins."""
 
-    Raises InputError.
-    """
-    most = max(place.workers_on_device for place in places)
-    if fraction is not None and most * fraction > 1:
-        raise InputError(
-            f"amp.memory_fraction times the workers on one GPU must be <= 1, but got {fraction:g} times "
-            f"{most}. Lower it, run fewer workers, or leave it out: each worker then gets its share."
-        )
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def failure(self) -> HpoError:
+        code = self.process.returncode
+        end = self.log.read_bytes()[self.log_begin :].decode(errors="replace").strip()[-2000:]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        kind = InputError if code == InputError.exit_code else RunError
+        return kind(f"A worker {how} before the study was done. The end of {self.log}:\n{end}")
 
 
 def run_workers(
@@ -127,55 +132,32 @@ def run_workers(
     stop = stop or threading.Event()
     folder = runs_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
-    logs = [folder / f"worker-{number}.log" for number in range(len(places))]
+    command = worker_command(str(config.path), config.timeout)
     # Each worker would otherwise use all cores, and they would get into each other's way.
     threads = max(1, available_cores() // len(places))
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    environment |= {"HPO_STORAGE": storage.url}
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": storage.url}
     watch = StudyWatch(storage, config.name)
     started = time.monotonic()
     with ExitStack() as stack:
-        processes, log_begins = [], []
-        for log, place in zip(logs, places, strict=True):
-            output = stack.enter_context(log.open("ab"))
-            log_begins.append(output.tell())
-            output.write(
-                f"--- a worker starts, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}\n".encode()
+        workers = [
+            stack.enter_context(
+                _started(command, folder / f"worker-{number}.log", environment | place.environment)
             )
-            output.flush()
-            process = subprocess.Popen(
-                worker_command(str(config.path), config.timeout),
-                stdin=subprocess.PIPE,  # the worker stops when this pipe is closed, also by our own death
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**environment, **place.environment},
-                start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
-            )
-            stack.callback(_end, process)
-            processes.append(process)
-        living = list(processes)
-        while living:
-            if stop.wait(0.5):
-                for process in processes:
-                    assert process.stdin is not None
-                    process.stdin.close()
-                for process in processes:
-                    process.wait()
-            for process in [process for process in living if process.poll() is not None]:
-                living.remove(process)
-                record_death(storage, process.pid, process.returncode)
+            for number, place in enumerate(places)
+        ]
+        _wait(workers, storage, stop)
     outcomes = Counter(event.outcome for event in watch.look() if event.kind == "finished")
+    stopped = RunSummary("stopped", outcomes)
     if stop.is_set():
-        return RunSummary("stopped", outcomes)
+        return stopped
     counts = storage.slot_counts(config.name)
     if not counts["open"] and not counts["running"]:
         return RunSummary("finished", outcomes)
-    stopped = RunSummary("stopped", outcomes)
-    if any(process.returncode == stopped.exit_code for process in processes):  # told to by somebody else
-        return stopped
-    for process, log, begin in zip(processes, logs, log_begins, strict=True):
-        if process.returncode:
-            raise _failure(process.returncode, log, begin)
+    if any(worker.process.returncode == stopped.exit_code for worker in workers):
+        return stopped  # told to by somebody else
+    for worker in workers:
+        if worker.process.returncode:
+            raise worker.failure()
     is_late = config.timeout is not None and time.monotonic() - started > config.timeout
     return RunSummary("timeout" if is_late else "elsewhere", outcomes)
 
@@ -186,17 +168,36 @@ def worker_command(study: str, timeout: float | None) -> list[str]:
     return command if timeout is None else [*command, "--timeout", str(timeout)]
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker that still runs: the parent is leaving on an error or a second Ctrl-C."""
-    if process.poll() is None:
-        process.kill()
-    process.wait()
-    assert process.stdin is not None
-    process.stdin.close()
+@contextmanager
+def _started(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[_Worker]:
+    """Start a worker process; it is killed if it still runs at the end of the block."""
+    with log.open("ab") as output:
+        begin = output.tell()
+        output.write(f"--- a worker starts, {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}\n".encode())
+        output.flush()
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
+        ) as process:
+            try:
+                yield _Worker(process, log, begin)
+            finally:
+                process.kill()  # where the parent is leaving on an error or a second Ctrl-C
 
 
-def _failure(exit_code: int, log: Path, begin: int) -> HpoError:
-    end = log.read_bytes()[begin:].decode(errors="replace").strip()[-2000:]
-    how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
-    kind = InputError if exit_code == InputError.exit_code else RunError
-    return kind(f"A worker {how} before the study was done. The end of {log}:\n{end}")
+def _wait(workers: Sequence[_Worker], storage: Storage, stop: threading.Event) -> None:
+    """Wait until all workers have ended, and note how."""
+    living = list(workers)
+    while living:
+        if stop.wait(0.5):
+            for worker in workers:
+                worker.stop()
+            for worker in workers:
+                worker.process.wait()
+        for worker in [worker for worker in living if worker.process.poll() is not None]:
+            living.remove(worker)
+            record_death(storage, worker.process.pid, worker.process.returncode)

@@ -6,6 +6,7 @@ with them leaves no study behind that the mended file would not fit.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -15,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 from hpo.config.study_config import StudyConfig
 from hpo.device import (
@@ -32,14 +33,7 @@ from hpo.precision.table import apply_preset, left_out
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
-from hpo.study.processes import (
-    WORKERS_ON_DEVICE,
-    WorkerPlace,
-    check_memory_fraction,
-    place_workers,
-    run_workers,
-    stop_on_signals,
-)
+from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace, place_workers, run_workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
 from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, trial_runner
@@ -47,29 +41,15 @@ from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, tria
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
 
+TrialsRun = Literal["in this process", "in workers", "elsewhere"]
+"""Where the trials of an open study run; `in workers`: in processes that this one starts (`run_workers`)."""
 
-class LateCache:
-    """The compatibility cache of a database that is opened after the executor was made."""
-
-    def __init__(self) -> None:
-        self._storage: Storage | None = None
-
-    def open(self, storage: Storage) -> None:
-        """Keep results in `storage` from now on."""
-        self._storage = storage
-
-    def get_compat(self, key: str) -> Mapping[str, Any] | None:
-        """Return the stored result, if there is one."""
-        return None if self._storage is None else self._storage.get_compat(key)
-
-    def put_compat(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Store a result unless another worker was first; return the one that is stored."""
-        return result if self._storage is None else self._storage.put_compat(key, result)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class OpenStudy:
-    """A study in its database that can be run on this machine."""
+    """A study in its database."""
 
     config: StudyConfig
     """With `n_trials` as stored."""
@@ -77,15 +57,25 @@ class OpenStudy:
     runs_dir: Path
     record: StudyRecord
     """What is stored before anything of it runs here."""
-    left_out: Mapping[str, str]
-    """Precisions of the study that no trial draws on this device, with the reason."""
+    lacking: Mapping[str, str]
+    """Precisions of the study that this device does not run, with the reason; {} for a finished study."""
     executor: Executor | None
     """Runs trials in this process; None where they run in others, and for a finished study."""
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Those of `lacking` that no trial draws here."""
+        return self.lacking if self.config.amp.on_unsupported == "skip" else {}
 
 
 @contextmanager
 def open_study(
-    config: StudyConfig, url: str, runs_dir: Path, *, resize: bool = True, trains_here: bool = True
+    config: StudyConfig,
+    url: str,
+    runs_dir: Path,
+    *,
+    resize: bool = True,
+    trials_run: TrialsRun = "in this process",
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
@@ -94,11 +84,11 @@ def open_study(
 
     Args:
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
-        trains_here: False where no trial runs in this process.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
-        InputError: the data, the model or the objective cannot be used, or no precision of the study here.
+        InputError: the data, the model or the objective cannot be used, or trials are to run on this machine
+            and it has no precision of the study.
     """
     stored = _read_stored(config.name, url)
     has_trained = stored is not None and any(trial.evaluations or trial.values for trial in stored.trials)
@@ -108,26 +98,29 @@ def open_study(
         except StudyChangedError:
             if has_trained or not resize:
                 raise
-    executor, unused, cache = None, {}, LateCache()
+    trains_here = trials_run == "in this process"
+    executor: Executor | None = None
+    lacking: Mapping[str, str] = {}
     if stored is None or stored.slots["done"] < (config.num_slots if resize else sum(stored.slots.values())):
-        device = probe_device(config.device)
-        unused = check_precisions(config, device)
+        device, lacking = _check_device(config, trials_run)
         must_check = not has_trained and WORKERS_ON_DEVICE not in os.environ
         if trains_here or must_check:
-            executor = _build_executor(config, device, runs_dir, cache)
+            executor = _build_executor(config, device, runs_dir)
             if must_check:
                 executor.check_study()
         if not trains_here:
             executor = None
             release_free_memory(device)
     with open_storage(url) as storage:
-        cache.open(storage)
         storage.create_or_resume_study(config, resize=resize)
         record = storage.read_study(config.name)
         config = config.with_values(n_trials=sum(record.slots.values()))
-        if executor is None and trains_here and record.slots["done"] < config.n_trials:
-            executor = _build_executor(config, probe_device(config.device), runs_dir, cache)
-        yield OpenStudy(config, storage, runs_dir, record, unused, executor)
+        if trains_here and record.slots["done"] < config.n_trials:
+            if executor is None:  # it was finished, and somebody raised `n_trials` meanwhile
+                device, lacking = _check_device(config, trials_run)
+                executor = _build_executor(config, device, runs_dir)
+            executor.cache = storage
+        yield OpenStudy(config, storage, runs_dir, record, lacking, executor)
 
 
 def _read_stored(name: str, url: str) -> StudyRecord | None:
@@ -139,8 +132,23 @@ def _read_stored(name: str, url: str) -> StudyRecord | None:
         return None
 
 
+def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInfo, dict[str, str]]:
+    """Return this machine's device and what `check_precisions` says of it.
+
+    Where the trials run elsewhere, a device that is not there is no error: the study is checked on the CPU.
+    """
+    try:
+        device = probe_device(config.device)
+        return device, check_precisions(config, device)
+    except InputError as error:
+        if trials_run != "elsewhere":
+            raise
+        _logger.warning("No trial can run on this machine: %s", error)
+        return probe_device("cpu"), {}
+
+
 def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
-    """Return which of the study's precisions are left out on `device`, with the reason.
+    """Return which of the study's precisions `device` does not run, with the reason.
 
     Raises InputError when it can run none of them, unless `amp.on_unsupported` is `fallback`.
     """
@@ -153,14 +161,14 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
             "set `amp.on_unsupported: fallback` to run the nearest that works, or `amp.allow_emulated: true` "
             "where it is emulated."
         )
-    return lacking if config.amp.on_unsupported == "skip" else {}
+    return lacking
 
 
-def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path, cache: LateCache) -> Executor:
+def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
     with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
         from hpo.trial.executor import Executor
 
-    return Executor(share_memory(config, device, _num_on_device()), device, runs_dir, cache)
+    return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
 
 
 def _num_on_device() -> int:
@@ -175,14 +183,16 @@ def plan_workers(config: StudyConfig, workers: int, per_device: int | None = Non
         workers: how many, spread over the GPUs of this machine in turn.
         per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`.
 
-    Raises InputError where the workers of one GPU may take more than its memory.
+    Raises InputError where the workers of one GPU and their contexts may take more than its memory: a trial
+    that found none because of its neighbour would be stored as one that does not fit.
     """
     if workers == 1 and per_device is None:
         return place_workers(1, ())
     devices = cuda_devices(config.device)
     places = place_workers(workers if per_device is None else per_device * max(1, len(devices)), devices)
     if devices:
-        check_memory_fraction(config.amp.memory_fraction, places)
+        most = max(place.workers_on_device for place in places)
+        share_memory(config, probe_device(config.device), most)
     return places
 
 
@@ -192,8 +202,8 @@ def run_study(
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
     Args:
-        places: of `plan_workers`; more than one are processes of their own, `hpo worker STUDY`.
-        stop: from `stop_on_signals`, which is used where none is given.
+        places: of `plan_workers`, where the trials run in processes of their own, `hpo worker STUDY`.
+        stop: from `stop_on_signals`.
 
     Raises:
         StudyChangedError: the study had other data.
@@ -201,30 +211,27 @@ def run_study(
         RunError: the workers ended before the study did.
     """
     config, storage, executor = study.config, study.storage, study.executor
+    stop = stop or threading.Event()
     if study.record.slots["done"] == config.n_trials:
         return RunSummary("finished")
-    with nullcontext(stop) if stop else stop_on_signals() as stop:
-        if executor is None:
-            summary = run_workers(config, storage, study.runs_dir, places, stop=stop)
-            if summary.ended != "elsewhere":
-                return summary
-            return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
-        storage.bind_data(config.name, executor.dataset.fingerprint)
-        stored = storage.load_study(config.name)
-        folder = partial(executor.trial_folder, storage.study_token(config.name))
-        return run_worker(
-            config,
-            storage,
-            trial_runner(executor, storage, stop, shared_device=_num_on_device() > 1),
-            device=WorkerDevice(
-                executor.device.device_id,
-                memory_limit(executor.device, executor.amp.memory_fraction),
-                left_out(config.precisions, executor.device, config.amp),
-            ),
-            stop=stop,
-            saved_step=lambda number: last_saved_step(folder(number)),
-            after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
-        )
+    if executor is None:
+        summary = run_workers(config, storage, study.runs_dir, places, stop=stop)
+        if summary.ended != "elsewhere":
+            return summary
+        return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
+    storage.bind_data(config.name, executor.dataset.fingerprint)
+    stored = storage.load_study(config.name)
+    folder = partial(executor.trial_folder, storage.study_token(config.name))
+    memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
+    return run_worker(
+        config,
+        storage,
+        trial_runner(executor, storage, stop, shared_device=_num_on_device() > 1),
+        device=WorkerDevice(executor.device.device_id, memory_bytes, study.lacking),
+        stop=stop,
+        saved_step=lambda number: last_saved_step(folder(number)),
+        after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
+    )
 
 
 def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:

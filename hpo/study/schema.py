@@ -24,14 +24,14 @@ slots = sa.Table(
     metadata,
     sa.Column("study", _NAME, primary_key=True),
     sa.Column("slot", sa.Integer, primary_key=True),
-    sa.Column("state", sa.String(8), nullable=False),  # open, running, done
+    sa.Column("state", sa.String(8), nullable=False, default="open"),  # open, running, done
     sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
     sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
-    sa.Column("trained", sa.Boolean, nullable=False),  # its trial has made a step
-    sa.Column("deaths", sa.Integer, nullable=False),  # that count against its configuration: see `deaths`
-    # From where its trial went on after the last of them, and how many parameters the trial had then.
-    sa.Column("death_step", sa.Integer, nullable=False),
-    sa.Column("death_params", sa.Integer, nullable=False),
+    sa.Column("trained", sa.Boolean, nullable=False, default=False),  # its trial has made a step
+    # See `deaths.Deaths`.
+    sa.Column("deaths", sa.Integer, nullable=False, default=0),
+    sa.Column("death_step", sa.Integer, nullable=False, default=0),
+    sa.Column("death_params", sa.Integer, nullable=False, default=0),
 )
 
 workers = sa.Table(

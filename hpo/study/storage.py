@@ -16,15 +16,16 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import optuna
 import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
-from optuna.trial import TrialState
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import SQLAlchemyError
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
@@ -56,47 +57,31 @@ def persistent(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concate
     return persisted
 
 
-def open_storage(
-    url: str,
-    *,
-    create: bool = True,
-    lease_seconds: float = 60.0,
-    patience_seconds: float = 300.0,
-    busy_seconds: float = 60.0,
-) -> Storage:
+def open_storage(url: str, *, create: bool = True) -> Storage:
     """Connect to the study database at `url` and make its tables where they are missing.
 
-    Args:
-        create: False for commands that only read: an absent database is an error then.
-        lease_seconds: a worker on another machine that was silent for so long is taken for dead.
-        patience_seconds: how long a call waits for a database that went away (restart, network).
-        busy_seconds: how long a write waits for other processes (SQLite).
+    Without `create`, for commands that only read, an absent database is an error.
 
     Raises:
         StorageError: the database cannot be used as it is named.
         RunError: it can, but not now.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    backend = open_database(url, schema.metadata, create=create, busy_seconds=busy_seconds)
-    return Storage(url, backend, lease_seconds=lease_seconds, patience_seconds=patience_seconds)
+    return Storage(url, open_database(url, schema.metadata, create=create))
 
 
 class Storage:
     """An open study database."""
 
-    def __init__(
-        self,
-        url: str,
-        backend: optuna.storages.RDBStorage,
-        *,
-        lease_seconds: float = 60.0,
-        patience_seconds: float = 300.0,
-    ) -> None:
+    lease_seconds = 60.0
+    """A worker on another machine that was silent for so long is taken for dead."""
+    patience_seconds = 300.0
+    """How long a call waits for a database that went away (restart, network)."""
+
+    def __init__(self, url: str, backend: optuna.storages.RDBStorage) -> None:
         self.url = url
         self.engine: sa.Engine = backend.engine
         self.optuna = optuna.storages.get_storage(backend)  # caches finished trials
-        self.lease_seconds = lease_seconds
-        self._patience_seconds = patience_seconds
         self._data: dict[str, str] = {}  # study -> fingerprint of the data that this process has
         seconds = (
             "extract(epoch from clock_timestamp())::float8"
@@ -118,7 +103,7 @@ class Storage:
 
     def persist(self, action: Callable[[], T]) -> T:
         """Run `action`, again if the database was away meanwhile: it must bear being run twice."""
-        deadline = time.monotonic() + self._patience_seconds
+        deadline = time.monotonic() + self.patience_seconds
         while True:
             try:
                 return action()
@@ -128,13 +113,7 @@ class Storage:
                 if time.monotonic() > deadline:
                     raise RunError(str(explain(self.url, error))) from error
                 _logger.warning("The database is away; trying again. (%s)", explain(self.url, error))
-            time.sleep(min(1.0, self._patience_seconds / 10))
-
-    def insert(self, table: sa.Table) -> postgresql.Insert | sqlite.Insert:
-        """An INSERT that knows `on_conflict_do_update` and `on_conflict_do_nothing`."""
-        if self.engine.dialect.name == "postgresql":
-            return postgresql.insert(table)
-        return sqlite.insert(table)
+            time.sleep(min(1.0, self.patience_seconds / 10))
 
     # Studies
 
@@ -166,22 +145,20 @@ class Storage:
             return self._create_or_resume(config, resize)
 
     def _create_or_resume(self, config: StudyConfig, resize: bool) -> optuna.Study:
-        definition = json.dumps(config.definition(), sort_keys=True)
         study = optuna.create_study(
             study_name=config.name,
             storage=self.optuna,
             directions=[objective.direction for objective in config.objective],
             load_if_exists=True,
         )
-        study_id = self.optuna.get_study_id_from_name(config.name)
-        token = self.optuna.get_study_system_attrs(study_id).get(_TOKEN_ATTR)
+        token = self._token(config.name)
         with self.engine.begin() as connection:
             row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
             if row is not None and row.token != token:
                 # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
-                _delete_rows(connection, config.name)
+                for column in (studies.c.name, slots.c.study, evaluations.c.study):
+                    connection.execute(sa.delete(column.table).where(column == config.name))
                 row = None
-            n_trials = config.num_slots if row is None else row.n_trials
             if row is None:
                 if token is None and study.get_trials(deepcopy=False):
                     raise StorageError(
@@ -189,39 +166,23 @@ class Storage:
                         "Give yours another `name`, or use another database."
                     )
                 token = uuid.uuid4().hex
-                connection.execute(
-                    sa.insert(studies).values(
-                        name=config.name,
-                        token=token,
-                        definition=definition,
-                        space_hash=config.space_hash,
-                        n_trials=n_trials,
-                        created=self.now,
-                    )
-                )
+                values = {**_definition(config), "name": config.name, "token": token, "created": self.now}
+                connection.execute(sa.insert(studies).values(values))
             else:
                 completed = config.completed(json.loads(row.definition))
-                if resize:
-                    n_trials = completed.num_slots
-                    definition = json.dumps(completed.definition(), sort_keys=True)
-                    connection.execute(
-                        sa.update(studies)
-                        .where(studies.c.name == config.name)
-                        .values(definition=definition, n_trials=n_trials)
-                    )
-            dropped = self._resize(connection, config.name, n_trials)
+                values = _definition(completed) if resize else {"n_trials": row.n_trials}
+                # Also where nothing changes: from here on nobody else writes to a SQLite file.
+                connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))
+            dropped = self._resize(connection, config.name, values["n_trials"])
         if row is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
                 study.set_metric_names([objective.metric for objective in config.objective])
             # Last: a study without its token was not made to the end, and the next run begins it anew.
-            self.optuna.set_study_system_attr(study_id, _TOKEN_ATTR, token)
-        for number in dropped:
-            reason = f"n_trials was lowered to {n_trials}"
-            study_trial = self.optuna.get_trial_id_from_study_id_trial_number(study_id, number)
-            self.optuna.set_trial_user_attr(study_trial, "outcome", Outcome.PREEMPTED)
-            self.optuna.set_trial_user_attr(study_trial, "outcome_reason", reason)
-            study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+            self.optuna.set_study_system_attr(study._study_id, _TOKEN_ATTR, token)
+        for trial in study.get_trials(deepcopy=False) if dropped else ():
+            if trial.number in dropped and not trial.state.is_finished():
+                reason = f"n_trials was lowered to {values['n_trials']}"
+                self.fail_trial(trial, Outcome.PREEMPTED, reason)
         return study
 
     def _is_in_use(self, name: str) -> bool:
@@ -239,37 +200,39 @@ class Storage:
         rows = connection.execute(members.where(workers.c.state == "live"))
         return {row.id for row in rows if is_alive(row, self.lease_seconds)}
 
-    def _resize(self, connection: sa.Connection, name: str, n_trials: int) -> list[int]:
-        """Add or drop open slots; return the numbers of the unfinished trials of dropped ones."""
+    def fail_trial(self, trial: FrozenTrial, outcome: Outcome, reason: str) -> None:
+        """End a trial that no worker has, as FAIL, which samplers do not see."""
+        for key, value in {"outcome": outcome, "outcome_reason": reason}.items():
+            self.optuna.set_trial_user_attr(trial._trial_id, key, value)
+        self.optuna.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+    def _resize(self, connection: sa.Connection, name: str, n_trials: int) -> set[int | None]:
+        """Add slots, or drop those without a live worker; return the trial numbers of dropped ones."""
         of_study = slots.c.study == name
         count, last = connection.execute(
             sa.select(sa.func.count(), sa.func.max(slots.c.slot)).where(of_study)
         ).one()
         if count < n_trials:
-            first = -1 if last is None else last
-            new = {"study": name, "state": "open", "trained": False}
-            new |= {"deaths": 0, "death_step": 0, "death_params": 0}
-            rows = [{**new, "slot": first + 1 + i} for i in range(n_trials - count)]
-            connection.execute(sa.insert(slots), rows)
-        dropped = []
-        if count > n_trials:
-            surplus = connection.execute(
-                sa.select(slots.c.slot, slots.c.trial_number)
-                .where(of_study, slots.c.state == "open")
-                .order_by(slots.c.trial_number.is_(None).desc(), slots.c.slot.desc())
-                .limit(count - n_trials)
-            ).all()
-            for row in surplus:
-                gone = connection.execute(
-                    sa.delete(slots).where(of_study, slots.c.slot == row.slot, slots.c.state == "open")
-                )
-                if gone.rowcount and row.trial_number is not None:
-                    dropped.append(row.trial_number)
-        return dropped
-
-    def completed(self, config: StudyConfig) -> StudyConfig:
-        """Return `config` with the stored values of what its file leaves out; see `StudyConfig.completed`."""
-        return config.completed(json.loads(self._stored(config.name, studies.c.definition)))
+            first = 0 if last is None else last + 1
+            new = range(first, first + n_trials - count)
+            connection.execute(sa.insert(slots), [{"study": name, "slot": slot} for slot in new])
+        if count <= n_trials:
+            return set()
+        has_no_worker = sa.or_(
+            slots.c.state == "open",
+            sa.and_(slots.c.state == "running", slots.c.owner.not_in(self.live_workers(connection, name))),
+        )
+        surplus = connection.execute(
+            sa.select(slots.c.slot, slots.c.trial_number)
+            .where(of_study, has_no_worker)
+            .order_by(slots.c.trial_number.is_(None).desc(), slots.c.slot.desc())
+            .limit(count - n_trials)
+            .with_for_update(skip_locked=True)
+        ).all()
+        if surplus:
+            gone = sa.delete(slots).where(of_study, slots.c.slot == sa.bindparam("gone"))
+            connection.execute(gone, [{"gone": row.slot} for row in surplus])
+        return {row.trial_number for row in surplus}
 
     @persistent
     def _stored(self, name: str, column: sa.Column[Any]) -> Any:
@@ -286,17 +249,22 @@ class Storage:
             raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
         return row[0]
 
+    def _token(self, name: str) -> str | None:
+        """What tells the Optuna study `name` from a deleted one; None: it was not made to the end by hpo."""
+        study_id = self.optuna.get_study_id_from_name(name)
+        token: str | None = self.optuna.get_study_system_attrs(study_id).get(_TOKEN_ATTR)
+        return token
+
     @persistent
     def has_study(self, name: str) -> bool:
         """Whether there is a study `name`; one whose Optuna study was deleted is none."""
+        with self.engine.connect() as connection:
+            query = sa.select(studies.c.token).where(studies.c.name == name)
+            token = connection.execute(query).scalar_one_or_none()
         try:
-            study_id = self.optuna.get_study_id_from_name(name)
+            return token is not None and token == self._token(name)
         except KeyError:
             return False
-        token = self.optuna.get_study_system_attrs(study_id).get(_TOKEN_ATTR, "")
-        with self.engine.connect() as connection:
-            query = sa.select(studies.c.name).where(studies.c.name == name, studies.c.token == token)
-            return connection.execute(query).one_or_none() is not None
 
     @persistent
     def load_study(self, name: str) -> optuna.Study:
@@ -312,6 +280,7 @@ class Storage:
         """Return what tells this study from a deleted one of the same name."""
         return str(self._stored(name, studies.c.token))
 
+    @persistent
     def bind_data(self, name: str, fingerprint: str) -> None:
         """Note which data the study `name` is made with; workers of this process train with them.
 
@@ -322,24 +291,18 @@ class Storage:
             StudyChangedError: the study was made with data of another fingerprint.
             StorageError: there is no such study.
         """
-        self._stored(name, studies.c.name)
-        self._bind_data(name, fingerprint)
-        self.check_data(name, fingerprint)
-        self._data[name] = fingerprint
-
-    @persistent
-    def _bind_data(self, name: str, fingerprint: str) -> None:
         with exclusive(self.engine):
             if self._stored(name, studies.c.data) is None or not self._is_in_use(name):
                 with self.engine.begin() as connection:
                     study = sa.update(studies).where(studies.c.name == name)
                     connection.execute(study.values(data=fingerprint))
+        self.check_data(name, fingerprint)
+        self._data[name] = fingerprint
 
     def check_data(self, name: str, fingerprint: str | None = None) -> None:
         """Check data against those that the study is bound to.
 
-        Args:
-            fingerprint: None for what this process gave to `bind_data`, if anything.
+        Without a `fingerprint`, those that this process gave to `bind_data`, if any.
 
         Raises:
             StudyChangedError: the study was made with data of another fingerprint.
@@ -389,8 +352,8 @@ class Storage:
     ) -> bool:
         """Store one evaluation and return whether the pruner would stop the trial.
 
-        Those of later steps go: a worker that died made them, after the checkpoint from which the trial
-        went on.
+        Those of this step and later ones go: a worker that died made them, after the checkpoint from which
+        the trial went on.
 
         Args:
             index: counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of
@@ -398,26 +361,18 @@ class Storage:
             value: the objective; None, NaN and infinity are not reported to Optuna, nor is anything in a
                 study with several objectives, which Optuna cannot prune.
         """
-        values = {
-            "epoch": row.epoch,
-            "seconds": row.seconds,
-            "metrics": json.dumps(json_safe(row.metrics)),
-            "train_examples_per_second": json_safe(row.train_examples_per_second),
-            "train_tokens_per_second": json_safe(row.train_tokens_per_second),
-        }
-        key = {"study": trial.study.study_name, "trial_number": trial.number, "step": row.step}
         single = len(trial.study.directions) == 1
-
         if single and value is not None and math.isfinite(value):
             with warnings.catch_warnings():  # a resumed trial comes to the same step again
                 warnings.filterwarnings("ignore", message=".*already reported")
                 trial.report(value, index)
-        statement = self.insert(evaluations).values(**key, **values)
-        same_trial = (evaluations.c[column] == key[column] for column in ("study", "trial_number"))
-        abandoned = sa.delete(evaluations).where(*same_trial, evaluations.c.step > row.step)
+        key = {"study": trial.study.study_name, "trial_number": trial.number}
+        values = json_safe(asdict(row))
+        values |= {**key, "metrics": json.dumps(values["metrics"])}
+        same_trial = (evaluations.c[column] == value for column, value in key.items())
         with self.engine.begin() as connection:
-            connection.execute(abandoned)
-            connection.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
+            connection.execute(sa.delete(evaluations).where(*same_trial, evaluations.c.step >= row.step))
+            connection.execute(sa.insert(evaluations).values(values))
         return single and trial.should_prune()
 
     # Compatibility cache
@@ -433,15 +388,14 @@ class Storage:
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result unless another worker was first; return the one that is stored."""
         values = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
-        with self.engine.begin() as connection:
-            connection.execute(self.insert(compat).values(**values).on_conflict_do_nothing())
+        with suppress(IntegrityError), self.engine.begin() as connection:
+            connection.execute(sa.insert(compat).values(values))
         stored = self.get_compat(key)
         assert stored is not None
         return stored
 
 
-def _delete_rows(connection: sa.Connection, name: str) -> None:
-    """Delete what our own tables hold about the study `name`."""
-    columns = (studies.c.name, slots.c.study, evaluations.c.study)
-    for column in columns:
-        connection.execute(sa.delete(column.table).where(column == name))
+def _definition(config: StudyConfig) -> dict[str, Any]:
+    """The columns of `hpo_studies` that say what the study is."""
+    definition = json.dumps(config.definition(), sort_keys=True)
+    return {"definition": definition, "space_hash": config.space_hash, "n_trials": config.num_slots}

@@ -16,8 +16,9 @@ import shutil
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,23 +26,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
-import sqlalchemy as sa
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from hpo.config.search_space import suggest
-from hpo.errors import HpoError, LeaseLostError, Pruned
+from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.study.database import exclusive
 from hpo.study.device_sampler import ANY_DEVICE, PRECISION, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
-from hpo.study.schema import slots
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
 
 if TYPE_CHECKING:
+    from hpo.config.search_space import SearchSpace
     from hpo.config.study_config import StudyConfig
     from hpo.trial.executor import Executor
     from hpo.trial.telemetry import ScoredEvaluation, TrialResult
@@ -86,27 +86,17 @@ def run_worker(
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
     study = storage.create_or_resume_study(config, resize=False)
-    config = storage.completed(config)
     study.pruner = build_pruner(config.pruner)
     skipped = frozenset(device.left_out or ()) if config.amp.on_unsupported == "skip" else frozenset()
+    runnable = _Runnable(study, config.precisions, skipped)
     outcomes: Counter[str] = Counter()
-
-    def precisions(params: Mapping[str, Any]) -> Sequence[str]:
-        """Those that the trial with `params` may have; none where the study does not search them."""
-        if PRECISION in params:
-            return [params[PRECISION]]
-        sampler = study.sampler
-        return sampler.precisions_left(study) if isinstance(sampler, SharedGrid) else config.precisions
-
-    def can_run(params: Mapping[str, Any]) -> bool:
-        return not skipped or not skipped.issuperset(found := precisions(params)) or not found
-
     with WorkerLease(
         storage,
         study,
         max_retries=config.max_retries,
         device=device.device_id,
-        can_run=can_run if skipped else None,
+        can_run=runnable if skipped else None,
+        refusal=partial(_refusal, config.search_space),
         saved_step=saved_step,
     ) as worker:
         study.sampler = build_sampler(
@@ -117,44 +107,82 @@ def run_worker(
             skipped=skipped,
             lock=partial(exclusive, storage.engine),
         )
-        while True:
-            if stop.is_set():
-                return RunSummary("stopped", outcomes)
-            if time.monotonic() > deadline:
-                return RunSummary("timeout", outcomes)
+        while not stop.is_set() and time.monotonic() <= deadline:
             lease = worker.claim()
-            if lease is None:
-                unfinished = storage.persist(lambda: _unfinished(storage, study))
-                if not any(map(can_run, unfinished)):
+            if lease is not None:
+                outcome = _run_slot(worker, lease, execute)
+                if outcome is not None:
+                    outcomes[outcome] += 1
                     after_trial()
-                    left = {name for params in unfinished for name in precisions(params)} & skipped
-                    elsewhere = tuple(name for name in config.precisions if name in left)
-                    return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
-                stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
                 continue
-            with suppress(LeaseLostError):
-                try:
-                    trial = worker.open_trial(lease)
-                except NoPointLeft:  # another worker was faster
-                    worker.release(lease)
-                    continue
-                if trial is not None:
-                    result = _crashed(lease) if lease.crashed else _run_trial(trial, lease, execute)
-                    worker.record_outcome(lease, trial, result)
-                    outcomes[result.outcome] += 1
-                    after_trial()
+            unfinished = storage.persist(worker.unfinished).values()
+            if not any(map(runnable, unfinished)):
+                after_trial()
+                elsewhere = runnable.left_to_others(unfinished)
+                return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
+            # Others run what is left; if one of them dies, this worker takes over.
+            stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
+    return RunSummary("stopped" if stop.is_set() else "timeout", outcomes)
 
 
-def _unfinished(storage: Storage, study: optuna.Study) -> list[Mapping[str, Any]]:
-    """For every slot that is not done, the parameters of its trial so far."""
-    query = sa.select(slots.c.trial_number).where(slots.c.study == study.study_name, slots.c.state != "done")
-    with storage.engine.connect() as connection:
-        numbers = connection.execute(query).scalars().all()
-    trials = study.get_trials(deepcopy=False)
-    return [{} if number is None else trials[number].params for number in numbers]
+@dataclass(frozen=True)
+class _Runnable:
+    """Whether a worker whose device lacks the precisions `skipped` can run a trial."""
+
+    study: optuna.Study
+    precisions: Sequence[str]
+    skipped: frozenset[str]
+
+    def __call__(self, params: Mapping[str, Any]) -> bool:
+        """`params` are those that the trial has so far."""
+        possible = self._possible(params)
+        return not possible or not self.skipped.issuperset(possible)
+
+    def left_to_others(self, unfinished: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+        """The precisions that unfinished trials with these parameters need and the device lacks."""
+        needed = {name for params in unfinished for name in self._possible(params)} & self.skipped
+        return tuple(name for name in self.precisions if name in needed)
+
+    def _possible(self, params: Mapping[str, Any]) -> Sequence[str]:
+        """The precisions that the trial may have; none where the study does not search them."""
+        if PRECISION in params:
+            return [params[PRECISION]]
+        sampler = self.study.sampler
+        return sampler.precisions_left(self.study) if isinstance(sampler, SharedGrid) else self.precisions
+
+
+def _refusal(space: SearchSpace, params: Mapping[str, Any]) -> str:
+    """Why no trial can have the enqueued `params`, which Optuna takes as they are; empty: one can."""
+    trial = optuna.trial.FixedTrial(dict(params))
+    for name in params:
+        if name not in space:
+            return f"it was enqueued with `{name}`, which is not searched.{did_you_mean(name, list(space))}"
+        try:
+            with warnings.catch_warnings(action="error"):  # of a value that is out of range
+                space[name].suggest(name, trial)
+        except (UserWarning, ValueError, TypeError) as error:
+            return f"it was enqueued with a `{name}` that is not searched: {error}"
+    return ""
+
+
+def _run_slot(worker: WorkerLease, lease: Lease, execute: Execute) -> Outcome | None:
+    """Run the trial of a claimed slot and return its outcome; None: there is none to run, or it is lost."""
+    with suppress(LeaseLostError):
+        try:
+            trial = worker.open_trial(lease)
+        except NoPointLeft:  # another worker was faster
+            worker.release(lease)
+            return None
+        if trial is not None:
+            result = _run_trial(trial, lease, execute)
+            worker.record_outcome(lease, trial, result)
+            return result.outcome
+    return None
 
 
 def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> TrialResult:
+    if lease.deaths.end_trial:
+        return _ended(Outcome.CRASHED, lease.deaths.reason)
     try:
         return execute(trial, lease)
     except HpoError:
@@ -162,16 +190,13 @@ def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> Tri
     except UpdateFinishedTrialError as error:
         raise LeaseLostError(f"Another worker has finished trial {trial.number}.") from error
     except Exception as error:
-        from hpo.trial.telemetry import TrialResult
-
-        reason = f"{type(error).__name__}: {error}"
-        return TrialResult(Outcome.FAILED, reason, traceback=traceback.format_exc())
+        return _ended(Outcome.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-def _crashed(lease: Lease) -> TrialResult:
-    from hpo.trial.telemetry import TrialResult
+def _ended(outcome: Outcome, reason: str, trace: str | None = None) -> TrialResult:
+    from hpo.trial.telemetry import TrialResult  # PyTorch, which a worker of the tests does without
 
-    return TrialResult(Outcome.CRASHED, lease.crash_reason)
+    return TrialResult(outcome, reason, traceback=trace)
 
 
 def trial_runner(

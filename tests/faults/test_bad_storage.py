@@ -18,14 +18,15 @@ from postgres import PASSWORD, USER, PostgresServer
 from worker_process import CONTEXT, study
 
 from hpo.errors import HpoError, RunError, StorageError
+from hpo.study import database
 from hpo.study.database import explain
 from hpo.study.storage import open_storage
 
 
-def refusal(url: str, **options: Any) -> HpoError:
+def refusal(url: str, *, create: bool = True) -> HpoError:
     """Open the storage, expect an error and check what holds for all of them."""
     with pytest.raises(HpoError) as raised:
-        open_storage(url, **options).close()
+        open_storage(url, create=create).close()
     message = str(raised.value)
     assert "secret" not in message
     assert PASSWORD not in message
@@ -94,12 +95,13 @@ def test_truncated_database(tmp_path: Path) -> None:
     assert "it must be a SQLite database" in str(refusal(f"sqlite:///{path}"))
 
 
-def test_locked(tmp_path: Path) -> None:
+def test_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
     path = tmp_path / "hpo.db"
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("PRAGMA locking_mode=EXCLUSIVE")
     other.execute("CREATE TABLE theirs (a)")
-    error = refusal(f"sqlite:///{path}", busy_seconds=0.05)
+    error = refusal(f"sqlite:///{path}")
     other.close()
     assert isinstance(error, RunError)
     assert error.exit_code == 1
@@ -253,12 +255,22 @@ def test_tables_of_another_optuna(storage_url: str, version: str, message: str) 
     assert re.search(message, str(error))
 
 
+def test_tables_of_another_hpo(storage_url: str) -> None:
+    with open_storage(storage_url) as storage, storage.engine.begin() as connection:
+        connection.execute(sa.text("ALTER TABLE hpo_slots DROP COLUMN death_params"))
+    for create in (True, False):
+        error = refusal(storage_url, create=create)
+        assert isinstance(error, StorageError)
+        assert "must be of this version of hpo, but `hpo_slots` is of another" in str(error)
+
+
 # Errors in the middle of a run
 
 
 @pytest.mark.postgres
 def test_database_that_stays_away_ends_the_run(postgres_server: PostgresServer, postgres_url: str) -> None:
-    with open_storage(postgres_url, patience_seconds=0.2) as storage:
+    with open_storage(postgres_url) as storage:
+        storage.patience_seconds = 0.2
         postgres_server.stop()
         try:
             with pytest.raises(RunError, match="no database answers there") as raised:

@@ -203,11 +203,14 @@ def test_a_study_without_any_complete_trial_has_failed(
 
 def test_a_precision_that_no_trial_can_have_here(tmp_path: Path) -> None:
     write_study(tmp_path, training=TRAINING | {"fp_precision": "tf32"})
-    for command in (("run",), ("run", "--workers", "2"), ("worker",), ("init",)):
+    for command in (("run",), ("run", "--workers", "2"), ("worker",)):
         refused = hpo_command(tmp_path, *command, "tiny.yaml")
         assert (refused.exit_code, refused.out) == (2, "")
         assert "it runs none of tf32. `tf32` needs CUDA" in refused.err
     assert not list(tmp_path.glob("runs/hpo.db*"))
+    made = ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    assert "No trial can run on this machine: " in made.err
+    assert "The study tiny with 2 trials is ready" in made.out
 
 
 def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:

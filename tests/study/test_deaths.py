@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from worker_process import study
+from worker_process import change_worker, study
 
 from hpo.study.deaths import OUT_OF_MEMORY, counted_cause, last_saved_step, num_oom_kills, record_death
 from hpo.study.leases import WorkerLease
 from hpo.study.process import this_machine
 from hpo.study.schema import workers
-from hpo.study.storage import open_storage
+from hpo.study.storage import Storage
 
 RISEN = -1
 """Less than any kernel counts: as if it had killed a process since."""
@@ -71,14 +71,12 @@ def test_which_deaths_count(row: Any, outlived: bool, cause: str | None) -> None
     ],
 )
 def test_death_that_the_parent_process_saw(
-    storage_url: str, exit_code: int, oom_kills: int, state: str, cause: str | None
+    storage: Storage, exit_code: int, oom_kills: int, state: str, cause: str | None
 ) -> None:
-    with open_storage(storage_url) as storage, subprocess.Popen([sys.executable, "-c", ""]) as child:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
         opened = storage.create_or_resume_study(study(1))
         with WorkerLease(storage, opened, max_retries=0) as worker:
-            row = sa.update(workers).where(workers.c.id == worker.id)
-            with storage.engine.begin() as connection:
-                connection.execute(row.values(pid=child.pid, oom_kills=oom_kills))
+            change_worker(storage, worker, pid=child.pid, oom_kills=oom_kills)
             record_death(storage, child.pid, exit_code)
             with storage.engine.connect() as connection:
                 stored = connection.execute(sa.select(workers.c.state, workers.c.cause)).one()

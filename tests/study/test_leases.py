@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,26 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-import worker_process
 from optuna.trial import TrialState
 from postgres import PostgresServer
-from worker_process import notes, result, study
+from worker_process import (
+    change_worker,
+    evaluate,
+    finish,
+    join,
+    notes,
+    result,
+    start_process,
+    study,
+    wait_for,
+)
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
-from hpo.study import leases as slots_module
-from hpo.study.leases import WorkerLease
+from hpo.study.leases import SLOT_ATTR, WorkerLease
 from hpo.study.process import process_start, this_machine
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
-from hpo.study.study_record import EvaluationRow
-
-
-@pytest.fixture
-def storage(storage_url: str) -> Any:
-    with open_storage(storage_url, lease_seconds=3.0) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -42,25 +43,6 @@ def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> W
     return WorkerLease(storage, opened, max_retries=max_retries)
 
 
-def change_row(storage: Storage, worker: WorkerLease, **values: Any) -> None:
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(workers).where(workers.c.id == worker.id).values(**values))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_each_slot_is_claimed_once(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
-        assert first.claim().slot == 0
-        assert second.claim().slot == 1
-        assert worker_on(storage, opened).claim() is None
-
-
 def test_threads_claim_different_slots(storage: Storage) -> None:
     opened = storage.create_or_resume_study(study(12))
     claimed: list[int] = []
@@ -69,7 +51,7 @@ def test_threads_claim_different_slots(storage: Storage) -> None:
         with worker_on(storage, opened) as worker:
             while lease := worker.claim():
                 claimed.append(lease.slot)
-                worker._update_slot(lease, state="done")
+                worker.record_outcome(lease, worker.open_trial(lease), result("complete"))
 
     threads = [threading.Thread(target=claim_all) for _ in range(6)]
     for thread in threads:
@@ -119,12 +101,11 @@ def test_slot_of_a_dead_worker_is_taken_over(
     storage: Storage, opened: optuna.Study, row: dict[str, Any], taken: bool
 ) -> None:
     first, second = worker_on(storage, opened), worker_on(storage, opened)
-    storage.lease_seconds = 60.0
     with first, second:
         lease = first.claim()
         number = first.open_trial(lease).number
         second.claim()
-        change_row(storage, first, **row)
+        change_worker(storage, first, **row)
         with worker_on(storage, opened) as third:
             again = third.claim()
             assert (again is not None) == taken
@@ -139,10 +120,7 @@ def test_slot_of_a_dead_worker_is_taken_over(
 def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_path: Path) -> None:
     config = study(2)
     for _ in range(2):
-        processes = [worker_process.start_joining(storage_url, config, tmp_path / "log") for _ in range(6)]
-        for process in processes:
-            process.join(120)
-        assert [process.exitcode for process in processes] == [0] * 6
+        finish(*(start_process(join, storage_url, config, tmp_path / "log") for _ in range(6)))
     assert sorted(line["number"] for line in notes(tmp_path / "log")) == list(range(12))
     with open_storage(storage_url) as storage:
         assert sorted(worker.number for worker in storage.read_study("tiny").workers) == list(range(12))
@@ -162,7 +140,7 @@ def test_trial_that_cannot_run_here_is_left_to_others(storage: Storage, state: s
         trial = first.open_trial(first.claim())
         precision = suggest(study().search_space, trial)["fp_precision"]
         if state == "dead":
-            change_row(storage, first, process_start="1")
+            change_worker(storage, first, process_start="1")
         else:
             stack.close()
         with WorkerLease(storage, opened, max_retries=1, can_run=can_run) as other:
@@ -188,18 +166,18 @@ def test_deaths_at_one_place_count_until_there_is_progress(
             trial = victim.open_trial(victim.claim())
             assert trial.number == 0
             if step and progress == "evaluation":
-                storage.report_evaluation(trial, 1, 0.5, EvaluationRow(step, 1.0, 1.0, {}))
+                evaluate(storage, trial, step=step)
             elif step:
                 saved[0] = step
-            change_row(storage, victim, process_start="1")
+            change_worker(storage, victim, process_start="1")
             lease = peer.claim()
-            assert lease.num_deaths == num_deaths
-            assert lease.crashed == (num_deaths == 2)
+            assert lease.deaths.count == num_deaths
+            assert lease.deaths.end_trial == (num_deaths == 2)
             peer.record_outcome(lease, peer.open_trial(lease), result("preempted"))
-        assert lease.crash_reason == (
+        assert lease.deaths.reason == (
             "its process died 2 times after step 30, without progress (the last time: unknown)."
         )
-        assert peer.claim().crashed, "known to whoever claims the slot next"
+        assert peer.claim().deaths.end_trial, "known to whoever claims the slot next"
 
 
 def test_a_retried_trial_has_no_deaths_of_the_failed_one(storage: Storage, opened: optuna.Study) -> None:
@@ -211,9 +189,9 @@ def test_a_retried_trial_has_no_deaths_of_the_failed_one(storage: Storage, opene
         for number in (0, 1):
             victim = stack.enter_context(worker_on(storage, opened))
             assert victim.open_trial(victim.claim()).number == number
-            change_row(storage, victim, process_start="1")
+            change_worker(storage, victim, process_start="1")
             lease = peer.claim()
-            assert (lease.num_deaths, lease.death_step) == (1, saved[number])
+            assert (lease.deaths.count, lease.deaths.step) == (1, saved[number])
             peer.record_outcome(lease, peer.open_trial(lease), result("failed", traceback="Traceback"))
 
 
@@ -223,8 +201,8 @@ def test_deaths_that_no_worker_outlives_cost_nothing(storage: Storage, opened: o
             worker = stack.enter_context(worker_on(storage, opened))
             lease = worker.claim()
             worker.open_trial(lease)
-            assert (lease.slot, lease.num_deaths) == (0, 0)
-            change_row(storage, worker, process_start="1")
+            assert (lease.slot, lease.deaths.count) == (0, 0)
+            change_worker(storage, worker, process_start="1")
 
 
 def test_zombie_is_dead() -> None:
@@ -254,10 +232,10 @@ def test_heartbeat_renews_and_notices_a_lost_lease(storage: Storage, opened: opt
 
         before = last_seen()
         wait_for(lambda: last_seen() > before)
-        assert not lease.lost
+        assert not lease.lost.is_set()
         with storage.engine.begin() as connection:
             connection.execute(sa.update(slots).where(slots.c.slot == lease.slot).values(owner="other"))
-        wait_for(lambda: lease.lost)
+        wait_for(lease.lost.is_set)
         with pytest.raises(LeaseLostError, match="Another worker has taken over slot 0"):
             lease.check()
 
@@ -267,31 +245,28 @@ def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> N
     opened = storage.create_or_resume_study(config)
     with worker_on(storage, opened, max_retries=2) as worker:
         params = []
-        for _ in range(3):
+        for number, outcome in enumerate(("failed", "failed", "nonfinite")):
             lease = worker.claim()
-            assert lease.slot == 0
             trial = worker.open_trial(lease)
+            assert (lease.slot, trial.number) == (0, number)
+            frozen = opened.trials[number]
+            assert frozen.user_attrs == ({"retry_of": number - 1} if number else {})
+            assert frozen.intermediate_values == {}
             params.append(suggest(config.search_space, trial))
-            worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
+            evaluate(storage, trial)
+            worker.record_outcome(lease, trial, result(outcome, traceback="Traceback"))
         assert params[1:] == params[:2]
-        assert [trial.user_attrs.get("retry_of") for trial in opened.trials] == [None, 0, 1]
-        assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 1}
+        assert opened.trials[2].constraints == {"feasible": 1.0}
         assert worker.claim().slot == 1
 
 
-def test_retried_trial_starts_with_nothing_of_the_failed_one(storage: Storage, opened: optuna.Study) -> None:
-    with worker_on(storage, opened) as worker:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
-        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {}))
-        worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
-        lease = worker.claim()
-        again = worker.open_trial(lease)
-        frozen = opened.trials[again.number]
-        assert frozen.user_attrs == {"retry_of": trial.number}
-        assert frozen.intermediate_values == {}
-        worker.record_outcome(lease, again, result("nonfinite"))
-        assert opened.trials[again.number].constraints == {"feasible": 1.0}
+def test_retries_are_used_up(storage: Storage, opened: optuna.Study) -> None:
+    with worker_on(storage, opened, max_retries=2) as worker:
+        for _ in range(3):
+            lease = worker.claim()
+            worker.record_outcome(lease, worker.open_trial(lease), result("failed", traceback="Traceback"))
+        assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 1}
+        assert worker.claim().slot == 1
 
 
 def test_other_outcomes_are_not_retried(storage: Storage) -> None:
@@ -311,7 +286,7 @@ def test_trial_made_twice_is_used_once(storage: Storage, opened: optuna.Study) -
     with worker_on(storage, opened) as worker:
         lease = worker.claim()
         worker.open_trial(lease)
-        attrs = {slots_module.SLOT_ATTR: lease.slot}
+        attrs = {SLOT_ATTR: lease.slot}
         opened.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, system_attrs=attrs))
         assert worker.open_trial(lease).number == 0
         assert [trial.state for trial in opened.trials] == [TrialState.RUNNING, TrialState.FAIL]
@@ -320,12 +295,41 @@ def test_trial_made_twice_is_used_once(storage: Storage, opened: optuna.Study) -
         assert worker.open_trial(worker.claim()).user_attrs["retry_of"] == 0, "the extra one is no failure"
 
 
+def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    for rate in (1e-4, 2e-4):
+        opened.enqueue_trial({"learning_rate": rate}, user_attrs={"memo": "asked for"})
+    with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
+        for number, worker in enumerate((first, second)):
+            lease = worker.claim()
+            trial = worker.open_trial(lease)
+            assert (lease.slot, trial.number) == (number, number)
+            assert suggest(study().search_space, trial)["learning_rate"] == (1e-4, 2e-4)[number]
+            worker.record_outcome(lease, trial, result("complete"))
+            assert opened.trials[number].user_attrs["memo"] == "asked for"
+        assert first.open_trial(first.claim()).number == 2
+    assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+
+
+def test_enqueued_trial_whose_worker_died_when_it_had_taken_it(
+    storage: Storage, opened: optuna.Study
+) -> None:
+    opened.enqueue_trial({"learning_rate": 1e-4})
+    storage.optuna.set_trial_system_attr(opened.trials[0]._trial_id, SLOT_ATTR, 0)
+    with worker_on(storage, opened) as worker, worker_on(storage, opened) as other:
+        lease, next_lease = worker.claim(), other.claim()
+        assert other.open_trial(next_lease).number == 1, "it is another slot's"
+        assert worker.open_trial(lease).number == 0
+        assert opened.trials[0].state == TrialState.RUNNING
+
+
 @pytest.mark.postgres
 def test_database_restart_in_the_middle_of_a_trial(
     postgres_server: PostgresServer, postgres_url: str
 ) -> None:
     config = study(2)
-    with open_storage(postgres_url, lease_seconds=0.6) as storage:
+    with open_storage(postgres_url) as storage:
+        storage.lease_seconds = 0.6
         opened = storage.create_or_resume_study(config)
         with worker_on(storage, opened) as worker:
             lease = worker.claim()
@@ -333,10 +337,7 @@ def test_database_restart_in_the_middle_of_a_trial(
             suggest(config.search_space, trial)
             postgres_server.stop()
             stored: list[bool] = []
-            row = EvaluationRow(1, 1.0, 1.0, {})
-            report = threading.Thread(
-                target=lambda: stored.append(storage.report_evaluation(trial, 1, 0.5, row))
-            )
+            report = threading.Thread(target=lambda: stored.append(evaluate(storage, trial)))
             report.start()
             time.sleep(1.0)  # several heartbeats fail
             postgres_server.start()
@@ -349,7 +350,7 @@ def test_database_restart_in_the_middle_of_a_trial(
                     return float(connection.execute(query).scalar_one())
 
             wait_for(lambda: heartbeat_age() < 0.3)
-            assert not lease.lost
+            assert not lease.lost.is_set()
             worker.record_outcome(lease, trial, result("complete"))
             # Connections of the pool that the restart broke are replaced.
             postgres_server.stop()

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -18,28 +17,11 @@ from worker_process import check_done, notes, study, wait_for
 
 from hpo.errors import InputError, RunError
 from hpo.study import processes
-from hpo.study.processes import (
-    WorkerPlace,
-    check_memory_fraction,
-    place_workers,
-    run_workers,
-    stop_on_signals,
-)
+from hpo.study.processes import WorkerPlace, place_workers, run_workers, stop_on_signals
 from hpo.study.schema import workers
 from hpo.study.storage import Storage, open_storage
 
 TWO = place_workers(2, ())
-
-
-@pytest.fixture
-def storage(storage_url: str) -> Any:
-    with open_storage(storage_url) as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def _package_for_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(processes.__file__).parents[2]))
 
 
 @pytest.mark.parametrize(
@@ -69,13 +51,6 @@ def test_place_as_environment() -> None:
     }
 
 
-def test_more_memory_than_a_gpu_has_is_refused() -> None:
-    check_memory_fraction(0.5, place_workers(4, ("0", "1")))
-    check_memory_fraction(None, place_workers(9, ("0",)))
-    with pytest.raises(InputError, match=r"must be <= 1, but got 0\.5 times 3"):
-        check_memory_fraction(0.5, place_workers(5, ("0", "1")))
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_first_signal_asks_second_interrupts(number: signal.Signals) -> None:
     before = signal.getsignal(number)
@@ -89,15 +64,17 @@ def test_first_signal_asks_second_interrupts(number: signal.Signals) -> None:
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int, float], None]:
-    """Let `run_workers` start the test's program instead of `hpo worker`."""
+def use_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let `run_workers` start `python` with these arguments instead of `hpo worker`."""
 
-    def install(n_trials: int, trial_seconds: float) -> None:
-        arguments = [str(tmp_path / "log"), str(n_trials), str(trial_seconds)]
-        command = [sys.executable, worker_process.__file__, *arguments]
+    def use(*arguments: object) -> None:
+        command = [sys.executable, *map(str, arguments)]
         monkeypatch.setattr(processes, "worker_command", lambda *_: command)
 
-    return install
+    return use
+
+
+PROGRAM = worker_process.__file__
 
 
 def test_worker_command_does_not_show_the_url() -> None:
@@ -105,28 +82,23 @@ def test_worker_command_does_not_show_the_url() -> None:
     assert command[1:] == ["-m", "hpo", "worker", "multitask", "--timeout", "60.0"]
 
 
-def test_run_workers(storage: Storage, tmp_path: Path, commands: Callable[[int, float], None]) -> None:
-    config = study(8)
-    commands(8, 0.0)
+def test_run_workers(storage: Storage, tmp_path: Path, use_command: Callable[..., None]) -> None:
+    config, log = study(8), tmp_path / "log"
+    use_command(PROGRAM, log, 8, 0.0)
     storage.create_or_resume_study(config)
     summary = run_workers(config, storage, tmp_path / "runs", TWO)
-    check_done(storage, config, tmp_path / "log")
-    record = storage.read_study("tiny")
+    check_done(storage, config, log)
     assert summary.ended == "finished"
-    assert sum(summary.outcomes.values()) == len(record.trials)
-    assert {line["pid"] for line in notes(tmp_path / "log")} != {os.getpid()}
-    assert sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir()) == [
-        "worker-0.log",
-        "worker-1.log",
-    ]
+    assert sum(summary.outcomes.values()) == len(storage.read_study("tiny").trials)
+    assert {line["pid"] for line in notes(log)} != {os.getpid()}
+    logs = sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir())
+    assert logs == ["worker-0.log", "worker-1.log"]
 
 
 def test_run_workers_notes_how_its_workers_died(
-    storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None]
 ) -> None:
-    log, crash = str(tmp_path / "log"), str(int(signal.SIGSEGV))
-    command = [sys.executable, worker_process.__file__, log, "8", "0.0", crash]
-    monkeypatch.setattr(processes, "worker_command", lambda *_: command)
+    use_command(PROGRAM, tmp_path / "log", 8, 0.0, int(signal.SIGSEGV))
     storage.create_or_resume_study(study(8))
     with pytest.raises(RunError, match="was killed by signal 11"):
         run_workers(study(8), storage, tmp_path, TWO)
@@ -135,11 +107,9 @@ def test_run_workers_notes_how_its_workers_died(
     assert [tuple(row) for row in stored] == [("dead", "SIGSEGV")] * 2
 
 
-def test_stop_reaches_all_workers(
-    storage: Storage, tmp_path: Path, commands: Callable[[int, float], None]
-) -> None:
+def test_stop_reaches_all_workers(storage: Storage, tmp_path: Path, use_command: Callable[..., None]) -> None:
     config, stop, log = study(8), threading.Event(), tmp_path / "log"
-    commands(8, 600.0)
+    use_command(PROGRAM, log, 8, 600.0)
     storage.create_or_resume_study(config)
 
     def stop_when_both_run() -> None:
@@ -161,12 +131,11 @@ def test_workers_stop_when_their_parent_is_killed(sqlite_url: str, tmp_path: Pat
     code = f"""
 import sys
 from pathlib import Path
-sys.path.insert(0, {str(Path(worker_process.__file__).parent)!r})
+sys.path.insert(0, {str(Path(PROGRAM).parent)!r})
 import worker_process
-from hpo.outcome import Outcome
 from hpo.study import processes
 from hpo.study.storage import open_storage
-processes.worker_command = lambda *_: [sys.executable, worker_process.__file__, {str(log)!r}, "4", "600"]
+processes.worker_command = lambda *_: [sys.executable, {PROGRAM!r}, {str(log)!r}, "4", "600"]
 storage = open_storage({sqlite_url!r})
 storage.create_or_resume_study(worker_process.study(4))
 places = processes.place_workers(2, ())
@@ -181,52 +150,43 @@ processes.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}),
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
-def test_failure_of_all_workers_is_reported_with_the_log(
-    sqlite_url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    kind: type[Exception],
-) -> None:
-    fails = [sys.executable, "-c", f"print('Error: no such column'); raise SystemExit({code})"]
-    monkeypatch.setattr(processes, "worker_command", lambda *_: fails)
-    with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(study(2))
-        with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done") as raised:
-            run_workers(study(2), storage, tmp_path, TWO)
-    assert "Error: no such column" in str(raised.value)
-    assert type(raised.value) is kind
-
-
 def test_logs_of_workers_are_added_to(
-    sqlite_url: str, tmp_path: Path, commands: Callable[[int, float], None], monkeypatch: pytest.MonkeyPatch
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None], code: int, kind: type[Exception]
 ) -> None:
+    """And a failure of all workers is reported with what the log says of this run."""
     log = tmp_path / "tiny" / "worker-0.log"
     log.parent.mkdir()
     log.write_text("what the first run said\n")
-    commands(1, 0.0)
-    with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(study(1))
-        run_workers(study(1), storage, tmp_path, TWO[:1])
-        first, *rest = log.read_text().splitlines()
-        assert first == "what the first run said"
-        assert rest[0].startswith("--- a worker starts, 20")
-
-        fails = [sys.executable, "-c", "print('Error: no such column'); raise SystemExit(2)"]
-        monkeypatch.setattr(processes, "worker_command", lambda *_: fails)
-        storage.create_or_resume_study(study(2))
-        with pytest.raises(InputError, match="no such column") as raised:
-            run_workers(study(2), storage, tmp_path, TWO[:1])
-        assert "what the first run said" not in str(raised.value)
+    use_command("-c", f"print('Error: no such column'); raise SystemExit({code})")
+    storage.create_or_resume_study(study(2))
+    with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done") as raised:
+        run_workers(study(2), storage, tmp_path, TWO)
+    assert type(raised.value) is kind
+    assert "Error: no such column" in str(raised.value)
+    assert "what the first run said" not in str(raised.value)
+    first, started, error = log.read_text().splitlines()
+    assert (first, error) == ("what the first run said", "Error: no such column")
+    assert started.startswith("--- a worker starts, 20")
 
 
-@pytest.mark.parametrize(("timeout", "ended"), [(None, "elsewhere"), (1e-6, "timeout")])
+@pytest.mark.parametrize(
+    ("code", "timeout", "ended"),
+    [
+        (0, None, "elsewhere"),
+        (0, 1e-6, "timeout"),
+        (130, None, "stopped"),  # told to by somebody else
+    ],
+)
 def test_workers_that_leave_trials_open(
-    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout: float | None, ended: str
+    storage: Storage,
+    tmp_path: Path,
+    use_command: Callable[..., None],
+    code: int,
+    timeout: float | None,
+    ended: str,
 ) -> None:
-    monkeypatch.setattr(processes, "worker_command", lambda *_: [sys.executable, "-c", ""])
+    use_command("-c", f"raise SystemExit({code})")
     config = study(2, timeout=timeout)
-    with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(config)
-        summary = run_workers(config, storage, tmp_path, TWO)
-    assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, 0, {})
+    storage.create_or_resume_study(config)
+    summary = run_workers(config, storage, tmp_path, TWO)
+    assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, code, {})

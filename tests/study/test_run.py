@@ -13,8 +13,9 @@ from typing import Any
 import optuna
 import pytest
 from tiny import CPU, write_study
-from worker_process import result, study
+from worker_process import evaluate, result, study
 
+from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
@@ -22,21 +23,14 @@ from hpo.errors import DataError, InputError, StorageError, StudyChangedError
 from hpo.study import run as run_module
 from hpo.study.device_sampler import WorkerDevice
 from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace
-from hpo.study.run import LateCache, check_precisions, open_study, plan_workers, run_study, share_memory
+from hpo.study.run import check_precisions, open_study, plan_workers, run_study, share_memory
 from hpo.study.storage import Storage, open_storage
-from hpo.study.study_record import EvaluationRow
 from hpo.study.worker import RunSummary, run_worker
 
 PRECISIONS = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
 GPU = DeviceInfo(
     type="cuda", name="Example GPU", compute_capability=(9, 0), total_memory_bytes=80 * 2**30, uuid="GPU-0"
 )
-
-
-@pytest.fixture
-def storage(storage_url: str) -> Any:
-    with open_storage(storage_url) as opened:
-        yield opened
 
 
 class FakeExecutor:
@@ -74,7 +68,7 @@ def train_one(storage: Storage, config: Any) -> None:
 
     def execute(trial: Any, _: Any) -> Any:
         suggest(config.search_space, trial)
-        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {}))
+        evaluate(storage, trial)
         return result("complete")
 
     run_worker(config, storage, execute)
@@ -115,7 +109,7 @@ def test_a_study_is_checked_until_one_of_its_trials_has_trained(
 def test_the_parent_of_several_workers_checks_for_them(
     sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_study(study(), sqlite_url, tmp_path, trains_here=False) as opened:
+    with open_study(study(), sqlite_url, tmp_path, trials_run="in workers") as opened:
         assert opened.executor is None
     assert [executor.num_checks for executor in executors.made] == [1]
     monkeypatch.setenv(WORKERS_ON_DEVICE, "2")
@@ -162,13 +156,36 @@ def test_a_finished_study_loads_neither_data_nor_model(
         assert run_study(opened).outcomes == {}
 
 
-def test_measurements_are_kept_once_the_database_is_open(storage: Storage) -> None:
-    cache = LateCache()
-    assert cache.put_compat("k", {"a": 1}) == {"a": 1}
-    assert cache.get_compat("k") is None
-    cache.open(storage)
-    cache.put_compat("k", {"a": 2})
-    assert cache.get_compat("k") == storage.get_compat("k") == {"a": 2}
+def test_n_trials_raised_while_a_finished_study_is_opened(
+    storage: Storage, tmp_path: Path, executors: type[FakeExecutor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_stored(*args: Any) -> Any:
+        record = original(*args)
+        storage.create_or_resume_study(study(3))
+        return record
+
+    storage.create_or_resume_study(study(1))
+    train_one(storage, study(1))
+    original = run_module._read_stored
+    monkeypatch.setattr(run_module, "_read_stored", read_stored)
+    with open_study(study(1), storage.url, tmp_path, resize=False) as opened:
+        assert opened.config.n_trials == 3
+        assert opened.executor is executors.made[0]
+        assert opened.executor.cache is opened.storage
+
+
+@pytest.mark.usefixtures("executors")
+def test_what_the_file_leaves_out_is_as_it_is_stored(storage: Storage, tmp_path: Path) -> None:
+    """The defaults of today are for new studies."""
+    today = study(1)
+    assert today.pruner.name != "percentile"
+    storage.create_or_resume_study(today.model_copy(update={"pruner": PrunerConfig(name="percentile")}))
+    for resize in (True, False):
+        with open_study(today, storage.url, tmp_path, resize=resize) as opened:
+            assert opened.config.pruner.name == "percentile"
+    with open_study(study(1, pruner={"name": "median"}), storage.url, tmp_path) as opened:
+        assert opened.config.pruner.name == "median"
+    assert storage.read_study("tiny").definition["pruner"] == {"name": "median"}
 
 
 # What this device cannot run
@@ -178,12 +195,27 @@ def searching(*names: str, **amp: Any) -> Any:
     return study(search_space={"fp_precision": {"type": "categorical", "choices": names}}, amp=amp)
 
 
-def test_what_is_left_out_has_its_reason() -> None:
+def test_what_the_device_lacks_has_its_reason() -> None:
     lacking = check_precisions(searching("fp32", "bf16", "tf32"), CPU)
     assert lacking.keys() == {"bf16", "tf32"}
     assert "AVX512-BF16" in lacking["bf16"]
     assert check_precisions(searching("fp32", "bf16", allow_emulated=True), CPU) == {}
     assert check_precisions(study(search_space={}), CPU) == {}
+
+
+@pytest.mark.usefixtures("executors")
+@pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fallback", "fail"])
+def test_only_skip_leaves_out_what_is_searched(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_unsupported: str
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(run_module, "probe_device", lambda _: CPU)
+    monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
+    config = searching("fp32", "bf16", on_unsupported=on_unsupported)
+    with open_study(config, sqlite_url, tmp_path) as opened:
+        assert opened.left_out.keys() == ({"bf16"} if on_unsupported == "skip" else set())
+        run_study(opened, stop=threading.Event())
+    assert given["device"].left_out.keys() == {"bf16"}
 
 
 @pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fail"])
@@ -203,10 +235,28 @@ def test_a_study_of_which_nothing_can_run_here_is_not_made(
     assert not list(tmp_path.glob("hpo.db*"))
 
 
+@pytest.mark.parametrize("changes", [{"training": {"fp_precision": "tf32"}}, {"device": "cuda"}])
+def test_a_study_for_other_machines_is_made(
+    sqlite_url: str,
+    tmp_path: Path,
+    executors: type[FakeExecutor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    changes: dict[str, Any],
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = study(search_space={}, **changes)
+    with open_study(config, sqlite_url, tmp_path, trials_run="elsewhere") as opened:
+        assert opened.record.slots["open"] == 8
+        assert opened.executor is None
+    assert [(executor.device.type, executor.num_checks) for executor in executors.made] == [("cpu", 1)]
+    assert "No trial can run on this machine" in caplog.text
+
+
 @pytest.mark.parametrize("given", [{"training": {"fp_precision": "bf16"}}, {"amp": {"preset": "ultra"}}])
 def test_fallback_runs_what_works(given: dict[str, Any]) -> None:
     config = study(search_space={}, **given | {"amp": {"on_unsupported": "fallback", **given.get("amp", {})}})
-    assert check_precisions(config, CPU) == {}
+    assert check_precisions(config, CPU).keys() == {"bf16"}
 
 
 @pytest.mark.parametrize("on_unsupported", ["skip", "prune", "fail"])
@@ -217,11 +267,6 @@ def test_the_precision_of_a_preset_must_run_here(on_unsupported: str, preset: st
         check_precisions(study(search_space={}, amp=amp), CPU)
     fixed = study(search_space={}, training={"fp_precision": "fp32"}, amp=amp)
     assert check_precisions(fixed, CPU) == {}
-
-
-@pytest.mark.parametrize("on_unsupported", ["prune", "fallback", "fail"])
-def test_only_skip_leaves_out_what_is_searched(on_unsupported: str) -> None:
-    assert check_precisions(searching("fp32", "bf16", on_unsupported=on_unsupported), CPU) == {}
 
 
 # Devices and memory
@@ -284,8 +329,10 @@ def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = study(2, amp={"memory_fraction": 0.6})
-    monkeypatch.setattr(run_module, "cuda_devices", lambda _: ("0",))
-    with pytest.raises(InputError, match=r"amp\.memory_fraction"):
+    monkeypatch.setattr(run_module, "probe_device", lambda _: GPU)
+    monkeypatch.setattr(run_module, "cuda_devices", lambda _: ("0", "1"))
+    assert len(plan_workers(config, 2)) == 2
+    with pytest.raises(InputError, match=r"amp\.memory_fraction must be <= 0.4875 for 2 workers"):
         plan_workers(config, 1, 2)
     monkeypatch.setattr(run_module, "cuda_devices", lambda _: ())  # on a CPU it says nothing
     assert len(plan_workers(config, 1, 2)) == 2
@@ -326,7 +373,7 @@ def test_several_workers_are_processes(
         load_study(write_study(tmp_path, amp={}, search_space=PRECISIONS)),
         plan_workers(study(), 2),
     )
-    with open_study(config, sqlite_url, tmp_path / "runs", trains_here=False) as opened:
+    with open_study(config, sqlite_url, tmp_path / "runs", trials_run="in workers") as opened:
         summary = run_study(opened, places, stop=threading.Event())
     assert given == [tmp_path / "tiny.yaml", tmp_path / "runs", places]
     assert summary == RunSummary("elsewhere", elsewhere=("bf16",))

@@ -7,26 +7,17 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
-import sqlalchemy as sa
-import worker_process
 from optuna.trial import TrialState
-from worker_process import SPACE, notes, result, study
+from worker_process import SPACE, change_worker, evaluate, result, study
 
 from hpo.config.search_space import suggest
-from hpo.errors import StorageError, StudyChangedError
-from hpo.study.database import parse_url, redact, storage_url
+from hpo.errors import LeaseLostError, StorageError, StudyChangedError
 from hpo.study.leases import WorkerLease
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
 
 
-@pytest.fixture
-def storage(storage_url: str) -> Any:
-    with open_storage(storage_url) as opened:
-        yield opened
-
-
-def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
+def run_trials(storage: Storage, config: Any, *results: Any, trained: bool = True) -> optuna.Study:
     """Run one trial for each of `results`, and give the objects that each trial had."""
     opened = storage.create_or_resume_study(config)
     with WorkerLease(storage, opened, max_retries=config.max_retries) as worker:
@@ -34,98 +25,54 @@ def run_trials(storage: Storage, config: Any, *results: Any) -> optuna.Study:
             lease = worker.claim()
             trial = worker.open_trial(lease)
             suggest(config.search_space, trial)
+            if trained:
+                lease.check()
             worker.record_outcome(lease, trial, trial_result)
     return opened
-
-
-# Where the study lives
-
-
-def test_storage_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HPO_STORAGE", raising=False)
-    assert storage_url() == "sqlite:///runs/hpo.db"
-    monkeypatch.setenv("HPO_STORAGE", "sqlite:///a.db")
-    assert storage_url() == "sqlite:///a.db"
-    assert storage_url("sqlite:///b.db") == "sqlite:///b.db"
-
-
-@pytest.mark.parametrize(
-    ("url", "redacted"),
-    [
-        ("postgresql://me:secret@host:5432/db", "postgresql://me:***@host:5432/db"),
-        ("postgresql://me:se:c@ret@host/db", "postgresql://me:***@host/db"),
-        (
-            "postgresql://me@host/db?password=secret&sslmode=require",
-            "postgresql://me@host/db?password=***&sslmode=require",
-        ),
-        ("sqlite:///runs/hpo.db", "sqlite:///runs/hpo.db"),
-        ("nonsense", "nonsense"),
-    ],
-)
-def test_password_is_hidden(url: str, redacted: str) -> None:
-    assert redact(url) == redacted
-
-
-@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg", "postgresql+psycopg2"])
-def test_postgres_urls_get_the_driver_that_is_installed(scheme: str) -> None:
-    assert parse_url(f"{scheme}://me:a%40b@host/db").drivername == "postgresql+psycopg"
-
-
-def test_sqlite_waits_and_logs_ahead(sqlite_url: str) -> None:
-    with open_storage(sqlite_url, busy_seconds=7) as storage, storage.engine.connect() as connection:
-        pragma = {
-            name: connection.execute(sa.text(f"PRAGMA {name}")).scalar()
-            for name in ("journal_mode", "synchronous", "busy_timeout")
-        }
-    assert pragma == {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 7000}
-
-
-def test_schema_is_made_once_by_eight_processes(storage_url: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    processes = [worker_process.start_opening(storage_url, study(4), log) for _ in range(8)]
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * 8
-    assert [line["slots"] for line in notes(log)] == [{"open": 4, "running": 0, "done": 0}] * 8
 
 
 # The definition
 
 
 def test_resume_keeps_what_is_there(storage: Storage) -> None:
-    config = study(3)
-    run_trials(storage, config, result("complete"))
-    again = storage.create_or_resume_study(config)
+    run_trials(storage, study(3), result("complete"))
+    again = storage.create_or_resume_study(study(3))
     assert len(again.trials) == 1
     assert again.metric_names == ["score"]
     assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 1}
 
 
-def test_changed_search_space_is_refused_with_a_diff(storage: Storage) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"search_space": {"batch_size": SPACE["batch_size"]}}, "- learning_rate: float"),
+        ({"amp": {"preset": "basic"}}, 'amp.preset: "auto" -> "basic"'),
+    ],
+)
+def test_changes_that_make_results_incomparable_are_refused(
+    storage: Storage, changes: dict[str, Any], message: str
+) -> None:
     run_trials(storage, study(3), result("complete"))
-    space = {**SPACE, "batch_size": {"type": "categorical", "choices": [8, 16]}}
-    space["weight_decay"] = {"type": "float", "low": 0.0, "high": 0.1}
-    del space["learning_rate"]
-    with pytest.raises(StudyChangedError, match="another search space than the study file") as refused:
-        storage.create_or_resume_study(study(3, search_space=space))
-    message = str(refused.value)
-    assert "- learning_rate: float" in message
-    assert "+ weight_decay: float" in message
-    assert "~ batch_size: choices" in message
+    with pytest.raises(StudyChangedError) as refused:
+        storage.create_or_resume_study(study(3, **changes))
+    assert message in str(refused.value)
 
 
-def test_other_changes_that_make_results_incomparable_are_refused(storage: Storage) -> None:
-    run_trials(storage, study(3), result("complete"))
-    with pytest.raises(StudyChangedError, match="another definition") as refused:
-        storage.create_or_resume_study(study(3, amp={"preset": "basic"}))
-    assert 'amp.preset: "auto" -> "basic"' in str(refused.value)
-
-
-def test_the_share_of_memory_may_change(storage: Storage) -> None:
+def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
     storage.create_or_resume_study(study(3, amp={"memory_fraction": 0.5}))
-    storage.create_or_resume_study(study(3, amp={"memory_fraction": 0.25}))
-    assert storage.read_study("tiny").definition["amp"]["memory_fraction"] == 0.25
-    storage.create_or_resume_study(study(3))
+    changes: dict[str, Any] = {
+        "sampler": {"name": "tpe"},
+        "pruner": {"name": "median"},
+        "timeout": 5.0,
+        "max_retries": 3,
+        "device": "cpu",
+        "checkpoint": {"top_k": 1},
+    }
+    storage.create_or_resume_study(study(4, amp={"memory_fraction": 0.25}, **changes))
+    definition = storage.read_study("tiny").definition
+    assert (definition["timeout"], definition["n_trials"]) == (5.0, 4)
+    assert definition["amp"]["memory_fraction"] == 0.25
+    storage.create_or_resume_study(study(4))
     assert storage.read_study("tiny").definition["amp"]["memory_fraction"] is None
 
 
@@ -136,19 +83,37 @@ def test_a_grid_has_no_more_slots_than_combinations(storage: Storage) -> None:
         assert storage.slot_counts("tiny")["open"] == num_slots
 
 
-def test_data_that_have_changed_in_their_place_are_refused(storage: Storage) -> None:
+def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_path: Path) -> None:
+    for folder in ("here", "there"):
+        data = {"source": "jsonl", "path": str(tmp_path / folder / "snips")}
+        storage.create_or_resume_study(study(3, data=data))
+
+
+# The data
+
+
+def refused() -> Any:
+    return pytest.raises(StudyChangedError, match="data of the study `tiny` have changed since it was made")
+
+
+@pytest.mark.parametrize("end", ["evaluated", "pruned", "preempted"])
+def test_data_of_a_trial_that_trained_stay(storage: Storage, end: str) -> None:
+    """Without an evaluation, too: a preempted trial goes on from its checkpoint."""
     opened = storage.create_or_resume_study(study(3))
     storage.check_data("tiny", "any, as none are bound")
     for fingerprint in ("wrong at first", "as they were"):
         storage.bind_data("tiny", fingerprint)
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        trial = worker.open_trial(worker.claim())
-        storage.report_evaluation(trial, 1, 0.5, EvaluationRow(1, 1.0, 1.0, {"score": 0.5}))
-    for name in ("bind_data", "check_data"):
-        with pytest.raises(
-            StudyChangedError, match="data of the study `tiny` have changed since it was made"
-        ):
-            getattr(storage, name)("tiny", "edited")
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        if end == "evaluated":
+            evaluate(storage, trial)
+        else:
+            lease.check()
+            worker.record_outcome(lease, trial, result(end))
+    for method in (storage.bind_data, storage.check_data):
+        with refused():
+            method("tiny", "edited")
     with pytest.raises(StorageError, match="There is no study"):
         storage.bind_data("tinny", "as they were")
     storage.bind_data("tiny", "as they were")
@@ -158,7 +123,7 @@ def test_data_of_a_live_worker_are_not_exchanged(storage: Storage) -> None:
     opened = storage.create_or_resume_study(study(3))
     storage.bind_data("tiny", "of the first")
     with WorkerLease(storage, opened, max_retries=0), open_storage(storage.url) as other:
-        with pytest.raises(StudyChangedError, match="have changed since it was made"):
+        with refused():
             other.bind_data("tiny", "of the second")
         other.bind_data("tiny", "of the first")
     storage.bind_data("tiny", "of the second")
@@ -171,49 +136,11 @@ def test_worker_whose_data_were_exchanged_before_it_joined_is_refused(storage: S
         other.bind_data("tiny", "of the second")
         with WorkerLease(other, opened, max_retries=0):
             pass
-    with (
-        pytest.raises(StudyChangedError, match="have changed since it was made"),
-        WorkerLease(storage, opened, max_retries=0),
-    ):
+    with refused(), WorkerLease(storage, opened, max_retries=0):
         pass
 
 
-@pytest.mark.parametrize("outcome", ["pruned", "preempted"])
-def test_data_of_a_trial_that_trained_stay(storage: Storage, outcome: str) -> None:
-    """Without an evaluation, too: a preempted trial goes on from its checkpoint."""
-    opened = storage.create_or_resume_study(study(3))
-    storage.bind_data("tiny", "of the first")
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        trial = worker.open_trial(lease)
-        lease.check()
-        worker.record_outcome(lease, trial, result(outcome))
-    with pytest.raises(StudyChangedError, match="have changed since it was made"):
-        storage.bind_data("tiny", "of the second")
-
-
-def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
-    storage.create_or_resume_study(study(3))
-    changes: dict[str, Any] = {
-        "sampler": {"name": "tpe"},
-        "pruner": {"name": "median"},
-        "timeout": 5.0,
-        "max_retries": 3,
-        "device": "cpu",
-        "checkpoint": {"top_k": 1},
-    }
-    storage.create_or_resume_study(study(4, **changes))
-    definition = storage.read_study("tiny").definition
-    assert definition["timeout"] == 5.0
-    assert definition["n_trials"] == 4
-
-
-def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_path: Path) -> None:
-    def config(folder: str) -> Any:
-        return study(3, data={"source": "jsonl", "path": str(tmp_path / folder / "snips")})
-
-    storage.create_or_resume_study(config("here"))
-    storage.create_or_resume_study(config("there"))
+# The size
 
 
 def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage) -> None:
@@ -222,11 +149,7 @@ def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage
     assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 2}
     storage.create_or_resume_study(study(3))
     assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
-    assert [trial.outcome for trial in storage.read_study("tiny").trials] == [
-        "complete",
-        "complete",
-        "preempted",
-    ]
+    assert storage.read_study("tiny").trials[2].outcome == "preempted"
 
     dropped = storage.create_or_resume_study(study(1)).trials
     assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 2}, "finished ones stay"
@@ -239,10 +162,35 @@ def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage
     assert len(storage.read_study("tiny").trials) == 5
 
 
+def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    with WorkerLease(storage, opened, max_retries=0) as dead, open_storage(storage.url) as other:
+        lease = dead.claim()
+        trial = dead.open_trial(lease)
+        with WorkerLease(storage, opened, max_retries=0) as alive:
+            alive.open_trial(alive.claim())
+            change_worker(storage, dead, process_start="1")
+            other.create_or_resume_study(study(1))
+            assert storage.slot_counts("tiny") == {"open": 0, "running": 1, "done": 0}
+            assert [one.state for one in opened.trials] == [TrialState.FAIL, TrialState.RUNNING]
+        with pytest.raises(LeaseLostError):
+            dead.record_outcome(lease, trial, result("complete"))
+
+
+def test_lowered_n_trials_drops_a_retry_that_has_not_begun(storage: Storage) -> None:
+    run_trials(storage, study(2), result("complete"), result("failed", traceback="Traceback"))
+    trials = storage.create_or_resume_study(study(1)).trials
+    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 1}
+    assert trials[1].user_attrs["outcome"] == "failed"
+
+
 def test_joining_worker_does_not_resize(storage: Storage) -> None:
     storage.create_or_resume_study(study(5))
     storage.create_or_resume_study(study(3), resize=False)
     assert storage.slot_counts("tiny")["open"] == 5
+
+
+# A study that goes
 
 
 def test_deleted_study_begins_anew(storage: Storage) -> None:
@@ -255,11 +203,11 @@ def test_deleted_study_begins_anew(storage: Storage) -> None:
     assert storage.study_token("tiny") != before
 
 
-@pytest.mark.parametrize("outcome", ["unsupported", "incompatible", "failed", "preempted"])
+@pytest.mark.parametrize("outcome", ["unsupported", "incompatible", "oom", "crashed", "failed", "preempted"])
 def test_study_that_never_trained_is_replaced_with_a_word(
     storage: Storage, caplog: pytest.LogCaptureFixture, outcome: str
 ) -> None:
-    run_trials(storage, study(3), result(outcome, traceback="Traceback"))
+    run_trials(storage, study(3), result(outcome, traceback="Traceback"), trained=False)
     before = storage.study_token("tiny")
     mended = study(2, model={"encoder": "other/name"})
     with pytest.raises(StudyChangedError):
@@ -271,7 +219,7 @@ def test_study_that_never_trained_is_replaced_with_a_word(
     assert storage.read_study("tiny").definition["model"]["encoder"] == "other/name"
 
 
-@pytest.mark.parametrize("outcome", ["complete", "pruned", "nonfinite", "oom", "crashed"])
+@pytest.mark.parametrize("outcome", ["complete", "pruned", "nonfinite", "oom", "crashed", "preempted"])
 def test_study_that_trained_is_not_replaced(storage: Storage, outcome: str) -> None:
     run_trials(storage, study(2), result(outcome))
     with pytest.raises(StudyChangedError, match="another definition"):
@@ -279,25 +227,14 @@ def test_study_that_trained_is_not_replaced(storage: Storage, outcome: str) -> N
     assert len(storage.read_study("tiny").trials) == 1
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_study_with_a_worker_or_an_unfinished_trial_that_trained_is_not_replaced(
-    storage: Storage, stopped: bool
-) -> None:
+def test_study_with_a_worker_is_not_replaced(storage: Storage) -> None:
     opened = storage.create_or_resume_study(study(2))
     changed = study(2, training={"epochs": 7})
     with WorkerLease(storage, opened, max_retries=0) as worker:
-        lease = worker.claim()
-        worker.open_trial(lease)
-        if stopped:
-            lease.check()
-        else:
-            with pytest.raises(StudyChangedError):
-                storage.create_or_resume_study(changed)
-    if stopped:
+        worker.open_trial(worker.claim())
         with pytest.raises(StudyChangedError):
             storage.create_or_resume_study(changed)
-    else:
-        assert storage.create_or_resume_study(changed).trials == []
+    assert storage.create_or_resume_study(changed).trials == []
 
 
 def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
@@ -334,10 +271,8 @@ def test_unknown_study_names_the_nearest(storage: Storage) -> None:
 def test_outcome_becomes_optuna_state(
     storage: Storage, outcome: str, state: TrialState, constraints: dict[str, float]
 ) -> None:
-    done = run_trials(storage, study(2), result(outcome, reason="why"))
-    trial = done.trials[0]
-    assert trial.state == state
-    assert trial.constraints == constraints
+    trial = run_trials(storage, study(2), result(outcome, reason="why")).trials[0]
+    assert (trial.state, trial.constraints) == (state, constraints)
     record = storage.read_study("tiny").trials[0]
     assert record.outcome == outcome
     if outcome != "preempted":
@@ -351,27 +286,16 @@ def test_headline_and_telemetry(storage: Storage) -> None:
         "train_examples_per_second": np.float32(7.5),
         "peak_memory_bytes": np.int64(2**40),
     }
-    telemetry = {
-        "metrics": {"task": {"f1_macro": float("nan")}},
-        "scaler": {"scale_max": float("inf")},
-        "n": (1, 2),
-    }
+    telemetry = {"metrics": {"task": {"f1_macro": float("nan")}}, "scale_max": float("inf"), "n": (1, 2)}
     done = run_trials(storage, study(1), result("complete", headline=headline, telemetry=telemetry))
-    attributes = done.trials[0].user_attrs
-    assert set(attributes) == {
-        "outcome",
-        "outcome_reason",
-        "fp_precision_effective",
-        "train_examples_per_second",
-        "peak_memory_bytes",
-        "telemetry",
+    assert done.trials[0].user_attrs == {
+        "outcome": "complete",
+        "outcome_reason": "",
+        "fp_precision_effective": "bf16",
+        "train_examples_per_second": 7.5,
+        "peak_memory_bytes": 2**40,
+        "telemetry": {"metrics": {"task": {"f1_macro": None}}, "scale_max": None, "n": [1, 2]},
     }
-    assert attributes["telemetry"] == {
-        "metrics": {"task": {"f1_macro": None}},
-        "scaler": {"scale_max": None},
-        "n": [1, 2],
-    }
-    assert attributes["peak_memory_bytes"] == 2**40
 
 
 @pytest.mark.parametrize("values", [None, (), (float("nan"),), (float("inf"),)])
@@ -381,30 +305,28 @@ def test_complete_trial_must_have_finite_values(storage: Storage, values: Any) -
 
 
 def test_infeasible_trial_is_never_best(storage: Storage) -> None:
-    config = study(3)
-    opened = storage.create_or_resume_study(config)
+    opened = storage.create_or_resume_study(study(3))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         for value, outcome in ((0.9, "nonfinite"), (0.1, "complete"), (0.2, "pruned")):
             lease = worker.claim()
             trial = worker.open_trial(lease)
-            storage.report_evaluation(trial, 1, value, EvaluationRow(1, 1.0, 1.0, {}))
+            evaluate(storage, trial, value=value)
             worker.record_outcome(lease, trial, result(outcome, values=(value,)))
     assert opened.best_trial.number == 1
 
 
 def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
-    config = study(1)
-    opened = storage.create_or_resume_study(config)
+    opened = storage.create_or_resume_study(study(1))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
         metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
         first = EvaluationRow(40, 0.5, 3.0, metrics, 10.0, 1300.0)
         assert storage.report_evaluation(trial, 1, 0.5, first) is False
         storage.report_evaluation(trial, 2, float("nan"), EvaluationRow(80, 1.0, 6.0, metrics))
-    record = storage.read_study("tiny").trials[0]
-    assert [row.step for row in record.evaluations] == [40, 80]
-    assert record.evaluations[0].seconds == 3.0
-    assert record.evaluations[0].metrics == {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}
+    stored, _ = storage.read_study("tiny").trials[0].evaluations
+    assert stored == EvaluationRow(
+        40, 0.5, 3.0, {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}, 10.0, 1300.0
+    )
     assert opened.trials[0].intermediate_values == {1: 0.5}
 
 
@@ -416,35 +338,31 @@ def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(
             trials.append(other.open_trial(other.claim()))
         for trial in trials:
             for index in (1, 2, 3):
-                row = EvaluationRow(40 * index, 1.0, 3.0, {})
-                storage.report_evaluation(trial, index, 0.5, row)
+                evaluate(storage, trial, index, step=40 * index)
         storage.report_evaluation(trials[0], 2, 0.7, EvaluationRow(80, 1.0, 4.0, {}))
     again, untouched = storage.read_study("tiny").trials
-    assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 3.0), (80, 4.0)]
+    assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 1.0), (80, 4.0)]
     assert [row.step for row in untouched.evaluations] == [40, 80, 120]
     # Optuna cannot forget a value; the trial overtakes those.
     assert opened.trials[0].intermediate_values == {1: 0.5, 2: 0.5, 3: 0.5}
 
 
 def test_pruner_is_asked(storage: Storage) -> None:
-    config = study(2)
-    opened = storage.create_or_resume_study(config)
+    opened = storage.create_or_resume_study(study(2))
     opened.pruner = optuna.pruners.ThresholdPruner(lower=0.3)
     with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
-        assert storage.report_evaluation(trial, 1, 0.4, EvaluationRow(1, 1.0, 1.0, {})) is False
-        assert storage.report_evaluation(trial, 2, 0.2, EvaluationRow(2, 2.0, 2.0, {})) is True
+        assert evaluate(storage, trial, 1, 0.4) is False
+        assert evaluate(storage, trial, 2, 0.2) is True
 
 
 def test_several_objectives(storage: Storage) -> None:
     objective = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
-    config = study(2, objective=objective)
-    opened = storage.create_or_resume_study(config)
+    opened = storage.create_or_resume_study(study(2, objective=objective))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         lease = worker.claim()
         trial = worker.open_trial(lease)
-        row = EvaluationRow(1, 1.0, 1.0, {"score": 0.5})
-        assert storage.report_evaluation(trial, 1, 0.5, row) is False, "Optuna cannot prune by two objectives"
+        assert evaluate(storage, trial) is False, "Optuna cannot prune by two objectives"
         worker.record_outcome(lease, trial, result("complete", values=(0.5, 100.0)))
     record = storage.read_study("tiny")
     assert record.metric_names == ("score", "peak_memory_bytes")
@@ -453,21 +371,13 @@ def test_several_objectives(storage: Storage) -> None:
     assert len(record.trials[0].evaluations) == 1
 
 
-# The compatibility cache
-
-
 def test_compat_cache_keeps_the_first_result(storage: Storage) -> None:
     assert storage.get_compat("key") is None
-    assert storage.put_compat("key", {"verdict": "ok", "speed": float("nan")}) == {
-        "verdict": "ok",
-        "speed": None,
-    }
-    assert storage.put_compat("key", {"verdict": "degraded"}) == {"verdict": "ok", "speed": None}
-    assert storage.get_compat("key") == {"verdict": "ok", "speed": None}
+    first = {"verdict": "ok", "speed": None}
+    assert storage.put_compat("key", {"verdict": "ok", "speed": float("nan")}) == first
+    assert storage.put_compat("key", {"verdict": "degraded"}) == first
+    assert storage.get_compat("key") == first
     assert storage.get_compat("other") is None
-
-
-# Reading
 
 
 def test_read_study(storage: Storage) -> None:
@@ -478,24 +388,19 @@ def test_read_study(storage: Storage) -> None:
         trial = worker.open_trial(worker.claim())
         record = storage.read_study("tiny")
         running = record.trials[trial.number]
-        assert (running.state, running.outcome, running.ended, running.seconds) == (
-            "RUNNING",
-            "running",
-            None,
-            None,
-        )
-        assert [(w.id, w.alive, w.trial_number) for w in record.workers if w.alive] == [(worker.id, True, 2)]
+        assert (running.state, running.outcome) == ("RUNNING", "running")
+        assert (running.ended, running.seconds) == (None, None)
+        assert [(w.id, w.trial_number) for w in record.workers if w.alive] == [(worker.id, 2)]
         assert running.attributes == {"retry_of": 1, "worker": worker.id}
     record = storage.read_study("tiny")
-    assert record.trials[2].outcome == "preempted"
     assert not any(worker.alive for worker in record.workers)
     assert record.slots == {"open": 2, "running": 0, "done": 1}
-    complete, failed, _ = record.trials
+    complete, failed, preempted = record.trials
+    assert preempted.outcome == "preempted"
     assert complete.values == (0.5,)
     assert complete.params == opened.trials[0].params
     assert complete.started.tzinfo is not None
     assert complete.seconds == pytest.approx((complete.ended - complete.started).total_seconds())
     assert abs(complete.ended.timestamp() - time.time()) < 600, "times are UTC"
-    assert failed.state == "FAIL"
-    assert failed.attributes["traceback"] == "Traceback: x"
+    assert (failed.state, failed.attributes["traceback"]) == ("FAIL", "Traceback: x")
     assert record.definition["search_space"]["batch_size"]["choices"] == [8, 16, 32]

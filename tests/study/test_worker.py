@@ -14,9 +14,8 @@ import pytest
 import sqlalchemy as sa
 import worker_process
 from tiny import CPU
-from worker_process import check_done, notes, result, study, wait_for
+from worker_process import check_done, finish, notes, result, start, study, wait_for
 
-from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
 from hpo.errors import DataError
 from hpo.outcome import Outcome
@@ -28,17 +27,6 @@ from hpo.study.schema import workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import keep_best_checkpoints, run_worker, trial_runner
 from hpo.trial.telemetry import TrialResult
-
-
-@pytest.fixture
-def storage(storage_url: str) -> Any:
-    with open_storage(storage_url) as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def _package_for_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(worker_module.__file__).parents[2]))
 
 
 def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
@@ -56,10 +44,7 @@ def test_runs_exactly_n_trials_and_a_finished_study_not_again(storage: Storage) 
 
 def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Path) -> None:
     config, log = study(20, sampler={"name": "tpe", "seed": 1}), tmp_path / "log"
-    processes = [worker_process.start(storage_url, config, log) for _ in range(4)]
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * 4
+    finish(*(start(storage_url, config, log) for _ in range(4)))
     with open_storage(storage_url) as storage:
         check_done(storage, config, log)
         trials = storage.read_study(config.name).trials
@@ -67,28 +52,14 @@ def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Pat
         assert len({str(params) for params in first}) == 4, "workers have seeds of their own"
 
 
-@pytest.mark.parametrize("resize", [True, False])
-def test_pruner_of_a_resumed_study_is_the_stored_one_where_the_file_names_none(
-    storage: Storage, resize: bool
-) -> None:
-    """The default of today is for new studies."""
-
+def test_pruner_is_that_of_the_study(storage: Storage) -> None:
     def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
         pruners.append(type(trial.study.pruner))
         return complete(trial, lease)
 
     pruners: list[type] = []
-    today = study(1)
-    made = today.model_copy(update={"pruner": PrunerConfig(name="percentile")})
-    assert today.pruner.name != "percentile"
-    storage.create_or_resume_study(made)
-    storage.create_or_resume_study(today, resize=resize)
-    run_worker(today, storage, execute)
-    assert storage.read_study("tiny").definition["pruner"]["name"] == "percentile"
-    storage.create_or_resume_study(study(2, pruner={"name": "median"}))
-    run_worker(study(2, pruner={"name": "median"}), storage, execute)
-    assert pruners == [optuna.pruners.PercentilePruner, optuna.pruners.MedianPruner]
-    assert storage.read_study("tiny").definition["pruner"] == {"name": "median"}
+    run_worker(study(1, pruner={"name": "median"}), storage, execute)
+    assert pruners == [optuna.pruners.MedianPruner]
 
 
 def test_resumed_study_does_not_repeat_what_it_tried(storage: Storage) -> None:
@@ -98,6 +69,36 @@ def test_resumed_study_does_not_repeat_what_it_tried(storage: Storage) -> None:
         run_worker(study(n_trials), storage, complete)
     trials = storage.read_study("tiny").trials
     assert len({str(trial.params) for trial in trials}) == sizes[-1]
+
+
+def test_enqueued_configurations_are_run_within_n_trials(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    for batch_size in (8, 16, 32):
+        opened.enqueue_trial({"batch_size": batch_size, "fp_precision": "bf16"})
+    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
+    trials = storage.read_study("tiny").trials
+    assert [trial.state for trial in trials] == ["COMPLETE", "COMPLETE", "WAITING"]
+    assert [trial.params["batch_size"] for trial in trials[:2]] == [8, 16]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"learning_rate": 5.0}, "out of the range of the distribution FloatDistribution"),
+        ({"learning_rate": "fast"}, "enqueued with a `learning_rate` that is not searched"),
+        ({"fp_precision": "tf32"}, "not in ('fp32', 'bf16', 'fp16')"),
+        ({"lr": 1e-4}, "`lr`, which is not searched. Did you mean `learning_rate`?"),
+    ],
+)
+def test_enqueued_trial_that_no_worker_can_run_ends_once_and_takes_no_slot(
+    storage: Storage, params: dict[str, Any], reason: str
+) -> None:
+    storage.create_or_resume_study(study(2)).enqueue_trial(params)
+    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
+    refused, *others = storage.read_study("tiny").trials
+    assert (refused.state, refused.outcome) == ("FAIL", "failed")
+    assert reason in refused.reason
+    assert len(others) == 2
 
 
 @pytest.mark.parametrize("directions", [["maximize"], ["minimize"], ["maximize", "minimize"]])
@@ -183,7 +184,7 @@ def test_lost_lease_stores_nothing_and_goes_on_with_the_next(storage: Storage) -
     def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
         if trial.number == 0 and not lost:
             lost.append(trial.number)
-            lease._lost.set()  # what the heartbeat does
+            lease.lost.set()  # what the heartbeat does
             lease.check()
         return complete(trial, lease)
 
@@ -245,31 +246,6 @@ def test_trial_knows_of_other_workers_on_its_machine(
     assert storage.read_study("tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
 
 
-# Signals
-
-
-def program(url: str, log: Path, n_trials: int, trial_seconds: float) -> subprocess.Popen[bytes]:
-    arguments = [str(log), str(n_trials), str(trial_seconds)]
-    environment = {**os.environ, "HPO_STORAGE": url}
-    return subprocess.Popen([sys.executable, worker_process.__file__, *arguments], env=environment)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_process_leaves_its_trial_to_the_next(
-    sqlite_url: str, tmp_path: Path, number: signal.Signals
-) -> None:
-    log = tmp_path / "log"
-    process = program(sqlite_url, log, 2, 600)
-    wait_for(lambda: bool(notes(log)))
-    process.send_signal(number)
-    assert process.wait(60) == 130
-    with open_storage(sqlite_url) as storage:
-        assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
-        assert storage.read_study("tiny").trials[0].outcome == "preempted"
-        worker_process.work(sqlite_url, study(2), log)
-        check_done(storage, study(2), log)
-
-
 def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(storage: Storage) -> None:
     space = {"batch_size": {"type": "categorical", "choices": [8, 16]}}
     config = study(3, sampler={"name": "tpe", "seed": 1}, search_space=space)
@@ -289,3 +265,20 @@ def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(stora
     run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=80 * 2**30))
     first, second, third = sizes
     assert first == third != second
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_process_leaves_its_trial_to_the_next(
+    sqlite_url: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, worker_process.__file__, str(log), "2", "600"]
+    process = subprocess.Popen(command, env={**os.environ, "HPO_STORAGE": sqlite_url})
+    wait_for(lambda: bool(notes(log)))
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    with open_storage(sqlite_url) as storage:
+        assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+        assert storage.read_study("tiny").trials[0].outcome == "preempted"
+        worker_process.work(sqlite_url, study(2), log)
+        check_done(storage, study(2), log)
