@@ -17,6 +17,8 @@ from typing import Any
 import optuna
 import sqlalchemy as sa
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # also where this file is the program
+
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 import worker_process
-from worker_process import check_done, notes, study, wait_for
+from worker_process import check_done, notes, study
 
 from hpo.errors import InputError, RunError
 from hpo.study import processes
 from hpo.study.processes import WorkerPlace, place_workers, run_workers, stop_on_signals
 from hpo.study.schema import workers
-from hpo.study.storage import Storage, open_storage
+from hpo.study.storage import Storage
 
 TWO = place_workers(2, ())
 
@@ -105,48 +103,6 @@ def test_run_workers_notes_how_its_workers_died(
     with storage.engine.connect() as connection:
         stored = connection.execute(sa.select(workers.c.state, workers.c.cause)).all()
     assert [tuple(row) for row in stored] == [("dead", "SIGSEGV")] * 2
-
-
-def test_stop_reaches_all_workers(storage: Storage, tmp_path: Path, use_command: Callable[..., None]) -> None:
-    config, stop, log = study(8), threading.Event(), tmp_path / "log"
-    use_command(PROGRAM, log, 8, 600.0)
-    storage.create_or_resume_study(config)
-
-    def stop_when_both_run() -> None:
-        wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
-        stop.set()
-
-    watcher = threading.Thread(target=stop_when_both_run)
-    watcher.start()
-    summary = run_workers(config, storage, tmp_path, TWO, stop=stop)
-    watcher.join()
-    assert (summary.ended, summary.exit_code) == ("stopped", 130)
-    assert storage.slot_counts("tiny") == {"open": 8, "running": 0, "done": 0}
-    assert [trial.outcome for trial in storage.read_study("tiny").trials] == ["preempted"] * 2
-
-
-def test_workers_stop_when_their_parent_is_killed(sqlite_url: str, tmp_path: Path) -> None:
-    """A parent that is killed must not leave workers behind that nobody sees."""
-    log = tmp_path / "log"
-    code = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(PROGRAM).parent)!r})
-import worker_process
-from hpo.study import processes
-from hpo.study.storage import open_storage
-processes.worker_command = lambda *_: [sys.executable, {PROGRAM!r}, {str(log)!r}, "4", "600"]
-storage = open_storage({sqlite_url!r})
-storage.create_or_resume_study(worker_process.study(4))
-places = processes.place_workers(2, ())
-processes.run_workers(worker_process.study(4), storage, Path({str(tmp_path)!r}), places)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    wait_for(lambda: len({line["pid"] for line in notes(log)}) == 2)
-    parent.kill()
-    parent.wait()
-    with open_storage(sqlite_url) as storage:
-        wait_for(lambda: storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 0})
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])

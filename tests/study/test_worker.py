@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,9 +10,8 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
-import worker_process
 from tiny import CPU
-from worker_process import check_done, finish, notes, result, start, study, wait_for
+from worker_process import check_done, finish, result, start, study
 
 from hpo.config.search_space import suggest
 from hpo.errors import DataError
@@ -265,20 +262,3 @@ def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(stora
     run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=80 * 2**30))
     first, second, third = sizes
     assert first == third != second
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_process_leaves_its_trial_to_the_next(
-    sqlite_url: str, tmp_path: Path, number: signal.Signals
-) -> None:
-    log = tmp_path / "log"
-    command = [sys.executable, worker_process.__file__, str(log), "2", "600"]
-    process = subprocess.Popen(command, env={**os.environ, "HPO_STORAGE": sqlite_url})
-    wait_for(lambda: bool(notes(log)))
-    process.send_signal(number)
-    assert process.wait(60) == 130
-    with open_storage(sqlite_url) as storage:
-        assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
-        assert storage.read_study("tiny").trials[0].outcome == "preempted"
-        worker_process.work(sqlite_url, study(2), log)
-        check_done(storage, study(2), log)
