@@ -143,7 +143,7 @@ def num_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
     """How many processes this machine's kernel has killed for want of memory since boot; None: unknown."""
     try:
         lines = vmstat.read_text().splitlines()
-    except OSError:  # not Linux
+    except OSError:  # hidden from a container
         return None
     counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
     return int(counts[0]) if counts else None

@@ -369,10 +369,8 @@ def test_several_workers_are_processes(
 
     monkeypatch.setattr(run_module, "run_workers", run_workers)
     monkeypatch.setattr(run_module, "probe_device", lambda _: CPU)
-    config, places = (
-        load_study(write_study(tmp_path, amp={}, search_space=PRECISIONS)),
-        plan_workers(study(), 2),
-    )
+    config = load_study(write_study(tmp_path, amp={}, search_space=PRECISIONS))
+    places = plan_workers(study(), 2)
     with open_study(config, sqlite_url, tmp_path / "runs", trials_run="in workers") as opened:
         summary = run_study(opened, places, stop=threading.Event())
     assert given == [tmp_path / "tiny.yaml", tmp_path / "runs", places]
