@@ -28,13 +28,10 @@ if TYPE_CHECKING:
     from hpo.study.watch import TrialEvent
 
 OUTCOME_STYLES: dict[str, str] = {
+    **{outcome: "magenta" for outcome in Outcome if outcome.infeasible},
     Outcome.COMPLETE: "green",
     Outcome.PRUNED: "yellow",
     Outcome.PREEMPTED: "yellow",
-    Outcome.UNSUPPORTED: "magenta",
-    Outcome.INCOMPATIBLE: "magenta",
-    Outcome.NONFINITE: "magenta",
-    Outcome.OOM: "magenta",
     Outcome.CRASHED: "bold red",
     Outcome.FAILED: "bold red",
 }

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -14,7 +14,7 @@ from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FixedTrial, FrozenTrial, TrialState
 
-from hpo.config.search_space import Distribution, grid, suggest
+from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome
 from hpo.study.device_sampler import PRECISION, WrapperSampler
 
@@ -124,9 +124,7 @@ class AvoidRepeats(WrapperSampler):
     they say nothing of their configuration. Two workers that ask at the same moment may get the same one.
     """
 
-    def __init__(
-        self, sampler: InfeasibleFilterSampler, space: Mapping[str, Distribution], seed: int
-    ) -> None:
+    def __init__(self, sampler: InfeasibleFilterSampler, space: SearchSpace, seed: int) -> None:
         super().__init__(sampler)
         self._avoids = sampler.avoids
         self._space = space
@@ -167,21 +165,19 @@ class AvoidRepeats(WrapperSampler):
     def _change(
         self, study: Study, trial: FrozenTrial, proposal: _Proposal, tried: Set[Configuration]
     ) -> _Proposal:
-        values = {
-            name: [value for value in of_setting if not self._avoids(name, value)]
-            for name, of_setting in self._values.items()
-            if name not in trial.params
-        }
-        for params in self._changes(proposal.params, values):
+        for params in self._changes(proposal.params, trial.params):
             changed = self._propose(study, trial, params)
             if _configuration(changed.params) not in tried:
                 return changed
         return proposal
 
-    def _changes(
-        self, params: Mapping[str, Any], values: Mapping[str, Sequence[Any]]
-    ) -> Iterator[dict[str, Any]]:
+    def _changes(self, params: Mapping[str, Any], kept: Container[str]) -> Iterator[dict[str, Any]]:
         """Random changes of one setting, of two, and so on; then, of a small space, every combination."""
+        values = {
+            name: [value for value in of_setting if not self._avoids(name, value)]
+            for name, of_setting in self._values.items()
+            if name not in kept
+        }
         others = {
             name: [value for value in values.get(name, ()) if _text(value) != _text(present)]
             for name, present in params.items()

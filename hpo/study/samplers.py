@@ -34,7 +34,7 @@ from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.search_space import Distribution, grid, is_finite
+from hpo.config.search_space import SearchSpace, grid, is_finite
 from hpo.outcome import Outcome
 from hpo.study.device_sampler import ANY_DEVICE, PRECISION, DeviceSampler, WorkerDevice
 from hpo.study.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
@@ -51,7 +51,7 @@ POINT_ATTR = "hpo:grid"
 
 def build_sampler(
     config: SamplerConfig,
-    space: Mapping[str, Distribution],
+    space: SearchSpace,
     *,
     worker_number: int = 0,
     device: WorkerDevice = ANY_DEVICE,
@@ -74,11 +74,11 @@ def build_sampler(
     if choices:
         space = {**space, PRECISION: space[PRECISION].model_copy(update={"choices": runnable})}
     sampler = _build_optuna_sampler(config, space, (config.seed + worker_number) % 2**32)
-    models_choices = config.name in ("tpe", "gp")
-    return DeviceSampler(sampler, device, choices, runnable, models_choices=models_choices)
+    models = config.name in ("tpe", "gp")
+    return DeviceSampler(sampler, device, choices, runnable, models_choices=models)
 
 
-def _build_optuna_sampler(config: SamplerConfig, space: Mapping[str, Distribution], seed: int) -> BaseSampler:
+def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) -> BaseSampler:
     """Optuna's sampler, wrapped in what it needs against trials that cannot work."""
     name, options = config.name, config.options
     if name in ("gp", "cmaes", "qmc"):
@@ -123,13 +123,7 @@ class SharedGrid(BaseSampler):
     trial is, unless that FAILed without having run, as when `n_trials` is lowered.
     """
 
-    def __init__(
-        self,
-        space: Mapping[str, Distribution],
-        seed: int,
-        skipped: Container[str] = (),
-        lock: Lock = nullcontext,
-    ) -> None:
+    def __init__(self, space: SearchSpace, seed: int, skipped: Container[str], lock: Lock) -> None:
         values = grid(space)
         names = sorted(values)
         products = itertools.product(*(values[name] for name in names))
