@@ -127,29 +127,24 @@ def test_workers_of_two_devices_visit_every_point_of_a_grid_once(sqlite_url: str
     assert len(points) == points.total() == 12
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_points_for_another_device_are_left_and_not_waited_for(sqlite_url: str, num_workers: int) -> None:
-    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
+@pytest.mark.parametrize(("space", "num_workers"), [(SPACES["grid"], 1), (SPACES["grid"], 3), (PRECISION, 4)])
+def test_points_for_another_device_are_left_and_not_waited_for(
+    sqlite_url: str, space: dict[str, Any], num_workers: int
+) -> None:
+    """Also by workers that find no point for their device in the slot that they claimed."""
+    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=space)
     alike = [Worker(config, VOLTA) for _ in range(num_workers)]
     summaries = run_all(sqlite_url, alike)
     assert {(summary.ended, summary.elsewhere, summary.exit_code) for summary in summaries} == {
         ("elsewhere", ("bf16",), 0)
     }
-    assert Counter(name for worker in alike for name in worker.drawn) == {"fp32": 4, "fp16": 4}
+    each = config.num_slots // 3
+    assert Counter(name for worker in alike for name in worker.drawn) == {"fp32": each, "fp16": each}
     with open_storage(sqlite_url) as storage:
-        assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 8}
-    assert Worker(config, AMX).run(sqlite_url).outcomes == {"complete": 4}
-
-
-def test_more_workers_than_points_for_their_device(sqlite_url: str) -> None:
-    """Those that find no point give back the slot, and the other device gets every point that is left."""
-    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
-    alike = [Worker(config, VOLTA) for _ in range(4)]
-    run_all(sqlite_url, alike)
-    assert sorted(name for worker in alike for name in worker.drawn) == ["fp16", "fp32"]
+        assert storage.slot_counts("tiny") == {"open": each, "running": 0, "done": 2 * each}
     last = Worker(config, AMX)
     assert last.run(sqlite_url).ended == "finished"
-    assert last.drawn == ["bf16"]
+    assert last.drawn == ["bf16"] * each
 
 
 def die(worker: WorkerLease, storage: Storage) -> None:
