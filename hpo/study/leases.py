@@ -43,6 +43,7 @@ from hpo.outcome import Outcome
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import Deaths, count_death, counted_cause, num_oom_kills
 from hpo.study.process import process_start, this_machine
+from hpo.study.samplers import known_params
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage
 
@@ -243,7 +244,7 @@ class WorkerLease:
         with self._storage.engine.connect() as connection:
             numbers = connection.execute(query).scalars().all()
         trials = self._study.get_trials(deepcopy=False)
-        return {number: {} if number is None else trials[number].params for number in numbers}
+        return {number: {} if number is None else known_params(trials[number]) for number in numbers}
 
     def _runnable(self) -> sa.ColumnElement[bool]:
         """The condition that this worker can run the trial of a slot, or begin one where there is none."""

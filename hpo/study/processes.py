@@ -136,7 +136,7 @@ def run_workers(
     # Each worker would otherwise use all cores, and they would get into each other's way.
     threads = max(1, available_cores() // len(places))
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": storage.url}
-    watch = StudyWatch(storage, config.name)
+    watch = StudyWatch(storage, config)
     started = time.monotonic()
     with ExitStack() as stack:
         workers = [
