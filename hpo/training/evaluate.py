@@ -81,7 +81,7 @@ def predict_logits(
     rows = {"sequence": split.num_windows, "token": split.num_tokens}
     logits = {task.name: np.empty((rows[task.level], task.num_outputs), np.float32) for task in tasks}
     model.eval()
-    pending = list(reversed(evaluation_batches(lengths_W, max_tokens)))
+    pending = evaluation_batches(lengths_W, max_tokens)[::-1]
     with mixed_precision.evaluation():
         while pending:
             windows = pending.pop()

@@ -124,13 +124,9 @@ def _multiclass_sum(
     the focal loss.
     """
     if gamma == 0.0:
+        # Its `ignore_index` is IGNORE_INDEX unless told otherwise.
         return F.cross_entropy(
-            logits_NK,
-            target_N,
-            weight_K,
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-            label_smoothing=label_smoothing,
+            logits_NK, target_N, weight_K, reduction="sum", label_smoothing=label_smoothing
         )
     labelled_N = target_N != IGNORE_INDEX
     log_p_NK = F.log_softmax(torch.where(labelled_N[:, None], logits_NK, 0.0), dim=-1)
