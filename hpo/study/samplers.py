@@ -167,11 +167,5 @@ class SharedGrid(BaseSampler):
     def sample_relative(self, *_: object) -> dict[str, Any]:
         return {}
 
-    def sample_independent(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,  # noqa: ARG002
-    ) -> Any:
-        return trial.system_attrs[POINT_ATTR][param_name]
+    def sample_independent(self, _: Study, trial: FrozenTrial, name: str, __: BaseDistribution) -> Any:
+        return trial.system_attrs[POINT_ATTR][name]
