@@ -37,7 +37,7 @@ from hpo.report.tables import (
     trial_seconds,
     trials_table,
 )
-from hpo.study.study_record import best_trials, complete_trials, trial_outcome
+from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
@@ -59,7 +59,7 @@ def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None
     )
     templates.filters["inline"] = _inline
     best = best_trials(record)
-    counts = Counter(map(trial_outcome, record.trials))
+    counts = Counter(trial.outcome for trial in record.trials)
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     reasons = reasons_table(record)
     reasons["time"] = reasons["seconds"].map(format_seconds)

@@ -16,7 +16,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     from collections import Counter
     from datetime import UTC, datetime, timedelta
 
-    from hpo.study.study_record import by_first_objective, trial_outcome
+    from hpo.study.study_record import best_trials
 
     remaining = record.slots["open"] + record.slots["running"]
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
@@ -30,14 +30,14 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
         "n_trials": sum(record.slots.values()),
         "trials": dict(record.slots),
         "states": dict(Counter(trial.state for trial in record.trials)),
-        "outcomes": dict(Counter(trial_outcome(trial) for trial in record.trials)),
+        "outcomes": dict(Counter(trial.outcome for trial in record.trials)),
         "best": [
             {
                 "number": trial.number,
                 "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
                 "params": trial.params,
             }
-            for trial in by_first_objective(record)
+            for trial in best_trials(record)
         ],
         "workers": [
             {

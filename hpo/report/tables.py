@@ -24,7 +24,7 @@ from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION_NAMES, support
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
-from hpo.study.study_record import is_number, trial_outcome
+from hpo.study.study_record import is_number
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
@@ -91,15 +91,14 @@ def _trial_row(record: StudyRecord, trial: TrialRecord, first_start: datetime | 
         or _look_up(record.definition, "training.fp_precision")
         or "auto"
     )
-    outcome = trial_outcome(trial)
     counts = row["effective"] == requested and row["agrees"] is not False
     shared = bool(row["shared"])
     row |= {
         "number": trial.number,
-        "outcome": outcome,
+        "outcome": trial.outcome,
         "reason": trial.reason or "",
         "precision": requested,
-        "support": "unsupported" if outcome == Outcome.UNSUPPORTED else row["support"],
+        "support": "unsupported" if trial.outcome == Outcome.UNSUPPORTED else row["support"],
         "disagreement": row["disagreement"] or "",
         "shared": shared,
         "counts": counts,

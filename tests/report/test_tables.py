@@ -192,7 +192,7 @@ def test_pareto_front(values: list[list[float]], directions: tuple[str, ...], fr
 def test_several_objectives_have_a_front_instead_of_a_best() -> None:
     trials = [with_values(number, values) for number, values in enumerate([(0.5, 10), (0.6, 20), (0.4, 30)])]
     record = record_of(trials, metric_names=("score", "memory"), directions=("maximize", "minimize"))
-    assert [trial.number for trial in best_trials(record)] == [0, 1]
+    assert [trial.number for trial in best_trials(record)] == [1, 0], "the best by the first objective first"
     summary = summary_by_precision(record)
     assert (summary.loc[0, "best_score"], summary.loc[0, "best_memory"]) == (0.6, 10)
 
