@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
-from hpo.data.progress import ProgressLog
+from hpo.data.progress import logged
 from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import AnyArray, Concatenation, TokenizedSplit, Windowing, split_of_arrays
 from hpo.errors import RunError
@@ -58,7 +58,7 @@ def load_tokenized(
             num = len(examples)
             what = f"tokenising {num:,} texts of the {split} split (max_length {windowing.max_length})"
             chunks = tokenize_chunks(examples, dataset.tasks, tokenizer, windowing)
-            _write(folder, chunks, ProgressLog(what, num))
+            _write(folder, logged(chunks, what, num, size=lambda chunk: len(chunk.examples)))
     except OSError as error:
         raise RunError(
             f"the token cache could not be written: {error}. Free space or make {cache_dir} writable."
@@ -83,7 +83,7 @@ def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windo
     return f"{split}-{hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}"
 
 
-def _write(folder: Path, chunks: Iterable[TokenizedSplit], progress: ProgressLog) -> None:
+def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished")  # Ours alone: the lock is held.
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -101,7 +101,6 @@ def _write(folder: Path, chunks: Iterable[TokenizedSplit], progress: ProgressLog
                         raise ValueError(f"{name} holds {arrays[name]}, not {array.dtype} {array.shape}")
                     files[name].write(array.tobytes())
                     arrays[name][1][0] += len(array)
-                progress.advance(len(chunk.examples))
             files[_CONTENTS] = opened.enter_context((unfinished / _CONTENTS).open("wb"))
             files[_CONTENTS].write(json.dumps({"totals": concatenation.totals, "arrays": arrays}).encode())
             for file in files.values():
