@@ -232,11 +232,8 @@ class SyntheticRows(Sequence[Example]):
     @overload
     def __getitem__(self, index: slice) -> list[Example]: ...
     def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        if isinstance(index, slice):
-            return [self._row(i) for i in range(*index.indices(self.num_rows))]
-        if not -self.num_rows <= index < self.num_rows:
-            raise IndexError(f"row {index} of {self.num_rows}")
-        return self._row(index % self.num_rows)
+        numbers = range(self.num_rows)[index]
+        return self._row(numbers) if isinstance(numbers, int) else [self._row(i) for i in numbers]
 
     def _row(self, index: int) -> Example:
         # Only random() is used: it alone gives the same numbers under every version of Python.
