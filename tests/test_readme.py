@@ -9,11 +9,11 @@ import pytest
 import typer
 import yaml
 from readme import BEGIN, END, README, with_reference
+from tiny_tokenizers import tokenize_split
 
 from hpo.cli.commands import app
 from hpo.config.study_config import load_study
 from hpo.data.dataset import load_data
-from hpo.data.tokenization import tokenize_split
 from hpo.data.tokenized_split import Windowing
 from hpo.models.encoder import load_tokenizer
 
