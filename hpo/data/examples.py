@@ -185,10 +185,7 @@ class RowChecker:
 
 
 def _task_span_problems(
-    task: Task,
-    labels: Mapping[str, Label],
-    spans: Mapping[str, Sequence[Span]],
-    segments: Mapping[str, Span],
+    task: Task, labels: Mapping[str, Label], spans: Mapping[str, Sequence[Span]], segments: Mapping[str, Span]
 ) -> list[str]:
     """Rules of one span task that need more than one span, or the labels, to be seen."""
     of_task = sorted((start, end, name) for name in task.labels for start, end in spans.get(name, ()))

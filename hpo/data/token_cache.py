@@ -17,7 +17,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +37,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 3
 """To be raised when the arrays, or how they are made, change their meaning."""
 _CONTENTS = "contents.json"
-_FLAT = (
-    "input_ids_T",
-    "type_ids_T",
-    "char_start_T",
-    "char_end_T",
-    "owned_T",
-    "window_start_W1",
-    "window_example_W",
-)
+_FLAT = tuple(field.name for field in fields(TokenizedSplit) if field.name.endswith(("_T", "_W", "_W1")))
+"""The arrays over all tokens or windows of a split, whatever its tasks."""
 
 
 def load_tokenized(

@@ -53,6 +53,9 @@ from hpo.errors import DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_Encode = Callable[[Sequence[str], IntArray], TokenStream]
+_Segments = tuple[TokenStream, TokenStream]
+
 _CHUNK = 10_000  # Examples tokenised at once: bounds what the tokenizer's Python lists take.
 
 
@@ -69,7 +72,7 @@ class _Windows:
     is_cut_E: BoolArray
 
 
-def _cut(segments: tuple[TokenStream, TokenStream], windowing: Windowing, num_special: int) -> _Windows:
+def _cut(segments: _Segments, windowing: Windowing, num_special: int) -> _Windows:
     num_first_E, num_second_E = (segment.count_E for segment in segments)
     room = windowing.max_length - num_special
     is_windowed = windowing.long_text == "window"
@@ -143,7 +146,7 @@ def tokenize_chunks(
 def _tokenize_chunk(
     examples: Sequence[Example],
     tasks: Sequence[Task],
-    encode_texts: Callable[[Sequence[str], IntArray], TokenStream],
+    encode_texts: _Encode,
     layout: Layout,
     windowing: Windowing,
 ) -> TokenizedSplit:
@@ -183,11 +186,7 @@ def _tokenize_chunk(
     )
 
 
-def _segments(
-    examples: Sequence[Example],
-    encode_texts: Callable[[Sequence[str], IntArray], TokenStream],
-    names: tuple[str, str] | None,
-) -> tuple[TokenStream, TokenStream]:
+def _segments(examples: Sequence[Example], encode_texts: _Encode, names: tuple[str, str] | None) -> _Segments:
     """The tokens of both segments; without a pair the text is the second, and the first is empty."""
     if names is None:
         begin_E = np.zeros(len(examples), dtype=np.int64)
@@ -202,9 +201,7 @@ def _segments(
     return first, second
 
 
-def _lay_out(
-    segments: tuple[TokenStream, TokenStream], windows: _Windows, layout: Layout
-) -> tuple[dict[str, Any], IntArray]:
+def _lay_out(segments: _Segments, windows: _Windows, layout: Layout) -> tuple[dict[str, Any], IntArray]:
     """The arrays over the tokens of all windows, and where each segment begins in its window."""
     # A window has five pieces: special tokens, first segment, special tokens, second segment, special tokens.
     pool = concatenated(layout.special, *segments)
@@ -235,11 +232,7 @@ def _lay_out(
 
 
 def _window_spans(
-    task: Task,
-    examples: Sequence[Example],
-    segments: tuple[TokenStream, TokenStream],
-    windows: _Windows,
-    at_2W: IntArray,
+    task: Task, examples: Sequence[Example], segments: _Segments, windows: _Windows, at_2W: IntArray
 ) -> tuple[WindowSpans, int]:
     """A task's spans in every window, and how many are whole in none."""
     found = [

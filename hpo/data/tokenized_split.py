@@ -55,7 +55,7 @@ class WindowSpans:
     start_W1: IntArray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenizedSplit:
     """A split as the encoder reads it.
 
@@ -67,6 +67,8 @@ class TokenizedSplit:
     examples: Sequence[Example]
     max_length: int
     input_ids_T: IntArray
+    type_ids_T: IntArray | None = None
+    """Segment ids of encoded pairs, where the encoder takes any."""
     char_start_T: IntArray
     char_end_T: IntArray
     """Characters of the example's text that a token stands for, without white space around them; -1 at
@@ -83,8 +85,6 @@ class TokenizedSplit:
     """Texts that were longer than a window and lost their end."""
     num_lost_spans: Mapping[str, int]
     """For each span task, the spans that no window holds whole."""
-    type_ids_T: IntArray | None = None
-    """Segment ids of encoded pairs, where the encoder takes any."""
     length_multiple: int = LENGTH_MULTIPLE
     """To a multiple of this its batches are padded."""
 
