@@ -21,7 +21,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.search_space import Distribution, grid, suggest
 from hpo.outcome import Outcome
-from hpo.study.device_sampler import PRECISION, WrapperSampler
+from hpo.precision.table import PRECISION
+from hpo.study.device_sampler import WrapperSampler
 
 MIN_INFEASIBLE_TRIALS = 3
 """So many trials of a choice must have been infeasible, and none feasible, before it is avoided."""
