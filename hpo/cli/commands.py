@@ -35,6 +35,7 @@ from hpo.errors import HpoError, InputError, did_you_mean
 
 if TYPE_CHECKING:
     from hpo.precision.table import Support
+    from hpo.trial.compat import Compatibility
 
 _SPLITS = ("train", "validation", "test")
 
@@ -69,7 +70,6 @@ def verify(
 ) -> None:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
     from dataclasses import asdict
-    from functools import partial
 
     from hpo.cli.display import print_verification
     from hpo.config.study_config import load_study
@@ -82,17 +82,18 @@ def verify(
     make_runs_folder(config.name)
     device = probe_device(config.device)
 
-    def announce(name: str, support: Support) -> None:
+    def check(name: str, support: Support) -> Compatibility:
+        def estimate(seconds: float) -> None:
+            how_long = f": about {seconds:.0f} s" if seconds >= 1 else ""
+            typer.echo(f"  timing fp32 and {name} in turn, {repeats} times{how_long}", err=True)
+
         slow = " (emulated here, so slow)" if support.level == "emulated" else ""
         typer.echo(f"checking {name} ...{slow} one training pass in fp32 and in {name}", err=True)
-
-    def estimate(name: str, seconds: float) -> None:
-        how_long = f": about {seconds:.0f} s" if seconds >= 1 else ""
-        typer.echo(f"  timing fp32 and {name} in turn, {repeats} times{how_long}", err=True)
+        return check_precision(executor, name, repeats, estimate)
 
     with progress_shown(quiet=as_json):
-        check = partial(check_precision, Executor(config, device, RUNS))
-        checks = verify_precisions(device, check, repeats, announce, estimate)
+        executor = Executor(config, device, RUNS)
+        checks = verify_precisions(device, check)
     if as_json:
         rows = [asdict(check) for check in checks]
         print_json({"device": asdict(device), "precisions": rows, "recommendation": recommendation(checks)})

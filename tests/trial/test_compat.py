@@ -1,22 +1,24 @@
-"""What a check's result is kept under, and what is found wrong with a study before it begins."""
+"""The verdict on a measurement, and what it is kept under."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import CPU, ENCODER, tiny_executor
+from tiny import CPU, tiny_executor
 
-import hpo.trial.check
+import hpo.trial.compat
+from hpo.config.study_config import CompatConfig
 from hpo.config.trial_config import build_trial_config
-from hpo.errors import ModelError
 from hpo.precision.table import resolve
-from hpo.trial.check import cache_key
+from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge
 from hpo.trial.executor import Executor
+from hpo.trial.measure import Measurement
 from hpo.trial.trial_parts import TrialParts
 
-ENCODERS = {"type": "categorical", "choices": [ENCODER, "/no/such/folder"]}
+BOUNDS = CompatConfig()
 
 
 def parts_of(executor: Executor, **params: Any) -> TrialParts:
@@ -48,43 +50,60 @@ def test_attention_with_dropout_is_another_measurement(tmp_path: Path) -> None:
 def test_a_new_way_to_measure_measures_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = tiny_executor(tmp_path)
     before = key_of(executor)
-    monkeypatch.setattr(hpo.trial.check, "MEASUREMENT_VERSION", 10**6)
+    monkeypatch.setattr(hpo.trial.compat, "MEASUREMENT_VERSION", 10**6)
     assert key_of(executor) != before
 
 
-def test_a_sound_study_leaves_nothing_but_tokens(tmp_path: Path) -> None:
-    space = {
-        "fp_precision": {"type": "categorical", "choices": ["tf32", "fp16"]},
-        "encoder": {"type": "categorical", "choices": [ENCODER, ENCODER | {"num_hidden_layers": 1}]},
-        "max_length": {"type": "int", "low": 16, "high": 64},
-        "init_scale": {"type": "float", "low": 1.0, "high": 2.0, "when": {"fp_precision": ["fp16"]}},
-    }
-    training = {"max_steps": 1, "batch_size": 8}
-    executor = tiny_executor(tmp_path, model={}, training=training, search_space=space)
-    executor.check_study()
-    made = {path.relative_to(tmp_path).parts[:3] for path in tmp_path.rglob("*") if path.is_file()}
-    assert made == {("tiny.yaml",), *(path for path in made if path[:3] == ("runs", "cache", "tokens"))}
+class Cache:
+    """A compatibility cache that holds JSON, as a database does."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, str] = {}
+
+    def get_compat(self, key: str) -> Any:
+        return json.loads(self.stored.get(key, "null"))
+
+    def put_compat(self, key: str, result: Any) -> Any:
+        self.stored[key] = json.dumps(result)
+        return result
+
+
+def check(executor: Executor, cache: Cache) -> Compatibility:
+    fingerprint = executor.dataset.fingerprint
+    return check_compatibility(parts_of(executor), executor.study, fingerprint, CPU, cache)
+
+
+def test_a_measurement_is_made_once(tmp_path: Path) -> None:
+    executor, cache = tiny_executor(tmp_path), Cache()
+    first, second = check(executor, cache), check(executor, cache)
+    assert (first.verdict, first.cached, second.cached) == ("ok", False, True)
+    assert second.measurement == first.measurement
+
+
+def test_a_check_without_fp32_is_not_kept_for_machines_with_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, cache = tiny_executor(tmp_path), Cache()
+    alone = Measurement("fp32", reference_fits=False)
+    monkeypatch.setattr("hpo.trial.compat.measure", lambda *_: alone)
+    assert check(executor, cache).measurement == alone
+    monkeypatch.undo()
+    assert check(executor, cache).measurement.gradient_cosine == pytest.approx(1)
+    assert len(cache.stored) == 1
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("error", "cosine", "verdict"),
     [
-        ({"model": {"encoder": "/no/such/folder"}}, "/no/such/folder"),
-        ({"model": {}, "search_space": {"encoder": ENCODERS}}, "/no/such/folder"),
-        ({"model": {"encoder": ENCODER | {"vocab_size": 9}}}, "vocab_size|cannot run a batch"),
-        (
-            {"training": {"max_steps": 1, "max_length": 64, "freeze_layers": 9}},
-            "freeze_layers must be between 0 and the encoder's 2 layers",
-        ),
-        ({"training": {"max_steps": 1, "max_length": 600}}, "512"),
+        (0.01, 0.999, "ok"),
+        (BOUNDS.degraded_logits_relative_error * 1.01, 0.999, "degraded"),
+        (BOUNDS.incompatible_logits_relative_error * 1.01, 0.999, "incompatible"),
+        (0.01, BOUNDS.degraded_gradient_cosine - 0.001, "degraded"),
+        (0.01, BOUNDS.incompatible_gradient_cosine - 0.001, "incompatible"),
     ],
 )
-def test_what_a_model_cannot_do_is_found(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    executor = tiny_executor(tmp_path, **changes)
-    with pytest.raises(ModelError, match=message):
-        executor.check_study()
-
-
-def test_a_choice_that_cannot_be_built_is_one_trials_end(tmp_path: Path) -> None:
-    space = {"freeze_layers": {"type": "categorical", "choices": [9, 0]}}
-    tiny_executor(tmp_path, search_space=space).check_study()
+def test_the_bounds_of_the_study_decide(error: float, cosine: float, verdict: str) -> None:
+    measurement = Measurement("bf16", logits_relative_error={"topic": error}, gradient_cosine=cosine)
+    found = judge(measurement, BOUNDS)
+    assert found.verdict == verdict
+    assert bool(found.reasons) == (verdict != "ok")

@@ -1,10 +1,10 @@
-"""The compatibility check, with modules that break on purpose: each is found, named and given its verdict."""
+"""Measurements of modules that break on purpose: each is found, named and given its verdict."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,27 +14,30 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpo.config.study_config import CompatConfig
-from hpo.precision.table import PRECISIONS
-from hpo.trial.compat import Compatibility, Measurement, judge, measure
+from hpo.precision.table import PRECISIONS, Resolution
+from hpo.trial.compat import Compatibility, judge
+from hpo.trial.measure import measure
+from hpo.trial.trial_parts import TrialParts
 
-BOUNDS = CompatConfig()
+Compute = Callable[[nn.Linear, Tensor], Tensor]
 
 
 def check(encoder: nn.Module | None, name: str, **amp: Any) -> Compatibility:
     model = tiny_model(encoder)
-    config = EMULATED.model_copy(update=amp)
+    config: Any = SimpleNamespace(amp=EMULATED.model_copy(update=amp))
+    parts = TrialParts(config, Resolution(name, name, "emulated"), model, tiny_objective(), *[None] * 4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    measurement = measure(model, tiny_batch(), tiny_objective(), PRECISIONS[name], config, CPU)
+    measurement = measure(parts, tiny_batch(), CPU)
     assert model.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    return judge(measurement, BOUNDS)
+    return judge(measurement, CompatConfig())
 
 
 class Broken(TinyEncoder):
     """The tiny encoder with one more module between it and the heads."""
 
-    def __init__(self, extra: nn.Module | Callable[[nn.Linear, Tensor], Tensor]) -> None:
+    def __init__(self, extra: nn.Module | Compute) -> None:
         super().__init__()
         self.extra = extra if isinstance(extra, nn.Module) else Extra(extra)
 
@@ -47,7 +50,7 @@ class Broken(TinyEncoder):
 class Extra(nn.Module):
     """A function of a linear layer and the hidden states."""
 
-    def __init__(self, compute: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+    def __init__(self, compute: Compute) -> None:
         super().__init__()
         self.dense = nn.Linear(16, 16)
         self.compute = compute
@@ -56,32 +59,12 @@ class Extra(nn.Module):
         return self.compute(self.dense, hidden)
 
 
-class Overflow(nn.Module):
-    """Passes 65504, fp16's largest number, on its way to a harmless value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 16)
-        nn.init.constant_(self.up.weight, 5e4)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.up(hidden.abs() + 1) * 1e-6
-
-
-class _NanGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.reduced = torch.is_autocast_enabled("cpu") or x.dtype != torch.float32
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * (math.nan if ctx.reduced else 1.0)
-
-
 def nan_backward(_: nn.Linear, hidden: Tensor) -> Tensor:
     """Right in the forward pass; its gradient is NaN in reduced precision."""
-    return _NanGradient.apply(hidden)
+    reduced = torch.is_autocast_enabled("cpu") or hidden.dtype != torch.float32
+    output = hidden.clone()
+    output.register_hook(lambda gradient: gradient * (math.nan if reduced else 1.0))
+    return output
 
 
 def no_bfloat16(dense: nn.Linear, hidden: Tensor) -> Tensor:
@@ -151,11 +134,13 @@ def test_a_sound_model_is_ok_everywhere(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "verdict"), [("fp16", "incompatible"), ("bf16", "ok"), ("fp32", "ok")])
 def test_overflow_in_fp16_only(name: str, verdict: str) -> None:
-    found = check(Broken(Overflow()), name)
+    overflow = Extra(lambda dense, hidden: dense(hidden.abs() + 1) * 1e-6)
+    nn.init.constant_(overflow.dense.weight, 5e4)  # fp16 ends at 65504
+    found = check(Broken(overflow), name)
     assert found.verdict == verdict
     if verdict == "incompatible":
-        assert found.measurement.first_nonfinite_module == "encoder.extra.up"
-        assert "the first module that made them so is encoder.extra.up" in found.reasons[0]
+        assert found.measurement.first_nonfinite_module == "encoder.extra.dense"
+        assert "the first module that made them so is encoder.extra.dense" in found.reasons[0]
         assert found.measurement.reference_finite
 
 
@@ -207,30 +192,6 @@ def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("hpo.trial.compat.observe", full)
+    monkeypatch.setattr("hpo.trial.measure.observe", full)
     with pytest.raises(torch.OutOfMemoryError):
         check(None, "bf16")
-
-
-@pytest.mark.parametrize(
-    ("error", "cosine", "verdict"),
-    [
-        (0.01, 0.999, "ok"),
-        (BOUNDS.degraded_logits_relative_error * 1.01, 0.999, "degraded"),
-        (BOUNDS.incompatible_logits_relative_error * 1.01, 0.999, "incompatible"),
-        (0.01, BOUNDS.degraded_gradient_cosine - 0.001, "degraded"),
-        (0.01, BOUNDS.incompatible_gradient_cosine - 0.001, "incompatible"),
-    ],
-)
-def test_the_bounds_of_the_study_decide(error: float, cosine: float, verdict: str) -> None:
-    measurement = Measurement("bf16", logits_relative_error={"topic": error}, gradient_cosine=cosine)
-    found = judge(measurement, BOUNDS)
-    assert found.verdict == verdict
-    assert bool(found.reasons) == (verdict != "ok")
-
-
-def test_a_measurement_survives_json() -> None:
-    found = check(None, "bf16")
-    stored = found.telemetry()["compatibility"]
-    fields = {key: stored[key] for key in Measurement.__dataclass_fields__}
-    assert Measurement(**json.loads(json.dumps(fields))) == found.measurement
