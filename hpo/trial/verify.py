@@ -48,15 +48,11 @@ class PrecisionCheck:
 
 
 def check_precision(
-    executor: Executor,
-    name: str,
-    repeats: int,
-    on_estimate: Callable[[float], None] = lambda _: None,
+    executor: Executor, name: str, repeats: int, on_estimate: Callable[[float], None] = lambda _: None
 ) -> Compatibility:
     """The compatibility check alone, with the study's fixed settings, emulated or not; not cached.
 
-    `on_estimate` is told the seconds that the `repeats` timed passes will take, once a first pass has shown
-    them.
+    `on_estimate` is told the seconds that the `repeats` timed passes will take.
     """
     config = build_trial_config(executor.study, {}, name, executor.amp)
     parts = executor.parts(config, Resolution(name, name, support(name, executor.device).level))
@@ -64,7 +60,7 @@ def check_precision(
 
 
 def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -> list[PrecisionCheck]:
-    """`check`, by `check_precision`, each precision that `device` runs, natively or emulated."""
+    """`check` each precision that `device` runs, natively or emulated; `check_precision` is such a check."""
     checks = []
     for name in PRECISION_NAMES:
         found = support(name, device)
