@@ -25,6 +25,7 @@ from hpo.config.trial_settings import (
     takes_whole_numbers,
 )
 from hpo.errors import did_you_mean
+from hpo.precision.table import PRECISION
 from hpo.section import Section, Switch, Whole
 
 
@@ -306,7 +307,7 @@ def _condition(parent: str, distribution: Distribution, value: Any) -> Any:
 
 def _value_of(name: str, value: Any) -> Any:
     """The setting's own form of `value`. Raises ValidationError."""
-    if value is None and name in ("fp_precision", "encoder"):
+    if value is None and name in (PRECISION, "encoder"):
         raise refused((), "must be named: `null` leaves it open, which a search cannot compare.")
     try:
         return setting_value(name, value)

@@ -36,7 +36,7 @@ from hpo.config.search_space import (
 from hpo.config.study_file import Problem, problems_of, read_study_file, refused, show, validation_error
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, TrialSettings
 from hpo.errors import InputError, StudyFileError, did_you_mean
-from hpo.precision.table import AmpConfig
+from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
 SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
@@ -231,7 +231,7 @@ class StudyConfig(Section):
     @property
     def precisions(self) -> tuple[str, ...]:
         """The choices of `fp_precision`, or the one that is fixed; () where the preset decides."""
-        if searched := self.search_space.get("fp_precision"):
+        if searched := self.search_space.get(PRECISION):
             return tuple(searched.grid())
         return (self.training.fp_precision,) if self.training.fp_precision else ()
 

@@ -22,7 +22,7 @@ from hpo.config.trial_settings import (
     setting_value,
 )
 from hpo.errors import InputError, did_you_mean
-from hpo.precision.table import AmpConfig
+from hpo.precision.table import PRECISION, AmpConfig
 
 SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
@@ -61,7 +61,7 @@ def build_trial_config(
     loss_weight = settings.pop("loss_weight", {})
     settings |= {f"loss_weight.{task}": weight for task, weight in loss_weight.items()}
     settings |= decode(study.search_space, params)
-    settings["fp_precision"] = settings.get("fp_precision") or default_precision
+    settings[PRECISION] = settings.get(PRECISION) or default_precision
     encoder = settings.get("encoder") or study.model.encoder
     settings["encoder"] = _absolute_encoder(encoder, study.path.parent)
     scaler = {name: settings[name] for name in SCALER_SETTINGS if settings.get(name) is not None}

@@ -34,6 +34,23 @@ LOSS_WEIGHT = "loss_weight."
 BUDGETS = ("epochs", "max_steps", "max_seconds")
 """A trial ends by exactly one of these."""
 
+MODEL_SETTINGS = (
+    "encoder",
+    "attention",
+    "freeze_layers",
+    "max_length",
+    "dropout",
+    "attention_dropout",
+    "gradient_checkpointing",
+    "layerwise_lr_decay",
+    "compile",
+    "compile_scope",
+)
+"""Settings of which some combinations cannot be built."""
+
+STEP_SETTINGS = (*BUDGETS, *MODEL_SETTINGS, "batch_size", "micro_batch_size", "compile_dynamic")
+"""Settings that decide whether a trial has steps in which nothing is compiled."""
+
 DEFAULT_EPOCHS = 3.0
 
 

@@ -30,6 +30,9 @@ from hpo.section import Count, Section, Switch, Whole
 
 SupportLevel = Literal["native", "emulated", "unsupported"]
 
+PRECISION = "fp_precision"
+"""The setting of a trial that names its precision."""
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -51,6 +54,11 @@ class Precision:
     def linear_dtype(self) -> str:
         """The dtype that a linear layer's output has when this precision really runs."""
         return self.autocast or self.weights
+
+    @property
+    def products(self) -> str:
+        """What matrix products are computed in: `float8`, `tf32` or a dtype."""
+        return "float8" if self.float8 else "tf32" if self.tf32 else self.linear_dtype
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -135,40 +143,25 @@ class AmpConfig(Section):
     )
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What a preset stands for; `precision` None means: choose by the device."""
-
-    precision: str | None
-    tf32: bool
-    cudnn_benchmark: bool
-    fallback_to_fp32: bool
-    track_stats: bool
-
-
-PRESETS: dict[str, Preset] = {
-    "basic": Preset("fp32", tf32=False, cudnn_benchmark=False, fallback_to_fp32=False, track_stats=False),
-    "advanced": Preset("fp16", tf32=True, cudnn_benchmark=True, fallback_to_fp32=False, track_stats=True),
-    "ultra": Preset("bf16", tf32=True, cudnn_benchmark=True, fallback_to_fp32=True, track_stats=True),
-    "auto": Preset(None, tf32=False, cudnn_benchmark=True, fallback_to_fp32=False, track_stats=True),
+# preset: its precision (None: the best of the device), and which of these switches are on
+_SWITCHES = ("tf32", "cudnn_benchmark", "fallback_to_fp32", "track_stats")
+PRESETS: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "basic": ("fp32", ()),
+    "advanced": ("fp16", ("tf32", "cudnn_benchmark", "track_stats")),
+    "ultra": ("bf16", _SWITCHES),
+    "auto": (None, ("cudnn_benchmark", "track_stats")),
 }
 
 _AUTO_ORDER = ("bf16", "fp16", "tf32", "fp32")
+"""The fastest first; all of them rarely change a result."""
 
 
 def apply_preset(config: AmpConfig, device: DeviceInfo) -> tuple[AmpConfig, str]:
-    """Fill what `config` leaves open from its preset; also return the preset's precision here."""
-    preset = PRESETS[config.preset]
-    open_keys = ("tf32", "cudnn_benchmark", "fallback_to_fp32", "track_stats")
-    filled = config.model_copy(
-        update={key: getattr(preset, key) for key in open_keys if getattr(config, key) is None}
-    )
-    return filled, preset.precision or best_native(device)
-
-
-def best_native(device: DeviceInfo) -> str:
-    """The fastest precision that the device has instructions for and that rarely changes a result."""
-    return next(name for name in _AUTO_ORDER if support(name, device).level == "native")
+    """Fill what `config` leaves open from its preset; also return the preset's precision on `device`."""
+    precision, switched_on = PRESETS[config.preset]
+    filled = {name: name in switched_on for name in _SWITCHES if getattr(config, name) is None}
+    best_native = next(name for name in _AUTO_ORDER if support(name, device).level == "native")
+    return config.model_copy(update=filled), precision or best_native
 
 
 @dataclass(frozen=True)
@@ -179,60 +172,39 @@ class Support:
     reason: str = ""
 
 
+# By `Precision.products`: the first CUDA compute capability, and the CPUs, with instructions for them.
+_CAPABILITY = {"float8": (8, 9), "tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0), "float32": (0, 0)}
+_CPUS = {
+    "bfloat16": ("AMX or AVX512-BF16", {"amx_bf16", "avx512_bf16", "arm_bf16"}),
+    "float16": ("AVX512-FP16", {"avx512_fp16", "amx_fp16", "arm_fp16"}),
+}
+
+
 def support(name: str, device: DeviceInfo) -> Support:
     """Whether `device` runs the precision natively, emulates it, or cannot run it.
 
     Sources: CUDA programming guide, "Arithmetic instructions" by compute capability; oneDNN, "Data
     types", for CPUs; torchao's float8 training needs compute capability 8.9.
     """
-    precision = PRECISIONS[name]
-    if device.type == "cuda":
-        return _cuda_support(precision, device)
-    return _cpu_support(precision, device)
-
-
-def _cuda_support(precision: Precision, device: DeviceInfo) -> Support:
-    capability = device.compute_capability or (0, 0)
-    if precision.float8 and not device.has_torchao:
-        return Support("unsupported", "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
-    is_bf16 = "bfloat16" in (precision.autocast, precision.weights) and not precision.float8
-    if precision.float8:
-        needed = (8, 9)
-    elif precision.tf32 or is_bf16:
-        needed = (8, 0)
-    else:
-        needed = (7, 0) if precision.autocast == "float16" else (0, 0)
-    native = capability >= needed
-    if is_bf16 and device.cuda_bf16 is not None:
+    products = PRECISIONS[name].products
+    level: SupportLevel = "unsupported" if products in ("float8", "tf32") else "emulated"
+    needed = "compute capability >= {}.{}".format(*_CAPABILITY[products])
+    if device.type == "cpu":
+        if level == "unsupported":
+            return Support(level, f"`{name}` needs CUDA with {needed}, but this is a CPU ({device.name}).")
+        wanted, features = _CPUS.get(products, ("", set()))
+        if not features or features & device.cpu_features:
+            return Support("native")
+        return Support(level, f"`{name}` needs a CPU with {wanted}, which this {device.name} lacks.")
+    if products == "float8" and not device.has_torchao:
+        return Support(level, "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
+    major, minor = capability = device.compute_capability or (0, 0)
+    native = capability >= _CAPABILITY[products]
+    if products == "bfloat16" and device.cuda_bf16 is not None:
         native = device.cuda_bf16
     if native:
         return Support("native")
-    return Support(
-        "unsupported" if precision.float8 or precision.tf32 else "emulated",
-        f"`{precision.name}` needs compute capability >= {needed[0]}.{needed[1]}, "
-        f"but this {device.name} has {capability[0]}.{capability[1]}.",
-    )
-
-
-def _cpu_support(precision: Precision, device: DeviceInfo) -> Support:
-    if precision.float8 or precision.tf32:
-        needed = "8.9" if precision.float8 else "8.0"
-        return Support(
-            "unsupported",
-            f"`{precision.name}` needs CUDA with compute capability >= {needed}, but this is a CPU "
-            f"({device.name}).",
-        )
-    if "bfloat16" in (precision.autocast, precision.weights):
-        features, wanted = {"amx_bf16", "avx512_bf16", "arm_bf16"}, "AMX or AVX512-BF16"
-    elif precision.autocast == "float16":
-        features, wanted = {"avx512_fp16", "amx_fp16", "arm_fp16"}, "AVX512-FP16"
-    else:
-        return Support("native")
-    if features & device.cpu_features:
-        return Support("native")
-    return Support(
-        "emulated", f"`{precision.name}` needs a CPU with {wanted}, which this {device.name} lacks."
-    )
+    return Support(level, f"`{name}` needs {needed}, but this {device.name} has {major}.{minor}.")
 
 
 @dataclass(frozen=True)
@@ -248,10 +220,6 @@ class Resolution:
     def precision(self) -> Precision:
         return PRECISIONS[self.effective]
 
-    @property
-    def fell_back(self) -> bool:
-        return self.requested != self.effective
-
 
 def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution:
     """Decide what a trial that asks for `requested` runs on `device`.
@@ -262,7 +230,9 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     found = support(requested, device)
     if _usable(found, config):
         return Resolution(requested, requested, found.level, found.reason)
-    effective = _next_usable(requested, device, config)
+    effective = requested
+    while not _usable(support(effective, device), config):
+        effective = PRECISIONS[effective].falls_back_to or "fp32"
     if config.on_unsupported != "fallback":
         hint = ", or set amp.allow_emulated: true to run it emulated" if found.level == "emulated" else ""
         end = Failed if config.on_unsupported == "fail" else Unsupported
@@ -280,10 +250,3 @@ def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -
 
 def _usable(found: Support, config: AmpConfig) -> bool:
     return found.level == "native" or (found.level == "emulated" and config.allow_emulated)
-
-
-def _next_usable(name: str, device: DeviceInfo, config: AmpConfig) -> str:
-    following = PRECISIONS[name].falls_back_to
-    while following is not None and not _usable(support(following, device), config):
-        following = PRECISIONS[following].falls_back_to
-    return following or "fp32"

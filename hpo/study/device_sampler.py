@@ -23,8 +23,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
-
-PRECISION = "fp_precision"
+from hpo.precision.table import PRECISION
 
 MORE_MEMORY = 1.05
 """What did not fit is tried again with so many times the memory: cards of one model differ a little."""

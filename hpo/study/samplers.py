@@ -36,7 +36,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.search_space import SearchSpace, grid, is_finite
 from hpo.outcome import Outcome
-from hpo.study.device_sampler import ANY_DEVICE, PRECISION, DeviceSampler, WorkerDevice
+from hpo.precision.table import PRECISION
+from hpo.study.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice
 from hpo.study.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.gp_sampler import PrunedAwareSampler
 
