@@ -59,7 +59,7 @@ def _table(fields: dict[str, FieldInfo]) -> str:
             f"`{name}`",
             _values(field.annotation, field.metadata),
             _default(field),
-            field.description or "",
+            " ".join((field.description or "").split()),
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

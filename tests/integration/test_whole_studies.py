@@ -100,8 +100,10 @@ def test_a_changed_search_space_is_refused_with_a_diff(tmp_path: Path) -> None:
         refused = hpo_command(tmp_path, command, "tiny.yaml")
         assert refused.exit_code == 2
         assert "The stored study `tiny` has another search space than the study file" in refused.err
-        assert re.search(r"^  ~ learning_rate: low `0.0001` -> `1.0e-05`", refused.err, re.MULTILINE)
-        assert re.search(r"^  \+ pooling: ", refused.err, re.MULTILINE)
+        assert re.search(
+            r"^  ~ search_space\.learning_rate\.low: 0\.0001 -> 1e-05", refused.err, re.MULTILINE
+        )
+        assert re.search(r"^  \+ search_space\.pooling: ", refused.err, re.MULTILINE)
         assert "trial " not in refused.out
     after = stored(tmp_path)
     assert (after.trials, after.slots, after.definition) == (before.trials, before.slots, before.definition)
