@@ -188,7 +188,8 @@ def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]
     space: dict[str, Distribution] = {}
     problems: list[Problem] = []
     for name, value in raw.items():
-        with _collected(problems, (name,), value):
+        kind = DISTRIBUTIONS.get(str(value.get("type"))) if isinstance(value, Mapping) else None
+        with _collected(problems, (name,), kind):
             space[name] = _parse_distribution(name, value)
     for name, distribution in space.items():
         when = {}
@@ -215,14 +216,16 @@ def _parents_first(space: SearchSpace) -> tuple[str, ...]:
 
 
 @contextmanager
-def _collected(problems: list[Problem], where: KeyPath, content: Any = None) -> Iterator[None]:
-    """Add what the body refuses, of the `content` at `where`, to `problems`."""
+def _collected(
+    problems: list[Problem], where: KeyPath, kind: type[Distribution] | None = None
+) -> Iterator[None]:
+    """Add what the body refuses of the key `where` to `problems`."""
     try:
         yield
     except ValidationError as error:
-        kind = DISTRIBUTIONS.get(str(content.get("type"))) if isinstance(content, Mapping) else None
-        found = problems_of(error, kind, content)
-        problems += [Problem((*where, *problem.where), problem.message) for problem in found]
+        problems += [
+            Problem((*where, *problem.where), problem.message) for problem in problems_of(error, kind)
+        ]
     except ValueError as error:
         problems.append(Problem(where, str(error)))
 

@@ -57,10 +57,6 @@ def _study_name(name: str) -> str:
     return name
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, Mapping) else value
-
-
 class ObjectiveConfig(CheckedSection):
     """What a trial is judged by. A list of these makes a study with several objectives."""
 
@@ -79,6 +75,10 @@ class ObjectiveConfig(CheckedSection):
             yield Problem(("metric",), message)
         if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
             yield Problem(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
+
+
+def _as_tuple(value: Any) -> Any:
+    return (ObjectiveConfig.model_validate(value),) if isinstance(value, Mapping) else value
 
 
 class ModelConfig(Section):
@@ -168,7 +168,7 @@ class StudyConfig(CheckedSection):
     """The keys that the study file gives; not a key of it."""
     name: Annotated[str, AfterValidator(_study_name)]
     """Name of the study in the database."""
-    objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_list)] = (
+    objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_tuple)] = (
         ObjectiveConfig(),
     )
     """What is optimised; a list of them for several objectives."""
@@ -252,7 +252,7 @@ class StudyConfig(CheckedSection):
         try:
             return StudyConfig.model_validate({**merged, "path": self.path})
         except ValidationError as error:
-            found = "\n".join(map(str, problems_of(error, StudyConfig, merged)))
+            found = "\n".join(map(str, problems_of(error, StudyConfig)))
             raise InputError(f"With what is stored of the study `{self.name}`:\n{found}") from None
 
     @model_validator(mode="before")
@@ -369,7 +369,7 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     try:
         study = StudyConfig.model_validate({**content, "path": path}, context={"folder": path.parent})
     except ValidationError as error:
-        problems += problems_of(error, StudyConfig, content)
+        problems += problems_of(error, StudyConfig)
     if problems or file.problems:
         raise file.error(problems)
     return study

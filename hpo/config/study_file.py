@@ -120,13 +120,13 @@ def _dotted(where: KeyPath) -> str:
     return ".".join(str(part) for part in where)
 
 
-def problems_of(error: ValidationError, model: type[BaseModel] | None, content: Any) -> list[Problem]:
-    """What pydantic found in `content`, in a study file's words.
-
-    `model` tells the keys that are known where an unknown one stands.
-    """
+def problems_of(error: ValidationError, model: type[BaseModel] | None = None) -> list[Problem]:
+    """What pydantic found, in a study file's words; `model` has the keys that are known."""
     return [
-        Problem(_key_path(found["loc"], content), _message(found, _known_keys(model, found["loc"])))
+        Problem(
+            tuple(part for part in found["loc"] if part != "[key]"),  # which pydantic puts after a key itself
+            _message(found, _known_keys(model, found["loc"])),
+        )
         for found in error.errors(include_url=False)
         if found["type"] != "default_factory_not_called"  # it follows from another problem
     ]
@@ -197,20 +197,6 @@ def one_of(names: Sequence[str], came: Any) -> str:
     near = did_you_mean(str(came), names)
     hint = near if "Did you mean" in near else ""
     return f"must be one of {', '.join(names)}, but got {show(came)}.{hint}"
-
-
-def _key_path(location: KeyPath, content: Any) -> KeyPath:
-    """`location` without what pydantic adds: the index in a list of one, `[key]` after a key itself."""
-    where: list[str | int] = []
-    for part in location:
-        if part == "[key]" or (isinstance(part, int) and not isinstance(content, list)):
-            continue
-        where.append(part)
-        try:
-            content = content[part]
-        except (TypeError, LookupError):
-            content = None
-    return tuple(where)
 
 
 def _known_keys(model: type[BaseModel] | None, location: KeyPath) -> list[str]:

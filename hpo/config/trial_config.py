@@ -64,7 +64,7 @@ def build_trial_config(
     try:
         checked = TrialConfig.model_validate(settings | {"amp": amp or study.amp})
     except ValidationError as error:
-        raise InputError("\n".join(map(str, problems_of(error, TrialConfig, settings)))) from None
+        raise InputError("\n".join(map(str, problems_of(error)))) from None
     return checked.model_copy(update={"amp": checked.amp.model_copy(update=scaler)})
 
 

@@ -185,7 +185,7 @@ def setting_value(name: str, value: Any) -> Any:
     try:
         settings = TrialSettings.model_validate({name: value})
     except ValidationError as error:
-        raise ValueError(" ".join(found.message for found in problems_of(error, None, None))) from None
+        raise ValueError(" ".join(found.message for found in problems_of(error))) from None
     if name.startswith(LOSS_WEIGHT):
         return settings.loss_weight[name.removeprefix(LOSS_WEIGHT)]
     return getattr(settings, name)
