@@ -73,7 +73,7 @@ class CategoricalDistribution(Section):
         return next((choice for choice in self.choices if _encode(choice) == value), value)
 
 
-class _Range(CheckedSection):
+class Range(CheckedSection):
     """A range of numbers, both ends included."""
 
     type: str
@@ -110,7 +110,7 @@ class _Range(CheckedSection):
         return tuple(number(low + index * step) for index in range(int((high - low) / step) + 1))
 
 
-class FloatDistribution(_Range):
+class FloatDistribution(Range):
     """A number from low to high, both included."""
 
     type: Literal["float"] = "float"
@@ -120,7 +120,7 @@ class FloatDistribution(_Range):
         return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
 
 
-class IntDistribution(_Range):
+class IntDistribution(Range):
     """A whole number from low to high, both included."""
 
     type: Literal["int"] = "int"

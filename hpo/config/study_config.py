@@ -28,9 +28,9 @@ from hpo.config.data_config import DataConfig
 from hpo.config.definition import completed, given_keys, refuse_changes
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
-    CategoricalDistribution,
     Distribution,
     FloatDistribution,
+    Range,
     SearchSpace,
     is_searched,
     parse_search_space,
@@ -306,10 +306,7 @@ class StudyConfig(CheckedSection):
 
     def problems(self) -> Iterator[Problem]:
         searched = self.search_space.get("max_length")
-        if isinstance(searched, CategoricalDistribution):
-            shortest = min(searched.choices)
-        else:
-            shortest = searched.low if searched else self.training.max_length
+        shortest = min(searched.grid()) if searched else self.training.max_length
         stride = self.data.stride
         if stride is not None and self.data.long_text == "window" and stride > shortest // 2:
             message = f"must be at most half of `max_length`, but is {stride} of {shortest}."
@@ -331,13 +328,8 @@ def _fixed_and_searched(searched: tuple[str, ...], given: frozenset[str]) -> Ite
 
 def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
     if sampler == "cmaes":
-        numeric = [
-            name
-            for name, distribution in space.items()
-            if not isinstance(distribution, CategoricalDistribution)
-            and distribution.low < distribution.high
-            and not distribution.when
-        ]
+        ranges = {name: found for name, found in space.items() if isinstance(found, Range) and not found.when}
+        numeric = [name for name, found in ranges.items() if found.low < found.high]
         if len(numeric) < 2:
             came = " and ".join(numeric) or "none"
             message = f"cmaes needs two float or int settings without `when`, but has {came}. Use tpe."

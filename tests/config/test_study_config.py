@@ -119,15 +119,6 @@ def test_what_is_better_when_smaller_cannot_be_maximised(tmp_path: Path, metric:
     assert load(tmp_path, text % (metric, "minimize")).objective[0].metric == metric
 
 
-def test_loss_weights_are_written_with_a_dot_or_as_a_mapping(tmp_path: Path) -> None:
-    for training in (
-        "{loss_weight.criteria: 2, loss_weight.severity: 0.5}",
-        "{loss_weight: {criteria: 2, severity: 0.5}}",
-    ):
-        study = load(tmp_path, f"{BASE}training: {training}\n")
-        assert study.training.loss_weight == {"criteria": 2.0, "severity": 0.5}
-
-
 @pytest.mark.parametrize(("word", "value"), [("yes", True), ("on", True), ("no", False), ("off", False)])
 @pytest.mark.parametrize(
     "line",

@@ -91,10 +91,6 @@ def test_an_encoder_folder_is_relative_to_the_study_file(tmp_path: Path) -> None
     assert encoder(inline) == {"model_type": "bert", "tokenizer": str(tmp_path / "encoder")}
 
 
-def test_a_searched_encoder_goes_before_the_studys() -> None:
-    assert build_trial_config(study(), {"encoder": "org/other"}, "fp32").encoder == "org/other"
-
-
 def test_params_are_taken_as_optuna_holds_them() -> None:
     """A display of other processes' trials reads them from the database, lists and mappings as JSON text."""
     encoder = {"model_type": "bert", "hidden_size": 32}

@@ -96,8 +96,6 @@ givn: [a]
      data, model, training, amp, compat, evaluation, checkpoint, search_space, pruner.
 timeout: .inf
   => 3: timeout: must be a finite number, but got `.inf`.
-training: {learning_rate: 0}
-  => 3: training.learning_rate: must be > 0, but got `0`.
 training: {betas: [0.9, 1.5]}
   => 3: training.betas.1: must be < 1, but got `1.5`.
 training: {gradient_checkpointing: 1}
@@ -140,8 +138,6 @@ data: {source: hub}
   => 2: data.tasks: must be given for source hub.
 data: {source: synthetic, path: x}
   => 2: data.path: is read with source jsonl, csv, parquet, but the source is synthetic.
-data: {source: jsonl, path: x, columns: {text: t}}
-  => 2: data.columns: is read with source csv, parquet, hub, but the source is jsonl.
 data: {source: jsonl, path: 3}
   => 2: data.path: must be a path, but got `3`.
 data: {source: jsonl, path: x, tasks: {}}
@@ -272,8 +268,6 @@ sampler: {name: gp, constraints_func: f}
      deterministic_objective.
 sampler: {name: nsga2, population_size: 1}
   => 3: sampler: Optuna refuses the options of nsga2: `population_size` must be greater than or equal to 2.
-pruner: {name: none, patience: 3}
-  => 3: pruner.patience: is no option of none. Known: name.
 pruner: {name: asha, min_resource: 1.5}
   => 3: pruner.min_resource: must be text or a whole number, but got `1.5`.
 """
