@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from hpo.config.study_file import CheckedSection, Problem, show
+from hpo.config.study_file import Problem, refuse, show
 from hpo.errors import did_you_mean
-from hpo.section import Whole, switch, whole
+from hpo.section import Section, Switch, Whole
 
-_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "bool": ("true or false", (bool,)),
-    "int": ("a whole number", (int,)),
-    "float": ("a number", (int, float)),
-    "str": ("text", (str,)),
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_KINDS: dict[str, tuple[str, TypeAdapter[Any]]] = {
+    "bool": ("true or false", TypeAdapter(Switch, config=_STRICT)),
+    "int": ("a whole number >= 0", TypeAdapter(Annotated[Whole, Field(ge=0)], config=_STRICT)),
+    "float": ("a number >= 0", TypeAdapter(Annotated[float, Field(ge=0)], config=_STRICT)),
+    "str": ("text", TypeAdapter(str, config=_STRICT)),
 }
+"""What an option must be, by the annotation of Optuna's argument."""
 _NO_OPTIONS = ("seed", "warn_independent_sampling", "warn_asynchronous_seeding")
 """Arguments of Optuna's classes that are decided otherwise."""
 
 
-class _Algorithm(CheckedSection):
+class _Algorithm(Section):
     """A named algorithm of Optuna's; its further keys are options."""
 
     model_config = ConfigDict(extra="allow")
@@ -45,57 +48,57 @@ class _Algorithm(CheckedSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _add_defaults(cls, data: Any) -> Any:
+    def _check_options(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         fields = {key: value for key, value in data.items() if key in cls.model_fields}
-        options = {key: whole(switch(value)) for key, value in data.items() if key not in fields}
+        given = {key: value for key, value in data.items() if key not in fields and value is not None}
         name = fields.get("name", cls.model_fields["name"].default)
-        defaults = cls.DEFAULTS.get(name, {}) if isinstance(name, str) else {}
-        return fields | defaults | {key: value for key, value in options.items() if value is not None}
+        if not isinstance(name, str) or name not in cls.CLASSES:
+            return fields  # which refuses the name
+        defaults = cls.DEFAULTS.get(name, {})
+        options = defaults | given
+        return fields | (options if options == defaults else cls._checked(name, options))
 
-    def problems(self) -> Iterator[Problem]:
-        if self.options == self.DEFAULTS.get(self.name, {}):
-            return
+    @classmethod
+    def _checked(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options in the form in which Optuna's class takes them."""
         import optuna
 
-        algorithm = getattr(getattr(optuna, self.MODULE), self.CLASSES[self.name])
-        parameters = inspect.signature(algorithm).parameters
-        known = {
-            name: kinds
-            for name, parameter in parameters.items()
-            if name not in _NO_OPTIONS and (kinds := _kinds(parameter.annotation))
-        }
-        problems = [
-            Problem((option,), message)
-            for option, value in self.options.items()
-            if (message := self._wrong_option(option, value, known))
-        ]
-        yield from problems
-        if not problems:
-            wrapped = {"wrapped_pruner": None} if self.name == "patient" else {}
+        algorithm = getattr(getattr(optuna, cls.MODULE), cls.CLASSES[name])
+        arguments = inspect.signature(algorithm).parameters.values()
+        kinds = {arg.name: _kinds(arg.annotation) for arg in arguments if arg.name not in _NO_OPTIONS}
+        known = [*cls.model_fields, *(option for option in kinds if kinds[option])]
+        checked: dict[str, Any] = {}
+        problems = []
+        for option, value in options.items():
             try:
-                with warnings.catch_warnings(action="ignore"):  # building the sampler warns
-                    algorithm(**wrapped, **self.options)
+                if option not in known:
+                    raise ValueError(f"is no option of {name}.{did_you_mean(option, known)}")
+                checked[option] = _option_value(kinds[option], value)
             except ValueError as error:
-                yield Problem((), f"Optuna refuses the options of {self.name}: {error}")
-
-    def _wrong_option(self, option: str, value: Any, known: Mapping[str, list[str]]) -> str:
-        """What is wrong with an option of which Optuna's class takes the `known` kinds of values, or ""."""
-        if option not in known:
-            hint = did_you_mean(option, [*type(self).model_fields, *known])
-            return f"is no option of {self.name}.{hint}"
-        kinds = [_KINDS[kind] for kind in known[option]]
-        if not any(type(value) in types for _, types in kinds) or value != value:  # NaN
-            return f"must be {' or '.join(words for words, _ in kinds)}, but got {show(value)}."
-        is_negative = not isinstance(value, str) and value < 0
-        return f"must be >= 0, but got {show(value)}." if is_negative else ""
+                problems.append(Problem((option,), str(error)))
+        refuse(*problems)
+        wrapped = {"wrapped_pruner": None} if name == "patient" else {}
+        try:
+            with warnings.catch_warnings(action="ignore"):  # building the sampler warns
+                algorithm(**wrapped, **checked)
+        except ValueError as error:
+            raise ValueError(f"Optuna refuses the options of {name}: {error}") from None
+        return checked
 
 
 def _kinds(annotation: Any) -> list[str]:
     """`int | None` -> [int]; nothing where a parameter takes what a study file cannot hold."""
     kinds = inspect.formatannotation(annotation).strip("'").removesuffix(" | None").split(" | ")
     return kinds if all(kind in _KINDS for kind in kinds) else []
+
+
+def _option_value(kinds: Sequence[str], value: Any) -> Any:
+    for kind in kinds:
+        with suppress(ValidationError):
+            return _KINDS[kind][1].validate_python(value)
+    raise ValueError(f"must be {' or '.join(_KINDS[kind][0] for kind in kinds)}, but got {show(value)}.")
 
 
 class SamplerConfig(_Algorithm):

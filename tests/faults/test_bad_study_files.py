@@ -259,17 +259,17 @@ search_space:
 sampler: {name: tpe, n_startup_trial: 4}
   => 3: sampler.n_startup_trial: is no option of tpe. Did you mean `n_startup_trials`?
 sampler: {name: tpe, n_startup_trials: true, constant_liar: 1}
-  => 3: sampler.n_startup_trials: must be a whole number, but got `true`.
+  => 3: sampler.n_startup_trials: must be a whole number >= 0, but got `true`.
   => 3: sampler.constant_liar: must be true or false, but got `1`.
 sampler: {name: cmaes, sigma0: -0.1}
-  => 3: sampler.sigma0: must be >= 0, but got `-0.1`.
+  => 3: sampler.sigma0: must be a number >= 0, but got `-0.1`.
 sampler: {name: gp, constraints_func: f}
   => 3: sampler.constraints_func: is no option of gp. Known: name, seed, n_startup_trials,
      deterministic_objective.
 sampler: {name: nsga2, population_size: 1}
   => 3: sampler: Optuna refuses the options of nsga2: `population_size` must be greater than or equal to 2.
 pruner: {name: asha, min_resource: 1.5}
-  => 3: pruner.min_resource: must be text or a whole number, but got `1.5`.
+  => 3: pruner.min_resource: must be text or a whole number >= 0, but got `1.5`.
 """
 
 
