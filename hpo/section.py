@@ -8,14 +8,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A part of a study file: frozen, nothing unknown, no conversions (`"8"` is no number), no NaN.
+    """A part of a study file: frozen, nothing unknown, no conversions (`"8"` is no number), no NaN."""
 
-    The text under a field is its description.
-    """
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def switch(value: Any) -> Any:

@@ -42,14 +42,7 @@ def _as_lists(conditions: Any) -> Any:
 
 
 Values = Annotated[tuple[Any, ...], Field(min_length=1, strict=False)]
-Conditions = Annotated[
-    dict[str, Values],
-    BeforeValidator(_as_lists),
-    Field(
-        description="Search this setting only where these hold, as `{setting: value}` or `{setting: [value, "
-        "value]}`; elsewhere it has its default.",
-    ),
-]
+Conditions = Annotated[dict[str, Values], BeforeValidator(_as_lists)]
 
 
 class CategoricalDistribution(Section):
@@ -59,6 +52,8 @@ class CategoricalDistribution(Section):
     choices: Values
     """The values to choose from. They cannot change once the study exists."""
     when: Conditions = Field(default_factory=dict)
+    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}`;
+    elsewhere it has its default."""
 
     def grid(self) -> tuple[Any, ...]:
         """All values."""
@@ -86,6 +81,8 @@ class Range(CheckedSection):
     log: Switch = False
     """Sample the logarithm uniformly; needs `low > 0`."""
     when: Conditions = Field(default_factory=dict)
+    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}`;
+    elsewhere it has its default."""
 
     def problems(self) -> Iterator[Problem]:
         low, high, step = self.low, self.high, self.step
