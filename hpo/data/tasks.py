@@ -106,7 +106,7 @@ def read_task_configs(content: Any, where: str) -> dict[str, TaskConfig]:
     try:
         return task_configs(tasks)
     except ValidationError as error:
-        problems = problems_of(error, None, tasks)
+        problems = problems_of(error)
         raise DataError("\n".join(_line(where, problem) for problem in problems)) from None
 
 

@@ -88,59 +88,42 @@ def canonical_precision(name: str) -> str:
 class AmpConfig(Section):
     """Mixed precision and loss scaling. A key left out takes the value of the preset."""
 
-    preset: Literal["auto", "basic", "advanced", "ultra"] = Field(
-        "auto",
-        description="`basic`: fp32, nothing else. `advanced`: fp16, TF32 for the products left in fp32, "
-        "cudnn benchmark, statistics. `ultra`: as advanced with bf16, and micro-batches that are not "
-        "finite run again in fp32. `auto`: the best native precision of the device. The precision of a "
-        "preset counts only where `fp_precision` is neither fixed nor searched.",
-    )
-    on_unsupported: Literal["skip", "prune", "fallback", "fail"] = Field(
-        "skip",
-        description="What a worker does with a precision that its device lacks: `skip` draws it in no trial "
-        "and leaves it to other devices; `prune` ends such a trial as `unsupported`; `fallback` runs the "
-        "nearest precision that works (bf16, fp16, fp32), says so on the trial and leaves it out of "
-        "precision statistics; `fail` ends it as `failed`.",
-    )
-    allow_emulated: Switch = Field(
-        False,
-        description="Run a precision that the device only emulates (slowly) instead of treating it as "
-        "unsupported. The trial is marked as emulated.",
-    )
-    init_scale: float = Field(65536.0, gt=0, description="fp16: first factor of the loss.")
-    growth_factor: float = Field(2.0, gt=1, description="fp16: the scale grows by this factor.")
-    backoff_factor: float = Field(
-        0.5, gt=0, lt=1, description="fp16: the scale shrinks by this factor when gradients overflow."
-    )
-    growth_interval: Count = Field(
-        2000, description="fp16: steps without an overflow before the scale grows."
-    )
-    min_scale: float = Field(
-        1.0,
-        gt=0,
-        description="fp16: a step that overflows with the scale at or under this floor ends the trial as "
-        "`nonfinite`.",
-    )
-    tf32: Switch | None = Field(
-        None,
-        description="TF32 for the products that autocast leaves in fp32. It never touches "
-        "`fp_precision: fp32`, which is IEEE fp32.",
-    )
-    cudnn_benchmark: Switch | None = Field(None, description="`torch.backends.cudnn.benchmark`.")
-    fallback_to_fp32: Switch | None = Field(
-        None,
-        description="Run a micro-batch whose loss is not finite again in fp32. Costs a device sync for "
-        "every micro-batch.",
-    )
-    max_fp32_fallbacks: Whole = Field(
-        3, ge=0, description="Such repeats allowed in one epoch; one more ends the trial as `nonfinite`."
-    )
-    memory_fraction: float | None = Field(
-        None, gt=0, le=1, description="CUDA: share of the device's memory that one worker may take."
-    )
-    track_stats: Switch | None = Field(
-        None, description="Keep statistics of the loss scale and of skipped steps."
-    )
+    preset: Literal["auto", "basic", "advanced", "ultra"] = "auto"
+    """`basic`: fp32, nothing else. `advanced`: fp16, TF32 for the products left in fp32, cudnn benchmark,
+    statistics. `ultra`: as advanced with bf16, and micro-batches that are not finite run again in fp32.
+    `auto`: the best native precision of the device. The precision of a preset counts only where
+    `fp_precision` is neither fixed nor searched."""
+    on_unsupported: Literal["skip", "prune", "fallback", "fail"] = "skip"
+    """What a worker does with a precision that its device lacks: `skip` draws it in no trial and leaves it to
+    other devices; `prune` ends such a trial as `unsupported`; `fallback` runs the nearest precision that
+    works (bf16, fp16, fp32), says so on the trial and leaves it out of precision statistics; `fail` ends it
+    as `failed`."""
+    allow_emulated: Switch = False
+    """Run a precision that the device only emulates (slowly) instead of treating it as unsupported. The trial
+    is marked as emulated."""
+    init_scale: float = Field(65536.0, gt=0)
+    """fp16: first factor of the loss."""
+    growth_factor: float = Field(2.0, gt=1)
+    """fp16: the scale grows by this factor."""
+    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    """fp16: the scale shrinks by this factor when gradients overflow."""
+    growth_interval: Count = 2000
+    """fp16: steps without an overflow before the scale grows."""
+    min_scale: float = Field(1.0, gt=0)
+    """fp16: a step that overflows with the scale at or under this floor ends the trial as `nonfinite`."""
+    tf32: Switch | None = None
+    """TF32 for the products that autocast leaves in fp32. It never touches `fp_precision: fp32`, which is
+    IEEE fp32."""
+    cudnn_benchmark: Switch | None = None
+    """`torch.backends.cudnn.benchmark`."""
+    fallback_to_fp32: Switch | None = None
+    """Run a micro-batch whose loss is not finite again in fp32. Costs a device sync for every micro-batch."""
+    max_fp32_fallbacks: Whole = Field(3, ge=0)
+    """Such repeats allowed in one epoch; one more ends the trial as `nonfinite`."""
+    memory_fraction: float | None = Field(None, gt=0, le=1)
+    """CUDA: share of the device's memory that one worker may take."""
+    track_stats: Switch | None = None
+    """Keep statistics of the loss scale and of skipped steps."""
 
 
 # preset: its precision (None: the best of the device), and which of these switches are on

@@ -109,9 +109,9 @@ def test_changed_search_space_is_refused_with_a_diff(storage: Storage) -> None:
     with pytest.raises(StudyChangedError, match="another search space than the study file") as refused:
         storage.create_or_resume_study(study(3, search_space=space))
     message = str(refused.value)
-    assert "- learning_rate: float" in message
-    assert "+ weight_decay: float" in message
-    assert "~ batch_size: choices" in message
+    assert "- search_space.learning_rate: {" in message
+    assert "+ search_space.weight_decay: {" in message
+    assert "~ search_space.batch_size.choices: " in message
 
 
 def test_other_changes_that_make_results_incomparable_are_refused(storage: Storage) -> None:
