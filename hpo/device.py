@@ -104,10 +104,10 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
             uuid=device_uuid(os.environ.get("CUDA_VISIBLE_DEVICES"), str(properties.uuid)),
         )
     cpuinfo = _cpuinfo(root)
-    flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
+    flags = (cpuinfo.get("flags") or cpuinfo.get("Features", "")).split()
     return DeviceInfo(
         type="cpu",
-        name=cpuinfo.get("model name") or platform.processor() or platform.machine(),
+        name=cpuinfo.get("model name", platform.machine()),
         cpu_features=frozenset(_CPU_FEATURES[flag] for flag in flags if flag in _CPU_FEATURES),
         total_memory_bytes=available_memory_bytes(root),
         num_cores=available_cores(root),
@@ -182,7 +182,7 @@ def available_cores(root: Path = Path("/")) -> int:
 
     A quota counts in whole cores: with one thread more than that, all threads are halted again and again.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     v2 = [folder / "cpu.max" for folder in _cgroups(root, "")]
     quotas = [file.read_text().split() for file in v2 if file.exists()]
     v1 = [[folder / f"cpu.cfs_{name}_us" for name in ("quota", "period")] for folder in _cgroups(root, "cpu")]
@@ -228,10 +228,7 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    path = root / "proc/cpuinfo"
-    if not path.exists():
-        return {}
-    first_processor = path.read_text().split("\n\n", 1)[0]
+    first_processor = (root / "proc/cpuinfo").read_text().split("\n\n", 1)[0]
     pairs = (line.split(":", 1) for line in first_processor.splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
 

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import resource
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,7 @@ def disable_malloc_trim() -> None:
     By default it gives every tensor of some megabytes back to the kernel at once, which clears the pages of
     the next one again: about a fifth of a training step. The process then holds on to its peak.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
@@ -45,47 +44,32 @@ def gc_frozen_imports() -> Iterator[None]:
             gc.enable()
 
 
-def gc_collect(*, freeze: bool) -> None:
-    """Free reference cycles, such as the model of a trial that failed.
+def reset_peak_memory(device: DeviceInfo) -> None:
+    """Let `peak_memory_bytes` count from now on, where the system allows that."""
+    if device.type == "cuda":
+        import torch
 
-    `freeze` exempts the objects that remain from later collections, as `gc_frozen_imports` does.
-    """
-    gc.collect()
-    if freeze:
-        gc.freeze()
+        torch.cuda.reset_peak_memory_stats(device.index)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
-class PeakMemory:
-    """The peak of the memory held since `reset`, in bytes.
+def peak_memory_bytes(device: DeviceInfo) -> int:
+    """The peak of the memory held since `reset_peak_memory`.
 
     CUDA: the allocator's peak on this device. CPU: the process's peak resident set (`VmHWM`), which
     Linux lets a process reset (proc(5), clear_refs); it includes the interpreter and the libraries.
     Where the reset is not allowed, it is the peak since the process began.
     """
+    if device.type == "cuda":
+        import torch
 
-    def __init__(self, device: DeviceInfo) -> None:
-        self._device = device
-
-    def reset(self) -> None:
-        if self._device.type == "cuda":
-            import torch
-
-            torch.cuda.reset_peak_memory_stats(self._device.index)
-            return
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-
-    def read(self) -> int:
-        if self._device.type == "cuda":
-            import torch
-
-            return int(torch.cuda.max_memory_allocated(self._device.index))
-        status = Path("/proc/self/status")
-        if status.exists():
-            for line in status.read_text().splitlines():
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(torch.cuda.max_memory_allocated(device.index))
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,32 +37,38 @@ def study_reference() -> str:
 
 def _sections(model: type[BaseModel], where: tuple[str, ...]) -> Iterator[str]:
     """The table of a section, then those of the sections inside it."""
-    fields = {name: field for name, field in model.model_fields.items() if not field.exclude}
-    inner = {name: section for name, field in fields.items() if (section := section_of(field.annotation))}
-    title = f"`{'.'.join(where)}`" if where else "Top level"
-    yield f"#### {title}\n\n{_intro(model)}\n\n{_table(fields)}"
-    for name, section in inner.items():
+    yield _table(f"`{'.'.join(where)}`" if where else "Top level", model)
+    for name, field in model.model_fields.items():
         if name == "search_space":
             for kind, distribution in DISTRIBUTIONS.items():
-                rows = {key: field for key, field in distribution.model_fields.items() if key != "type"}
-                title = f"`search_space.<setting>`, `type: {kind}`"
-                yield f"#### {title}\n\n{_intro(distribution)}\n\n{_table(rows)}"
-        else:
+                yield _table(f"`search_space.<setting>`, `type: {kind}`", distribution)
+        elif section := section_of(field.annotation):
             yield from _sections(section, (*where, name))
 
 
-def _intro(model: type[BaseModel]) -> str:
-    return (model.__doc__ or "").strip()
+def meanings(model: type[BaseModel]) -> dict[str, str]:
+    """The text under each field of a model, and of those that it inherits from."""
+    found: dict[str, str] = {}
+    for base in reversed(model.__mro__[: model.__mro__.index(BaseModel)]):
+        (tree,) = ast.parse(inspect.getsource(base)).body
+        for field, text in itertools.pairwise(tree.body):  # type: ignore[attr-defined]
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
 
 
-def _table(fields: dict[str, FieldInfo]) -> str:
-    lines = ["| Key | Values | Default | Meaning |", "| --- | --- | --- | --- |"]
-    for name, field in fields.items():
+def _table(title: str, model: type[BaseModel]) -> str:
+    lines = [f"#### {title}\n\n{(model.__doc__ or '').strip()}\n"]
+    lines += ["| Key | Values | Default | Meaning |", "| --- | --- | --- | --- |"]
+    texts = meanings(model)
+    for name, field in model.model_fields.items():
+        if field.exclude or name == "type":
+            continue
         cells = (
             f"`{name}`",
             _values(field.annotation, field.metadata),
             _default(field),
-            field.description or "",
+            texts.get(name, ""),
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)

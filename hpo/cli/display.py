@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from hpo.study.study_record import StudyRecord
-    from hpo.trial.compat import Measurement
+    from hpo.trial.measure import Measurement
     from hpo.trial.verify import PrecisionCheck
 
 

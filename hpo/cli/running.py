@@ -174,9 +174,8 @@ def train(
             values = "  ".join(
                 f"{name} {value:.4g}" for name, value in zip(metrics, scored.values, strict=True)
             )
-            loss = "–" if evaluation.train_loss is None else f"{evaluation.train_loss:.4g}"
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
-            typer.echo(f"step {evaluation.step}  {used}  loss {loss}  {values}")
+            typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
     with progress_shown(quiet=as_json), stop_signals() as stop:
         executor = Executor(config, probe_device(config.device), RUNS)

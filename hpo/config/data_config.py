@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -14,22 +13,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
+    TypeAdapter,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
-from hpo.config.study_file import Problem, problems_of, refused, show, validation_error
+from hpo.config.study_file import CheckedSection, Problem, refuse, show
 from hpo.section import Count, Section, Whole
 
 TaskKind = Literal[
-    "single_label",
-    "multi_label",
-    "token_classification",
-    "span_extraction",
-    "span_per_label",
-    "regression",
+    "single_label", "multi_label", "token_classification", "span_extraction", "span_per_label", "regression"
 ]
 TASK_KINDS: tuple[str, ...] = get_args(TaskKind)
 
@@ -64,7 +57,7 @@ def _names(names: tuple[str, ...]) -> tuple[str, ...]:
 Names = Annotated[tuple[str, ...], Field(strict=False), AfterValidator(_names)]
 
 
-class TaskConfig(Section):
+class TaskConfig(CheckedSection):
     """One task, in `tasks.json` or in the study file. Other keys describe the data for people."""
 
     model_config = ConfigDict(extra="allow")
@@ -85,165 +78,145 @@ class TaskConfig(Section):
     def has_classes(self) -> bool:
         return self.kind in ("single_label", "multi_label")
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> TaskConfig:
-        known = list(type(self).model_fields)
-        problems = [
-            Problem((key,), f"there is no such key. Did you mean `{near[0]}`?")
-            for key in self.model_extra or ()
-            if (near := get_close_matches(key, known, n=1, cutoff=0.8))
-        ]
-        of_kind = {
-            "token_classification": ("span_names",),
-            "span_extraction": ("span_names",),
-            "span_per_label": ("evidence_for",),
-        }
-        problems += [
-            Problem((key,), f"must be given for the kind {self.kind}.")
-            for key in of_kind.get(self.kind, ())
-            if getattr(self, key) is None
-        ]
-        if self.kind == "span_extraction" and (
-            self.max_spans not in (None, 1) or len(self.span_names or "x") > 1
-        ):
-            message = (
-                "span_extraction finds at most one span of one name. Use token_classification for several."
-            )
-            problems.append(Problem(("kind",), message))
-        if problems:
-            raise validation_error(problems)
-        return self
+    def problems(self) -> Iterator[Problem]:
+        for key in self.model_extra or ():
+            if near := get_close_matches(key, type(self).model_fields, n=1, cutoff=0.8):
+                yield Problem((key,), f"there is no such key. Did you mean `{near[0]}`?")
+        needed = {
+            "token_classification": "span_names",
+            "span_extraction": "span_names",
+            "span_per_label": "evidence_for",
+        }.get(self.kind)
+        if needed and getattr(self, needed) is None:
+            yield Problem((needed,), f"must be given for the kind {self.kind}.")
+        finds_several = self.max_spans not in (None, 1) or len(self.span_names or ()) > 1
+        if self.kind == "span_extraction" and finds_several:
+            message = "finds at most one span of one name. Use token_classification for several."
+            yield Problem(("kind",), f"span_extraction {message}")
+
+
+def _task_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+        raise ValueError("a task's name must be a letter followed by letters, digits, `_` or `-`.")
+    if name == "score":
+        raise ValueError("`score` names the objective over all tasks. Give the task another name.")
+    return name
+
+
+_TASKS = TypeAdapter(dict[Annotated[str, AfterValidator(_task_name)], TaskConfig])
 
 
 def task_configs(tasks: Mapping[str, Any]) -> dict[str, TaskConfig]:
     """The checked tasks by name. Raises pydantic's ValidationError with all that is wrong."""
-    configs: dict[str, TaskConfig] = {}
-    problems = [] if tasks else [Problem((), "there must be at least one task.")]
-    for name, content in tasks.items():
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", str(name)):
-            problems.append(
-                Problem((name,), "a task's name must be a letter followed by letters, digits, `_` or `-`.")
-            )
-        if name == "score":
-            message = "`score` names the objective over all tasks. Give the task another name."
-            problems.append(Problem((name,), message))
-        try:
-            configs[name] = TaskConfig.model_validate(content)
-        except ValidationError as error:
-            found = problems_of(error, TaskConfig, content)
-            problems += [Problem((name, *problem.where), problem.message) for problem in found]
-    if problems:
-        raise validation_error(problems)
-    return configs
+    if not tasks:
+        refuse(Problem((), "there must be at least one task."))
+    return _TASKS.validate_python(dict(tasks))
 
 
 class FilesConfig(Section):
     """One file for each split, where they do not have the usual names."""
 
-    train: StudyPath | None = Field(None, description="Training split.")
-    validation: StudyPath | None = Field(None, description="Validation split.")
-    test: StudyPath | None = Field(None, description="Test split.")
+    train: StudyPath | None = None
+    validation: StudyPath | None = None
+    test: StudyPath | None = None
 
 
 class ColumnsConfig(Section):
     """Which column holds what (csv, parquet, hub)."""
 
-    id: str | None = Field(None, description="Column with a unique id; left out, the row's number.")
-    text: str = Field("text", description="Column with the text.")
-    labels: dict[str, str] = Field(
-        default_factory=dict,
-        description="Task name to column: a class or number; several classes as a list or `a|b`.",
-    )
-    spans: dict[str, str] = Field(
-        default_factory=dict, description="Span or task name to column of spans, as `[[start, end], ...]`."
-    )
+    id: str | None = None
+    """Column with a unique id; left out, the row's number."""
+    text: str = "text"
+    """Column with the text."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Task name to column: a class or number; several classes as a list or `a|b`."""
+    spans: dict[str, str] = Field(default_factory=dict)
+    """Span or task name to column of spans, as `[[start, end], ...]`."""
 
 
 class HubConfig(Section):
     """A data set of the Hugging Face hub."""
 
-    name: Annotated[str, BeforeValidator(_hub_name)] = Field(
-        description="Id of the data set, or a local folder that `datasets` loads."
-    )
-    config: str | None = Field(None, description="Configuration of the data set.")
-    revision: str | None = Field(None, description="Commit, tag or branch.")
-    splits: dict[Literal["train", "validation", "test"], str] = Field(
-        default_factory=dict, description="Split here to split there; left out, the same names."
-    )
+    name: Annotated[str, BeforeValidator(_hub_name)]
+    """Id of the data set, or a local folder that `datasets` loads."""
+    config: str | None = None
+    """Configuration of the data set."""
+    revision: str | None = None
+    """Commit, tag or branch."""
+    splits: dict[Literal["train", "validation", "test"], str] = Field(default_factory=dict)
+    """Split here to split there; left out, the same names."""
 
 
 class LimitsConfig(Section):
     """At most so many examples of a split."""
 
-    train: Count | None = Field(None, description="Training split.")
-    validation: Count | None = Field(None, description="Validation split.")
-    test: Count | None = Field(None, description="Test split.")
+    train: Count | None = None
+    validation: Count | None = None
+    test: Count | None = None
 
 
-class SyntheticConfig(Section):
+class SyntheticConfig(CheckedSection):
     """Generated clinical-style posts with criteria and evidence."""
 
-    num_train: Count = Field(2000, description="Training examples.")
-    num_validation: Count = Field(300, description="Validation examples.")
-    num_test: Count = Field(300, description="Test examples.")
-    seed: Whole = Field(0, ge=0, description="Seed of the generator.")
-    min_sentences: Count = Field(2, description="Sentences of the shortest posts.")
-    max_sentences: Count = Field(
-        6, description="Sentences of the longest posts; more where evidence needs it."
-    )
-    label_noise: float = Field(0.02, ge=0, le=1, description="Chance that a criterion's label is missed.")
+    num_train: Count = 2000
+    num_validation: Count = 300
+    num_test: Count = 300
+    seed: Whole = Field(0, ge=0)
+    """Seed of the generator."""
+    min_sentences: Count = 2
+    """Sentences of the shortest posts."""
+    max_sentences: Count = 6
+    """Sentences of the longest posts; more where evidence needs it."""
+    label_noise: float = Field(0.02, ge=0, le=1)
+    """Chance that a criterion's label is missed."""
 
-    @model_validator(mode="after")
-    def _check_sentences(self) -> SyntheticConfig:
+    def problems(self) -> Iterator[Problem]:
         if self.min_sentences > self.max_sentences:
             came = f"{self.min_sentences} and {self.max_sentences}"
-            raise refused(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {came}.")
-        return self
+            yield Problem(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {came}.")
 
 
-class DataConfig(Section):
+class DataConfig(CheckedSection):
     """The data set."""
 
-    SOURCE_KEYS: ClassVar[dict[str, tuple[str, ...]]] = {
+    SOURCES_OF: ClassVar[dict[str, tuple[str, ...]]] = {
         "synthetic": ("synthetic",),
-        "jsonl": ("path", "files", "tasks"),
-        "csv": ("path", "files", "tasks", "columns"),
-        "parquet": ("path", "files", "tasks", "columns"),
-        "hub": ("hub", "tasks", "columns"),
+        "path": ("jsonl", "csv", "parquet"),
+        "files": ("jsonl", "csv", "parquet"),
+        "tasks": ("jsonl", "csv", "parquet", "hub"),
+        "columns": ("csv", "parquet", "hub"),
+        "hub": ("hub",),
     }
-    source: Literal["synthetic", "jsonl", "csv", "parquet", "hub"] = Field(
-        description="Where the examples come from."
-    )
-    path: StudyPath | None = Field(
-        None, description="Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."
-    )
-    files: FilesConfig = Field(default_factory=FilesConfig, description="Files with other names.")
-    tasks: Path | dict[str, Any] | None = Field(
-        None,
-        description="The tasks: a path, or `{task: {kind: ..., classes: [...]}}` here. Left out, the "
-        "`tasks.json` in `path`.",
-    )
-    columns: ColumnsConfig = Field(default_factory=ColumnsConfig, description="Columns (csv, parquet, hub).")
-    hub: HubConfig | None = Field(None, description="Data set of the hub.")
-    synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig, description="Sizes and seed.")
-    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Use only a part.")
-    validation_fraction: float = Field(
-        0.1, gt=0, lt=1, description="Share of training examples for validation when there is no such split."
-    )
-    test_fraction: float = Field(
-        0.0, ge=0, lt=1, description="Share of training examples for testing when there is no such split."
-    )
-    long_text: Literal["truncate", "window"] = Field(
-        "truncate", description="A text over `max_length`: cut it, or cover it with overlapping windows."
-    )
-    stride: Annotated[Whole, Field(ge=0)] | None = Field(
-        None,
-        description="Tokens that neighbouring windows share, at most half of `max_length`. Left out, a "
-        "fourth of `max_length`, at most 64.",
-    )
-    pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = Field(
-        None, description="Two named segments of the text, encoded as a pair."
-    )
+    """The sources that read a key; other keys are read with every source."""
+
+    source: Literal["synthetic", "jsonl", "csv", "parquet", "hub"]
+    """Where the examples come from."""
+    path: StudyPath | None = None
+    """Folder with `train`, `validation` and `test` files (jsonl, csv, parquet)."""
+    files: FilesConfig = Field(default_factory=FilesConfig)
+    """Files with other names."""
+    tasks: Path | dict[str, Any] | None = None
+    """The tasks: a path, or `{task: {kind: ..., classes: [...]}}` here. Left out, the `tasks.json` in `path`.
+    """
+    columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
+    """Columns (csv, parquet, hub)."""
+    hub: HubConfig | None = None
+    """Data set of the hub."""
+    synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig)
+    """Sizes and seed."""
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    """Use only a part."""
+    validation_fraction: float = Field(0.1, gt=0, lt=1)
+    """Share of training examples for validation when there is no such split."""
+    test_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of training examples for testing when there is no such split."""
+    long_text: Literal["truncate", "window"] = "truncate"
+    """A text over `max_length`: cut it, or cover it with overlapping windows."""
+    stride: Annotated[Whole, Field(ge=0)] | None = None
+    """Tokens that neighbouring windows share, at most half of `max_length`. Left out, a fourth of
+    `max_length`, at most 64."""
+    pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = None
+    """Two named segments of the text, encoded as a pair."""
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -252,15 +225,9 @@ class DataConfig(Section):
         if value is None or isinstance(value, (str, Path)):
             return None if value is None else _path(value, info)
         if not isinstance(value, Mapping):
-            raise refused((), f"must be a path or a mapping of task names to tasks, but got {show(value)}.")
+            raise ValueError(f"must be a path or a mapping of task names to tasks, but got {show(value)}.")
         wrapped = isinstance(value.get("tasks"), Mapping) and "kind" not in value["tasks"]
-        tasks, above = (value["tasks"], ("tasks",)) if wrapped else (value, ())
-        try:
-            task_configs(tasks)
-        except ValidationError as error:
-            found = problems_of(error, None, tasks)
-            problems = [Problem((*above, *problem.where), problem.message) for problem in found]
-            raise validation_error(problems) from None
+        task_configs(value["tasks"] if wrapped else value)
         return dict(value) if wrapped else {"tasks": dict(value)}
 
     def stride_of(self, max_length: int) -> int:
@@ -269,30 +236,21 @@ class DataConfig(Section):
 
     @classmethod
     def unread_keys(cls, source: str) -> list[str]:
-        """The keys that say where examples are, but not those of this source."""
-        return sorted({*chain.from_iterable(cls.SOURCE_KEYS.values())} - {*cls.SOURCE_KEYS[source]})
+        """The keys that this source does not read."""
+        return [key for key, sources in cls.SOURCES_OF.items() if source not in sources]
 
-    @model_validator(mode="after")
-    def _check_source(self) -> DataConfig:
-        problems = []
+    def problems(self) -> Iterator[Problem]:
         for key in self.unread_keys(self.source):
             if getattr(self, key) != type(self).model_fields[key].get_default(call_default_factory=True):
-                users = ", ".join(source for source, keys in self.SOURCE_KEYS.items() if key in keys)
-                message = f"is read with source {users}, but the source is {self.source}."
-                problems.append(Problem((key,), message))
-        if "path" in self.SOURCE_KEYS[self.source] and self.path is None:
+                sources = ", ".join(self.SOURCES_OF[key])
+                yield Problem((key,), f"is read with source {sources}, but the source is {self.source}.")
+        if self.source in self.SOURCES_OF["path"] and self.path is None:
             if self.files.train is None:
-                message = f"must be given for {self.source}, or else `files.train`."
-                problems.append(Problem(("path",), message))
+                yield Problem(("path",), f"must be given for {self.source}, or else `files.train`.")
             elif self.tasks is None:
-                message = "must be given where there is no `path` with a tasks.json."
-                problems.append(Problem(("tasks",), message))
-        if self.source == "hub":
-            missing = [key for key in ("hub", "tasks") if getattr(self, key) is None]
-            problems += [Problem((key,), "must be given for source hub.") for key in missing]
+                yield Problem(("tasks",), "must be given where there is no `path` with a tasks.json.")
+        for key in ("hub", "tasks") if self.source == "hub" else ():
+            if getattr(self, key) is None:
+                yield Problem((key,), "must be given for source hub.")
         if self.validation_fraction + self.test_fraction >= 1:
-            message = "validation and test must leave a part for training."
-            problems.append(Problem(("test_fraction",), message))
-        if problems:
-            raise validation_error(problems)
-        return self
+            yield Problem(("test_fraction",), "validation and test must leave a part for training.")

@@ -1,31 +1,33 @@
 """Which of Optuna's samplers and pruners a study uses, and their options.
 
 An option is an argument of Optuna's class, by the same name, whose value is a number, a text or a boolean.
-Optuna is imported only to check options that a study gives.
+Optuna is imported only to check options; `asha` as the default pruner has some.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from hpo.config.study_file import Problem, show, validation_error
+from hpo.config.study_file import Problem, refuse, show
 from hpo.errors import did_you_mean
-from hpo.section import Section, Whole, switch, whole
+from hpo.section import Section, Switch, Whole
 
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "bool": (bool, "true or false"),
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a number"),
-    "str": (str, "text"),
-    "None": (type(None), ""),
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+_KINDS: dict[str, tuple[str, TypeAdapter[Any]]] = {
+    "bool": ("true or false", TypeAdapter(Switch, config=_STRICT)),
+    "int": ("a whole number >= 0", TypeAdapter(Annotated[Whole, Field(ge=0)], config=_STRICT)),
+    "float": ("a number >= 0", TypeAdapter(Annotated[float, Field(ge=0)], config=_STRICT)),
+    "str": ("text", TypeAdapter(str, config=_STRICT)),
 }
-_OURS = ("seed", "warn_independent_sampling", "warn_asynchronous_seeding")
-"""Arguments of Optuna's classes that are no options: `build_sampler` gives them."""
+"""What an option must be, by the annotation of Optuna's argument."""
+_NO_OPTIONS = ("seed", "warn_independent_sampling", "warn_asynchronous_seeding")
+"""Arguments of Optuna's classes that are decided otherwise."""
 
 
 class _Algorithm(Section):
@@ -46,67 +48,57 @@ class _Algorithm(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _add_defaults(cls, data: Any) -> Any:
+    def _check_options(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
         fields = {key: value for key, value in data.items() if key in cls.model_fields}
-        options = {key: whole(switch(value)) for key, value in data.items() if key not in fields}
+        given = {key: value for key, value in data.items() if key not in fields and value is not None}
         name = fields.get("name", cls.model_fields["name"].default)
-        defaults = cls.DEFAULTS.get(name, {}) if isinstance(name, str) else {}
-        return fields | defaults | {key: value for key, value in options.items() if value is not None}
+        if not isinstance(name, str) or name not in cls.CLASSES:
+            return fields  # which refuses the name
+        defaults = cls.DEFAULTS.get(name, {})
+        options = defaults | given
+        return fields | (options if options == defaults else cls._checked(name, options))
 
-    @model_validator(mode="after")
-    def _check_options(self) -> Self:
-        if self.options != self.DEFAULTS.get(self.name, {}) and (problems := self._problems()):
-            raise validation_error(problems)
-        return self
-
-    def _problems(self) -> list[Problem]:
+    @classmethod
+    def _checked(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options in the form in which Optuna's class takes them."""
         import optuna
 
-        algorithm = getattr(getattr(optuna, self.MODULE), self.CLASSES[self.name])
-        parameters = inspect.signature(algorithm).parameters
-        kinds = {name: _kinds(parameter.annotation) for name, parameter in parameters.items()}
-        known = [name for name, of_parameter in kinds.items() if of_parameter and name not in _OURS]
+        algorithm = getattr(getattr(optuna, cls.MODULE), cls.CLASSES[name])
+        arguments = inspect.signature(algorithm).parameters.values()
+        kinds = {arg.name: _kinds(arg.annotation) for arg in arguments if arg.name not in _NO_OPTIONS}
+        known = [*cls.model_fields, *(option for option in kinds if kinds[option])]
+        checked: dict[str, Any] = {}
         problems = []
-        for option, value in self.options.items():
-            if option not in known:
-                hint = did_you_mean(option, [*type(self).model_fields, *known])
-                problems.append(Problem((option,), f"is no option of {self.name}.{hint}"))
-            elif must_be := _wrong_value(value, kinds[option]):
-                problems.append(Problem((option,), f"must be {must_be}, but got {show(value)}."))
-        if not problems:
-            # What else Optuna's class takes, a pruner inside a pruner, is None.
-            required = {
-                name: None
-                for name, parameter in parameters.items()
-                if parameter.default is parameter.empty and name not in known
-            }
+        for option, value in options.items():
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # building the sampler warns
-                    algorithm(**required, **self.options)
+                if option not in known:
+                    raise ValueError(f"is no option of {name}.{did_you_mean(option, known)}")
+                checked[option] = _option_value(kinds[option], value)
             except ValueError as error:
-                problems.append(Problem((), f"Optuna refuses the options of {self.name}: {error}"))
-        return problems
+                problems.append(Problem((option,), str(error)))
+        refuse(*problems)
+        wrapped = {"wrapped_pruner": None} if name == "patient" else {}
+        try:
+            with warnings.catch_warnings(action="ignore"):  # building the sampler warns
+                algorithm(**wrapped, **checked)
+        except ValueError as error:
+            raise ValueError(f"Optuna refuses the options of {name}: {error}") from None
+        return checked
 
 
-def _kinds(annotation: Any) -> tuple[str, ...]:
-    """`int | None` -> (int, None); nothing where a parameter takes what a study file cannot hold."""
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    kinds = tuple(text.split(" | "))
-    return kinds if all(kind in _KINDS for kind in kinds) else ()
+def _kinds(annotation: Any) -> list[str]:
+    """`int | None` -> [int]; nothing where a parameter takes what a study file cannot hold."""
+    kinds = inspect.formatannotation(annotation).strip("'").removesuffix(" | None").split(" | ")
+    return kinds if all(kind in _KINDS for kind in kinds) else []
 
 
-def _wrong_value(value: Any, kinds: tuple[str, ...]) -> str:
-    """What the value of an option must be; empty where it is."""
-    fits = [
-        isinstance(value, _KINDS[kind][0]) and (kind == "bool" or not isinstance(value, bool))
-        for kind in kinds
-    ]
-    if not any(fits) or value != value:  # NaN
-        return " or ".join(_KINDS[kind][1] for kind in kinds if kind != "None")
-    return ">= 0" if not isinstance(value, str) and value < 0 else ""
+def _option_value(kinds: Sequence[str], value: Any) -> Any:
+    for kind in kinds:
+        with suppress(ValidationError):
+            return _KINDS[kind][1].validate_python(value)
+    raise ValueError(f"must be {' or '.join(_KINDS[kind][0] for kind in kinds)}, but got {show(value)}.")
 
 
 class SamplerConfig(_Algorithm):
@@ -125,14 +117,13 @@ class SamplerConfig(_Algorithm):
     # Optuna's 10 are half of a study of 20 trials; tests/benchmarks/search_speed.py compares them.
     DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {"tpe": {"n_startup_trials": 5}}
 
-    name: Literal["tpe", "gp", "cmaes", "nsga2", "random", "grid", "qmc"] = Field(
-        "tpe",
-        description="Optuna's sampler. Options are, for instance, `n_startup_trials` (tpe, gp, cmaes: random "
-        "trials before the sampler learns; 5 for tpe), `n_ei_candidates` and `constant_liar` (tpe), "
-        "`deterministic_objective` (gp), `sigma0` and `popsize` (cmaes), `population_size` (nsga2), "
-        "`qmc_type` (qmc); see <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>.",
-    )
-    seed: Whole = Field(42, ge=0, lt=2**31, description="Seed; worker number n adds n.")
+    name: Literal["tpe", "gp", "cmaes", "nsga2", "random", "grid", "qmc"] = "tpe"
+    """Optuna's sampler. Options are, for instance, `n_startup_trials` (tpe, gp, cmaes: random trials before
+    the sampler learns; 5 for tpe), `n_ei_candidates` and `constant_liar` (tpe), `deterministic_objective`
+    (gp), `sigma0` and `popsize` (cmaes), `population_size` (nsga2), `qmc_type` (qmc); see
+    <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>."""
+    seed: Whole = Field(42, ge=0, lt=2**31)
+    """Seed; worker number n adds n."""
 
 
 class PrunerConfig(_Algorithm):
@@ -152,11 +143,8 @@ class PrunerConfig(_Algorithm):
         "patient": {"patience": 2},
     }
 
-    name: Literal["hyperband", "asha", "median", "percentile", "patient", "none"] = Field(
-        "none",
-        description="Optuna's pruner; `none` with several objectives. Options are, for instance, "
-        "`min_resource` and `reduction_factor` (hyperband, asha: evaluations of the first rung, and of how "
-        "many trials one goes on), `n_startup_trials` and `n_warmup_steps` (median, percentile), "
-        "`percentile` (25), `patience` (patient; 2); see "
-        "<https://optuna.readthedocs.io/en/stable/reference/pruners.html>.",
-    )
+    name: Literal["hyperband", "asha", "median", "percentile", "patient", "none"] = "none"
+    """Optuna's pruner; `none` with several objectives. Options are, for instance, `min_resource` and
+    `reduction_factor` (hyperband, asha: evaluations of the first rung, and of how many trials one goes on),
+    `n_startup_trials` and `n_warmup_steps` (median, percentile), `percentile` (25), `patience` (patient; 2);
+    see <https://optuna.readthedocs.io/en/stable/reference/pruners.html>."""

@@ -12,20 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError
 
-from hpo.config.study_file import KeyPath, Problem, problems_of, refused, show, validation_error
-from hpo.config.trial_settings import (
-    LOSS_WEIGHT,
-    is_setting,
-    setting_names,
-    setting_value,
-    takes_whole_numbers,
-)
+from hpo.config.study_file import CheckedSection, KeyPath, Problem, one_of, problems_of, refuse, show
+from hpo.config.trial_settings import Positive, check_name, setting_value, takes_whole_numbers
 from hpo.errors import did_you_mean
-from hpo.section import Section, Switch, Whole
+from hpo.precision.table import PRECISION
+from hpo.section import Count, Section, Switch, Whole
 
 
 class Suggester(Protocol):
@@ -48,26 +43,18 @@ def _as_lists(conditions: Any) -> Any:
 
 
 Values = Annotated[tuple[Any, ...], Field(min_length=1, strict=False)]
-
-
-Conditions = Annotated[
-    dict[str, Values],
-    BeforeValidator(_as_lists),
-    Field(
-        description="Search this setting only where these hold, as `{setting: value}` or `{setting: [value, "
-        "value]}`; elsewhere it has its default.",
-    ),
-]
+Conditions = Annotated[dict[str, Values], BeforeValidator(_as_lists)]
 
 
 class CategoricalDistribution(Section):
     """One of the listed choices."""
 
-    type: Literal["categorical"] = Field("categorical", description="One of the listed choices.")
-    choices: Values = Field(
-        description="The values to choose from. They cannot change once the study exists."
-    )
+    type: Literal["categorical"] = "categorical"
+    choices: Values
+    """The values to choose from. They cannot change once the study exists."""
     when: Conditions = Field(default_factory=dict)
+    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}`;
+    elsewhere it has its default."""
 
     def grid(self) -> tuple[Any, ...]:
         """All values."""
@@ -82,68 +69,65 @@ class CategoricalDistribution(Section):
         return next((choice for choice in self.choices if _encode(choice) == value), value)
 
 
-class _Range(Section):
-    """A range of numbers; `log` samples its logarithm."""
+class Range(CheckedSection):
+    """A range of numbers, both ends included."""
 
-    @model_validator(mode="after")
-    def _check_range(self) -> Self:
-        low, high, step, log = (getattr(self, key) for key in ("low", "high", "step", "log"))
+    type: str
+    low: float
+    """Smallest value."""
+    high: float
+    """Largest value."""
+    step: Positive | None = None
+    """Only `low`, `low + step`, ... `high`; not with `log`."""
+    log: Switch = False
+    """Sample the logarithm uniformly; needs `low > 0`."""
+    when: Conditions = Field(default_factory=dict)
+    """Search this setting only where these hold, as `{setting: value}` or `{setting: [value, value]}`;
+    elsewhere it has its default."""
+
+    def problems(self) -> Iterator[Problem]:
+        low, high, step = self.low, self.high, self.step
         is_stepped = step is not None and step != type(self).model_fields["step"].default
-        problems = []
         if low > high:
-            problems.append(Problem(("low",), f"`low <= high` must hold, but got low {low} and high {high}."))
-        if log and low <= 0:
-            problems.append(Problem(("low",), f"`low > 0` must hold with `log: true`, but got {low}."))
-        if log and is_stepped:
-            problems.append(Problem(("step",), "`step` and `log: true` exclude each other. Keep one."))
+            yield Problem(("low",), f"`low <= high` must hold, but got low {low} and high {high}.")
+        if self.log and low <= 0:
+            yield Problem(("low",), f"`low > 0` must hold with `log: true`, but got {low}.")
+        if self.log and is_stepped:
+            yield Problem(("step",), "`step` and `log: true` exclude each other. Keep one.")
         elif is_stepped and low <= high:
             rest = (Decimal(str(high)) - Decimal(str(low))) % Decimal(str(step))
             if rest:
                 nearest = Decimal(str(high)) - rest
                 message = f"must be `low` plus a multiple of `step`; {nearest} is, {high} is not."
-                problems.append(Problem(("high",), message))
-        if problems:
-            raise validation_error(problems)
-        return self
-
-
-class FloatDistribution(_Range):
-    """A number from low to high, both included."""
-
-    type: Literal["float"] = Field("float", description="A number from `low` to `high`, both included.")
-    low: float = Field(description="Smallest value.")
-    high: float = Field(description="Largest value.")
-    step: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Only `low`, `low + step`, ... `high`; not with `log`."
-    )
-    log: Switch = Field(False, description="Sample the logarithm uniformly; needs `low > 0`.")
-    when: Conditions = Field(default_factory=dict)
+                yield Problem(("high",), message)
 
     def grid(self) -> tuple[float, ...]:
-        """All values; there must be a `step`."""
+        """All values; a range of floats must have a `step`."""
         low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step))
-        return tuple(float(low + index * step) for index in range(int((high - low) / step) + 1))
+        number = type(self.low)
+        return tuple(number(low + index * step) for index in range(int((high - low) / step) + 1))
+
+
+class FloatDistribution(Range):
+    """A number from low to high, both included."""
+
+    type: Literal["float"] = "float"
 
     def suggest(self, name: str, trial: Suggester) -> float:
         """The value of setting `name` in `trial`."""
         return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
 
 
-class IntDistribution(_Range):
+class IntDistribution(Range):
     """A whole number from low to high, both included."""
 
-    type: Literal["int"] = Field("int", description="A whole number from `low` to `high`, both included.")
-    low: Whole = Field(description="Smallest value.")
-    high: Whole = Field(description="Largest value.")
-    step: Annotated[Whole, Field(ge=1)] = Field(
-        1, description="Only `low`, `low + step`, ... `high`; not with `log`."
-    )
-    log: Switch = Field(False, description="Sample the logarithm uniformly; needs `low >= 1`.")
-    when: Conditions = Field(default_factory=dict)
-
-    def grid(self) -> tuple[int, ...]:
-        """All values."""
-        return tuple(range(self.low, self.high + 1, self.step))
+    type: Literal["int"] = "int"
+    low: Whole
+    """Smallest value."""
+    high: Whole
+    """Largest value."""
+    step: Count = 1
+    """Only `low`, `low + step`, ... `high`; not with `log`."""
 
     def suggest(self, name: str, trial: Suggester) -> int:
         """The value of setting `name` in `trial`."""
@@ -166,7 +150,7 @@ def _encode(value: Any) -> Any:
 def suggest(space: SearchSpace, trial: Suggester) -> dict[str, Any]:
     """Ask `trial` for a value of every setting whose conditions hold, those that others depend on first."""
     params: dict[str, Any] = {}
-    for name in parents_first(space):
+    for name in _parents_first(space):
         conditions = space[name].when.items()
         if all(parent in params and params[parent] in values for parent, values in conditions):
             params[name] = space[name].suggest(name, trial)
@@ -177,11 +161,6 @@ def decode(space: SearchSpace, params: Mapping[str, Any]) -> dict[str, Any]:
     """`params` as Optuna holds them, or as `suggest` returned them, in the form that settings take."""
     choices = {name: found for name, found in space.items() if isinstance(found, CategoricalDistribution)}
     return {name: choices[name].decode(value) if name in choices else value for name, value in params.items()}
-
-
-def parents_first(space: SearchSpace) -> tuple[str, ...]:
-    """The names of `space`, each after those that its `when` names. Raises graphlib.CycleError."""
-    return tuple(TopologicalSorter({name: tuple(space[name].when) for name in space}).static_order())
 
 
 def is_searched(space: SearchSpace, names: Iterable[str]) -> bool:
@@ -207,21 +186,21 @@ def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]
     space: dict[str, Distribution] = {}
     problems: list[Problem] = []
     for name, value in raw.items():
-        with _collected(problems, (name,), value):
+        kind = DISTRIBUTIONS.get(str(value.get("type"))) if isinstance(value, Mapping) else None
+        with _collected(problems, (name,), kind):
             space[name] = _parse_distribution(name, value)
     for name, distribution in space.items():
         when = {}
         for parent, values in distribution.when.items():
             with _collected(problems, (name, "when", parent)):
                 if parent not in raw:
-                    others = [other for other in raw if other != name]
-                    hint = did_you_mean(parent, others) if others else ""
-                    raise refused((), f"must name another setting of `search_space`.{hint}")
+                    hint = did_you_mean(parent, [other for other in raw if other != name])
+                    raise ValueError(f"must name another setting of `search_space`.{hint}")
                 if parent in space:
                     when[parent] = tuple(_condition(parent, space[parent], value) for value in values)
         space[name] = distribution.model_copy(update={"when": when})
     try:
-        parents_first(space)
+        _parents_first(space)
     except CycleError as error:
         cycle = error.args[1]
         circle = " -> ".join(reversed(cycle))
@@ -229,47 +208,44 @@ def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]
     return space, problems
 
 
+def _parents_first(space: SearchSpace) -> tuple[str, ...]:
+    """The names of `space`, each after those that its `when` names. Raises graphlib.CycleError."""
+    return tuple(TopologicalSorter({name: tuple(space[name].when) for name in space}).static_order())
+
+
 @contextmanager
-def _collected(problems: list[Problem], where: KeyPath, content: Any = None) -> Iterator[None]:
-    """Add what the body refuses, of the `content` at `where`, to `problems`."""
+def _collected(
+    problems: list[Problem], where: KeyPath, kind: type[Distribution] | None = None
+) -> Iterator[None]:
+    """Add what the body refuses of the key `where` to `problems`."""
     try:
         yield
     except ValidationError as error:
-        found = problems_of(error, _distribution_type(content), content)
-        problems += [Problem((*where, *problem.where), problem.message) for problem in found]
-
-
-def _distribution_type(value: Any) -> type[Distribution] | None:
-    return DISTRIBUTIONS.get(str(value.get("type"))) if isinstance(value, Mapping) else None
+        problems += [
+            Problem((*where, *problem.where), problem.message) for problem in problems_of(error, kind)
+        ]
+    except ValueError as error:
+        problems.append(Problem(where, str(error)))
 
 
 def _parse_distribution(name: str, value: Any) -> Distribution:
-    if name == "loss_weight":
-        raise refused((), f"there is no such setting. Search `{LOSS_WEIGHT}<task>`.")
-    if not is_setting(name):
-        raise refused((), f"there is no such setting.{did_you_mean(name, setting_names())}")
-    if isinstance(value, Section):
-        value = value.model_dump()
+    check_name(name)
     if not isinstance(value, Mapping):
         example = "`{type: categorical, choices: [...]}`"
-        raise refused((), f"must be a mapping such as {example}, but got {show(value)}.")
-    if "type" not in value:
-        raise refused(("type",), f"must be given: one of {', '.join(DISTRIBUTIONS)}.")
-    kind = _distribution_type(value)
-    if kind is None:
-        hint = did_you_mean(str(value["type"]), list(DISTRIBUTIONS))
-        raise refused(("type",), f"unknown type {show(value['type'])}.{hint}")
-    distribution = kind.model_validate(value)
+        raise ValueError(f"must be a mapping such as {example}, but got {show(value)}.")
+    kind = str(value.get("type"))
+    if kind not in DISTRIBUTIONS:
+        refuse(Problem(("type",), one_of(tuple(DISTRIBUTIONS), value.get("type"))))
+    distribution = DISTRIBUTIONS[kind].model_validate(value)
     if isinstance(distribution, CategoricalDistribution):
         return distribution.model_copy(update={"choices": _choices(name, distribution.choices)})
     if isinstance(distribution, FloatDistribution) and takes_whole_numbers(name):
-        raise refused(("type",), "must be `int`: the setting takes whole numbers.")
+        refuse(Problem(("type",), "must be `int`: the setting takes whole numbers."))
     problems: list[Problem] = []
     for bound in ("low", "high"):
         with _collected(problems, (bound,)):
             _value_of(name, getattr(distribution, bound))
-    if problems:
-        raise validation_error(problems)
+    refuse(*problems)
     return distribution
 
 
@@ -282,36 +258,29 @@ def _choices(name: str, given: Sequence[Any]) -> tuple[Any, ...]:
             for other, first in choices:
                 if other == choice:
                     same = "is there twice" if first == value else f"means the same as {show(first)}"
-                    raise refused((), f"{show(value)} {same}. Keep one.")
+                    raise ValueError(f"{show(value)} {same}. Keep one.")
             choices.append((choice, value))
-    if problems:
-        raise validation_error(problems)
+    refuse(*problems)
     return tuple(choice for choice, _ in choices)
 
 
 def _condition(parent: str, distribution: Distribution, value: Any) -> Any:
-    """`value` as the setting `parent` holds it. Raises ValidationError where `parent` never has it."""
+    """`value` as the setting `parent` holds it. Raises ValueError where `parent` never has it."""
     if isinstance(distribution, FloatDistribution):
-        raise refused((), f"`{parent}` is a float; a condition needs a categorical or an int.")
+        raise ValueError(f"`{parent}` is a float; a condition needs a categorical or an int.")
     value = _value_of(parent, value)
     if isinstance(distribution, CategoricalDistribution):
         if value not in distribution.choices:
             choices = ", ".join(show(choice) for choice in distribution.choices)
-            raise refused((), f"`{parent}` is never {show(value)}: its choices are {choices}.")
+            raise ValueError(f"`{parent}` is never {show(value)}: its choices are {choices}.")
     elif not distribution.low <= value <= distribution.high:
         between = f"it is between {distribution.low} and {distribution.high}"
-        raise refused((), f"`{parent}` is never {show(value)}: {between}.")
+        raise ValueError(f"`{parent}` is never {show(value)}: {between}.")
     return value
 
 
 def _value_of(name: str, value: Any) -> Any:
-    """The setting's own form of `value`. Raises ValidationError."""
-    if value is None and name in ("fp_precision", "encoder"):
-        raise refused((), "must be named: `null` leaves it open, which a search cannot compare.")
-    try:
-        return setting_value(name, value)
-    except ValidationError as error:
-        # Without the places inside the value: the file's key is the whole of it.
-        raise validation_error(
-            [Problem((), found.message) for found in problems_of(error, None, None)]
-        ) from None
+    """The setting's own form of `value`. Raises ValueError."""
+    if value is None and name in (PRECISION, "encoder"):
+        raise ValueError("must be named: `null` leaves it open, which a search cannot compare.")
+    return setting_value(name, value)

@@ -6,6 +6,8 @@ device is refused here, all of it at once.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,20 +25,20 @@ from pydantic import (
 )
 
 from hpo.config.data_config import DataConfig
-from hpo.config.definition import completed, given_keys, refuse_changes, space_hash
+from hpo.config.definition import completed, given_keys, refuse_changes
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
-    CategoricalDistribution,
     Distribution,
     FloatDistribution,
+    Range,
     SearchSpace,
     is_searched,
     parse_search_space,
 )
-from hpo.config.study_file import Problem, problems_of, read_study_file, refused, show, validation_error
-from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, TrialSettings
+from hpo.config.study_file import CheckedSection, Problem, problems_of, read_study_file, refuse, show
+from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
 from hpo.errors import InputError, StudyFileError, did_you_mean
-from hpo.precision.table import AmpConfig
+from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
 SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
@@ -48,9 +50,6 @@ MEASURED_METRICS = (
 )
 """What an objective may name of what a trial costs."""
 
-MAX_TRIALS = 100_000
-"""The database holds a row for each trial of a study from its start."""
-
 
 def _study_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -58,88 +57,73 @@ def _study_name(name: str) -> str:
     return name
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, Mapping) else value
-
-
-StudyName = Annotated[str, AfterValidator(_study_name)]
-
-
-class ObjectiveConfig(Section):
+class ObjectiveConfig(CheckedSection):
     """What a trial is judged by. A list of these makes a study with several objectives."""
 
-    metric: str = Field(
-        "score",
-        description="`score` (mean of the tasks' primary metrics), `<task>/<metric>` such as "
-        "`criteria/f1_micro`, `train_examples_per_second`, `train_tokens_per_second`, "
-        "`evaluation_examples_per_second` or `peak_memory_bytes`.",
-    )
-    direction: Literal["maximize", "minimize"] = Field("maximize", description="Which way is better.")
+    metric: str = "score"
+    """`score` (mean of the tasks' primary metrics), `<task>/<metric>` such as `criteria/f1_micro`,
+    `train_examples_per_second`, `train_tokens_per_second`, `evaluation_examples_per_second` or
+    `peak_memory_bytes`."""
+    direction: Literal["maximize", "minimize"] = "maximize"
+    """Which way is better."""
 
-    @model_validator(mode="after")
-    def _check(self) -> ObjectiveConfig:
+    def problems(self) -> Iterator[Problem]:
         known = ("score", *MEASURED_METRICS)
         if "/" not in self.metric and self.metric not in known:
             hint = did_you_mean(self.metric, known)
-            raise refused(
-                ("metric",), f"unknown metric {show(self.metric)}; one of a task is `task/name`.{hint}"
-            )
+            message = f"unknown metric {show(self.metric)}; one of a task is `task/name`.{hint}"
+            yield Problem(("metric",), message)
         if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
-            raise refused(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
-        return self
+            yield Problem(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
+
+
+def _as_tuple(value: Any) -> Any:
+    return (ObjectiveConfig.model_validate(value),) if isinstance(value, Mapping) else value
 
 
 class ModelConfig(Section):
     """The encoder."""
 
-    encoder: Encoder = Field(
-        "minilm",
-        description="`minilm` (comes with the package), a hub id, a local folder, or a mapping with the "
-        "config of a fresh encoder: `model_type`, that type's keys, and `tokenizer`.",
-    )
-    revision: str | None = Field(None, description="Commit, tag or branch on the hub.")
-    trust_remote_code: Switch = Field(False, description="Run the Python code that comes with the encoder.")
+    encoder: Encoder = "minilm"
+    """`minilm` (comes with the package), a hub id, a local folder, or a mapping with the config of a fresh
+    encoder: `model_type`, that type's keys, and `tokenizer`."""
+    revision: str | None = None
+    """Commit, tag or branch on the hub."""
+    trust_remote_code: Switch = False
+    """Run the Python code that comes with the encoder."""
 
 
-class CompatConfig(Section):
+class CompatConfig(CheckedSection):
     """Bounds of the check that a precision works with this model, on a dummy batch against fp32."""
 
-    enabled: Switch = Field(True, description="Check before training.")
-    degraded_logits_relative_error: float = Field(
-        0.1, gt=0, description="`degraded` above this error of a head's logits."
-    )
-    incompatible_logits_relative_error: float = Field(
-        0.5, gt=0, description="`incompatible` above this error of a head's logits."
-    )
-    degraded_gradient_cosine: float = Field(
-        0.95, ge=-1, le=1, description="`degraded` below this cosine between the gradients."
-    )
-    incompatible_gradient_cosine: float = Field(
-        0.5, ge=-1, le=1, description="`incompatible` below this cosine between the gradients."
-    )
+    enabled: Switch = True
+    """Check before training."""
+    degraded_logits_relative_error: Positive = 0.1
+    """`degraded` above this error of a head's logits."""
+    incompatible_logits_relative_error: Positive = 0.5
+    """`incompatible` above this error of a head's logits."""
+    degraded_gradient_cosine: float = Field(0.95, ge=-1, le=1)
+    """`degraded` below this cosine between the gradients."""
+    incompatible_gradient_cosine: float = Field(0.5, ge=-1, le=1)
+    """`incompatible` below this cosine between the gradients."""
 
-    @model_validator(mode="after")
-    def _check_order(self) -> CompatConfig:
+    def problems(self) -> Iterator[Problem]:
         if self.degraded_logits_relative_error > self.incompatible_logits_relative_error:
-            raise refused(
-                ("degraded_logits_relative_error",), "must be <= `incompatible_logits_relative_error`."
-            )
+            message = "must be <= `incompatible_logits_relative_error`."
+            yield Problem(("degraded_logits_relative_error",), message)
         if self.degraded_gradient_cosine < self.incompatible_gradient_cosine:
-            raise refused(("degraded_gradient_cosine",), "must be >= `incompatible_gradient_cosine`.")
-        return self
+            yield Problem(("degraded_gradient_cosine",), "must be >= `incompatible_gradient_cosine`.")
 
 
 class EvaluationConfig(Section):
     """When and how a trial is evaluated on the validation split."""
 
-    per_epoch: Count = Field(
-        1, description="Evaluations in each of the trial's `epochs`; in the whole trial with another budget."
-    )
-    per_trial: Count | None = Field(
-        None,
-        description="Evaluations in the whole trial, spread evenly over its budget; goes before `per_epoch`.",
-    )
-    batch_tokens: Count = Field(8192, description="Tokens of one batch, padding included.")
+    per_epoch: Count = 1
+    """Evaluations in each of the trial's `epochs`; in the whole trial with another budget."""
+    per_trial: Count | None = None
+    """Evaluations in the whole trial, spread evenly over its budget; goes before `per_epoch`."""
+    batch_tokens: Count = 8192
+    """Tokens of one batch, padding included."""
 
     def count(self, epochs: float | None) -> int:
         """Evaluations of a trial of so many epochs; None: its budget is another."""
@@ -149,10 +133,10 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """What is kept of a trial."""
 
-    top_k: Annotated[Whole, Field(ge=0)] = Field(
-        3, description="Best trials of a study that keep their weights."
-    )
-    every_seconds: float = Field(30.0, gt=0, description="Seconds between checkpoints of a running trial.")
+    top_k: Annotated[Whole, Field(ge=0)] = 3
+    """Best trials of a study that keep their weights."""
+    every_seconds: Positive = 30.0
+    """Seconds between checkpoints of a running trial."""
 
 
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
@@ -172,74 +156,72 @@ def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
     has_other_budget = training.max_steps is not None or training.max_seconds is not None
     epochs = training.epochs or (None if has_other_budget else DEFAULT_EPOCHS)
     min_resource = 3 if study["evaluation"].count(epochs) > 4 else 2
-    options = {"min_resource": min_resource, "reduction_factor": 2}
-    return PrunerConfig.model_validate({"name": "asha", **options})
+    return PrunerConfig.model_validate({"name": "asha", "min_resource": min_resource, "reduction_factor": 2})
 
 
-class StudyConfig(Section):
+class StudyConfig(CheckedSection):
     """A study."""
 
-    path: Path = Field(Path("study.yaml"), exclude=True, description="The study file; not a key of it.")
-    given: Annotated[frozenset[str], Field(strict=False)] = Field(
-        frozenset(), exclude=True, description="The keys that the study file gives; not a key of it."
+    path: Path = Field(Path("study.yaml"), exclude=True)
+    """The study file; not a key of it."""
+    given: Annotated[frozenset[str], Field(strict=False)] = Field(frozenset(), exclude=True)
+    """The keys that the study file gives; not a key of it."""
+    name: Annotated[str, AfterValidator(_study_name)]
+    """Name of the study in the database."""
+    objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_tuple)] = (
+        ObjectiveConfig(),
     )
-    name: StudyName = Field(description="Name of the study in the database.")
-    objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_list)] = Field(
-        (ObjectiveConfig(),), description="What is optimised; a list of them for several objectives."
-    )
-    sampler: SamplerConfig = Field(
-        default_factory=SamplerConfig, description="Which configuration is tried next."
-    )
-    n_trials: Annotated[Count, Field(le=MAX_TRIALS)] = Field(
-        20, description="Trials of the study, over all workers; a grid ends when each combination was tried."
-    )
-    timeout: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds after which a worker starts no further trial."
-    )
-    max_retries: Annotated[Whole, Field(ge=0)] = Field(
-        1, description="How often a `failed` trial is tried again; other outcomes never are."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="`auto` takes CUDA where there is one."
-    )
-    data: DataConfig = Field(description="The data set.")
-    model: ModelConfig = Field(ModelConfig(), description="The encoder.")
-    training: TrialSettings = Field(TrialSettings(), description="Settings that are the same in all trials.")
-    amp: AmpConfig = Field(AmpConfig(), description="Mixed precision and loss scaling.")
-    compat: CompatConfig = Field(CompatConfig(), description="Check that a precision works before training.")
-    evaluation: EvaluationConfig = Field(
-        EvaluationConfig(), description="Evaluation on the validation split."
-    )
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="What is kept of a trial.")
-    search_space: dict[str, Distribution] = Field(
-        default_factory=dict,
-        validate_default=True,
-        description="Settings that are searched, each with its distribution.",
-    )
-    pruner: PrunerConfig = Field(
-        default_factory=default_pruner,
-        description="When a trial stops early. Left out: `asha` with `reduction_factor: 2` and "
-        "`min_resource: 2`, or 3 where a trial has more than four evaluations; `none` where there are "
-        "several objectives, the objective is no metric of the model, or the trials' budget is searched.",
-    )
+    """What is optimised; a list of them for several objectives."""
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    """Which configuration is tried next."""
+    n_trials: Annotated[Count, Field(le=100_000)] = 20  # the database holds a row for each from the start
+    """Trials of the study, over all workers; a grid ends when each combination was tried."""
+    timeout: Positive | None = None
+    """Seconds after which a worker starts no further trial."""
+    max_retries: Annotated[Whole, Field(ge=0)] = 1
+    """How often a `failed` trial is tried again; other outcomes never are."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where there is one."""
+    data: DataConfig
+    """The data set."""
+    model: ModelConfig = ModelConfig()
+    """The encoder."""
+    training: TrialSettings = TrialSettings()
+    """Settings that are the same in all trials."""
+    amp: AmpConfig = AmpConfig()
+    """Mixed precision and loss scaling."""
+    compat: CompatConfig = CompatConfig()
+    """Check that a precision works before training."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Evaluation on the validation split."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept of a trial."""
+    search_space: dict[str, Distribution] = Field(default_factory=dict, validate_default=True)
+    """Settings that are searched, each with its distribution."""
+    pruner: PrunerConfig = Field(default_factory=default_pruner)
+    """When a trial stops early. Left out: `asha` with `reduction_factor: 2` and `min_resource: 2`, or 3 where
+    a trial has more than four evaluations; `none` where there are several objectives, the objective is no
+    metric of the model, or the trials' budget is searched."""
 
     @property
     def space_hash(self) -> str:
-        """A name for what is searched, in every process the same."""
-        return space_hash(self.definition()["search_space"])
+        """A name for what is searched: the same in every process, whatever the order of the settings."""
+        space = json.dumps(self.definition()["search_space"], sort_keys=True)
+        return hashlib.sha256(space.encode()).hexdigest()[:16]
 
     @property
     def precisions(self) -> tuple[str, ...]:
         """The choices of `fp_precision`, or the one that is fixed; () where the preset decides."""
-        if searched := self.search_space.get("fp_precision"):
+        if searched := self.search_space.get(PRECISION):
             return tuple(searched.grid())
         return (self.training.fp_precision,) if self.training.fp_precision else ()
 
     @property
     def num_slots(self) -> int:
         """How many trials the study can have: `n_trials`, or the combinations of a smaller grid."""
-        size = grid_size(self.search_space) if self.sampler.name == "grid" else self.n_trials
-        return min(self.n_trials, size)
+        if self.sampler.name != "grid":
+            return self.n_trials
+        return min(self.n_trials, math.prod(len(found.grid()) for found in self.search_space.values()))
 
     def definition(self) -> dict[str, Any]:
         """The study as JSON, as the database keeps it: all keys, and `given`, those that its file gave.
@@ -270,7 +252,7 @@ class StudyConfig(Section):
         try:
             return StudyConfig.model_validate({**merged, "path": self.path})
         except ValidationError as error:
-            found = "\n".join(map(str, problems_of(error, StudyConfig, merged)))
+            found = "\n".join(map(str, problems_of(error, StudyConfig)))
             raise InputError(f"With what is stored of the study `{self.name}`:\n{found}") from None
 
     @model_validator(mode="before")
@@ -278,48 +260,38 @@ class StudyConfig(Section):
     def _note_given_keys(cls, content: Any) -> Any:
         if not isinstance(content, Mapping) or "given" in content:
             return content
-        keys = given_keys(cls, {key: value for key, value in content.items() if key != "path"})
-        return {**content, "given": frozenset(keys)}
+        return {**content, "given": frozenset(given_keys(cls, content)) - {"path"}}
 
     @field_validator("objective")
     @classmethod
     def _check_objectives(cls, objectives: tuple[ObjectiveConfig, ...]) -> tuple[ObjectiveConfig, ...]:
         if not objectives:
-            raise refused((), "there must be at least one objective.")
+            raise ValueError("there must be at least one objective.")
         metrics = [objective.metric for objective in objectives]
         for index, metric in enumerate(metrics):
             if metric in metrics[:index]:
-                raise refused((index, "metric"), f"{show(metric)} is there twice. Keep one.")
+                refuse(Problem((index, "metric"), f"{show(metric)} is there twice. Keep one."))
         return objectives
 
-    @field_validator("sampler")
+    @field_validator("sampler", "pruner")
     @classmethod
-    def _check_sampler(cls, sampler: SamplerConfig, info: ValidationInfo) -> SamplerConfig:
-        if sampler.name == "cmaes" and len(info.data.get("objective", ())) > 1:
-            raise refused(("name",), "cmaes takes one objective. Use tpe, gp or nsga2.")
-        return sampler
+    def _check_takes_objectives(cls, algorithm: Any, info: ValidationInfo) -> Any:
+        if len(info.data.get("objective", ())) > 1:
+            if algorithm.name == "cmaes":
+                refuse(Problem(("name",), "cmaes takes one objective. Use tpe, gp or nsga2."))
+            if info.field_name == "pruner" and algorithm.name != "none":
+                message = "must be `none` with several objectives: Optuna cannot prune by them."
+                refuse(Problem(("name",), message))
+        return algorithm
 
-    @field_validator("pruner")
+    @field_validator("training", "amp")
     @classmethod
-    def _check_pruner(cls, pruner: PrunerConfig, info: ValidationInfo) -> PrunerConfig:
-        if pruner.name != "none" and len(info.data.get("objective", ())) > 1:
-            raise refused(("name",), "must be `none` with several objectives: Optuna cannot prune by them.")
-        return pruner
-
-    @field_validator("training")
-    @classmethod
-    def _check_training(cls, training: TrialSettings, info: ValidationInfo) -> TrialSettings:
-        if {"training.encoder", "model.encoder"} <= info.data["given"]:
-            raise refused(("encoder",), "is given too as `model.encoder`. Keep one.")
-        return training
-
-    @field_validator("amp")
-    @classmethod
-    def _check_amp(cls, amp: AmpConfig, info: ValidationInfo) -> AmpConfig:
-        for name in type(amp).model_fields:
-            if {f"training.{name}", f"amp.{name}"} <= info.data["given"]:
-                raise refused((name,), f"is given too as `training.{name}`. Keep one.")
-        return amp
+    def _check_given_once(cls, settings: Section, info: ValidationInfo) -> Section:
+        other = "model" if info.field_name == "training" else "training"
+        for name in type(settings).model_fields:
+            if {f"{info.field_name}.{name}", f"{other}.{name}"} <= info.data["given"]:
+                refuse(Problem((name,), f"is given too as `{other}.{name}`. Keep one."))
+        return settings
 
     @field_validator("search_space", mode="before")
     @classmethod
@@ -329,25 +301,16 @@ class StudyConfig(Section):
             problems += _fixed_and_searched(tuple(map(str, raw)), info.data["given"])
         if "sampler" in info.data:
             problems += _sampler_problems(space, info.data["sampler"].name)
-        if problems:
-            raise validation_error(problems)
+        refuse(*problems)
         return space
 
-    @model_validator(mode="after")
-    def _check_stride(self) -> StudyConfig:
-        if self.data.stride is None or self.data.long_text != "window":
-            return self
+    def problems(self) -> Iterator[Problem]:
         searched = self.search_space.get("max_length")
-        if isinstance(searched, CategoricalDistribution):
-            shortest = min(searched.choices)
-        else:
-            shortest = searched.low if searched else self.training.max_length
-        if self.data.stride > shortest // 2:
-            raise refused(
-                ("data", "stride"),
-                f"must be at most half of `max_length`, but is {self.data.stride} of {shortest}.",
-            )
-        return self
+        shortest = min(searched.grid()) if searched else self.training.max_length
+        stride = self.data.stride
+        if stride is not None and self.data.long_text == "window" and stride > shortest // 2:
+            message = f"must be at most half of `max_length`, but is {stride} of {shortest}."
+            yield Problem(("data", "stride"), message)
 
 
 def _fixed_and_searched(searched: tuple[str, ...], given: frozenset[str]) -> Iterator[Problem]:
@@ -356,27 +319,21 @@ def _fixed_and_searched(searched: tuple[str, ...], given: frozenset[str]) -> Ite
             if f"{section}.{name}" in given:
                 yield Problem((name,), f"is fixed too, as `{section}.{name}`. Fix it or search it, not both.")
     budgets = [budget for budget in BUDGETS if budget in searched]
-    fixed = [f"training.{budget}" for budget in BUDGETS if f"training.{budget}" in given]
-    others = [name for name in fixed if name.removeprefix("training.") not in budgets]
-    if budgets and len(budgets + others) > 1:
-        both = " and ".join(budgets + others)
-        yield Problem((budgets[0],), f"a trial has one budget, but this study gives {both}. Keep one.")
+    fixed = [f"training.{budget}" for budget in BUDGETS if budget not in budgets]
+    both = [*budgets, *(budget for budget in fixed if budget in given)]
+    if budgets and len(both) > 1:
+        message = f"a trial has one budget, but this study gives {' and '.join(both)}. Keep one."
+        yield Problem((budgets[0],), message)
 
 
 def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
     if sampler == "cmaes":
-        numeric = [
-            name
-            for name, distribution in space.items()
-            if not isinstance(distribution, CategoricalDistribution)
-            and distribution.low < distribution.high
-            and not distribution.when
-        ]
+        ranges = {name: found for name, found in space.items() if isinstance(found, Range) and not found.when}
+        numeric = [name for name, found in ranges.items() if found.low < found.high]
         if len(numeric) < 2:
             came = " and ".join(numeric) or "none"
-            yield Problem(
-                (), f"cmaes needs two float or int settings without `when`, but has {came}. Use tpe."
-            )
+            message = f"cmaes needs two float or int settings without `when`, but has {came}. Use tpe."
+            yield Problem((), message)
     if sampler == "grid":
         for name, found in space.items():
             if found.when:
@@ -386,45 +343,37 @@ def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
                 yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
 
 
-def grid_size(space: Mapping[str, Distribution]) -> int:
-    """How many combinations of values a grid over the space has."""
-    return math.prod(len(distribution.grid()) for distribution in space.values())
-
-
-def load_study(name_or_path: str | Path, studies_dir: Path | None = None) -> StudyConfig:
+def load_study(name_or_path: str | Path) -> StudyConfig:
     """The study called `name_or_path` in `studies/`, or in the YAML file of that path.
 
     `studies/` is the one in the working folder, else the one of the project. Raises StudyFileError, which
     lists every problem of the file.
     """
-    path = _find(name_or_path, studies_dir)
+    path = _find(Path(name_or_path))
     file = read_study_file(path)
-    content = {key: value for key, value in file.content.items() if key not in ("path", "given")}
-    problems = []
-    if "path" in file.content:
-        problems.append(Problem(("path",), "there is no such key. Did you mean `data.path`?"))
-    if "given" in file.content:
-        problems.append(Problem(("given",), "there is no such key."))
+    no_keys = {"path": " Did you mean `data.path`?", "given": ""}  # fields that no file gives
+    content = {key: value for key, value in file.content.items() if key not in no_keys}
+    problems = [
+        Problem((key,), f"there is no such key.{hint}")
+        for key, hint in no_keys.items()
+        if key in file.content
+    ]
     try:
         study = StudyConfig.model_validate({**content, "path": path}, context={"folder": path.parent})
     except ValidationError as error:
-        problems += problems_of(error, StudyConfig, content)
+        problems += problems_of(error, StudyConfig)
     if problems or file.problems:
         raise file.error(problems)
     return study
 
 
-def _find(name_or_path: str | Path, studies_dir: Path | None) -> Path:
-    given = Path(name_or_path)
+def _find(given: Path) -> Path:
     if given.suffix in (".yaml", ".yml") or len(given.parts) != 1:
         return given.expanduser()
-    folders = [studies_dir] if studies_dir else [Path("studies"), Path(__file__).parents[2] / "studies"]
-    folders = list({folder.resolve(): folder for folder in reversed(folders)}.values())[::-1]
+    folders = (Path("studies"), Path(__file__).parents[2] / "studies")
     for folder in folders:
         if (folder / f"{given}.yaml").is_file():
             return folder / f"{given}.yaml"
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    hint = did_you_mean(str(given), known) if known else ""
-    listed = f" Studies: {', '.join(known)}." if "Known" not in hint else ""
-    places = " and ".join(str(folder) for folder in folders)
-    raise StudyFileError(f"there is no study {show(str(given))} in {places}.{hint}{listed}")
+    hint = did_you_mean(str(given), known)
+    raise StudyFileError(f"there is no study {show(str(given))} in {' or '.join(map(str, folders))}.{hint}")

@@ -12,13 +12,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from hpo.errors import StudyFileError, did_you_mean, shorten
+from hpo.section import Section
 
 KeyPath = tuple[str | int, ...]
 
@@ -28,27 +29,16 @@ class _Loader(yaml.SafeLoader):
 
 
 _SCALARS = {
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
-    "float": (
-        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        list("-+0123456789."),
-    ),
-    "merge": (r"<<", ["<"]),
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?\d[\d_]*",
+    "float": r"[-+]?(\.\d+|\d[\d_]*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
 }
-_Loader.yaml_implicit_resolvers = {}
-for _name, (_pattern, _first_letters) in _SCALARS.items():
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), _first_letters
-    )
-
-
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node))
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.yaml_implicit_resolvers = {  # by the first letter; None: any
+    None: [(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{p})$", re.ASCII)) for name, p in _SCALARS.items()]
+}
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,8 @@ class StudyFile:
 
     path: Path
     content: dict[str, Any]
-    lines: Mapping[KeyPath, int]
+    lines: Mapping[str, int]
+    """By the dotted path: `loss_weight.a` may stand in the file as one key or as two."""
     problems: tuple[Problem, ...]
 
     def error(self, problems: Sequence[Problem]) -> StudyFileError:
@@ -79,32 +70,22 @@ class StudyFile:
 
     def _line(self, where: KeyPath) -> int:
         """The line of the key, or of the nearest key above it that is in the file."""
-        # By the text: `loss_weight.a` may stand in the file as one key or as two.
-        lines = {_dotted(key): line for key, line in self.lines.items()}
         above = (_dotted(where[:length]) for length in range(len(where), 0, -1))
-        return next((lines[key] for key in above if key in lines), 1)
+        return next((self.lines[key] for key in above if key in self.lines), 1)
 
 
 def read_study_file(path: Path) -> StudyFile:
     """Read the YAML at `path`. Raises StudyFileError when it is not a YAML mapping."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise StudyFileError(f"{path}: there is no such file.") from None
-    except UnicodeDecodeError as error:
-        raise StudyFileError(
-            f"{path}: a study file must be UTF-8 text, but byte {error.start} is not."
-        ) from None
-    except OSError as error:
-        raise StudyFileError(f"{path}: the file cannot be read: {error.strerror}.") from None
-    try:
-        loader = _Loader(text)
+        loader = _Loader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         if node is None:
             raise StudyFileError(f"{path}: the file is empty. A study needs at least `name` and `data`.")
-        lines: dict[KeyPath, int] = {}
+        lines: dict[str, int] = {}
         problems = tuple(_walk(node, (), lines, frozenset()))
         content = loader.construct_document(node)
+    except OSError as error:
+        raise StudyFileError(f"{path}: the file cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise StudyFileError(f"{path}{_yaml_problem(error)}") from None
     if not isinstance(content, dict):
@@ -139,30 +120,41 @@ def _dotted(where: KeyPath) -> str:
     return ".".join(str(part) for part in where)
 
 
-def problems_of(error: ValidationError, model: type[BaseModel] | None, content: Any) -> list[Problem]:
-    """What pydantic found in `content`, in a study file's words.
-
-    `model` tells the keys that are known where an unknown one stands.
-    """
+def problems_of(error: ValidationError, model: type[BaseModel] | None = None) -> list[Problem]:
+    """What pydantic found, in a study file's words; `model` has the keys that are known."""
     return [
-        Problem(_key_path(found["loc"], content), _message(found, _known_keys(model, found["loc"])))
+        Problem(
+            tuple(part for part in found["loc"] if part != "[key]"),  # which pydantic puts after a key itself
+            _message(found, _known_keys(model, found["loc"])),
+        )
         for found in error.errors(include_url=False)
         if found["type"] != "default_factory_not_called"  # it follows from another problem
     ]
 
 
-def validation_error(problems: Sequence[Problem]) -> ValidationError:
-    """`problems` as pydantic's error: raised in a validator, it gets that validator's place put before."""
-    details = [
-        InitErrorDetails(type=PydanticCustomError("study", problem.message), loc=problem.where, input=None)
-        for problem in problems
-    ]
-    return ValidationError.from_exception_data("study", details)
+def refuse(*problems: Problem) -> None:
+    """Raise `problems`, if there are any, as pydantic's error; a validator's place is put before theirs."""
+    if problems:
+        details = [
+            InitErrorDetails(
+                type=PydanticCustomError("study", problem.message), loc=problem.where, input=None
+            )
+            for problem in problems
+        ]
+        raise ValidationError.from_exception_data("study", details)
 
 
-def refused(where: KeyPath, message: str) -> ValidationError:
-    """The error of one problem."""
-    return validation_error([Problem(where, message)])
+class CheckedSection(Section):
+    """A section whose keys must fit each other."""
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with the keys together, each being valid by itself."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        refuse(*self.problems())
+        return self
 
 
 _EXPECTED = {
@@ -191,10 +183,7 @@ def _message(found: ErrorDetails, known: Sequence[str]) -> str:
     if kind == "extra_forbidden":
         return f"there is no such key.{did_you_mean(str(found['loc'][-1]), known)}"
     if kind == "literal_error":
-        values = re.findall(r"'([^']*)'", context["expected"])
-        near = did_you_mean(str(came), values)
-        hint = near if "Did you mean" in near else ""
-        return f"must be one of {', '.join(values)}, but got {show(came)}.{hint}"
+        return one_of(re.findall(r"'([^']*)'", context["expected"]), came)
     if kind == "value_error":
         return str(context["error"])
     if kind in _EXPECTED:
@@ -203,18 +192,11 @@ def _message(found: ErrorDetails, known: Sequence[str]) -> str:
     return found["msg"]
 
 
-def _key_path(location: KeyPath, content: Any) -> KeyPath:
-    """`location` without what pydantic adds: the index in a list of one, `[key]` after a key itself."""
-    where: list[str | int] = []
-    for part in location:
-        if part == "[key]" or (isinstance(part, int) and not isinstance(content, list)):
-            continue
-        where.append(part)
-        try:
-            content = content[part]
-        except (TypeError, LookupError):
-            content = None
-    return tuple(where)
+def one_of(names: Sequence[str], came: Any) -> str:
+    """The message for a value `came` that is none of `names`."""
+    near = did_you_mean(str(came), names)
+    hint = near if "Did you mean" in near else ""
+    return f"must be one of {', '.join(names)}, but got {show(came)}.{hint}"
 
 
 def _known_keys(model: type[BaseModel] | None, location: KeyPath) -> list[str]:
@@ -232,16 +214,14 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(section_of, get_args(annotation))), None)
 
 
-def _walk(
-    node: yaml.Node, where: KeyPath, lines: dict[KeyPath, int], above: frozenset[int]
-) -> Iterator[Problem]:
+def _walk(node: yaml.Node, where: KeyPath, lines: dict[str, int], above: frozenset[int]) -> Iterator[Problem]:
     """Note the line of every key under `node`; yield the keys that a mapping holds twice."""
     if id(node) in above:
         raise yaml.MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
     above |= {id(node)}
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            lines[(*where, index)] = item.start_mark.line + 1
+            lines[_dotted((*where, index))] = item.start_mark.line + 1
             yield from _walk(item, (*where, index), lines, above)
     elif isinstance(node, yaml.MappingNode):
         first_lines: dict[str, int] = {}
@@ -255,7 +235,7 @@ def _walk(
                     (*where, key.value), f"the key is written twice, on lines {first} and {line}. Keep one."
                 )
                 continue
-            first_lines[key.value] = lines[(*where, key.value)] = line
+            first_lines[key.value] = lines[_dotted((*where, key.value))] = line
             if key.tag != "tag:yaml.org,2002:str":
                 yield Problem((*where, key.value), "a key must be text: put it in quotes.")
             yield from _walk(value, (*where, key.value), lines, above)
@@ -265,6 +245,6 @@ def _yaml_problem(error: Exception) -> str:
     """`:line: what is wrong` of an error of PyYAML."""
     mark = getattr(error, "problem_mark", None)
     place = f":{mark.line + 1}" if mark else ""
-    parts = [getattr(error, key, None) for key in ("context", "problem", "reason")]
-    what = ", ".join(part for part in parts if part) or str(error)
+    parts = [getattr(error, key, None) for key in ("context", "problem")]
+    what = ", ".join(filter(None, parts)) or " ".join(str(error).split())
     return f"{place}: this is not valid YAML: {what}."

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError
 
 from hpo.config.search_space import decode
 from hpo.config.study_config import StudyConfig
@@ -17,12 +17,10 @@ from hpo.config.trial_settings import (
     Encoder,
     PrecisionName,
     TrialSettings,
-    is_setting,
-    setting_names,
     setting_value,
 )
-from hpo.errors import InputError, did_you_mean
-from hpo.precision.table import AmpConfig
+from hpo.errors import InputError
+from hpo.precision.table import PRECISION, AmpConfig
 
 SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
 
@@ -30,16 +28,12 @@ SCALER_SETTINGS = ("init_scale", "growth_factor", "backoff_factor", "growth_inte
 class TrialConfig(TrialSettings):
     """The settings of one trial with nothing left open. Exactly one budget is not None."""
 
-    fp_precision: PrecisionName = Field(description="The precision asked for, by its canonical name.")
-    encoder: Encoder = Field(description="As in the study; a folder is absolute.")
-    amp: AmpConfig = Field(description="The study's, with the scaler settings of this trial.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _set_budget(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and all(data.get(budget) is None for budget in BUDGETS):
-            return {**data, "epochs": DEFAULT_EPOCHS}
-        return data
+    fp_precision: PrecisionName
+    """The precision asked for, by its canonical name."""
+    encoder: Encoder
+    """As in the study; a folder is absolute."""
+    amp: AmpConfig
+    """The study's, with the scaler settings of this trial."""
 
 
 def build_trial_config(
@@ -61,14 +55,16 @@ def build_trial_config(
     loss_weight = settings.pop("loss_weight", {})
     settings |= {f"loss_weight.{task}": weight for task, weight in loss_weight.items()}
     settings |= decode(study.search_space, params)
-    settings["fp_precision"] = settings.get("fp_precision") or default_precision
+    if all(settings.get(budget) is None for budget in BUDGETS):
+        settings["epochs"] = DEFAULT_EPOCHS
+    settings[PRECISION] = settings.get(PRECISION) or default_precision
     encoder = settings.get("encoder") or study.model.encoder
     settings["encoder"] = _absolute_encoder(encoder, study.path.parent)
     scaler = {name: settings[name] for name in SCALER_SETTINGS if settings.get(name) is not None}
     try:
         checked = TrialConfig.model_validate(settings | {"amp": amp or study.amp})
     except ValidationError as error:
-        raise InputError("\n".join(map(str, problems_of(error, TrialConfig, settings)))) from None
+        raise InputError("\n".join(map(str, problems_of(error)))) from None
     return checked.model_copy(update={"amp": checked.amp.model_copy(update=scaler)})
 
 
@@ -95,16 +91,14 @@ def parse_params(given: Sequence[str]) -> dict[str, Any]:
         name = name.strip()
         if not equals:
             problems.append(f"--param {text}: must be written as name=value.")
-        elif not is_setting(name):
-            problems.append(f"--param {text}: there is no such setting.{did_you_mean(name, setting_names())}")
         elif name in params:
             problems.append(f"--param {text}: {name} is given twice.")
         else:
             try:
                 params[name] = setting_value(name, parse_yaml_value(value))
-            except ValidationError as error:
+            except ValueError as error:
                 params[name] = None
-                problems += [f"--param {text}: {p.message}" for p in problems_of(error, None, None)]
+                problems.append(f"--param {text}: {error}")
     if len([budget for budget in BUDGETS if params.get(budget) is not None]) > 1:
         problems.append(f"--param: a trial has one budget; give one of {', '.join(BUDGETS)}.")
     if problems:

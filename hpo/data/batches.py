@@ -83,22 +83,20 @@ def collate(
     windows_B = np.asarray(windows, dtype=np.int64)
     starts_B = split.window_start_W1[windows_B]
     lengths_B = split.window_start_W1[windows_B + 1] - starts_B
-    num_windows = len(windows_B)
     length = padded_length(int(lengths_B.max()), split.max_length, split.length_multiple)
-    token = ragged_arange(starts_B, lengths_B)
-    cell = ragged_arange(np.arange(num_windows) * length, lengths_B)
+    token_T = ragged_arange(starts_B, lengths_B)
+    is_token_BL = np.arange(length) < lengths_B[:, None]
 
     def padded(values_T: AnyArray, padding: int) -> NDArray[np.int64]:
-        cells = np.full(num_windows * length, padding, dtype=np.int64)
-        cells[cell] = values_T[token]
-        return cells.reshape(num_windows, length)
+        values_BL = np.full(is_token_BL.shape, padding, dtype=np.int64)
+        values_BL[is_token_BL] = values_T[token_T]
+        return values_BL
 
-    mask_BL = (np.arange(length) < lengths_B[:, None]).astype(np.int64)
     is_text_BL = padded(split.char_start_T, -1) >= 0
     targets = {task.name: torch.from_numpy(_target(split, task, windows_B, is_text_BL)) for task in tasks}
     return Batch(
         input_ids_BL=torch.from_numpy(padded(split.input_ids_T, pad_id)),
-        attention_mask_BL=torch.from_numpy(mask_BL),
+        attention_mask_BL=torch.from_numpy(is_token_BL.astype(np.int64)),
         type_ids_BL=None if split.type_ids_T is None else torch.from_numpy(padded(split.type_ids_T, 0)),
         targets=targets,
         windows_B=windows_B,
@@ -157,16 +155,7 @@ def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int
     same batches in each epoch, so ranks are moved at random before they are cut into batches, by up to
     `JITTER_BATCHES` batches divided by the number of chunks. Then batches are shuffled. The list is always
     the same for a (seed, epoch), so that training can resume at a position in it.
-
-    Share of a batch's pairs that meet again in the next epoch, and padding share, for dialogues of 43 to 320
-    tokens, by number of windows and batch size (tests/benchmarks/batching.py). "Sorted alone" is without the
-    jitter, "Trainer" is transformers' LengthGroupedSampler:
-
-                    160/16        320/16       1000/32       1600/16      20000/32
-    this rule    0.24, 10.3 %  0.21, 6.1 %   0.18, 4.5 %   0.14, 1.7 %   0.04, 1.0 %
-    sorted alone 0.76,  3.6 %  0.76, 2.3 %   0.73, 1.4 %   0.24, 0.9 %   0.04, 1.0 %
-    Trainer      0.16, 15.1 %  0.17, 8.0 %   0.13, 6.0 %   0.12, 1.8 %   0.04, 1.0 %
-    random       0.09, 25.0 %  0.05, 24.7 %  0.03, 23.4 %  0.01, 23.2 %  0.00, 23.0 %
+    `tests/benchmarks/batching.py` measures how often texts meet again in a batch, and the padding.
     """
     generator = np.random.default_rng([seed, epoch])
     order_W = generator.permutation(len(lengths_W))

@@ -18,14 +18,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hpo.config.data_config import DataConfig, TaskConfig
 from hpo.data.examples import Example, RowChecker
-from hpo.data.progress import ProgressLog
-from hpo.data.sources import SPLITS, Reader, file_readers, hub_readers, nearest_file
+from hpo.data.progress import logged
+from hpo.data.sources import SPLITS, Reader, nearest_file, split_readers
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
@@ -57,33 +56,24 @@ def load_data(config: DataConfig) -> DataSet:
 
 def _load(config: DataConfig) -> DataSet:
     configs, where, passed_over = _read_tasks(config)
-    readers = (
-        hub_readers(config.hub, config.columns, configs)
-        if config.hub is not None
-        else file_readers(config.source, config.path, dict(config.files), config.columns, configs)
-    )
+    readers = split_readers(config, configs)
     tasks = make_tasks(_with_inferred_classes(configs, readers["train"]), where)
     splits = _checked(readers, RowChecker(tasks, config.pair_segments, passed_over))
     splits = _drawn_splits(splits, config.validation_fraction, config.test_fraction)
     splits = {split: _limited(rows, getattr(config.limits, split)) for split, rows in splits.items()}
-    _check_annotated(splits, tasks, {split: reader.name for split, reader in readers.items()})
+    _check_annotated(splits, tasks, readers)
     tasks = _standardised(tasks, splits["train"])
     return DataSet(tasks, splits, _fingerprint(tasks, splits))
 
 
 def _generate(config: DataConfig) -> DataSet:
-    settings = config.synthetic
     limits = {split: getattr(config.limits, split) or sys.maxsize for split in SPLITS}
-    sizes = {split: min(getattr(settings, f"num_{split}"), limits[split]) for split in SPLITS}
-    made = {
-        split: SyntheticRows(
-            split, size, settings.seed, settings.min_sentences, settings.max_sentences, settings.label_noise
-        )
-        for split, size in sizes.items()
-    }
+    sizes = {split: min(getattr(config.synthetic, f"num_{split}"), limits[split]) for split in SPLITS}
+    settings = config.synthetic.model_dump(exclude={f"num_{split}" for split in SPLITS})
+    made = {split: SyntheticRows(split, size, **settings) for split, size in sizes.items()}
     # The distribution is known by its first rows; a million need not be made for it.
     tasks = _standardised(parse_tasks(TASKS_JSON, "synthetic"), made["train"][:10_000])
-    identity = (GENERATOR_VERSION, sizes, settings.model_dump(exclude={f"num_{split}" for split in SPLITS}))
+    identity = (GENERATOR_VERSION, sizes, settings)
     fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
     return DataSet(tasks, {"train": made["train"], **{s: list(made[s]) for s in SPLITS[1:]}}, fingerprint)
 
@@ -96,9 +86,7 @@ def _read_tasks(config: DataConfig) -> tuple[dict[str, TaskConfig], str, Mapping
     beside = None if config.path is None else config.path / "tasks.json"
     if isinstance(config.tasks, Mapping):
         configs = read_task_configs(config.tasks, "data.tasks")
-        others: dict[str, TaskConfig] = {}
-        if beside is not None and beside.is_file():
-            others = read_task_configs(_read_json(beside), str(beside))
+        others = _tasks_of_file(beside) if beside is not None and beside.is_file() else {}
         return configs, "data.tasks", {name: others[name] for name in others if name not in configs}
     path = config.tasks or beside
     assert path is not None  # DataConfig has seen to it.
@@ -107,14 +95,15 @@ def _read_tasks(config: DataConfig) -> tuple[dict[str, TaskConfig], str, Mapping
             f"{path}: no such file. It must say what is annotated, or give the tasks in the study's "
             f"`data.tasks`.{nearest_file(path)}"
         )
-    return read_task_configs(_read_json(path), str(path)), str(path), {}
+    return _tasks_of_file(path), str(path), {}
 
 
-def _read_json(path: Path) -> Any:
+def _tasks_of_file(path: Path) -> dict[str, TaskConfig]:
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path}: must be JSON, but {error}.") from None
+    return read_task_configs(content, str(path))
 
 
 def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> dict[str, TaskConfig]:
@@ -126,18 +115,15 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
         name: set() for name, config in configs.items() if config.has_classes and config.classes is None
     }
     if found:
-        progress = ProgressLog(f"reading the classes of {train.name}")
-        for row in train.rows():
-            progress.advance()
+        for row in logged(train.rows(), f"reading the classes of {train.name}"):
             labels = row.row.get("labels") if isinstance(row.row, dict) else None
             for name in found:
                 value = labels.get(name) if isinstance(labels, dict) else None
                 of_row = value if isinstance(value, list) else [value]
                 found[name].update(label for label in of_row if isinstance(label, str) and label)
-    completed = {
-        name: config.model_copy(update={"classes": tuple(sorted(found[name]))}) if name in found else config
-        for name, config in configs.items()
-    }
+    completed = dict(configs)
+    for name, classes in found.items():
+        completed[name] = configs[name].model_copy(update={"classes": tuple(sorted(classes))})
     for name, config in completed.items():
         labelled = completed.get(config.evidence_for or "")
         if config.kind == "span_per_label" and config.span_names is None and labelled is not None:
@@ -147,13 +133,13 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
 
 def _standardised(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task, ...]:
     """Give regression tasks the mean and standard deviation of their training targets."""
-    standardised = list(tasks)
-    for i, task in enumerate(tasks):
+    standardised: list[Task] = []
+    for task in tasks:
         if task.kind == "regression":
             values = np.array([e.labels[task.name] for e in train if task.name in e.labels], dtype=np.float64)
-            standardised[i] = replace(
-                task, target_mean=float(values.mean()), target_std=float(values.std()) or 1.0
-            )
+            mean, std = float(values.mean()), float(values.std()) or 1.0
+            task = replace(task, target_mean=mean, target_std=std)
+        standardised.append(task)
     return tuple(standardised)
 
 
@@ -164,32 +150,24 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
     listed: list[str] = []
     num_bad = 0
     splits: dict[str, list[Example]] = {}
-    first_seen: dict[str, tuple[Reader, int]] = {}
+    first_seen: dict[str, str] = {}
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
-        examples: list[Example] = []
-        progress = ProgressLog(f"reading {reader.name}")
-        for row in reader.rows():
-            progress.advance()
+        splits[split] = []
+        for row in logged(reader.rows(), f"reading {reader.name}"):
             example, found = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
-                before = first_seen.setdefault(example.id, (reader, row.number))
-                if before != (reader, row.number):
-                    found = [
-                        f"`id` must be unique, but `{example.id}` is that of {before[0].where(before[1])} too"
-                    ]
-                elif example.group is not None and group_split.setdefault(example.group, split) != split:
-                    other = group_split[example.group]
-                    found = [
-                        f"a group must stay in one split, but `{example.group}` is in {other} and {split}"
-                    ]
+                name, group = example.id, example.group
+                if (other := first_seen.setdefault(name, row.where)) != row.where:
+                    found = [f"`id` must be unique, but `{name}` is that of {other} too"]
+                elif group is not None and (other := group_split.setdefault(group, split)) != split:
+                    found = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
                 else:
-                    examples.append(example)
+                    splits[split].append(example)
             if found:
                 num_bad += 1
                 if num_bad <= MAX_LISTED:
-                    listed.append(f"{reader.where(row.number)}: {'; '.join(found)}")
-        splits[split] = examples
+                    listed.append(f"{row.where}: {'; '.join(found)}")
     if num_bad:
         rows = "1 bad row" if num_bad == 1 else f"{num_bad} bad rows"
         first = f" (the first {MAX_LISTED} are listed)" if num_bad > MAX_LISTED else ""
@@ -210,7 +188,7 @@ def _drawn_splits(
 ) -> dict[str, list[Example]]:
     shares = {"validation": validation_fraction, "test": test_fraction}
     shares = {split: share for split, share in shares.items() if share and split not in splits}
-    drawn: dict[str, list[Example]] = {split: [] for split in (*shares, "train")}
+    drawn: dict[str, list[Example]] = {split: [] for split in ("train", *shares)}
     for example in splits["train"]:
         position = _hash01("split", example.group or example.id)
         for split, share in shares.items():
@@ -220,8 +198,8 @@ def _drawn_splits(
                 break
         else:
             drawn["train"].append(example)
-    for split in ("train", *shares):
-        if not drawn[split]:
+    for split, examples in drawn.items():
+        if not examples:
             raise DataError(
                 f"{len(splits['train'])} training rows are too few to draw a {split} split from. "
                 f"Give a {split} file or change data.{'validation' if split == 'train' else split}_fraction."
@@ -233,20 +211,19 @@ def _drawn_splits(
 def _limited(examples: list[Example], limit: int | None) -> list[Example]:
     if limit is None or limit >= len(examples):
         return examples
-    position = [_hash01("limit", example.id) for example in examples]
-    kept = sorted(sorted(range(len(examples)), key=position.__getitem__)[:limit])
-    return [examples[i] for i in kept]
+    by_hash = sorted(range(len(examples)), key=lambda i: _hash01("limit", examples[i].id))
+    return [examples[i] for i in sorted(by_hash[:limit])]
 
 
 def _check_annotated(
-    splits: Mapping[str, list[Example]], tasks: Sequence[Task], names: Mapping[str, str]
+    splits: Mapping[str, list[Example]], tasks: Sequence[Task], readers: Mapping[str, Reader]
 ) -> None:
     for split in ("train", "validation"):
         for task in tasks:
             if not any(task.name in example.annotated for example in splits[split]):
-                where = names.get(split, names["train"])
+                reader = readers.get(split, readers["train"])
                 raise DataError(
-                    f"{where}: task `{task.name}` must be annotated in a row of the {split} split, "
+                    f"{reader.name}: task `{task.name}` must be annotated in a row of the {split} split, "
                     f"but none of its {len(splits[split])} rows has it. Leave the task out or annotate it."
                 )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from hpo.config.data_config import TaskConfig
 from hpo.data.tasks import Task
-from hpo.errors import did_you_mean
+from hpo.errors import did_you_mean, shorten
 
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
 SPAN_KINDS = ("token_classification", "span_extraction", "span_per_label")
@@ -60,16 +60,15 @@ class RowChecker:
     def __init__(
         self,
         tasks: Sequence[Task],
-        pair_segments: tuple[str, str] | None = None,
-        passed_over: Mapping[str, TaskConfig] | None = None,
+        pair_segments: tuple[str, str] | None,
+        passed_over: Mapping[str, TaskConfig],
     ) -> None:
         self._tasks = {task.name: task for task in tasks}
         self._classes = {task.name: frozenset(task.labels) for task in tasks}
         self._span_tasks = [task for task in tasks if task.kind in SPAN_KINDS]
         self._span_names = frozenset(name for task in self._span_tasks for name in task.labels)
         self._all_span_tasks = frozenset(task.name for task in self._span_tasks)
-        self._pair_segments = pair_segments
-        passed_over = passed_over or {}
+        self._pair_segments = pair_segments or ()
         self._labels_passed_over = frozenset(passed_over)
         self._spans_passed_over = frozenset(
             name
@@ -92,20 +91,17 @@ class RowChecker:
             for key in row
             if key not in ROW_KEYS and (hint := _misspelt(str(key))) is not None and hint not in row
         ]
-
-        row_id = row.get("id")
-        if isinstance(row_id, int) and not isinstance(row_id, bool):
+        row_id, text, group = row.get("id"), row.get("text"), row.get("group")
+        if type(row_id) is int:
             row_id = str(row_id)
         if not isinstance(row_id, str) or not row_id:
             problems.append(f"`id` must be a non-empty string, but got {_show_key(row, 'id')}")
-        text = row.get("text")
         if not isinstance(text, str):
             problems.append(f"`text` must be a string, but got {_show_key(row, 'text')}")
         elif not text.strip():
             problems.append("`text` is empty")
         elif _SURROGATE.search(text):
             problems.append("`text` holds half of a surrogate pair (a broken \\u escape)")
-        group = row.get("group")
         if group is not None and not isinstance(group, str):
             problems.append(f"`group` must be a string, but got {_show(group)}")
 
@@ -121,7 +117,7 @@ class RowChecker:
         for task in self._span_tasks:
             if task.name in span_tasks and (task.evidence_for is None or task.evidence_for in labels):
                 annotated.add(task.name)
-            self._check_task_spans(task, labels, spans, segments, problems)
+            problems += _task_span_problems(task, labels, spans, segments)
         if problems:
             return None, problems
         truth = (labels, spans, segments, alt_spans, frozenset(annotated))
@@ -137,43 +133,34 @@ class RowChecker:
                 known = [n for n, t in self._tasks.items() if t.kind not in SPAN_KINDS]
                 what = "unknown task" if task is None else f"`{task.kind}` is annotated in `spans`, not here"
                 problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known)}")
-            elif value is None:
-                continue
-            elif task.kind == "regression":
-                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                    problems.append(f"labels.{name} must be a finite number, but got {_show(value)}")
-                else:
-                    labels[name] = float(value)
-            else:
-                labels[name] = value
-                problems += self._class_problems(task, value)
+            elif value is not None:
+                found = self._label_problems(task, value)
+                problems += found
+                labels[name] = float(value) if task.kind == "regression" and not found else value
         return labels
 
-    def _class_problems(self, task: Task, value: object) -> list[str]:
+    def _label_problems(self, task: Task, value: Any) -> list[str]:
         where = f"labels.{task.name}"
-        if task.kind == "single_label":
-            if not isinstance(value, str):
-                return [f"{where} must be one class as a string, but got {_show(value)}"]
-            classes = [value]
-        else:
-            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-                return [f"{where} must be a list of classes, but got {_show(value)}"]
-            classes = value
-        for item in classes:
-            if item not in self._classes[task.name]:
-                return [f"{where}: unknown class `{item}`.{did_you_mean(item, task.labels)}"]
-        repeats = len(set(classes)) < len(classes)
-        return [f"{where} names a class twice: {_show(value)}"] if repeats else []
+        if task.kind == "regression":
+            is_number = type(value) in (int, float) and math.isfinite(value)
+            return [] if is_number else [f"{where} must be a finite number, but got {_show(value)}"]
+        classes = [value] if task.kind == "single_label" else value
+        if not isinstance(classes, list) or not all(isinstance(item, str) for item in classes):
+            form = "one class as a string" if task.kind == "single_label" else "a list of classes"
+            return [f"{where} must be {form}, but got {_show(value)}"]
+        unknown = [item for item in classes if item not in self._classes[task.name]]
+        if unknown:
+            return [f"{where}: unknown class `{unknown[0]}`.{did_you_mean(unknown[0], task.labels)}"]
+        return [f"{where} names a class twice: {_show(value)}"] if len(set(classes)) < len(classes) else []
 
     def _spans(self, key: str, given: object, text: str, problems: list[str]) -> dict[str, list[Span]]:
         spans: dict[str, list[Span]] = {}
         for name, pairs in _items(key, given, "name: [[start, end], ...]", problems):
             if name not in self._span_names:
                 # A set without a span task may still carry spans: nothing reads them.
-                if not self._span_tasks or name in self._spans_passed_over:
-                    continue
-                hint = did_you_mean(str(name), sorted(self._span_names))
-                problems.append(f"{key}.{name}: unknown span name.{hint}")
+                if self._span_tasks and name not in self._spans_passed_over:
+                    hint = did_you_mean(str(name), sorted(self._span_names))
+                    problems.append(f"{key}.{name}: unknown span name.{hint}")
                 continue
             if not isinstance(pairs, list):
                 problems.append(f"{key}.{name} must be a list of [start, end], but got {_show(pairs)}")
@@ -190,50 +177,48 @@ class RowChecker:
         for name, pair in _items("segments", given, "name: [start, end]", problems):
             if span := _span(f"segments.{name}", pair, text, problems):
                 segments[str(name)] = span
-        for name in self._pair_segments or ():
+        for name in self._pair_segments:
             if name not in segments and not (isinstance(given, dict) and name in given):
                 hint = did_you_mean(name, sorted(segments))
                 problems.append(f"`segments` must have `{name}` (data.pair_segments names it).{hint}")
         return segments
 
-    def _check_task_spans(
-        self,
-        task: Task,
-        labels: Mapping[str, Label],
-        spans: Mapping[str, Sequence[Span]],
-        segments: Mapping[str, Span],
-        problems: list[str],
-    ) -> None:
-        """Rules of one span task that need more than one span, or the labels, to be seen."""
-        of_task = [(start, end, name) for name in task.labels for start, end in spans.get(name, ())]
-        if not of_task:
-            return
-        if task.kind == "span_extraction":
-            if len(of_task) > 1:
-                problems.append(f"`{task.name}` takes one span a row, but got {len(of_task)}")
-            if task.inside_segment is not None:
-                low, high = segments.get(task.inside_segment, (0, 0))
-                for start, end, name in of_task:
-                    if not low <= start < end <= high:
-                        problems.append(
-                            f"spans.{name}: [{start}, {end}] must lie inside segment "
-                            f"`{task.inside_segment}` [{low}, {high}]"
-                        )
-        elif task.kind == "token_classification" and not task.spans_may_overlap:
-            of_task.sort()
-            for (a, b, name), (c, d, other) in pairwise(of_task):
-                if c < b:
-                    problems.append(
-                        f"spans.{name} [{a}, {b}] and spans.{other} [{c}, {d}] overlap, but `{task.name}` "
-                        "has spans_may_overlap: false"
-                    )
-        elif task.evidence_for is not None and task.evidence_for in labels:
-            held = labels[task.evidence_for]
-            classes = held if isinstance(held, list) else [held]
+
+def _task_span_problems(
+    task: Task, labels: Mapping[str, Label], spans: Mapping[str, Sequence[Span]], segments: Mapping[str, Span]
+) -> list[str]:
+    """Rules of one span task that need more than one span, or the labels, to be seen."""
+    of_task = sorted((start, end, name) for name in task.labels for start, end in spans.get(name, ()))
+    if not of_task:
+        return []
+    if task.kind == "span_extraction":
+        problems = []
+        if len(of_task) > 1:
+            problems.append(f"`{task.name}` takes one span a row, but got {len(of_task)}")
+        if task.inside_segment is not None:
+            low, high = segments.get(task.inside_segment, (0, 0))
             problems += [
-                f"spans.{name} is evidence for a class that labels.{task.evidence_for} does not name"
-                for name in sorted({name for _, _, name in of_task}.difference(map(str, classes)))
+                f"spans.{name}: [{start}, {end}] must lie inside segment "
+                f"`{task.inside_segment}` [{low}, {high}]"
+                for start, end, name in of_task
+                if not low <= start < end <= high
             ]
+        return problems
+    if task.kind == "token_classification" and not task.spans_may_overlap:
+        return [
+            f"spans.{name} [{a}, {b}] and spans.{other} [{c}, {d}] overlap, but `{task.name}` "
+            "has spans_may_overlap: false"
+            for (a, b, name), (c, d, other) in pairwise(of_task)
+            if c < b
+        ]
+    if task.evidence_for is None or task.evidence_for not in labels:
+        return []
+    held = labels[task.evidence_for]
+    classes = held if isinstance(held, list) else [held]
+    return [
+        f"spans.{name} is evidence for a class that labels.{task.evidence_for} does not name"
+        for name in sorted({name for _, _, name in of_task}.difference(map(str, classes)))
+    ]
 
 
 def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[tuple[str, Any]]:
@@ -245,11 +230,7 @@ def _items(key: str, given: object, form: str, problems: list[str]) -> Iterable[
 
 
 def _span(where: str, pair: object, text: str, problems: list[str]) -> Span | None:
-    if (
-        not isinstance(pair, list | tuple)
-        or len(pair) != 2
-        or not all(isinstance(offset, int) and not isinstance(offset, bool) for offset in pair)
-    ):
+    if not isinstance(pair, list | tuple) or [type(offset) for offset in pair] != [int, int]:
         problems.append(f"{where}: a span must be [start, end] in whole characters, but got {_show(pair)}")
         return None
     start, end = pair
@@ -278,5 +259,4 @@ def _show_key(row: Mapping[str, object], key: str) -> str:
 
 
 def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shorten(repr(value), 60)

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 LOG_SECONDS = 10.0
 
-_logger = logging.getLogger("hpo.data")
+logger = logging.getLogger("hpo.data")
+_T = TypeVar("_T")
 
 
-class ProgressLog:
-    """Logs (INFO) what is done at once, and how far it is about every ten seconds of work.
+def logged(
+    items: Iterable[_T],
+    what: str,
+    total: int | None = None,
+    size: Callable[[_T], int] = lambda _: 1,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[_T]:
+    """Pass items on; log (INFO) what is done at once, and how far it is about every ten seconds of work.
 
-    `total` is the number of items, where it is known; `clock` gives seconds.
+    An item counts as `size` of the `total`, where that is known; `clock` gives seconds.
     """
-
-    def __init__(
-        self, what: str, total: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._what = what
-        self._total = total
-        self._clock = clock
-        self._num_done = 0
-        self._last = clock()
-        _logger.info("%s", what)
-
-    def advance(self, num_items: int = 1) -> None:
-        """Count items that are done."""
-        self._num_done += num_items
-        now = self._clock()
-        if now - self._last >= LOG_SECONDS:
-            self._last = now
-            how_far = (
-                f"{100 * self._num_done // self._total} % of {self._total:,}"
-                if self._total
-                else f"{self._num_done:,} rows so far"
-            )
-            _logger.info("%s: %s", self._what, how_far)
+    logger.info("%s", what)
+    num_done, last = 0, clock()
+    for item in items:
+        yield item
+        num_done += size(item)
+        if (now := clock()) - last >= LOG_SECONDS:
+            last = now
+            share = f"{100 * num_done // total} % of {total:,}" if total else f"{num_done:,} rows so far"
+            logger.info("%s: %s", what, share)

@@ -20,10 +20,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hpo.config.data_config import ColumnsConfig, HubConfig, TaskConfig
+from hpo.config.data_config import ColumnsConfig, DataConfig, TaskConfig
 from hpo.data.examples import SPAN_KINDS
-from hpo.data.progress import ProgressLog
-from hpo.errors import DataError, did_you_mean
+from hpo.data.progress import logger
+from hpo.errors import DataError, did_you_mean, shorten
 
 SPLITS = ("train", "validation", "test")
 TaskConfigs = Mapping[str, TaskConfig]
@@ -33,7 +33,8 @@ TaskConfigs = Mapping[str, TaskConfig]
 class Row:
     """One row as it was read; `problems` say why `row` cannot be used."""
 
-    number: int
+    where: str
+    """File and line, or row."""
     row: object
     problems: Sequence[str] = ()
     span_tasks: frozenset[str] | None = None
@@ -45,37 +46,29 @@ class Reader:
     """The rows of one split, read anew with every call of `rows`."""
 
     name: str
-    separator: str
     rows: Callable[[], Iterator[Row]]
 
-    def where(self, number: int) -> str:
-        """File and line, or row, of a row."""
-        return f"{self.name}{self.separator}{number}"
+
+def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
+    """Readers of the splits that are there."""
+    return _file_readers(config, tasks) if config.hub is None else _hub_readers(config, tasks)
 
 
-def file_readers(
-    source: str,
-    folder: Path | None,
-    files: Mapping[str, Path | None],
-    columns: ColumnsConfig,
-    tasks: TaskConfigs,
-) -> dict[str, Reader]:
-    """Readers of the splits that are there: `files`, or else `<folder>/<split>.<source>`."""
+def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     readers: dict[str, Reader] = {}
     for split in SPLITS:
-        given = files.get(split)
-        path = given or (None if folder is None else folder / f"{split}.{source}")
+        given = getattr(config.files, split)
+        path = given or (config.path and config.path / f"{split}.{config.source}")
         if path is None or not (given or path.exists() or split == "train"):
             continue
         if not path.is_file():
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
-        table_rows = _csv_rows if source == "csv" else _parquet_rows
-        rows = (
-            partial(_jsonl_rows, path)
-            if source == "jsonl"
-            else partial(table_rows, path, split, columns, tasks)
-        )
-        readers[split] = Reader(str(path), " row " if source == "parquet" else ":", rows)
+        if config.source == "jsonl":
+            rows = partial(_jsonl_rows, path)
+        else:
+            table = _Table(str(path), split, config.columns, tasks)
+            rows = partial(_csv_rows if config.source == "csv" else _parquet_rows, path, table)
+        readers[split] = Reader(str(path), rows)
     return readers
 
 
@@ -95,84 +88,84 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                yield Row(number, json.loads(line))
+                yield Row(f"{path}:{number}", json.loads(line))
             except (ValueError, RecursionError) as error:
-                yield Row(number, None, [f"must be one JSON object in UTF-8, but {error}"])
+                yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _csv_rows(path: Path, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> Iterator[Row]:
+def _csv_rows(path: Path, table: _Table) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             lines = csv.reader(file, strict=True)
             header = next(lines, [])
-            layout = _Columns(columns, tasks, header, str(path), split)
+            table.check(header)
             end = lines.line_num
             for number, cells in enumerate(lines, start=1):
-                line, end = end + 1, lines.line_num
+                where, end = f"{path}:{end + 1}", lines.line_num
                 if not cells:
                     continue
                 if len(cells) != len(header):
                     problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
-                    yield Row(line, None, [problem])
+                    yield Row(where, None, [problem])
                 else:
-                    yield layout.row(line, number, dict(zip(header, cells, strict=True)))
+                    yield table.row(where, number, dict(zip(header, cells, strict=True)))
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: must be UTF-8, but {error}.") from None
     except csv.Error as error:
         raise DataError(f"{path}:{lines.line_num}: must be CSV, but {error}.") from None
 
 
-def _parquet_rows(path: Path, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> Iterator[Row]:
+def _parquet_rows(path: Path, table: _Table) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(path)
-        layout = _Columns(columns, tasks, file.schema_arrow.names, str(path), split)
-        batches = file.iter_batches(columns=layout.names)
+        table.check(file.schema_arrow.names)
+        batches = file.iter_batches(columns=table.names)
         for number, cells in enumerate(chain.from_iterable(b.to_pylist() for b in batches), start=1):
-            yield layout.row(number, number, cells)
+            yield table.row(f"{path} row {number}", number, cells)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: must be a parquet file, but {error}.") from None
 
 
-def hub_readers(hub: HubConfig, columns: ColumnsConfig, tasks: TaskConfigs) -> dict[str, Reader]:
-    """Readers of the splits of a data set that `datasets` loads."""
+def _hub_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     import datasets
 
+    hub = config.hub
+    assert hub is not None
     datasets.disable_progress_bars()
-    ProgressLog(f"loading the data set {hub.name}")
+    logger.info("loading the data set %s", hub.name)
     try:
         loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.
-        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(error).__name__}: {reason} "
-            "It must be the id of a public data set, or a local folder."
+            f"data.hub.name: `datasets` cannot load `{hub.name}`: {type(error).__name__}: "
+            f"{shorten(str(error), 300)} It must be the id of a public data set, or a local folder."
         ) from None
     splits = {str(ours): theirs for ours, theirs in hub.splits.items()}
     readers: dict[str, Reader] = {}
     for split in SPLITS:
         name = splits.get(split, split)
-        if name not in loaded:
-            if split in splits or split == "train":
-                raise DataError(
-                    f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."
-                    f"{did_you_mean(name, sorted(map(str, loaded)))}"
-                )
-            continue
-        readers[split] = _hub_reader(f"{hub.name}[{name}]", split, loaded[name], columns, tasks)
+        if name in loaded:
+            table = _Table(f"{hub.name}[{name}]", split, config.columns, tasks)
+            readers[split] = Reader(table.name, partial(_hub_rows, loaded[name], table))
+        elif split in splits or split == "train":
+            raise DataError(
+                f"data.hub.splits.{split}: `{hub.name}` has no split `{name}`."
+                f"{did_you_mean(name, sorted(map(str, loaded)))}"
+            )
     return readers
 
 
-def _hub_reader(where: str, split: str, table: Any, columns: ColumnsConfig, tasks: TaskConfigs) -> Reader:
-    layout = _Columns(columns, tasks, table.column_names, where, split)
-    table = table.select_columns(layout.names)
+def _hub_rows(loaded: Any, table: _Table) -> Iterator[Row]:
+    table.check(loaded.column_names)
+    loaded = loaded.select_columns(table.names)
     # Classes are stored as numbers where the data set names them; their names are what tasks use.
     names = {
         column: list(names)
-        for column, feature in table.features.items()
+        for column, feature in loaded.features.items()
         if (names := getattr(getattr(feature, "feature", feature), "names", None))
     }
 
@@ -183,47 +176,47 @@ def _hub_reader(where: str, split: str, table: Any, columns: ColumnsConfig, task
             return [names[column][item] for item in value]
         return names[column][value] if value >= 0 else None  # -1 is how `datasets` writes "no label".
 
-    def rows() -> Iterator[Row]:
-        for number, cells in enumerate(table, start=1):
-            yield layout.row(number, number, {c: named(c, value) for c, value in cells.items()})
-
-    return Reader(where, " row ", rows)
+    for number, cells in enumerate(loaded, start=1):
+        cells = {column: named(column, value) for column, value in cells.items()}
+        yield table.row(f"{table.name} row {number}", number, cells)
 
 
-class _Columns:
+class _Table:
     """Turns the cells of a table's row into the form of a jsonl line."""
 
-    def __init__(
-        self, columns: ColumnsConfig, tasks: TaskConfigs, header: Sequence[str], where: str, split: str
-    ) -> None:
-        self._columns = columns
+    def __init__(self, name: str, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> None:
+        self.name = name
         self._split = split
-        self._kinds = {name: config.kind for name, config in tasks.items()}
+        self._columns = columns
+        self._kinds = {task: config.kind for task, config in tasks.items()}
         self._span_names = {
-            name: config.span_names for name, config in tasks.items() if config.kind in SPAN_KINDS
+            task: config.span_names for task, config in tasks.items() if config.kind in SPAN_KINDS
         }
+        with_labels = [task for task in tasks if task not in self._span_names]
         for task in columns.labels:
-            if task not in tasks or task in self._span_names:
-                known = [name for name in tasks if name not in self._span_names]
-                hint = did_you_mean(task, known)
+            if task not in with_labels:
+                hint = did_you_mean(task, with_labels)
                 raise DataError(f"data.columns.labels: no task with labels is called `{task}`.{hint}")
         for name in columns.spans:
             if not self._tasks_of(name):
-                span_names = {name for names in self._span_names.values() for name in names or ()}
-                hint = did_you_mean(name, sorted(span_names | self._span_names.keys()))
+                of_tasks = chain.from_iterable(names or () for names in self._span_names.values())
+                hint = did_you_mean(name, sorted({*of_tasks, *self._span_names}))
                 raise DataError(f"data.columns.spans: no task has spans called `{name}`.{hint}")
-        names = [columns.id, columns.text, *columns.labels.values(), *columns.spans.values()]
+        names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
         self.names = [name for name in dict.fromkeys(names) if name is not None]
+
+    def check(self, header: Sequence[str]) -> None:
+        """Raises DataError where a column that is read is not in the table's header."""
         for name in self.names:
             if name not in header:
-                raise DataError(f"{where}: has no column `{name}`.{did_you_mean(name, header)}")
+                raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}")
 
-    def row(self, line: int, number: int, cells: Mapping[str, Any]) -> Row:
+    def row(self, where: str, number: int, cells: Mapping[str, Any]) -> Row:
         problems: list[str] = []
         labels: dict[str, Any] = {}
         for task, column in self._columns.labels.items():
             if not _is_empty(cells[column]):
-                labels[task] = _label(self._kinds[task], cells[column], f"column {column}", problems)
+                labels[task] = _label(self._kinds[task], cells[column], column, problems)
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
         for name, column in self._columns.spans.items():
@@ -232,7 +225,7 @@ class _Columns:
                 annotated -= self._tasks_of(name)
                 continue
             if isinstance(value, str):
-                value = _parsed(value, f"column {column}", problems)
+                value = _parsed(value, column, problems)
             if isinstance(value, Mapping):
                 spans |= {key: pairs for key, pairs in value.items() if pairs}
             elif value:
@@ -240,7 +233,7 @@ class _Columns:
                 spans[of_task[0] if len(of_task) == 1 else name] = value
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
         row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
-        return Row(line, row, problems, frozenset(annotated))
+        return Row(where, row, problems, frozenset(annotated))
 
     def _tasks_of(self, name: str) -> set[str]:
         """The task of this name, or all that have a span name of it (None: not said, so any)."""
@@ -253,7 +246,7 @@ def _is_empty(cell: Any) -> bool:
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
 
-def _label(kind: Any, cell: Any, where: str, problems: list[str]) -> Any:
+def _label(kind: str, cell: Any, column: str, problems: list[str]) -> Any:
     if kind == "single_label" and isinstance(cell, int):
         return str(cell)
     if isinstance(cell, str) and kind == "regression":
@@ -261,13 +254,13 @@ def _label(kind: Any, cell: Any, where: str, problems: list[str]) -> Any:
             return float(cell)
     if isinstance(cell, str) and kind == "multi_label":
         is_list = cell.lstrip().startswith("[")
-        return _parsed(cell, where, problems) if is_list else [part.strip() for part in cell.split("|")]
+        return _parsed(cell, column, problems) if is_list else [part.strip() for part in cell.split("|")]
     return cell
 
 
-def _parsed(cell: str, where: str, problems: list[str]) -> Any:
+def _parsed(cell: str, column: str, problems: list[str]) -> Any:
     try:
         return json.loads(cell)
     except ValueError as error:
-        problems.append(f"{where} must be JSON, but {error}")
+        problems.append(f"column {column} must be JSON, but {error}")
         return None

@@ -106,7 +106,7 @@ def read_task_configs(content: Any, where: str) -> dict[str, TaskConfig]:
     try:
         return task_configs(tasks)
     except ValidationError as error:
-        problems = problems_of(error, None, tasks)
+        problems = problems_of(error)
         raise DataError("\n".join(_line(where, problem) for problem in problems)) from None
 
 
@@ -120,14 +120,10 @@ def make_tasks(configs: Mapping[str, TaskConfig], where: str) -> tuple[Task, ...
         if len(labels) < at_least:
             at = (name, "classes" if config.has_classes else "span_names")
             problems.append(Problem(at, f"must hold at least {at_least}, but got {show(list(labels))}."))
-        tasks[name] = Task(
-            name=name,
-            kind=config.kind,
-            labels=() if config.kind == "regression" else labels,
-            evidence_for=config.evidence_for if config.kind == "span_per_label" else None,
-            spans_may_overlap=config.spans_may_overlap,
-            inside_segment=config.inside_segment,
-        )
+        labels = () if config.kind == "regression" else labels
+        evidence_for = config.evidence_for if config.kind == "span_per_label" else None
+        overlap, segment = config.spans_may_overlap, config.inside_segment
+        tasks[name] = Task(name, config.kind, labels, evidence_for, overlap, segment)
     for task in tasks.values():
         if task.evidence_for is not None:
             problems += _evidence_problems(task, tasks)
@@ -146,11 +142,9 @@ def _evidence_problems(task: Task, tasks: Mapping[str, Task]) -> list[Problem]:
     if labelled.kind not in ("single_label", "multi_label"):
         message = f"must name a single_label or multi_label task, but `{labelled.name}` is {labelled.kind}."
         return [Problem(at, message)]
+    at = (task.name, "span_names")
     return [
-        Problem(
-            (task.name, "span_names"),
-            f"{show(name)} is no class of `{labelled.name}`.{did_you_mean(name, labelled.labels)}",
-        )
+        Problem(at, f"{show(name)} is no class of `{labelled.name}`.{did_you_mean(name, labelled.labels)}")
         for name in task.labels
         if name not in labelled.labels
     ]

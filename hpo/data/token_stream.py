@@ -16,44 +16,15 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hpo.data.tokenized_split import IntArray
+from hpo.data.tokenized_split import IntArray, starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SPACES = np.zeros(0x3002, dtype=bool)
 _SPACES[[code for code in range(0x3001) if chr(code).isspace()]] = True
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The special tokens that a tokenizer puts around one text or a pair, and the type id of each piece."""
-
-    prefix: tuple[int, ...]
-    middle: tuple[int, ...]
-    suffix: tuple[int, ...]
-    type_ids: tuple[int, int, int, int, int] | None  # of prefix, first, middle, second, suffix
-
-    @property
-    def num_special(self) -> int:
-        """Special tokens of one window."""
-        return len(self.prefix) + len(self.middle) + len(self.suffix)
-
-
-def probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> Layout:
-    """Ask the tokenizer which special tokens it puts where."""
-    texts = ("a", "b") if pair else ("a",)
-    probe = tokenizer(*texts, truncation=False, padding=False, return_token_type_ids=True)
-    segment = probe.sequence_ids(0)
-    ids, types = probe["input_ids"], probe.get("token_type_ids")
-    last = 1 if pair else 0
-    begin, end = segment.index(0), len(segment) - segment[::-1].index(last)
-    inner = [i for i in range(begin, end) if segment[i] is None]
-    type_ids = None
-    if pair and types is not None and "token_type_ids" in tokenizer.model_input_names:
-        type_ids = (types[0], types[begin], types[inner[0]] if inner else 0, types[end - 1], types[-1])
-    return Layout(tuple(ids[:begin]), tuple(ids[i] for i in inner), tuple(ids[end:]), type_ids)
 
 
 @dataclass(frozen=True)
@@ -72,6 +43,50 @@ class TokenStream:
         return np.diff(self.start_E1)
 
 
+def empty_stream(num_texts: int) -> TokenStream:
+    """Texts without a token."""
+    empty = np.zeros(0, dtype=np.int32)
+    return TokenStream(empty, empty, empty, np.zeros(num_texts + 1, dtype=np.int64))
+
+
+def concatenated(*streams: TokenStream) -> TokenStream:
+    """The texts of all streams in one."""
+    return TokenStream(
+        np.concatenate([stream.ids_T for stream in streams]),
+        np.concatenate([stream.char_start_T for stream in streams]),
+        np.concatenate([stream.char_end_T for stream in streams]),
+        starts(np.concatenate([stream.count_E for stream in streams])),
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The special tokens that a tokenizer puts around one text or a pair."""
+
+    special: TokenStream
+    """Those before the first text, between the two, and after the last: three texts without characters."""
+    type_ids: NDArray[np.int8] | None
+    """Of the five pieces of a window (before, first, between, second, after), where the encoder takes any."""
+
+
+def probe_layout(tokenizer: PreTrainedTokenizerBase, pair: bool) -> Layout:
+    """Ask the tokenizer which special tokens it puts where."""
+    texts = ("a", "b") if pair else ("a",)
+    probe = tokenizer(*texts, truncation=False, padding=False, return_token_type_ids=True)
+    segment = probe.sequence_ids(0)
+    ids, types = probe["input_ids"], probe.get("token_type_ids")
+    begin, end = segment.index(0), len(segment) - segment[::-1].index(len(texts) - 1)
+    between = [i for i in range(begin, end) if segment[i] is None]
+    ids_T = np.array([*ids[:begin], *(ids[i] for i in between), *ids[end:]], dtype=np.int32)
+    no_char_T = np.full_like(ids_T, -1)
+    count_3 = np.array([begin, len(between), len(ids) - end])
+    type_ids = None
+    if pair and types is not None and "token_type_ids" in tokenizer.model_input_names:
+        of_pieces = (types[0], types[begin], types[between[0]] if between else 0, types[end - 1], types[-1])
+        type_ids = np.array(of_pieces, dtype=np.int8)
+    return Layout(TokenStream(ids_T, no_char_T, no_char_T, starts(count_3)), type_ids)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offset_E: IntArray) -> TokenStream:
     """Tokenise `texts`, which begin at character `offset_E` of their examples."""
     encoded = tokenizer(
@@ -84,18 +99,17 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offset_E: I
         return_token_type_ids=False,
         verbose=False,
     )
-    count_E = np.fromiter(map(len, encoded["input_ids"]), dtype=np.int64, count=len(texts))
-    total = int(count_E.sum())
-    ids_T = np.fromiter(chain.from_iterable(encoded["input_ids"]), dtype=np.int32, count=total)
+    count_E = np.fromiter(map(len, encoded["input_ids"]), dtype=np.int64)
+    ids_T = np.fromiter(chain.from_iterable(encoded["input_ids"]), dtype=np.int32)
     flat = chain.from_iterable(chain.from_iterable(encoded["offset_mapping"]))
-    start_T, end_T = np.fromiter(flat, dtype=np.int64, count=2 * total).reshape(total, 2).T
+    start_T, end_T = np.fromiter(flat, dtype=np.int64).reshape(-1, 2).T
     start_T, end_T = _without_outer_space(texts, count_E, start_T, end_T)
     offset_T = np.repeat(offset_E, count_E)
     return TokenStream(
         ids_T=ids_T,
         char_start_T=(start_T + offset_T).astype(np.int32),
         char_end_T=(end_T + offset_T).astype(np.int32),
-        start_E1=np.concatenate([[0], np.cumsum(count_E)]),
+        start_E1=starts(count_E),
     )
 
 
@@ -105,8 +119,8 @@ def _without_outer_space(
     """Take white space off the edges of every token; one that is all white space becomes empty."""
     code = np.frombuffer("".join(texts).encode("utf-32-le"), dtype=np.uint32)
     is_space = np.append(_SPACES[np.minimum(code, len(_SPACES) - 1)], False)
-    length_E = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
-    base_T = np.repeat(np.cumsum(length_E) - length_E, count_E)
+    length_E = np.fromiter(map(len, texts), dtype=np.int64)
+    base_T = np.repeat(starts(length_E)[:-1], count_E)
     start_T, end_T = start_T + base_T, end_T + base_T
     while (leading_T := (start_T < end_T) & is_space[start_T]).any():
         start_T = start_T + leading_T

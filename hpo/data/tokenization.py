@@ -26,19 +26,26 @@ from numpy.typing import NDArray
 
 from hpo.data.examples import SPAN_KINDS, Example
 from hpo.data.tasks import IGNORE_INDEX, Task
-from hpo.data.token_stream import Layout, TokenStream, covering_tokens, encode, probe_layout
+from hpo.data.token_stream import (
+    Layout,
+    TokenStream,
+    concatenated,
+    covering_tokens,
+    empty_stream,
+    encode,
+    probe_layout,
+)
 from hpo.data.tokenized_split import (
     BEGINS_BEFORE,
     ENDS_AFTER,
     AnyArray,
     BoolArray,
-    Concatenation,
     IntArray,
     TokenizedSplit,
     Windowing,
     WindowSpans,
     ragged_arange,
-    split_of_arrays,
+    starts,
 )
 from hpo.data.word_table import WordTable, treats_words_apart
 from hpo.errors import DataError, ModelError
@@ -46,25 +53,27 @@ from hpo.errors import DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_Encode = Callable[[Sequence[str], IntArray], TokenStream]
+_Segments = tuple[TokenStream, TokenStream]
+
 _CHUNK = 10_000  # Examples tokenised at once: bounds what the tokenizer's Python lists take.
 
 
 @dataclass(frozen=True)
 class _Windows:
-    """How the texts of one chunk are cut: window w shows `length_W` tokens of its example's second
-    segment from `start_W` on, after `first_E` tokens of the first segment."""
+    """How the texts of one chunk are cut: of segment s of its example, window w shows the tokens from
+    `from_2W[s, w]` to `to_2W[s, w]` (exclusive) and owns those from `owned_from_2W` to `owned_to_2W`."""
 
     example_W: IntArray
-    is_first_W: BoolArray
-    start_W: IntArray
-    length_W: IntArray
-    owned_from_W: IntArray
-    owned_to_W: IntArray
-    first_E: IntArray
+    from_2W: IntArray
+    to_2W: IntArray
+    owned_from_2W: IntArray
+    owned_to_2W: IntArray
     is_cut_E: BoolArray
 
 
-def _cut(num_first_E: IntArray, num_second_E: IntArray, windowing: Windowing, num_special: int) -> _Windows:
+def _cut(segments: _Segments, windowing: Windowing, num_special: int) -> _Windows:
+    num_first_E, num_second_E = (segment.count_E for segment in segments)
     room = windowing.max_length - num_special
     is_windowed = windowing.long_text == "window"
     stride = windowing.stride if is_windowed else 0
@@ -82,31 +91,20 @@ def _cut(num_first_E: IntArray, num_second_E: IntArray, windowing: Windowing, nu
     windows_E = 1 + np.maximum(0, -(-(kept_E - capacity_E) // step_E))
     example_W = np.repeat(np.arange(len(windows_E)), windows_E)
     number_W = ragged_arange(np.zeros_like(windows_E), windows_E)
-    start_W = number_W * step_E[example_W]
-    is_last_W = number_W == windows_E[example_W] - 1
+    is_first_W, is_last_W = number_W == 0, number_W == windows_E[example_W] - 1
+    first_W, kept_W, step_W = first_E[example_W], kept_E[example_W], step_E[example_W]
+    from_W = number_W * step_W
+    none_W = np.zeros_like(from_W)
     return _Windows(
         example_W=example_W,
-        is_first_W=number_W == 0,
-        start_W=start_W,
-        length_W=np.minimum(kept_E[example_W] - start_W, capacity_E[example_W]),
-        owned_from_W=np.where(number_W == 0, 0, start_W + stride // 2),
-        owned_to_W=np.where(is_last_W, kept_E[example_W], start_W + step_E[example_W] + stride // 2),
-        first_E=first_E,
+        from_2W=np.stack([none_W, from_W]),
+        to_2W=np.stack([first_W, np.minimum(kept_W, from_W + capacity_E[example_W])]),
+        owned_from_2W=np.stack([none_W, np.where(is_first_W, 0, from_W + stride // 2)]),
+        owned_to_2W=np.stack(
+            [first_W * is_first_W, np.where(is_last_W, kept_W, from_W + step_W + stride // 2)]
+        ),
         is_cut_E=(kept_E < num_second_E) | (first_E < num_first_E),
     )
-
-
-def tokenize_split(
-    examples: Sequence[Example],
-    tasks: Sequence[Task],
-    tokenizer: PreTrainedTokenizerBase,
-    windowing: Windowing,
-) -> TokenizedSplit:
-    """Return the chunks of `tokenize_chunks` as one split, in memory."""
-    concatenation = Concatenation()
-    parts = [concatenation.next(chunk) for chunk in tokenize_chunks(examples, tasks, tokenizer, windowing)]
-    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return split_of_arrays(examples, arrays, concatenation.totals)
 
 
 def tokenize_chunks(
@@ -117,10 +115,8 @@ def tokenize_chunks(
 ) -> Iterator[TokenizedSplit]:
     """Tokenise every example and place its truth on the tokens; see the head of this file.
 
-    Yields the split in chunks of examples, each of which counts from 0;
-    `hpo.data.tokenized_split.Concatenation` puts them one after the other.
-
-    Raises ModelError for a tokenizer without offsets, and DataError where `max_length` leaves no room for
+    Yields the split in chunks of `_CHUNK` examples, each of which counts its examples, tokens and spans from
+    0. Raises ModelError for a tokenizer without offsets, and DataError where `max_length` leaves no room for
     text or `stride` no progress.
     """
     if not tokenizer.is_fast:
@@ -129,13 +125,13 @@ def tokenize_chunks(
             f"but {type(tokenizer).__name__} is not. Use an encoder with a tokenizer.json."
         )
     layout = probe_layout(tokenizer, windowing.pair_segments is not None)
-    room = windowing.max_length - layout.num_special
-    if room < 2:
+    num_special = len(layout.special.ids_T)
+    if windowing.max_length < num_special + 2:
         raise DataError(
-            f"max_length must leave room for text beside {layout.num_special} special tokens, "
+            f"max_length must leave room for text beside {num_special} special tokens, "
             f"but got {windowing.max_length}."
         )
-    if not layout.prefix and any(task.kind == "span_extraction" for task in tasks):
+    if not layout.special.count_E[0] and any(task.kind == "span_extraction" for task in tasks):
         raise ModelError(
             "span_extraction marks 'no answer' at the first token, which must be a special token, "
             f"but {type(tokenizer).__name__} puts none before a text."
@@ -150,110 +146,95 @@ def tokenize_chunks(
 def _tokenize_chunk(
     examples: Sequence[Example],
     tasks: Sequence[Task],
-    encode_texts: Callable[[Sequence[str], IntArray], TokenStream],
+    encode_texts: _Encode,
     layout: Layout,
     windowing: Windowing,
 ) -> TokenizedSplit:
-    num_examples = len(examples)
-    if windowing.pair_segments is None:
-        empty = np.zeros(0, dtype=np.int32)
-        first = TokenStream(empty, empty, empty, np.zeros(num_examples + 1, dtype=np.int64))
-        second = encode_texts([e.text for e in examples], np.zeros(num_examples, dtype=np.int64))
-    else:
-        first, second = (
-            encode_texts(
-                [e.text[slice(*e.segments[name])] for e in examples],
-                np.array([e.segments[name][0] for e in examples], dtype=np.int64),
-            )
-            for name in windowing.pair_segments
-        )
-    cut = _cut(first.count_E, second.count_E, windowing, layout.num_special)
-
-    # Where the pieces of every window begin among all tokens of the chunk.
-    first_W = cut.first_E[cut.example_W]
-    size_W = layout.num_special + first_W + cut.length_W
-    if not size_W.all():
-        row = examples[cut.example_W[size_W.argmin()]].id
+    segments = _segments(examples, encode_texts, windowing.pair_segments)
+    windows = _cut(segments, windowing, len(layout.special.ids_T))
+    arrays, at_2W = _lay_out(segments, windows, layout)
+    length_W = np.diff(arrays["window_start_W1"])
+    if not length_W.all():
+        row = examples[windows.example_W[length_W.argmin()]].id
         raise DataError(
             f"the tokenizer must make tokens of every text, but makes none of that of row `{row}`."
         )
-    window_start_W1 = np.concatenate([[0], np.cumsum(size_W)])
-    begin_W = window_start_W1[:-1]
-    first_at_W = begin_W + len(layout.prefix)
-    middle_at_W = first_at_W + first_W
-    second_at_W = middle_at_W + len(layout.middle)
-    suffix_at_W = second_at_W + cut.length_W
-
-    num_tokens = int(window_start_W1[-1])
-    ids_T = np.zeros(num_tokens, dtype=np.int32)
-    char_start_T, char_end_T = (np.full(num_tokens, -1, dtype=np.int32) for _ in range(2))
-    owned_T = np.zeros(num_tokens, dtype=bool)
-    specials = ((begin_W, layout.prefix), (middle_at_W, layout.middle), (suffix_at_W, layout.suffix))
-    for at_W, special in specials:
-        for i, token_id in enumerate(special):
-            ids_T[at_W + i] = token_id
-    for stream, at_W, from_W, count_W in (
-        (first, first_at_W, np.zeros_like(first_W), first_W),
-        (second, second_at_W, cut.start_W, cut.length_W),
-    ):
-        to = ragged_arange(at_W, count_W)
-        source = ragged_arange(stream.start_E1[cut.example_W] + from_W, count_W)
-        ids_T[to] = stream.ids_T[source]
-        char_start_T[to] = stream.char_start_T[source]
-        char_end_T[to] = stream.char_end_T[source]
-    owned_T[ragged_arange(first_at_W, first_W * cut.is_first_W)] = True
-    owned_from_W = second_at_W + cut.owned_from_W - cut.start_W
-    owned_T[ragged_arange(owned_from_W, cut.owned_to_W - cut.owned_from_W)] = True
-
-    type_ids_T: IntArray | None = None
-    if layout.type_ids is not None:
-        pieces = (len(layout.prefix), first_W, len(layout.middle), cut.length_W, len(layout.suffix))
-        size_W5 = np.stack(np.broadcast_arrays(*pieces), axis=1)
-        of_pieces = np.tile(np.array(layout.type_ids, dtype=np.int8), len(size_W5))
-        type_ids_T = np.repeat(of_pieces, size_W5.ravel())
-
-    targets, annotated = _window_targets(examples, tasks, cut.example_W)
     spans: dict[str, WindowSpans] = {}
     num_lost: dict[str, int] = {}
-    segments = ((first, first_at_W - begin_W, first_W), (second, second_at_W - begin_W, cut.length_W))
+    targets: dict[str, AnyArray] = {}
+    annotated: dict[str, BoolArray] = {}
     for task in tasks:
+        name = task.name
+        has_E = np.fromiter((name in e.annotated for e in examples), dtype=bool, count=len(examples))
+        annotated[name] = has_E[windows.example_W]
         if task.kind in SPAN_KINDS:
-            rows_S5, num_lost[task.name] = _window_spans(task, examples, cut, segments)
-            counts_W = np.bincount(rows_S5[:, 0], minlength=len(begin_W))
-            start_W1 = np.concatenate([[0], np.cumsum(counts_W)])
-            spans[task.name] = WindowSpans(np.ascontiguousarray(rows_S5[:, 1:], dtype=np.int32), start_W1)
-            if task.kind == "span_extraction":
-                whole_S5 = rows_S5[rows_S5[:, 4] == 0]
-                targets[task.name][whole_S5[:, 0]] = whole_S5[:, 2:4]
-                targets[task.name][~annotated[task.name]] = IGNORE_INDEX
+            spans[name], num_lost[name] = _window_spans(task, examples, segments, windows, at_2W)
+        if task.kind == "span_extraction":
+            targets[name] = _answers(spans[name], annotated[name])
+        elif task.kind != "token_classification":
+            targets[name] = _example_targets(task, examples, has_E)[windows.example_W]
     return TokenizedSplit(
         examples=examples,
         max_length=windowing.max_length,
-        input_ids_T=ids_T,
-        type_ids_T=type_ids_T,
-        char_start_T=char_start_T,
-        char_end_T=char_end_T,
-        owned_T=owned_T,
-        window_start_W1=window_start_W1,
-        window_example_W=cut.example_W.astype(np.int32),
+        window_example_W=windows.example_W.astype(np.int32),
         spans=spans,
         targets=targets,
         annotated=annotated,
-        num_cut_examples=int(cut.is_cut_E.sum()),
+        num_cut_examples=int(windows.is_cut_E.sum()),
         num_lost_spans=num_lost,
+        **arrays,
     )
 
 
-def _window_spans(
-    task: Task,
-    examples: Sequence[Example],
-    cut: _Windows,
-    segments: Sequence[tuple[TokenStream, IntArray, IntArray]],
-) -> tuple[NDArray[np.int64], int]:
-    """Rows (window, label, first, last, cut) of a task's spans, by window, and how many are whole nowhere.
+def _segments(examples: Sequence[Example], encode_texts: _Encode, names: tuple[str, str] | None) -> _Segments:
+    """The tokens of both segments; without a pair the text is the second, and the first is empty."""
+    if names is None:
+        begin_E = np.zeros(len(examples), dtype=np.int64)
+        return empty_stream(len(examples)), encode_texts([e.text for e in examples], begin_E)
+    first, second = (
+        encode_texts(
+            [e.text[slice(*e.segments[name])] for e in examples],
+            np.array([e.segments[name][0] for e in examples], dtype=np.int64),
+        )
+        for name in names
+    )
+    return first, second
 
-    A segment is its tokens, where it begins in each window, and how many of it each window shows.
-    """
+
+def _lay_out(segments: _Segments, windows: _Windows, layout: Layout) -> tuple[dict[str, Any], IntArray]:
+    """The arrays over the tokens of all windows, and where each segment begins in its window."""
+    # A window has five pieces: special tokens, first segment, special tokens, second segment, special tokens.
+    pool = concatenated(layout.special, *segments)
+    first_W = windows.example_W + 3
+    text_5W = np.stack(np.broadcast_arrays(0, first_W, 1, first_W + len(segments[0].count_E), 2))
+    from_5W, count_5W = pool.start_E1[text_5W], pool.count_E[text_5W]
+    from_5W[[1, 3]] += windows.from_2W
+    count_5W[[1, 3]] = windows.to_2W - windows.from_2W
+    count_N = count_5W.T.ravel()
+    token_T = ragged_arange(from_5W.T.ravel(), count_N)
+
+    window_start_W1 = starts(count_5W.sum(axis=0))
+    at_2W = (np.cumsum(count_5W, axis=0) - count_5W)[[1, 3]]
+    owned_at_2W = window_start_W1[:-1] + at_2W + windows.owned_from_2W - windows.from_2W
+    owned_count_2W = windows.owned_to_2W - windows.owned_from_2W
+    owned_T = np.zeros(len(token_T), dtype=bool)
+    owned_T[ragged_arange(owned_at_2W.ravel(), owned_count_2W.ravel())] = True
+    type_ids = layout.type_ids
+    arrays = {
+        "input_ids_T": pool.ids_T[token_T],
+        "type_ids_T": None if type_ids is None else np.repeat(np.tile(type_ids, len(first_W)), count_N),
+        "char_start_T": pool.char_start_T[token_T],
+        "char_end_T": pool.char_end_T[token_T],
+        "owned_T": owned_T,
+        "window_start_W1": window_start_W1,
+    }
+    return arrays, at_2W
+
+
+def _window_spans(
+    task: Task, examples: Sequence[Example], segments: _Segments, windows: _Windows, at_2W: IntArray
+) -> tuple[WindowSpans, int]:
+    """A task's spans in every window, and how many are whole in none."""
     found = [
         (e, label, start, end)
         for e, example in enumerate(examples)
@@ -262,58 +243,54 @@ def _window_spans(
         for start, end in example.spans.get(name, ())
     ]
     example_S, label_S, start_S, end_S = np.array(found, dtype=np.int64).reshape(-1, 4).T
-    windows_E = np.bincount(cut.example_W, minlength=len(examples))
-    window_start_E = np.cumsum(windows_E) - windows_E
+    windows_E = np.bincount(windows.example_W, minlength=len(examples))
     # Every span in every window of its example.
     count_S = windows_E[example_S]
     span = np.repeat(np.arange(len(found)), count_S)
-    window = ragged_arange(window_start_E[example_S], count_S)
+    window = ragged_arange(starts(windows_E)[example_S], count_S)
     rows: list[NDArray[np.int64]] = []
     is_whole_S = np.zeros(len(found), dtype=bool)
-    for number, (stream, at_W, shown_W) in enumerate(segments):
-        first_S, last_S = covering_tokens(stream, example_S, start_S, end_S)
-        low = cut.start_W[window] if number == 1 else np.zeros_like(window)
-        high = low + shown_W[window] - 1
+    for number, segment in enumerate(segments):
+        first_S, last_S = covering_tokens(segment, example_S, start_S, end_S)
+        low, high = windows.from_2W[number, window], windows.to_2W[number, window] - 1
         first, last = np.maximum(first_S[span], low), np.minimum(last_S[span], high)
         edges = BEGINS_BEFORE * (first_S[span] < low) + ENDS_AFTER * (last_S[span] > high)
         shown = first <= last
-        to_window = at_W[window] - low
+        to_window = at_2W[number, window] - low
         rows.append(
             np.stack([window, label_S[span], first + to_window, last + to_window, edges], axis=1)[shown]
         )
         is_whole_S[span[shown & (edges == 0)]] = True
     rows_S5 = np.concatenate(rows)
-    order = np.lexsort((rows_S5[:, 2], rows_S5[:, 0]))
-    return rows_S5[order], int((~is_whole_S).sum())
+    rows_S5 = rows_S5[np.lexsort((rows_S5[:, 2], rows_S5[:, 0]))]
+    start_W1 = starts(np.bincount(rows_S5[:, 0], minlength=len(windows.example_W)))
+    rows_S4 = np.ascontiguousarray(rows_S5[:, 1:], dtype=np.int32)
+    return WindowSpans(rows_S4, start_W1), int((~is_whole_S).sum())
 
 
-def _window_targets(
-    examples: Sequence[Example], tasks: Sequence[Task], example_W: IntArray
-) -> tuple[dict[str, AnyArray], dict[str, BoolArray]]:
-    """Targets that a window takes over from its example; span_extraction starts as "no answer"."""
-    targets: dict[str, AnyArray] = {}
-    annotated: dict[str, BoolArray] = {}
-    for task in tasks:
-        index = {label: c for c, label in enumerate(task.labels)}
-        has_E = np.fromiter((task.name in e.annotated for e in examples), dtype=bool, count=len(examples))
-        annotated[task.name] = has_E[example_W]
-        labels: list[Any] = [e.labels.get(task.name) for e in examples]
-        target_E: AnyArray
-        if task.kind == "single_label":
-            classes = (index.get(label, IGNORE_INDEX) for label in labels)
-            target_E = np.fromiter(classes, dtype=np.int32, count=len(examples))
-        elif task.kind == "regression":
-            values = (np.nan if label is None else label for label in labels)
-            target_E = np.fromiter(values, dtype=np.float32, count=len(examples))
-        elif task.kind in ("multi_label", "span_per_label"):
-            missing = np.int8(-1 if task.kind == "multi_label" else 0)
-            target_E = np.repeat(np.where(has_E, np.int8(0), missing)[:, None], len(index), axis=1)
-            held = labels if task.kind == "multi_label" else (e.spans for e in examples)
-            ones = [(e, index[label]) for e, of in enumerate(held) for label in of or () if label in index]
-            target_E[tuple(np.array(ones, dtype=np.int64).reshape(-1, 2).T)] = 1
-        elif task.kind == "span_extraction":
-            target_E = np.zeros((len(examples), 2), dtype=np.int32)
-        else:
-            continue
-        targets[task.name] = target_E[example_W]
-    return targets, annotated
+def _answers(spans: WindowSpans, annotated_W: BoolArray) -> AnyArray:
+    """First and last token of the answer that a window holds whole, else (0, 0): no answer."""
+    target_W2 = np.zeros((len(annotated_W), 2), dtype=np.int32)
+    window_S = np.repeat(np.arange(len(annotated_W)), np.diff(spans.start_W1))
+    is_whole_S = spans.rows_S4[:, 3] == 0
+    target_W2[window_S[is_whole_S]] = spans.rows_S4[is_whole_S, 1:3]
+    target_W2[~annotated_W] = IGNORE_INDEX
+    return target_W2
+
+
+def _example_targets(task: Task, examples: Sequence[Example], has_E: BoolArray) -> AnyArray:
+    """The targets of a task that are the same in every window of an example."""
+    index = {label: c for c, label in enumerate(task.labels)}
+    labels: list[Any] = [e.labels.get(task.name) for e in examples]
+    if task.kind == "single_label":
+        classes = (index.get(label, IGNORE_INDEX) for label in labels)
+        return np.fromiter(classes, dtype=np.int32, count=len(examples))
+    if task.kind == "regression":
+        values = (np.nan if label is None else label for label in labels)
+        return np.fromiter(values, dtype=np.float32, count=len(examples))
+    missing = np.int8(-1 if task.kind == "multi_label" else 0)
+    target_EC = np.repeat(np.where(has_E, np.int8(0), missing)[:, None], len(index), axis=1)
+    held = labels if task.kind == "multi_label" else (e.spans for e in examples)
+    ones = [(e, index[label]) for e, of in enumerate(held) for label in of or () if label in index]
+    target_EC[tuple(np.array(ones, dtype=np.int64).reshape(-1, 2).T)] = 1
+    return target_EC

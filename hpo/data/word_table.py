@@ -1,9 +1,8 @@
 """Texts tokenised by their distinct words, where a tokenizer cuts texts at spaces anyway.
 
-BERT's tokenizers take a text apart at white space before they look at anything else, so what a word becomes
-does not depend on the words beside it, and a word that was seen before need not be tokenised again: most
-words of a corpus are among its few frequent ones (Zipf). A table holds the tokens of every word met so far,
-and a text is put together from it with array operations.
+BERT's tokenizers take a text apart at white space first, so what a word becomes does not depend on the words
+beside it, and most words of a corpus are among its few frequent ones (Zipf). A table holds the tokens of
+every word met so far, and a text is put together from it with array operations.
 
 A word is what stands between space, tab, newline and carriage return. Other white space stays inside the
 word, for the tokenizer to treat: BERT's normaliser deletes some of it (U+000B, a control character) and
@@ -15,14 +14,15 @@ Suffixes: V words of the table; N words of all texts in order; E texts; T tokens
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpo.data.token_stream import TokenStream, encode
-from hpo.data.tokenized_split import IntArray, ragged_arange
+from hpo.data.token_stream import TokenStream, concatenated, empty_stream, encode
+from hpo.data.tokenized_split import IntArray, ragged_arange, starts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,14 +50,6 @@ def treats_words_apart(tokenizer: PreTrainedTokenizerBase) -> bool:
     )
 
 
-class _Numbers(dict[str, int]):
-    """A number for every word that is asked for, counted from 0 on."""
-
-    def __missing__(self, word: str) -> int:
-        number = self[word] = len(self)
-        return number
-
-
 class WordTable:
     """The tokens of the words met so far, of a tokenizer that `treats_words_apart`.
 
@@ -70,13 +62,9 @@ class WordTable:
         self._clear()
 
     def _clear(self) -> None:
-        empty = np.zeros(0, dtype=np.int32)
-        self._number = _Numbers()
-        self._tokens_V = TokenStream(empty, empty, empty, np.zeros(1, dtype=np.int64))
+        self._number = defaultdict[str, int](count().__next__)  # Counts on for every new word.
+        self._tokens_V = empty_stream(0)
         self._num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._number)
 
     def encode(self, texts: Sequence[str], offset_E: IntArray) -> TokenStream:
         """As `hpo.data.token_stream.encode` with the table's tokenizer."""
@@ -89,9 +77,8 @@ class WordTable:
         words = joined.split(" ") if texts else []
         word_N = self._numbered(words)
 
-        size_N = np.fromiter(map(len, words), dtype=np.int64, count=len(words)) + 1
-        size_E = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)) + 1
-        at_N, at_E = np.cumsum(size_N) - size_N, np.cumsum(size_E) - size_E
+        at_N = starts(np.fromiter(map(len, words), dtype=np.int64) + 1)[:-1]
+        at_E = starts(np.fromiter(map(len, texts), dtype=np.int64) + 1)[:-1]
         first_word_E1 = np.append(np.searchsorted(at_N, at_E), len(words))
         at_N -= np.repeat(at_E - offset_E, np.diff(first_word_E1))
 
@@ -103,7 +90,7 @@ class WordTable:
             ids_T=table.ids_T[of_table],
             char_start_T=table.char_start_T[of_table] + at_T,
             char_end_T=table.char_end_T[of_table] + at_T,
-            start_E1=np.append(0, np.cumsum(count_N))[first_word_E1],
+            start_E1=starts(count_N)[first_word_E1],
         )
 
     def _numbered(self, words: Sequence[str]) -> IntArray:
@@ -112,12 +99,7 @@ class WordTable:
         word_N = np.fromiter(map(self._number.__getitem__, words), dtype=np.int64, count=len(words))
         new = list(islice(self._number, num_known, None))
         if new:
-            old, more = self._tokens_V, encode(self._tokenizer, new, np.zeros(len(new), dtype=np.int64))
-            self._tokens_V = TokenStream(
-                np.append(old.ids_T, more.ids_T),
-                np.append(old.char_start_T, more.char_start_T),
-                np.append(old.char_end_T, more.char_end_T),
-                np.append(old.start_E1, old.start_E1[-1] + more.start_E1[1:]),
-            )
+            more = encode(self._tokenizer, new, np.zeros(len(new), dtype=np.int64))
+            self._tokens_V = concatenated(self._tokens_V, more)
             self._num_bytes += sum(map(sys.getsizeof, new))
         return word_N

@@ -40,26 +40,22 @@ def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
 
     Under `fp32` they are IEEE fp32 whatever the config says: cuDNN's default is TF32.
     """
-    reduced = precision.autocast is not None
-    fp32_precision = "tf32" if precision.tf32 or (reduced and config.tf32) else "ieee"
-    cudnn: Any = torch.backends.cudnn
-    mkldnn: Any = torch.backends.mkldnn
-    backends: list[tuple[Any, str, Any]] = [
-        (torch.backends.cuda.matmul, "fp32_precision", fp32_precision),
-        (cudnn.conv, "fp32_precision", fp32_precision),
-        (cudnn.rnn, "fp32_precision", fp32_precision),
+    backends: Any = torch.backends
+    allows_tf32 = precision.tf32 or (precision.autocast is not None and config.tf32)
+    fp32_precision = "tf32" if allows_tf32 else "ieee"
+    flags = [
+        (backends.cuda.matmul, "fp32_precision", fp32_precision),
+        (backends.cudnn.conv, "fp32_precision", fp32_precision),
+        (backends.cudnn.rnn, "fp32_precision", fp32_precision),
         # A CPU has no TF32; left at its default, oneDNN may take bf16 for fp32 products.
-        (mkldnn.matmul, "fp32_precision", "ieee"),
-        (cudnn, "benchmark", bool(config.cudnn_benchmark)),
+        (backends.mkldnn.matmul, "fp32_precision", "ieee"),
+        (backends.cudnn, "benchmark", bool(config.cudnn_benchmark)),
     ]
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in backends]
-    for holder, name, value in backends:
-        setattr(holder, name, value)
-    try:
+    with contextlib.ExitStack() as undo:
+        for backend, name, value in flags:
+            undo.callback(setattr, backend, name, getattr(backend, name))
+            setattr(backend, name, value)
         yield
-    finally:
-        for holder, name, value in before:
-            setattr(holder, name, value)
 
 
 def tf32_is_on() -> bool:
@@ -80,10 +76,8 @@ def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
         def fits(module: nn.Module, _name: str) -> bool:
             return isinstance(module, nn.Linear) and not any(size % 16 for size in module.weight.shape)
 
-        converted: nn.Module = convert_to_float8_training(
-            model, module_filter_fn=fits, config=Float8LinearConfig(pad_inner_dim=True)
-        )
-        return converted
+        config = Float8LinearConfig(pad_inner_dim=True)
+        model = convert_to_float8_training(model, module_filter_fn=fits, config=config)
     return model.to(getattr(torch, precision.weights))
 
 
@@ -170,11 +164,11 @@ class MixedPrecision:
             growth_interval=config.growth_interval,
             enabled=precision.loss_scaling,
         )
-        self._one = torch.ones((), device=device.torch_device)
+        self._zero = torch.zeros((), device=device.torch_device)
+        self._one = self._zero + 1
+        self._losses_in_a_row = self._gradients_in_a_row = self._overflows_at_floor = self._zero
+        self._skipped = self._scale_sum = self._scale_min = self._scale_max = self._zero
         self._epoch_fallbacks = 0
-        zero = torch.zeros((), device=device.torch_device)
-        self._losses_in_a_row, self._gradients_in_a_row, self._overflows_at_floor = zero, zero, zero.clone()
-        self._scale_min = self._scale_max = zero
         self.reset_statistics()
 
     def autocast(self, *, enabled: bool = True) -> torch.autocast:
@@ -230,10 +224,11 @@ class MixedPrecision:
             self._gradients_in_a_row = (self._gradients_in_a_row + 1) * bad_gradient
             return
         scale = self.scale_value()
-        self._overflows_at_floor += bad_gradient & (scale <= self.config.min_scale)
+        at_floor = scale <= self.config.min_scale
+        self._overflows_at_floor = self._overflows_at_floor + (bad_gradient & at_floor)
         if self.config.track_stats is not False:
-            self._skipped += bad_gradient
-            self._scale_sum += scale
+            self._skipped = self._skipped + bad_gradient
+            self._scale_sum = self._scale_sum + scale
             self._scale_min = torch.minimum(self._scale_min, scale)
             self._scale_max = torch.maximum(self._scale_max, scale)
             self._num_steps += 1
@@ -289,13 +284,9 @@ class MixedPrecision:
         )
 
     def reset_statistics(self) -> None:
-        zero = torch.zeros((), device=self.device.torch_device)
-        self._num_steps = 0
-        self._fp32_fallbacks = 0
-        self._skipped = zero.clone()
-        self._scale_sum = zero.clone()
-        self._scale_min = zero + math.inf
-        self._scale_max = zero - math.inf
+        self._num_steps = self._fp32_fallbacks = 0
+        self._skipped = self._scale_sum = self._zero
+        self._scale_min, self._scale_max = self._zero + math.inf, self._zero - math.inf
 
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: plain numbers."""

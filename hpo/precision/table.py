@@ -30,6 +30,9 @@ from hpo.section import Count, Section, Switch, Whole
 
 SupportLevel = Literal["native", "emulated", "unsupported"]
 
+PRECISION = "fp_precision"
+"""The setting of a trial that names its precision."""
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -51,6 +54,11 @@ class Precision:
     def linear_dtype(self) -> str:
         """The dtype that a linear layer's output has when this precision really runs."""
         return self.autocast or self.weights
+
+    @property
+    def products(self) -> str:
+        """What matrix products are computed in: `float8`, `tf32` or a dtype."""
+        return "float8" if self.float8 else "tf32" if self.tf32 else self.linear_dtype
 
 
 PRECISIONS: dict[str, Precision] = {
@@ -80,95 +88,63 @@ def canonical_precision(name: str) -> str:
 class AmpConfig(Section):
     """Mixed precision and loss scaling. A key left out takes the value of the preset."""
 
-    preset: Literal["auto", "basic", "advanced", "ultra"] = Field(
-        "auto",
-        description="`basic`: fp32, nothing else. `advanced`: fp16, TF32 for the products left in fp32, "
-        "cudnn benchmark, statistics. `ultra`: as advanced with bf16, and micro-batches that are not "
-        "finite run again in fp32. `auto`: the best native precision of the device. The precision of a "
-        "preset counts only where `fp_precision` is neither fixed nor searched.",
-    )
-    on_unsupported: Literal["skip", "prune", "fallback", "fail"] = Field(
-        "skip",
-        description="What a worker does with a precision that its device lacks: `skip` draws it in no trial "
-        "and leaves it to other devices; `prune` ends such a trial as `unsupported`; `fallback` runs the "
-        "nearest precision that works (bf16, fp16, fp32), says so on the trial and leaves it out of "
-        "precision statistics; `fail` ends it as `failed`.",
-    )
-    allow_emulated: Switch = Field(
-        False,
-        description="Run a precision that the device only emulates (slowly) instead of treating it as "
-        "unsupported. The trial is marked as emulated.",
-    )
-    init_scale: float = Field(65536.0, gt=0, description="fp16: first factor of the loss.")
-    growth_factor: float = Field(2.0, gt=1, description="fp16: the scale grows by this factor.")
-    backoff_factor: float = Field(
-        0.5, gt=0, lt=1, description="fp16: the scale shrinks by this factor when gradients overflow."
-    )
-    growth_interval: Count = Field(
-        2000, description="fp16: steps without an overflow before the scale grows."
-    )
-    min_scale: float = Field(
-        1.0,
-        gt=0,
-        description="fp16: a step that overflows with the scale at or under this floor ends the trial as "
-        "`nonfinite`.",
-    )
-    tf32: Switch | None = Field(
-        None,
-        description="TF32 for the products that autocast leaves in fp32. It never touches "
-        "`fp_precision: fp32`, which is IEEE fp32.",
-    )
-    cudnn_benchmark: Switch | None = Field(None, description="`torch.backends.cudnn.benchmark`.")
-    fallback_to_fp32: Switch | None = Field(
-        None,
-        description="Run a micro-batch whose loss is not finite again in fp32. Costs a device sync for "
-        "every micro-batch.",
-    )
-    max_fp32_fallbacks: Whole = Field(
-        3, ge=0, description="Such repeats allowed in one epoch; one more ends the trial as `nonfinite`."
-    )
-    memory_fraction: float | None = Field(
-        None, gt=0, le=1, description="CUDA: share of the device's memory that one worker may take."
-    )
-    track_stats: Switch | None = Field(
-        None, description="Keep statistics of the loss scale and of skipped steps."
-    )
+    preset: Literal["auto", "basic", "advanced", "ultra"] = "auto"
+    """`basic`: fp32, nothing else. `advanced`: fp16, TF32 for the products left in fp32, cudnn benchmark,
+    statistics. `ultra`: as advanced with bf16, and micro-batches that are not finite run again in fp32.
+    `auto`: the best native precision of the device. The precision of a preset counts only where
+    `fp_precision` is neither fixed nor searched."""
+    on_unsupported: Literal["skip", "prune", "fallback", "fail"] = "skip"
+    """What a worker does with a precision that its device lacks: `skip` draws it in no trial and leaves it to
+    other devices; `prune` ends such a trial as `unsupported`; `fallback` runs the nearest precision that
+    works (bf16, fp16, fp32), says so on the trial and leaves it out of precision statistics; `fail` ends it
+    as `failed`."""
+    allow_emulated: Switch = False
+    """Run a precision that the device only emulates (slowly) instead of treating it as unsupported. The trial
+    is marked as emulated."""
+    init_scale: float = Field(65536.0, gt=0)
+    """fp16: first factor of the loss."""
+    growth_factor: float = Field(2.0, gt=1)
+    """fp16: the scale grows by this factor."""
+    backoff_factor: float = Field(0.5, gt=0, lt=1)
+    """fp16: the scale shrinks by this factor when gradients overflow."""
+    growth_interval: Count = 2000
+    """fp16: steps without an overflow before the scale grows."""
+    min_scale: float = Field(1.0, gt=0)
+    """fp16: a step that overflows with the scale at or under this floor ends the trial as `nonfinite`."""
+    tf32: Switch | None = None
+    """TF32 for the products that autocast leaves in fp32. It never touches `fp_precision: fp32`, which is
+    IEEE fp32."""
+    cudnn_benchmark: Switch | None = None
+    """`torch.backends.cudnn.benchmark`."""
+    fallback_to_fp32: Switch | None = None
+    """Run a micro-batch whose loss is not finite again in fp32. Costs a device sync for every micro-batch."""
+    max_fp32_fallbacks: Whole = Field(3, ge=0)
+    """Such repeats allowed in one epoch; one more ends the trial as `nonfinite`."""
+    memory_fraction: float | None = Field(None, gt=0, le=1)
+    """CUDA: share of the device's memory that one worker may take."""
+    track_stats: Switch | None = None
+    """Keep statistics of the loss scale and of skipped steps."""
 
 
-@dataclass(frozen=True)
-class Preset:
-    """What a preset stands for; `precision` None means: choose by the device."""
-
-    precision: str | None
-    tf32: bool
-    cudnn_benchmark: bool
-    fallback_to_fp32: bool
-    track_stats: bool
-
-
-PRESETS: dict[str, Preset] = {
-    "basic": Preset("fp32", tf32=False, cudnn_benchmark=False, fallback_to_fp32=False, track_stats=False),
-    "advanced": Preset("fp16", tf32=True, cudnn_benchmark=True, fallback_to_fp32=False, track_stats=True),
-    "ultra": Preset("bf16", tf32=True, cudnn_benchmark=True, fallback_to_fp32=True, track_stats=True),
-    "auto": Preset(None, tf32=False, cudnn_benchmark=True, fallback_to_fp32=False, track_stats=True),
+# preset: its precision (None: the best of the device), and which of these switches are on
+_SWITCHES = ("tf32", "cudnn_benchmark", "fallback_to_fp32", "track_stats")
+PRESETS: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "basic": ("fp32", ()),
+    "advanced": ("fp16", ("tf32", "cudnn_benchmark", "track_stats")),
+    "ultra": ("bf16", _SWITCHES),
+    "auto": (None, ("cudnn_benchmark", "track_stats")),
 }
 
 _AUTO_ORDER = ("bf16", "fp16", "tf32", "fp32")
+"""The fastest first; all of them rarely change a result."""
 
 
 def apply_preset(config: AmpConfig, device: DeviceInfo) -> tuple[AmpConfig, str]:
-    """Fill what `config` leaves open from its preset; also return the preset's precision here."""
-    preset = PRESETS[config.preset]
-    open_keys = ("tf32", "cudnn_benchmark", "fallback_to_fp32", "track_stats")
-    filled = config.model_copy(
-        update={key: getattr(preset, key) for key in open_keys if getattr(config, key) is None}
-    )
-    return filled, preset.precision or best_native(device)
-
-
-def best_native(device: DeviceInfo) -> str:
-    """The fastest precision that the device has instructions for and that rarely changes a result."""
-    return next(name for name in _AUTO_ORDER if support(name, device).level == "native")
+    """Fill what `config` leaves open from its preset; also return the preset's precision on `device`."""
+    precision, switched_on = PRESETS[config.preset]
+    filled = {name: name in switched_on for name in _SWITCHES if getattr(config, name) is None}
+    best_native = next(name for name in _AUTO_ORDER if support(name, device).level == "native")
+    return config.model_copy(update=filled), precision or best_native
 
 
 @dataclass(frozen=True)
@@ -179,60 +155,39 @@ class Support:
     reason: str = ""
 
 
+# By `Precision.products`: the first CUDA compute capability, and the CPUs, with instructions for them.
+_CAPABILITY = {"float8": (8, 9), "tf32": (8, 0), "bfloat16": (8, 0), "float16": (7, 0), "float32": (0, 0)}
+_CPUS = {
+    "bfloat16": ("AMX or AVX512-BF16", {"amx_bf16", "avx512_bf16", "arm_bf16"}),
+    "float16": ("AVX512-FP16", {"avx512_fp16", "amx_fp16", "arm_fp16"}),
+}
+
+
 def support(name: str, device: DeviceInfo) -> Support:
     """Whether `device` runs the precision natively, emulates it, or cannot run it.
 
     Sources: CUDA programming guide, "Arithmetic instructions" by compute capability; oneDNN, "Data
     types", for CPUs; torchao's float8 training needs compute capability 8.9.
     """
-    precision = PRECISIONS[name]
-    if device.type == "cuda":
-        return _cuda_support(precision, device)
-    return _cpu_support(precision, device)
-
-
-def _cuda_support(precision: Precision, device: DeviceInfo) -> Support:
-    capability = device.compute_capability or (0, 0)
-    if precision.float8 and not device.has_torchao:
-        return Support("unsupported", "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
-    is_bf16 = "bfloat16" in (precision.autocast, precision.weights) and not precision.float8
-    if precision.float8:
-        needed = (8, 9)
-    elif precision.tf32 or is_bf16:
-        needed = (8, 0)
-    else:
-        needed = (7, 0) if precision.autocast == "float16" else (0, 0)
-    native = capability >= needed
-    if is_bf16 and device.cuda_bf16 is not None:
+    products = PRECISIONS[name].products
+    level: SupportLevel = "unsupported" if products in ("float8", "tf32") else "emulated"
+    needed = "compute capability >= {}.{}".format(*_CAPABILITY[products])
+    if device.type == "cpu":
+        if level == "unsupported":
+            return Support(level, f"`{name}` needs CUDA with {needed}, but this is a CPU ({device.name}).")
+        wanted, features = _CPUS.get(products, ("", set()))
+        if not features or features & device.cpu_features:
+            return Support("native")
+        return Support(level, f"`{name}` needs a CPU with {wanted}, which this {device.name} lacks.")
+    if products == "float8" and not device.has_torchao:
+        return Support(level, "`fp8` needs the package torchao: pip install 'hpo[fp8]'.")
+    major, minor = capability = device.compute_capability or (0, 0)
+    native = capability >= _CAPABILITY[products]
+    if products == "bfloat16" and device.cuda_bf16 is not None:
         native = device.cuda_bf16
     if native:
         return Support("native")
-    return Support(
-        "unsupported" if precision.float8 or precision.tf32 else "emulated",
-        f"`{precision.name}` needs compute capability >= {needed[0]}.{needed[1]}, "
-        f"but this {device.name} has {capability[0]}.{capability[1]}.",
-    )
-
-
-def _cpu_support(precision: Precision, device: DeviceInfo) -> Support:
-    if precision.float8 or precision.tf32:
-        needed = "8.9" if precision.float8 else "8.0"
-        return Support(
-            "unsupported",
-            f"`{precision.name}` needs CUDA with compute capability >= {needed}, but this is a CPU "
-            f"({device.name}).",
-        )
-    if "bfloat16" in (precision.autocast, precision.weights):
-        features, wanted = {"amx_bf16", "avx512_bf16", "arm_bf16"}, "AMX or AVX512-BF16"
-    elif precision.autocast == "float16":
-        features, wanted = {"avx512_fp16", "amx_fp16", "arm_fp16"}, "AVX512-FP16"
-    else:
-        return Support("native")
-    if features & device.cpu_features:
-        return Support("native")
-    return Support(
-        "emulated", f"`{precision.name}` needs a CPU with {wanted}, which this {device.name} lacks."
-    )
+    return Support(level, f"`{name}` needs {needed}, but this {device.name} has {major}.{minor}.")
 
 
 @dataclass(frozen=True)
@@ -248,10 +203,6 @@ class Resolution:
     def precision(self) -> Precision:
         return PRECISIONS[self.effective]
 
-    @property
-    def fell_back(self) -> bool:
-        return self.requested != self.effective
-
 
 def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution:
     """Decide what a trial that asks for `requested` runs on `device`.
@@ -262,7 +213,9 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     found = support(requested, device)
     if _usable(found, config):
         return Resolution(requested, requested, found.level, found.reason)
-    effective = _next_usable(requested, device, config)
+    effective = requested
+    while not _usable(support(effective, device), config):
+        effective = PRECISIONS[effective].falls_back_to or "fp32"
     if config.on_unsupported != "fallback":
         hint = ", or set amp.allow_emulated: true to run it emulated" if found.level == "emulated" else ""
         end = Failed if config.on_unsupported == "fail" else Unsupported
@@ -280,10 +233,3 @@ def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -
 
 def _usable(found: Support, config: AmpConfig) -> bool:
     return found.level == "native" or (found.level == "emulated" and config.allow_emulated)
-
-
-def _next_usable(name: str, device: DeviceInfo, config: AmpConfig) -> str:
-    following = PRECISIONS[name].falls_back_to
-    while following is not None and not _usable(support(following, device), config):
-        following = PRECISIONS[following].falls_back_to
-    return following or "fp32"

@@ -22,7 +22,7 @@ import pandas as pd
 
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
-from hpo.precision.table import PRECISION_NAMES, support
+from hpo.precision.table import PRECISION, PRECISION_NAMES, support
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
 from hpo.study.study_record import is_number
 
@@ -87,8 +87,8 @@ def _trial_row(record: StudyRecord, trial: TrialRecord, first_start: datetime | 
     row = {column: _look_up(trial.telemetry, path) for column, path in _TELEMETRY.items()}
     requested = (
         _look_up(trial.telemetry, "precision.requested")
-        or trial.params.get("fp_precision")
-        or _look_up(record.definition, "training.fp_precision")
+        or trial.params.get(PRECISION)
+        or _look_up(record.definition, f"training.{PRECISION}")
         or "auto"
     )
     counts = row["effective"] == requested and row["agrees"] is not False
@@ -137,7 +137,7 @@ def differing_settings(trials: pd.DataFrame) -> list[str]:
 def searched_parameters(trials: pd.DataFrame) -> list[str]:
     """The parameters, but the precision, that `trials_table` has a column `param.<name>` of."""
     names = (column.removeprefix("param.") for column in trials if column.startswith("param."))
-    return [name for name in names if name != "fp_precision"]
+    return [name for name in names if name != PRECISION]
 
 
 def undrawn_precisions(record: StudyRecord) -> dict[str, str]:

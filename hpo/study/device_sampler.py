@@ -23,8 +23,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.outcome import Outcome
-
-PRECISION = "fp_precision"
+from hpo.precision.table import PRECISION
 
 MORE_MEMORY = 1.05
 """What did not fit is tried again with so many times the memory: cards of one model differ a little."""
@@ -157,11 +156,7 @@ class DeviceSampler(WrapperSampler):
         return params
 
     def sample_independent(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
+        self, _: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution
     ) -> Any:
-        distribution = {param_name: param_distribution, **self._narrow}[param_name]
-        return super().sample_independent(self._view, trial, param_name, distribution)
+        narrowed = self._narrow.get(name, distribution)
+        return super().sample_independent(self._view, trial, name, narrowed)

@@ -16,7 +16,8 @@ from optuna.trial import FixedTrial, FrozenTrial, TrialState
 
 from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome
-from hpo.study.device_sampler import PRECISION, WrapperSampler
+from hpo.precision.table import PRECISION
+from hpo.study.device_sampler import WrapperSampler
 
 MIN_INFEASIBLE_TRIALS = 3
 """So many trials of a choice must have been infeasible, and none feasible, before it is avoided."""

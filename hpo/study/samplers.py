@@ -36,7 +36,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hpo.config.search_space import SearchSpace, grid, is_finite
 from hpo.outcome import Outcome
-from hpo.study.device_sampler import ANY_DEVICE, PRECISION, DeviceSampler, WorkerDevice
+from hpo.precision.table import PRECISION
+from hpo.study.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice
 from hpo.study.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.gp_sampler import PrunedAwareSampler
 
@@ -167,11 +168,5 @@ class SharedGrid(BaseSampler):
     def sample_relative(self, *_: object) -> dict[str, Any]:
         return {}
 
-    def sample_independent(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,  # noqa: ARG002
-    ) -> Any:
-        return trial.system_attrs[POINT_ATTR][param_name]
+    def sample_independent(self, _: Study, trial: FrozenTrial, name: str, __: BaseDistribution) -> Any:
+        return trial.system_attrs[POINT_ATTR][name]

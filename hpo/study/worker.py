@@ -33,8 +33,9 @@ from optuna.trial import TrialState
 from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION
 from hpo.study.database import exclusive
-from hpo.study.device_sampler import ANY_DEVICE, PRECISION, WorkerDevice
+from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
 from hpo.study.storage import Storage

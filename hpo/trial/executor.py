@@ -10,6 +10,7 @@ keeps data and tokens from trial to trial.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import traceback
@@ -26,28 +27,29 @@ from torch import Tensor
 from hpo.config.search_space import is_searched, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
+from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS
 from hpo.data.batches import collate
 from hpo.data.dataset import load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo, limit_threads
 from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd, did_you_mean
-from hpo.memory import disable_malloc_trim, gc_collect, is_out_of_memory
+from hpo.memory import disable_malloc_trim, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags, prepare_model
-from hpo.precision.table import Precision, Resolution, apply_preset, resolve
+from hpo.precision.table import PRECISION, Precision, Resolution, apply_preset, resolve
 from hpo.training.compilation import apply_compile
 from hpo.training.loop import Budget, TrainingArgs
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups
-from hpo.trial.check import CompatibilityCache
+from hpo.trial.compat import CompatibilityCache
 from hpo.trial.objectives import check_metric, decision_metrics
 from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, TrialResult, device_facts
 from hpo.trial.trial_parts import TrialParts
-from hpo.trial.trial_run import MODEL_SETTINGS, TrialRun
+from hpo.trial.trial_run import TrialRun
 
 
 class Executor:
@@ -98,10 +100,10 @@ class Executor:
         for loss in (self.study.training.loss, *searched):
             check_loss(self.tasks, loss)
         names = [task.name for task in self.tasks]
-        weighted = {name.removeprefix("loss_weight.") for name in space if name.startswith("loss_weight.")}
+        weighted = {name.removeprefix(LOSS_WEIGHT) for name in space if name.startswith(LOSS_WEIGHT)}
         for name in sorted(weighted | self.study.training.loss_weight.keys()):
             if name not in names:
-                raise InputError(f"loss_weight.{name}: there is no such task.{did_you_mean(name, names)}")
+                raise InputError(f"{LOSS_WEIGHT}{name}: there is no such task.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Where a trial of this study keeps its checkpoints; the token tells it from others of its name."""
@@ -119,18 +121,20 @@ class Executor:
     ) -> TrialResult:
         """Run one trial with `params` to its outcome.
 
-        `folder` holds its checkpoints, None: it has none; those of another `resume_key` are not touched but
-        not used either.
-        `on_evaluation` may end the trial by raising a TrialEnd. When `should_stop` says so, the trial is
-        checkpointed and ends as `preempted`. `shared_device` is recorded: other workers use the device too.
+        `folder` holds its checkpoints (None: it keeps none); those of another `resume_key` are neither used
+        nor touched. `on_evaluation` may end the trial by raising a TrialEnd. When `should_stop` says so, the
+        trial is checkpointed and ends as `preempted`. `shared_device` is recorded: other workers use the
+        device too.
 
         Raises InputError and RunError for what concerns more than this trial.
         """
         recorder = TrialRecorder()
-        recorder.note(device_facts(self.device, shared_device, self.amp.memory_fraction))
-        # Again before the second trial: the first has imported what it needed. Not after compilation, whose
-        # objects are freed later.
-        gc_collect(freeze=self._num_started < 2 and not self._has_compiled)
+        recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
+        gc.collect()  # cycles, such as the model of a trial that failed
+        # Keep the collector from what is imported, and before the second trial from what the first imported.
+        # Not after compilation, whose objects are freed later.
+        if self._num_started < 2 and not self._has_compiled:
+            gc.freeze()
         self._num_started += 1
         values = trace = None
         try:
@@ -161,7 +165,7 @@ class Executor:
         Raises InputError.
         """
         space = self.study.search_space
-        lowest = suggest(space, _Lowest()) | {"fp_precision": "fp32"}
+        lowest = suggest(space, _Lowest()) | {PRECISION: "fp32"}
         # A combination that cannot be built ends one trial, as long as there may be others.
         others = {name: value for name, value in lowest.items() if name not in MODEL_SETTINGS}
         for encoder in getattr(space.get("encoder"), "choices", (None,)):
@@ -316,8 +320,7 @@ class _Lowest:
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:  # noqa: ARG002
         return choices[0]
 
-    def suggest_int(self, name: str, low: int, high: int, **_: Any) -> int:  # noqa: ARG002
+    def suggest_float(self, name: str, low: Any, *_: Any, **__: Any) -> Any:  # noqa: ARG002
         return low
 
-    def suggest_float(self, name: str, low: float, high: float, **_: Any) -> float:  # noqa: ARG002
-        return low
+    suggest_int = suggest_float

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def is_finite(values: Tensor) -> bool:
@@ -57,10 +58,5 @@ def watch_for_nonfinite(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _all_finite(values: Any) -> bool:
-    if isinstance(values, Tensor):
-        return not values.is_floating_point() or is_finite(values)
-    if isinstance(values, dict):
-        return all(_all_finite(value) for value in values.values())
-    if isinstance(values, tuple | list):
-        return all(_all_finite(value) for value in values)
-    return True
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return all(is_finite(tensor) for tensor in tensors if tensor.is_floating_point())

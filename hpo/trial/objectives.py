@@ -16,18 +16,10 @@ from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
 
 
-def metric_names(tasks: Sequence[Task]) -> list[str]:
-    """All that an objective can name."""
-    return [
-        "score",
-        *(f"{task.name}/{metric}" for task in tasks for metric in task.metrics),
-        *MEASURED_METRICS,
-    ]
-
-
 def check_metric(metric: str, tasks: Sequence[Task]) -> None:
     """Raise InputError unless an objective can name this metric."""
-    known = metric_names(tasks)
+    of_tasks = [f"{task.name}/{name}" for task in tasks for name in task.metrics]
+    known = ["score", *of_tasks, *MEASURED_METRICS]
     if metric not in known:
         raise InputError(
             f"objective.metric: no task of this study has {metric!r}.{did_you_mean(metric, known)}"

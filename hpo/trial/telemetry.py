@@ -15,14 +15,11 @@ import numpy as np
 import torch
 import transformers
 
-from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import DeviceInfo, Utilization, memory_limit
 from hpo.json_safe import json_safe
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.table import Resolution
-from hpo.training.compilation import CompileClock
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import TrainState
@@ -32,7 +29,7 @@ from hpo.training.throughput import ThroughputMeter, peak_flops, training_flops
 def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None) -> dict[str, Any]:
     """Where the trial runs. `memory_fraction` is the share of a GPU's memory for this process; None: all."""
     capability = device.compute_capability
-    record = {
+    return {
         "type": device.type,
         "name": device.name,
         "compute_capability": None if capability is None else f"{capability[0]}.{capability[1]}",
@@ -43,45 +40,8 @@ def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None
         "num_threads": torch.get_num_threads(),
         "host": device.host,
         "shared": shared,
-        "memory_fraction": memory_fraction if device.type == "cuda" else None,
         "memory_limit_bytes": memory_limit(device, memory_fraction),
     }
-    return {"device": record}
-
-
-def precision_facts(
-    resolution: Resolution, observed: Mapping[str, Any] | None = None, disagreement: str = ""
-) -> dict[str, Any]:
-    """The precision that was asked for, the one that runs, and the one observed; None: not observed yet.
-
-    `disagreement` says why the observed precision is not the one that should run; empty: it is.
-    """
-    record = asdict(resolution) | {"fell_back": resolution.fell_back}
-    if observed is not None:
-        reason = " ".join(filter(None, (resolution.reason, disagreement)))
-        record |= {"observed": observed, "agrees": not disagreement, "reason": reason}
-    return {"precision": record}
-
-
-def data_facts(split: TokenizedSplit) -> dict[str, Any]:
-    """How many training texts were cut, and how many true spans were lost, by `max_length`."""
-    record = {
-        "num_examples": len(split.examples),
-        "num_cut_examples": split.num_cut_examples,
-        "num_lost_spans": dict(split.num_lost_spans),
-    }
-    return {"data": record}
-
-
-@dataclass(frozen=True)
-class CompileFacts:
-    """The time of compilation: before the first training step, and later by the clock."""
-
-    seconds_before_training: float
-    clock: CompileClock
-
-    def telemetry(self) -> dict[str, Any]:
-        return {"compile_seconds": self.seconds_before_training + self.clock.seconds}
 
 
 @dataclass(frozen=True)
@@ -90,15 +50,6 @@ class ScoredEvaluation:
 
     evaluation: Evaluation
     values: tuple[float, ...]
-
-    def telemetry(self) -> dict[str, Any]:
-        """The entries of the best evaluation."""
-        evaluation = self.evaluation
-        return {
-            "metrics": evaluation.metrics,
-            "decisions": {name: asdict(decision) for name, decision in evaluation.decisions.items()},
-            "best_step": evaluation.step,
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain containers, for a checkpoint."""
@@ -113,48 +64,43 @@ class ScoredEvaluation:
         return cls(Evaluation(**fields), tuple(state["values"]))
 
 
-@dataclass(frozen=True)
-class TrainingFacts:
-    """How the training goes."""
+def training_facts(
+    model: MultitaskModel,
+    mixed_precision: MixedPrecision,
+    state: TrainState,
+    meter: ThroughputMeter,
+    utilization: Utilization,
+    evaluation_rates: Sequence[float],
+) -> dict[str, Any]:
+    """How the training goes. `evaluation_rates` are the examples per second of each evaluation."""
+    scaler = asdict(mixed_precision.statistics())
+    evaluation_rate = float(np.median(evaluation_rates)) if evaluation_rates else None
+    return {
+        "throughput": meter.summary() | {"evaluation_examples_per_second": evaluation_rate},
+        "fp32_fallbacks": scaler.pop("fp32_fallbacks"),
+        "scaler": scaler,
+        "micro_batch_size": state.micro_batch_size,
+        "oom_halvings": state.oom_halvings,
+        "num_steps": state.step,
+        "num_examples": round(state.num_examples),
+        "num_tokens": state.num_tokens,
+        "train_seconds": state.train_seconds,
+        "evaluation_seconds": state.evaluation_seconds,
+        "device_utilization": utilization.read(),
+        "model_flops_utilization": _flops_utilization(model, mixed_precision, meter),
+    }
 
-    model: MultitaskModel
-    mixed_precision: MixedPrecision
-    state: TrainState
-    meter: ThroughputMeter
-    utilization: Utilization
-    evaluation_rates: Sequence[float]
-    """Examples per second of each evaluation."""
 
-    def telemetry(self) -> dict[str, Any]:
-        state, rates = self.state, self.evaluation_rates
-        scaler = asdict(self.mixed_precision.statistics())
-        fp32_fallbacks = scaler.pop("fp32_fallbacks")
-        return {
-            "throughput": self.meter.summary()
-            | {"evaluation_examples_per_second": float(np.median(rates)) if rates else None},
-            "scaler": scaler,
-            "fp32_fallbacks": fp32_fallbacks,
-            "micro_batch_size": state.micro_batch_size,
-            "oom_halvings": state.oom_halvings,
-            "num_steps": state.step,
-            "num_examples": round(state.num_examples),
-            "num_tokens": state.num_tokens,
-            "train_seconds": state.train_seconds,
-            "evaluation_seconds": state.evaluation_seconds,
-            "device_utilization": self.utilization.read(),
-            "model_flops_utilization": self._flops_utilization(),
-        }
-
-    def _flops_utilization(self) -> float | None:
-        """Model FLOP/s over the data sheet's peak for the precision's products; None where unknown."""
-        precision = self.mixed_precision.precision
-        kind = "float8" if precision.float8 else "tf32" if precision.tf32 else precision.linear_dtype
-        peak = peak_flops(self.mixed_precision.device, kind)
-        seconds = self.meter.measured_seconds
-        if peak is None or not seconds:
-            return None
-        flops = training_flops(self.model, self.meter.measured_tokens, self.meter.measured_windows)
-        return None if flops is None else flops / seconds / peak
+def _flops_utilization(
+    model: MultitaskModel, mixed_precision: MixedPrecision, meter: ThroughputMeter
+) -> float | None:
+    """Model FLOP/s over the data sheet's peak for the precision's products; None where unknown."""
+    peak = peak_flops(mixed_precision.device, mixed_precision.precision.products)
+    steps = meter.totals()
+    if peak is None or not steps.seconds:
+        return None
+    flops = training_flops(model, steps.tokens, steps.windows)
+    return None if flops is None else flops / steps.seconds / peak
 
 
 class TrialRecorder:
@@ -165,7 +111,7 @@ class TrialRecorder:
         self._entries: dict[str, Any] = {}
         self._sources: list[Callable[[], Mapping[str, Any]]] = []
 
-    def note(self, entries: Mapping[str, Any]) -> None:
+    def note(self, **entries: Any) -> None:
         """Add entries; a later one replaces an earlier one of its name."""
         self._entries |= entries
 
@@ -175,7 +121,7 @@ class TrialRecorder:
 
     def telemetry(self) -> dict[str, Any]:
         """The record as of now."""
-        record = {"total_seconds": time.perf_counter() - self.started, **self._entries}
+        record = dict(self._entries)
         for source in self._sources:
             record |= source()
         return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ import torch
 from hpo.config.search_space import is_searched
 from hpo.config.study_config import MEASURED_METRICS
 from hpo.config.trial_config import build_trial_config
-from hpo.config.trial_settings import BUDGETS
+from hpo.config.trial_settings import BUDGETS, STEP_SETTINGS
 from hpo.device import Utilization
 from hpo.errors import Incompatible, InputError, Preempted
-from hpo.memory import PeakMemory, release_free_memory
+from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, observe
 from hpo.precision.table import resolve, support
 from hpo.training.checkpoint import CheckpointStore, NoCheckpoints
@@ -25,16 +27,9 @@ from hpo.training.evaluate import Evaluation
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import check_loss
 from hpo.training.throughput import ThroughputMeter
-from hpo.trial.check import check_compatibility
+from hpo.trial.compat import check_compatibility
 from hpo.trial.objectives import final_values, is_better, objective_value
-from hpo.trial.telemetry import (
-    CompileFacts,
-    ScoredEvaluation,
-    TrainingFacts,
-    TrialRecorder,
-    data_facts,
-    precision_facts,
-)
+from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, training_facts
 
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
@@ -44,23 +39,6 @@ CHECKPOINT_FORMAT = 3
 
 UTILIZATION_EVERY = 20
 """Steps between two samples of the device's utilisation."""
-
-MODEL_SETTINGS = (
-    "encoder",
-    "attention",
-    "freeze_layers",
-    "max_length",
-    "dropout",
-    "attention_dropout",
-    "gradient_checkpointing",
-    "layerwise_lr_decay",
-    "compile",
-    "compile_scope",
-)
-"""Settings of which some combinations cannot be built."""
-
-_STEP_SETTINGS = (*BUDGETS, *MODEL_SETTINGS, "batch_size", "micro_batch_size", "compile_dynamic")
-"""Settings that decide whether a trial has steps in which nothing is compiled."""
 
 
 class TrialRun:
@@ -77,7 +55,6 @@ class TrialRun:
         self.recorder = recorder
         self.on_evaluation = on_evaluation
         self.should_stop = should_stop
-        self.memory = PeakMemory(executor.device)
         self.meter = ThroughputMeter(executor.device)
         self.compile_clock = CompileClock()
         self.state = TrainState()
@@ -85,35 +62,37 @@ class TrialRun:
         self.best: ScoredEvaluation | None = None
 
     def run(self, params: Mapping[str, Any], folder: Path | None, resume_key: str) -> tuple[float, ...]:
-        """Run the trial with `params` to its end and return its values.
-
-        `folder` holds its checkpoints; None: none are kept.
-
-        Raises TrialEnd where it ends early, InputError and RunError for what concerns the whole study.
-        """
-        executor, recorder, memory = self.executor, self.recorder, self.memory
+        """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
+        executor, recorder = self.executor, self.recorder
         config = build_trial_config(executor.study, params, executor.default_precision, executor.amp)
         check_loss(executor.tasks, config.loss)
         requested = config.fp_precision
         level = support(requested, executor.device).level
-        recorder.note({"precision": {"requested": requested, "effective": None, "support": level}})
+        recorder.note(precision={"requested": requested, "effective": None, "support": level})
         resolution = resolve(requested, executor.device, config.amp)
-        recorder.note(precision_facts(resolution))
-        memory.reset()
-        recorder.follow(lambda: {"peak_memory_bytes": memory.read()})
+        recorder.note(precision=asdict(resolution))
+        reset_peak_memory(executor.device)
+        recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(executor.device)})
         used_ids = executor.used_ids(config)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
         key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
         checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key)
         with backend_flags(resolution.precision, config.amp), checkpoints as self.store:
             self.parts = executor.parts(config, resolution)
-            recorder.note(data_facts(self.parts.train_split))
+            split = self.parts.train_split
+            recorder.note(
+                data={
+                    "num_examples": len(split.examples),
+                    "num_cut_examples": split.num_cut_examples,
+                    "num_lost_spans": dict(split.num_lost_spans),
+                }
+            )
             self._check()
             self.optimizer = executor.prepare(self.parts.model, resolution.precision, config, used_ids)
             self.mixed_precision = MixedPrecision(resolution.precision, config.amp, executor.device)
             self._resume()
             self._observe_and_compile()
-            recorder.note({"setup_seconds": time.perf_counter() - recorder.started})
+            recorder.note(setup_seconds=time.perf_counter() - recorder.started)
             self._train()
             return self._finish()
 
@@ -121,12 +100,12 @@ class TrialRun:
         executor = self.executor
         fingerprint = executor.dataset.fingerprint
         found = check_compatibility(self.parts, executor.study, fingerprint, executor.device, executor.cache)
-        self.recorder.note(found.telemetry())
+        self.recorder.note(compatibility=found.telemetry())
         if found.verdict == "incompatible":
             raise Incompatible(" ".join(found.reasons))
         # The check's passes are not this trial's memory.
         release_free_memory(executor.device)
-        self.memory.reset()
+        reset_peak_memory(executor.device)
 
     def _resume(self) -> None:
         """Go on from the trial's last checkpoint if there is one.
@@ -135,8 +114,9 @@ class TrialRun:
         reported before they were written, stays the trial's best until there is a better one.
         """
         best, last = self.store.best(), self.store.latest()
-        if best is not None:
-            self._set_best(ScoredEvaluation.from_state_dict(best.state["best"]))
+        scored = best.state["best"] if best else last.state["best"] if last else None
+        if scored is not None:
+            self._set_best(ScoredEvaluation.from_state_dict(scored))
         if last is None:
             return
         self.parts.model.load_state_dict(last.weights)
@@ -145,46 +125,50 @@ class TrialRun:
         self.state.load_state_dict(last.state["progress"])
         self.evaluation_rates = list(last.state["evaluation_rates"])
         self.meter.load_state_dict(last.state["meter"])
-        if self.best is None and last.state["best"] is not None:
-            self._set_best(ScoredEvaluation.from_state_dict(last.state["best"]))
-        self.recorder.note({"resumed_from_step": self.state.step})
+        self.recorder.note(resumed_from_step=self.state.step)
 
     def _observe_and_compile(self) -> None:
-        """Observe the dtypes of a real example, before the compiler hides the modules."""
-        parts, device = self.parts, self.executor.device
-        batch = parts.batch(1).to(device.torch_device)
+        parts, resolution = self.parts, self.parts.resolution
+        batch = parts.batch(1).to(self.executor.device.torch_device)
+        # Observed before the compiler hides the modules.
         with observe(parts.model) as seen, self.mixed_precision.evaluation():
             parts.model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
         if parts.compile is not None:
-            started = time.perf_counter()
-            torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
-            parts.compile(parts.model)
-            # Two lengths, so that the compiler finds out which dimensions are dynamic.
-            batches = [parts.batch(0, parts.config.batch_size), parts.batch(parts.config.batch_size)]
-            run_compiled_shapes(parts.model, parts.loss_fn, batches, self.mixed_precision)
-            seconds = time.perf_counter() - started
-            self.recorder.follow(CompileFacts(seconds, self.compile_clock).telemetry)
-            self.compile_clock.start()
-        observed = seen.telemetry(compiled=bool(compiled_modules(parts.model)))
-        disagreement = seen.disagreement(parts.resolution.precision)
-        self.recorder.note(precision_facts(parts.resolution, observed, disagreement))
-        self.utilization = Utilization(device, torch.get_num_threads())
-        facts = TrainingFacts(
-            parts.model, self.mixed_precision, self.state, self.meter, self.utilization, self.evaluation_rates
-        )
-        self.recorder.follow(facts.telemetry)
+            self._compile(parts.compile)
+        disagreement = seen.disagreement(resolution.precision)
+        observed = {
+            "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
+            "agrees": not disagreement,
+            "reason": " ".join(filter(None, (resolution.reason, disagreement))),
+        }
+        self.recorder.note(precision=asdict(resolution) | observed)
+
+    def _compile(self, apply: Callable[[MultitaskModel], object]) -> None:
+        parts, clock = self.parts, self.compile_clock
+        started = time.perf_counter()
+        torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
+        apply(parts.model)
+        # Two lengths, so that the compiler finds out which dimensions are dynamic.
+        batches = [parts.batch(0, parts.config.batch_size), parts.batch(parts.config.batch_size)]
+        run_compiled_shapes(parts.model, parts.loss_fn, batches, self.mixed_precision)
+        seconds = time.perf_counter() - started
+        self.recorder.follow(lambda: {"compile_seconds": seconds + clock.seconds})
+        clock.start()
 
     def _train(self) -> None:
-        parts = self.parts
+        parts, mixed_precision, state, meter = self.parts, self.mixed_precision, self.state, self.meter
+        self.utilization = Utilization(self.executor.device, torch.get_num_threads())
+        measured = (parts.model, mixed_precision, state, meter, self.utilization, self.evaluation_rates)
+        self.recorder.follow(lambda: training_facts(*measured))
         self.last_saved = time.monotonic()
         for evaluation in train(
             parts.model,
             self.optimizer,
             parts.loss_fn,
-            self.mixed_precision,
+            mixed_precision,
             TrainingData(parts.train_split, parts.validation_split, parts.pad_id),
             self.executor.training_args(parts.config),
-            TrainingClock(self.state, self.meter, self.compile_clock),
+            TrainingClock(state, meter, self.compile_clock),
             self._on_step,
         ):
             self._on_evaluation(evaluation)
@@ -203,7 +187,7 @@ class TrialRun:
     def _on_evaluation(self, evaluation: Evaluation) -> None:
         self.evaluation_rates.append(evaluation.examples_per_second)
         scored = ScoredEvaluation(evaluation, self._values(evaluation))
-        best_values = None if self.best is None else self.best.values
+        best_values = self.best.values if self.best else None
         better = is_better(self.executor.study.objective[0], scored.values, best_values)
         if better:
             self._set_best(scored)
@@ -220,7 +204,7 @@ class TrialRun:
     def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
         measured = {
             **evaluation.rates,
-            "peak_memory_bytes": self.memory.read(),
+            "peak_memory_bytes": peak_memory_bytes(self.executor.device),
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
         study, config = self.executor.study, self.parts.config
@@ -228,7 +212,7 @@ class TrialRun:
         unmeasured = [name for name in metrics if name in MEASURED_METRICS and measured.get(name) is None]
         if unmeasured and evaluation.budget_used >= 1:
             # As with a model that cannot be built: it may be this trial's settings alone.
-            searched = is_searched(study.search_space, _STEP_SETTINGS)
+            searched = is_searched(study.search_space, STEP_SETTINGS)
             budget = next(name for name in BUDGETS if getattr(config, name) is not None)
             raise (Incompatible if searched else InputError)(
                 f"the objective {unmeasured[0]} has no value: something was compiled in every step of the "
@@ -240,7 +224,7 @@ class TrialRun:
 
     def _set_best(self, scored: ScoredEvaluation) -> None:
         self.best = scored
-        self.recorder.note(scored.telemetry())
+        self.recorder.note(metrics=scored.evaluation.metrics)
 
     def _save(self, best: Mapping[str, Any] | None = None, *, at_end: bool = False) -> None:
         """Write a checkpoint. At the end of the budget there is nothing to go on to, so no state either."""
@@ -248,7 +232,7 @@ class TrialRun:
             "progress": self.state.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "mixed_precision": self.mixed_precision.state_dict(),
-            "best": None if self.best is None else self.best.state_dict(),
+            "best": self.best and self.best.state_dict(),
             "evaluation_rates": self.evaluation_rates,
             "meter": self.meter.state_dict(),
         }

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from hpo.config.trial_config import build_trial_config
 from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.precision.table import PRECISION_NAMES, Resolution, Support, support
-from hpo.trial.check import measure_parts
-from hpo.trial.compat import Compatibility, judge
+from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
 
 
@@ -49,42 +47,27 @@ class PrecisionCheck:
         return works and self.support.level == "native"
 
 
-CheckPrecision = Callable[[str, int, Callable[[float], None]], Compatibility]
-"""Takes a precision's name, the number of timed passes, and what to tell the seconds they will take."""
-
-
 def check_precision(
-    executor: Executor,
-    name: str,
-    repeats: int,
-    on_estimate: Callable[[float], None] = lambda _: None,
+    executor: Executor, name: str, repeats: int, on_estimate: Callable[[float], None] = lambda _: None
 ) -> Compatibility:
-    """The compatibility check alone, with the study's fixed settings, emulated or not; not cached."""
+    """The compatibility check alone, with the study's fixed settings, emulated or not; not cached.
+
+    `on_estimate` is told the seconds that the `repeats` timed passes will take.
+    """
     config = build_trial_config(executor.study, {}, name, executor.amp)
     parts = executor.parts(config, Resolution(name, name, support(name, executor.device).level))
     return judge(measure_parts(parts, executor.device, repeats, on_estimate), executor.study.compat)
 
 
-def verify(
-    device: DeviceInfo,
-    check: CheckPrecision,
-    repeats: int = 3,
-    on_start: Callable[[str, Support], None] = lambda *_: None,
-    on_estimate: Callable[[str, float], None] = lambda *_: None,
-) -> list[PrecisionCheck]:
-    """Check each precision that `device` runs, natively or emulated, by `partial(check_precision, executor)`.
-
-    `on_start` is told each precision before its check, `on_estimate` the seconds that its timing will take,
-    once a first pass has shown them.
-    """
+def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -> list[PrecisionCheck]:
+    """`check` each precision that `device` runs, natively or emulated; `check_precision` is such a check."""
     checks = []
     for name in PRECISION_NAMES:
         found = support(name, device)
         compatibility, note = None, found.reason
         if found.level != "unsupported":
-            on_start(name, found)
             try:
-                compatibility = check(name, repeats, partial(on_estimate, name))
+                compatibility = check(name, found)
                 note = " ".join(compatibility.reasons) or note
             except OutOfMemory as error:
                 note = str(error)
@@ -97,20 +80,17 @@ def recommendation(checks: Sequence[PrecisionCheck]) -> str:
     usable = [check for check in checks if check.usable]
     faster = [check for check in usable if check.name != "fp32" and check.is_faster]
     emulated = [check.name for check in checks if check.support.level == "emulated"]
-    sentences = []
     if faster:
         fastest = max(faster, key=lambda check: check.speed_ratio or 0)
         names = ", ".join(check.name for check in usable if check.name == "fp32" or check in faster)
-        sentences.append(
+        advice = (
             f"Search fp_precision over [{names}]: {fastest.name} is the fastest, "
             f"{fastest.speed_ratio:.1f} times as fast as fp32 on the check's batch."
         )
     elif any(check.name == "fp32" for check in usable):
-        sentences.append("Use fp32: no native precision of this machine is faster on this model.")
+        advice = "Use fp32: no native precision of this machine is faster on this model."
     else:
-        sentences.append("No precision works natively with this model here; see the reasons above.")
+        advice = "No precision works natively with this model here; see the reasons above."
     if emulated:
-        sentences.append(
-            f"Leave out {', '.join(emulated)}: emulated here, without instructions of their own."
-        )
-    return " ".join(sentences)
+        advice += f" Leave out {', '.join(emulated)}: emulated here, without instructions of their own."
+    return advice

@@ -119,14 +119,13 @@ def _measure_trainer(folder: Path, device: str, cell: Cell) -> dict[str, Any]:
     from contenders import run_trainer
 
     from hpo.device import probe_device
-    from hpo.memory import PeakMemory, release_free_memory
+    from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 
     torch._dynamo.reset()  # graphs of what was measured before would count towards its limit
     probed = probe_device(device)
     split = _train_split(folder, device, cell.encoder)
     release_free_memory(probed)
-    memory = PeakMemory(probed)
-    memory.reset()
+    reset_peak_memory(probed)
     workload = _workload(cell.encoder)
     if not isinstance(workload.encoder, str):
         workload = replace(workload, encoder=workload.encoder | VOCABULARY)
@@ -136,7 +135,7 @@ def _measure_trainer(folder: Path, device: str, cell: Cell) -> dict[str, Any]:
     return {
         "tokens_per_second": rate,
         "utilization": _utilization(folder, device, cell, rate),
-        "peak_memory_bytes": memory.read(),
+        "peak_memory_bytes": peak_memory_bytes(probed),
         "compile_seconds": None,
     }
 

@@ -20,7 +20,8 @@ from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.formats import describe_params
 from hpo.report.status import study_status
 from hpo.study.watch import TrialEvent
-from hpo.trial.compat import Compatibility, Measurement
+from hpo.trial.compat import Compatibility
+from hpo.trial.measure import Measurement
 from hpo.trial.verify import PrecisionCheck
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from tiny_encoders import make_model
 
-from hpo.config.trial_settings import choices
+from hpo.config.trial_settings import TrialSettings
 from hpo.errors import ModelError
 from hpo.training.compilation import apply_compile, compiled_modules
 from hpo.training.losses import LOSSES
@@ -18,6 +18,10 @@ from hpo.training.optim import build_optimizer, parameter_groups, schedule_facto
 
 # The compiler's modules use `torch.jit.script_method`, which torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+
+
+def choices(setting: str) -> tuple[str, ...]:
+    return get_args(TrialSettings.model_fields[setting].annotation)
 
 
 def attention(name: str) -> Any:

@@ -150,41 +150,60 @@ def test_changes_that_make_results_incomparable_are_refused(change: dict[str, An
     assert line in str(refused.value)
 
 
+def test_what_differs_in_two_search_spaces_is_listed() -> None:
+    old = {
+        "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
+        "pooling": {"type": "categorical", "choices": ["cls"]},
+        "seed": {"type": "categorical", "choices": [1]},
+    }
+    new = {
+        "head_type": {"type": "categorical", "choices": ["mlp"]},
+        "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-2, "log": True, "when": {"seed": 1}},
+        "seed": {"type": "categorical", "choices": [1]},
+    }
+    with pytest.raises(StudyChangedError, match="another search space") as refused:
+        study(search_space=new).completed(stored(study(search_space=old)))
+    assert [line.strip() for line in str(refused.value).splitlines()[1:]] == [
+        '+ search_space.head_type: {"type": "categorical", "choices": ["mlp"], "when": {}}',
+        "~ search_space.learning_rate.high: 0.001 -> 0.01",
+        "+ search_space.learning_rate.when.seed: [1]",
+        '- search_space.pooling: {"type": "categorical", "choices": ["cls"], "when": {}}',
+    ]
+
+
 @pytest.mark.parametrize(
-    ("was", "now", "expected"),
+    ("key", "was", "now", "expected"),
     [
-        ({"name": "none"}, None, {"name": "asha", "min_resource": 2, "reduction_factor": 2}),
-        (None, {"name": "none"}, {"name": "none"}),
+        ("pruner", {"name": "none"}, None, {"name": "asha", "min_resource": 2, "reduction_factor": 2}),
+        ("pruner", None, {"name": "none"}, {"name": "none"}),
         (
+            "pruner",
             {"name": "median", "n_warmup_steps": 3},
             {"name": "median", "n_min_trials": 2},
             {"name": "median", "n_min_trials": 2},
         ),
-        ({"name": "none"}, {"name": "percentile"}, {"name": "percentile", "percentile": 25.0}),
-    ],
-)
-def test_the_pruner_may_change(
-    was: dict[str, Any] | None, now: dict[str, Any] | None, expected: dict[str, Any]
-) -> None:
-    made, config = (study(**({"pruner": pruner} if pruner else {})) for pruner in (was, now))
-    assert config.completed(stored(made)).definition()["pruner"] == expected
-
-
-@pytest.mark.parametrize(
-    ("was", "now", "expected"),
-    [
-        ({"name": "nsga2"}, {"seed": 2}, {"name": "tpe", "seed": 2, "n_startup_trials": 5}),
-        ({"name": "nsga2", "seed": 1}, {"name": "random"}, {"name": "random", "seed": 42}),
-        ({"seed": 1, "multivariate": False}, {"seed": 1}, {"name": "tpe", "seed": 1, "n_startup_trials": 5}),
+        ("pruner", {"name": "none"}, {"name": "percentile"}, {"name": "percentile", "percentile": 25.0}),
+        ("sampler", {"name": "nsga2"}, {"seed": 2}, {"name": "tpe", "seed": 2, "n_startup_trials": 5}),
+        ("sampler", {"name": "nsga2", "seed": 1}, {"name": "random"}, {"name": "random", "seed": 42}),
         (
+            "sampler",
+            {"seed": 1, "multivariate": False},
+            {"seed": 1},
+            {"name": "tpe", "seed": 1, "n_startup_trials": 5},
+        ),
+        (
+            "sampler",
             {"n_startup_trials": 9},
             {"n_startup_trials": None},
             {"name": "tpe", "seed": 42, "n_startup_trials": 5},
         ),
     ],
 )
-def test_the_sampler_may_change(was: dict[str, Any], now: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert study(sampler=now).completed(stored(study(sampler=was))).definition()["sampler"] == expected
+def test_sampler_and_pruner_may_change(
+    key: str, was: dict[str, Any] | None, now: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
+    made, config = (study(**({key: given} if given else {})) for given in (was, now))
+    assert config.completed(stored(made)).definition()[key] == expected
 
 
 def test_options_that_do_not_go_with_the_stored_algorithm_are_refused() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import optuna
 
-from hpo.config.definition import space_diff, space_hash
-from hpo.config.search_space import Distribution, decode, grid, is_searched, parse_search_space, suggest
+from hpo.config.search_space import Distribution, decode, grid, parse_search_space, suggest
+from hpo.config.study_config import StudyConfig
 
 RAW: dict[str, Any] = {
     # A child before its parent: the order of the file must not matter.
@@ -33,10 +33,6 @@ def parse(raw: Mapping[str, Any]) -> dict[str, Distribution]:
     space, problems = parse_search_space(raw)
     assert problems == []
     return space
-
-
-def dumped(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: distribution.model_dump(mode="json") for name, distribution in parse(raw).items()}
 
 
 def test_choices_are_held_as_the_settings_hold_them() -> None:
@@ -101,45 +97,15 @@ def test_the_grid_is_what_optunas_grid_sampler_takes() -> None:
     assert len(configurations) == len(study.trials) == 3 * 6 * 4 * 2
 
 
-def test_is_searched() -> None:
-    space = parse(RAW)
-    assert is_searched(space, ("pooling", "batch_size"))
-    assert not is_searched(space, ("pooling", "max_length"))
-
-
 def test_the_hash_names_what_is_searched() -> None:
-    space = dumped(RAW)
-    assert space_hash(space) == space_hash(dict(reversed(space.items()))) == space_hash(dumped(space))
+    def space_hash(raw: Mapping[str, Any]) -> str:
+        content = {"name": "s", "data": {"source": "synthetic"}, "search_space": raw}
+        return StudyConfig.model_validate(content).space_hash
+
+    assert space_hash(RAW) == space_hash(dict(reversed(RAW.items())))
     same = RAW | {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "16-mixed"]}}
-    assert space_hash(space) == space_hash(dumped(same))
+    assert space_hash(RAW) == space_hash(same)
     # Optuna refuses other choices and another order of them, so both are other spaces.
     reordered = RAW | {"fp_precision": {"type": "categorical", "choices": ["bf16", "fp32", "fp16"]}}
     narrower = RAW | {"learning_rate": {"type": "float", "low": 1e-5, "high": 1e-4, "log": True}}
-    assert len({space_hash(dumped(raw)) for raw in (RAW, reordered, narrower)}) == 3
-
-
-def test_the_diff_reads_as_a_person_would_say_it() -> None:
-    old = {
-        "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
-        "batch_size": {"type": "categorical", "choices": [8, 16]},
-        "pooling": {"type": "categorical", "choices": ["cls"]},
-        "seed": {"type": "categorical", "choices": [1, 2]},
-        "max_length": {"type": "categorical", "choices": [64, 128]},
-    }
-    new = {
-        "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-2, "log": True},
-        "batch_size": {"type": "categorical", "choices": [8, 32], "when": {"seed": 1}},
-        "head_type": {"type": "categorical", "choices": ["mlp"]},
-        "seed": {"type": "int", "low": 1, "high": 2},
-        "max_length": {"type": "categorical", "choices": [64, 128]},
-    }
-    old, new = dumped(old), dumped(new)
-    assert space_diff(old, old) == []
-    assert space_diff(old, new) == [
-        "- pooling: categorical, choices `[cls]`",
-        "+ head_type: categorical, choices `[mlp]`",
-        "~ learning_rate: high `0.001` -> `0.01`",
-        "~ batch_size: choices `[8, 16]` -> `[8, 32]`",
-        "~ batch_size: when `{}` -> `{seed: [1]}`",
-        "~ seed: categorical, choices `[1, 2]` -> int, low `1`, high `2`",
-    ]
+    assert len({space_hash(raw) for raw in (RAW, reordered, narrower)}) == 3

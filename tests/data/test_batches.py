@@ -8,13 +8,12 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_tokenizers import tiny_tokenizer
+from tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.batches import collate, evaluation_batches, num_batches, padded_length, training_batches
 from hpo.data.examples import Example
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, parse_tasks
-from hpo.data.tokenization import tokenize_split
 from hpo.data.tokenized_split import TokenizedSplit, Windowing, ragged_arange
 from hpo.training.decoding import DecodingThresholds, decode
 
@@ -54,30 +53,16 @@ def test_targets_are_laid_out_as_tasks_wants_them() -> None:
     targets = collate(tokenized(), [0, 1, 2], TASKS, pad_id=0).targets
     i = -100
     # [CLS] a b c d e [SEP], [CLS] a b c [SEP], [CLS] a [SEP]
-    assert targets["joint"].tolist() == [
-        [i, 0, 1, 2, 2, 0, i, i],
-        [i, 1, 1, 3, i, i, i, i],
-        [i] * 8,
-    ]
-    assert targets["overlap"][:, :, 0].tolist() == [
-        [i, 0, 1, 2, 2, 0, i, i],
-        [i, 1, 1, 0, i, i, i, i],
-        [i] * 8,
-    ]
-    assert targets["overlap"][:, :, 1].tolist() == [
-        [i, 0, 0, 0, 0, 0, i, i],
-        [i, 0, 0, 1, i, i, i, i],
-        [i] * 8,
-    ]
+    assert targets["joint"].tolist() == [[i, 0, 1, 2, 2, 0, i, i], [i, 1, 1, 3, i, i, i, i], [i] * 8]
+    x, y = targets["overlap"].unbind(dim=2)
+    assert x.tolist() == [[i, 0, 1, 2, 2, 0, i, i], [i, 1, 1, 0, i, i, i, i], [i] * 8]
+    assert y.tolist() == [[i, 0, 0, 0, 0, 0, i, i], [i, 0, 0, 1, i, i, i, i], [i] * 8]
     assert targets["answer"].tolist() == [[2, 4], [i, i], [i, i]]
     assert targets["topics"].tolist() == [[1, 0, 1], [1, 1, 0], [-1, -1, -1]]
     # Evidence of y is asked for only where y holds, and nowhere in a row without annotation.
-    assert targets["proof"][:, :, 0].tolist() == [[-1] * 8, [-1, 0, 0, 1, -1, -1, -1, -1], [-1] * 8]
-    assert targets["proof"][:, :, 1].tolist() == [
-        [-1, 0, 1, 1, 1, 0, -1, -1],
-        [-1, 1, 1, 0, -1, -1, -1, -1],
-        [-1] * 8,
-    ]
+    y, x = targets["proof"].unbind(dim=2)
+    assert y.tolist() == [[-1] * 8, [-1, 0, 0, 1, -1, -1, -1, -1], [-1] * 8]
+    assert x.tolist() == [[-1, 0, 1, 1, 1, 0, -1, -1], [-1, 1, 1, 0, -1, -1, -1, -1], [-1] * 8]
     assert targets["tone"].tolist() == [1, i, i]
     torch.testing.assert_close(targets["grade"], torch.tensor([1.5, np.nan, np.nan]), equal_nan=True)
     for name, target in targets.items():
@@ -149,11 +134,8 @@ def test_a_batch_is_padded_to_its_longest_window() -> None:
     assert batch.num_tokens == 10
     assert batch.windows_B.tolist() == [2, 0]
     assert batch.input_ids_BL.dtype == batch.attention_mask_BL.dtype == torch.int64
-
-
-def test_a_split_says_to_which_multiple_batches_are_padded() -> None:
-    batch = collate(replace(tokenized(), length_multiple=1), [2, 0], TASKS, pad_id=9)
-    assert batch.input_ids_BL.shape == (2, 7)
+    by_ones = collate(replace(split, length_multiple=1), [2, 0], (), pad_id=9)
+    assert by_ones.input_ids_BL.shape == (2, 7)
 
 
 def test_micro_batches_together_are_the_batch() -> None:

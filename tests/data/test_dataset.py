@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -9,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jsonl_sets import load, load_set, write_set
 
-from hpo.config.data_config import DataConfig
-from hpo.data.dataset import DataSet, load_data
+from hpo.data.dataset import DataSet
 from hpo.data.synthetic import SyntheticRows
 
-TASKS = {"tasks": {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}}
+TASKS = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
 
 
 def rows(count: int, first: int = 0, **more: Any) -> list[dict[str, Any]]:
@@ -23,17 +22,6 @@ def rows(count: int, first: int = 0, **more: Any) -> list[dict[str, Any]]:
         {"id": f"row{i}", "text": f"text {i}", "labels": {"tone": tone[i % 2]}, **more}
         for i in range(first, first + count)
     ]
-
-
-def write(folder: Path, tasks: object = TASKS, **splits: list[dict[str, Any]]) -> Path:
-    (folder / "tasks.json").write_text(json.dumps(tasks))
-    for split, lines in splits.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
-
-
-def load(folder: Path, **options: Any) -> DataSet:
-    return load_data(DataConfig.model_validate({"source": "jsonl", "path": str(folder), **options}))
 
 
 def ids(dataset: DataSet, split: str) -> list[str]:
@@ -57,8 +45,8 @@ def test_a_row_becomes_an_example(tmp_path: Path) -> None:
         "names": {"kind": "token_classification", "span_names": ["person", "place"]},
         "proof": {"kind": "span_per_label", "span_names": ["work"], "evidence_for": "topics"},
     }
-    dataset = load(
-        write(tmp_path, {"tasks": tasks}, train=[line], validation=[{**line, "id": "v", "group": None}])
+    dataset = load_set(
+        write_set(tmp_path, tasks, train=[line], validation=[{**line, "id": "v", "group": None}])
     )
     example = dataset.splits["train"][0]
     assert (example.id, example.text, example.group) == ("a", "Who? Ann, café.", "g")
@@ -74,7 +62,7 @@ def test_a_row_becomes_an_example(tmp_path: Path) -> None:
 def test_white_space_around_a_span_is_taken_off(tmp_path: Path) -> None:
     tasks = {"names": {"kind": "token_classification", "span_names": ["person"]}}
     line = {"id": "a", "text": "see  Ann B,\n now", "spans": {"person": [[3, 10], [11, 16]]}}
-    dataset = load(write(tmp_path, {"tasks": tasks}, train=[line], validation=[{**line, "id": "v"}]))
+    dataset = load_set(write_set(tmp_path, tasks, train=[line], validation=[{**line, "id": "v"}]))
     assert dataset.splits["train"][0].spans == {"person": [(5, 10), (13, 16)]}
 
 
@@ -85,43 +73,43 @@ def test_evidence_counts_as_annotated_only_with_its_classes(tmp_path: Path) -> N
     }
     base = {"id": "a", "text": "work", "labels": {"topics": ["work"]}, "spans": {"work": [[0, 4]]}}
     lines = [base, {**base, "id": "b", "labels": {}}, {"id": "c", "text": "x", "labels": {"topics": []}}]
-    dataset = load(write(tmp_path, {"tasks": tasks}, train=lines, validation=[{**base, "id": "v"}]))
+    dataset = load_set(write_set(tmp_path, tasks, train=lines, validation=[{**base, "id": "v"}]))
     annotated = [example.annotated for example in dataset.splits["train"]]
     assert annotated == [{"proof", "topics"}, set(), {"topics"}]
 
 
 def test_absent_splits_are_drawn_by_id_whatever_the_order(tmp_path: Path) -> None:
     options = {"validation_fraction": 0.2, "test_fraction": 0.1}
-    dataset = load(write(tmp_path, train=rows(2000)), **options)
+    dataset = load_set(write_set(tmp_path, TASKS, train=rows(2000)), **options)
     sizes = {split: len(examples) for split, examples in dataset.splits.items()}
     assert sum(sizes.values()) == 2000
     assert sizes["validation"] == pytest.approx(400, abs=60)
     assert sizes["test"] == pytest.approx(200, abs=50)
-    again = load(write(tmp_path, train=rows(2000)[::-1]), **options)
+    again = load_set(write_set(tmp_path, TASKS, train=rows(2000)[::-1]), **options)
     for split in sizes:
         assert ids(again, split) == ids(dataset, split)[::-1]
 
 
 def test_a_drawn_split_keeps_groups_together(tmp_path: Path) -> None:
     lines = [{**line, "group": f"g{i // 10}"} for i, line in enumerate(rows(400))]
-    dataset = load(write(tmp_path, train=lines), validation_fraction=0.3)
+    dataset = load_set(write_set(tmp_path, TASKS, train=lines), validation_fraction=0.3)
     groups = [{example.group for example in examples} for examples in dataset.splits.values()]
     assert len(groups) == 2
     assert not groups[0] & groups[1]
 
 
 def test_only_the_absent_split_is_drawn(tmp_path: Path) -> None:
-    write(tmp_path, train=rows(300), test=rows(10, first=1000))
-    dataset = load(tmp_path, validation_fraction=0.2, test_fraction=0.2)
+    write_set(tmp_path, TASKS, train=rows(300), test=rows(10, first=1000))
+    dataset = load_set(tmp_path, validation_fraction=0.2, test_fraction=0.2)
     assert list(dataset.splits) == ["train", "validation", "test"]
     assert ids(dataset, "test") == [f"row{i}" for i in range(1000, 1010)]
     assert len(dataset.splits["train"]) + len(dataset.splits["validation"]) == 300
 
 
 def test_limits_sample_the_file_and_larger_ones_keep_the_sample(tmp_path: Path) -> None:
-    write(tmp_path, train=rows(500), validation=rows(20, first=1000))
-    small = load(tmp_path, limits={"train": 50})
-    large = load(tmp_path, limits={"train": 100, "validation": 99})
+    write_set(tmp_path, TASKS, train=rows(500), validation=rows(20, first=1000))
+    small = load_set(tmp_path, limits={"train": 50})
+    large = load_set(tmp_path, limits={"train": 100, "validation": 99})
     assert len(small.splits["train"]) == 50
     assert [len(examples) for examples in large.splits.values()] == [100, 20]
     assert set(ids(small, "train")) < set(ids(large, "train"))
@@ -140,21 +128,21 @@ def test_classes_left_out_are_those_of_the_training_rows_sorted(tmp_path: Path) 
         {**line, "id": "1", "labels": {"tone": "z", "topics": ["b", "a"]}},
         {**line, "id": "2", "labels": {"tone": "y", "topics": ["b"]}},
     ]
-    write(tmp_path, {"tasks": tasks}, train=train, validation=[{**train[0], "id": "3"}])
-    found = {task.name: task.labels for task in load(tmp_path).tasks}
+    write_set(tmp_path, tasks, train=train, validation=[{**train[0], "id": "3"}])
+    found = {task.name: task.labels for task in load_set(tmp_path).tasks}
     assert found == {"tone": ("y", "z"), "topics": ("a", "b"), "proof": ("a", "b")}
 
 
 def test_tasks_of_the_study_leave_others_of_the_data_out(tmp_path: Path) -> None:
     tasks = {
-        **TASKS["tasks"],
+        **TASKS,
         "grade": {"kind": "regression"},
         "names": {"kind": "token_classification", "span_names": ["person"]},
         "places": {"kind": "token_classification", "span_names": ["place"]},
     }
     more = {"labels": {"tone": "calm", "grade": 1}, "spans": {"person": [[0, 4]], "place": [[0, 4]]}}
-    write(tmp_path, {"tasks": tasks}, train=rows(2, **more), validation=rows(2, first=5, **more))
-    dataset = load(tmp_path, tasks={"tone": tasks["tone"], "places": tasks["places"]})
+    write_set(tmp_path, tasks, train=rows(2, **more), validation=rows(2, first=5, **more))
+    dataset = load_set(tmp_path, tasks={"tone": tasks["tone"], "places": tasks["places"]})
     assert [task.name for task in dataset.tasks] == ["tone", "places"]
     assert dataset.splits["train"][0].labels == {"tone": "calm"}
     assert dataset.splits["train"][0].spans == {"place": [(0, 4)]}
@@ -165,56 +153,51 @@ def test_a_regression_task_knows_the_moments_of_its_training_targets(tmp_path: P
     train = [{"id": str(i), "text": "x", "labels": {"grade": grade}} for i, grade in enumerate(grades)]
     train.append({"id": "unlabelled", "text": "x", "labels": {}})
     validation = [{"id": "v", "text": "x", "labels": {"grade": 1000}}]
-    write(tmp_path, {"tasks": {"grade": {"kind": "regression"}}}, train=train, validation=validation)
-    (task,) = load(tmp_path).tasks
+    write_set(tmp_path, {"grade": {"kind": "regression"}}, train=train, validation=validation)
+    (task,) = load_set(tmp_path).tasks
     assert (task.target_mean, task.target_std) == (np.mean(grades), np.std(grades))
 
 
 def test_files_and_tasks_may_have_other_names(tmp_path: Path) -> None:
-    write(tmp_path, train=rows(3), validation=rows(2, first=5))
+    write_set(tmp_path, TASKS, train=rows(3), validation=rows(2, first=5))
     (tmp_path / "train.jsonl").rename(tmp_path / "a.txt")
     (tmp_path / "tasks.json").rename(tmp_path / "b.json")
     files = {"train": str(tmp_path / "a.txt")}
-    assert len(load(tmp_path, files=files, tasks=str(tmp_path / "b.json")).splits["train"]) == 3
-    assert len(load(tmp_path, files=files, tasks=TASKS["tasks"]).splits["train"]) == 3
+    assert len(load_set(tmp_path, files=files, tasks=str(tmp_path / "b.json")).splits["train"]) == 3
+    assert len(load_set(tmp_path, files=files, tasks=TASKS).splits["train"]) == 3
 
 
 def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path: Path) -> None:
-    path = write(tmp_path, train=rows(3), validation=rows(2, first=5)) / "train.jsonl"
+    path = write_set(tmp_path, TASKS, train=rows(3), validation=rows(2, first=5)) / "train.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n\r\n"))
-    assert ids(load(tmp_path), "train") == ["row0", "row1", "row2"]
+    assert ids(load_set(tmp_path), "train") == ["row0", "row1", "row2"]
 
 
 def test_the_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
     splits = {"train": rows(3), "validation": rows(2, first=5)}
-    first = load(write(tmp_path / "a", **splits)).fingerprint
-    second = write(tmp_path / "b", **splits)
-    assert load(second).fingerprint == first
-    write(second, train=[{**splits["train"][0], "text": "other"}, *splits["train"][1:]])
-    assert load(second).fingerprint != first
+    first = load_set(write_set(tmp_path / "a", TASKS, **splits)).fingerprint
+    second = write_set(tmp_path / "b", TASKS, **splits)
+    assert load_set(second).fingerprint == first
+    write_set(second, TASKS, train=[{**splits["train"][0], "text": "other"}, *splits["train"][1:]])
+    assert load_set(second).fingerprint != first
 
 
 def test_the_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
     tasks = {name: {"kind": "multi_label", "classes": ["a", "b"]} for name in "pqrstuvw"}
     lines = [{"id": str(i), "text": "x", "labels": {name: ["a", "b"] for name in tasks}} for i in range(2)]
-    write(tmp_path, {"tasks": tasks}, train=lines[:1], validation=lines[1:])
-    code = (
-        "from hpo.data.dataset import load_data; from hpo.config.data_config import DataConfig; import sys;"
-        "print(load_data(DataConfig.model_validate({'source': 'jsonl', 'path': sys.argv[1]})).fingerprint)"
-    )
+    write_set(tmp_path, tasks, train=lines[:1], validation=lines[1:])
+    code = "import sys, jsonl_sets; print(jsonl_sets.load_set(sys.argv[1]).fingerprint)"
     for hash_seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", code, str(tmp_path)]
         output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-        assert output.strip() == load(tmp_path).fingerprint
+        assert output.strip() == load_set(tmp_path).fingerprint
 
 
 def test_synthetic_data_comes_in_the_configured_sizes() -> None:
     def generated(**synthetic: Any) -> DataSet:
         sizes = {"num_train": 50, "num_validation": 20, "num_test": 10, **synthetic}
-        return load_data(DataConfig.model_validate({"source": "synthetic", "synthetic": sizes}))
+        return load(source="synthetic", synthetic=sizes)
 
     dataset = generated()
     sizes = {split: len(examples) for split, examples in dataset.splits.items()}
@@ -230,5 +213,5 @@ def test_synthetic_data_comes_in_the_configured_sizes() -> None:
 
 
 def test_limits_hold_for_synthetic_data() -> None:
-    config = DataConfig.model_validate({"source": "synthetic", "limits": {"train": 30, "test": 5}})
-    assert [len(examples) for examples in load_data(config).splits.values()] == [30, 300, 5]
+    splits = load(source="synthetic", limits={"train": 30, "test": 5}).splits
+    assert list(map(len, splits.values())) == [30, 300, 5]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jsonl_sets import load, load_set, write_set
 
 from hpo.config.data_config import DataConfig
-from hpo.data.dataset import DataSet, load_data
+from hpo.data.dataset import DataSet
 
 TASKS = {
     "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
@@ -30,12 +31,7 @@ LINES: list[dict[str, Any]] = [
         "labels": {"tone": "calm", "topics": ["work"], "grade": 1.5},
         "spans": {"person": [[0, 3]], "place": [[13, 17]], "reply": [[4, 9]], "work": [[0, 9]]},
     },
-    {
-        "id": "b",
-        "text": "nothing here",
-        "labels": {"tone": "angry", "topics": [], "grade": -2.0},
-        "spans": {},
-    },
+    {"id": "b", "text": "nothing", "labels": {"tone": "angry", "topics": [], "grade": -2.0}, "spans": {}},
     {"id": "c", "text": "not annotated", "labels": {}},
 ]
 COLUMNS = {
@@ -52,63 +48,35 @@ def cells(line: dict[str, Any]) -> dict[str, Any]:
     row = {"key": line["id"], "body": line["text"], **{task: labels.get(task) for task in COLUMNS["labels"]}}
     for name in ("person", "place", "reply"):
         row[name] = None if spans is None else spans.get(name, [])
-    row["proof"] = (
-        None if spans is None else json.dumps({name: spans[name] for name in ("work",) if name in spans})
-    )
+    work = {"work"} & (spans or {}).keys()
+    row["proof"] = None if spans is None else json.dumps({name: spans[name] for name in work})
     return row
 
 
-def as_text(row: dict[str, Any]) -> dict[str, str]:
-    """A table's row as csv has it: empty where there is nothing, JSON for lists."""
-    return {
-        key: "" if value is None else json.dumps(value) if isinstance(value, list) else str(value)
-        for key, value in row.items()
-    }
-
-
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(as_text(row) for row in rows)
+    """Empty cells where there is nothing, JSON for lists."""
+    texts = [{key: json.dumps(v) if isinstance(v, list) else v for key, v in row.items()} for row in rows]
+    pd.DataFrame(texts).to_csv(path, index=False)
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def load(source: str, folder: Path, **options: Any) -> DataSet:
-    at = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
-    config = {"source": source, "tasks": TASKS, "columns": COLUMNS, **at, **options}
-    return load_data(DataConfig.model_validate(config))
-
-
-@pytest.fixture
-def reference(tmp_path: Path) -> DataSet:
-    folder = tmp_path / "reference"
-    folder.mkdir()
-    for split, suffix in (("train", ""), ("validation", "v")):
-        lines = [json.dumps({**line, "id": line["id"] + suffix}) for line in LINES]
-        (folder / f"{split}.jsonl").write_text("\n".join(lines))
-    return load_data(DataConfig.model_validate({"source": "jsonl", "path": str(folder), "tasks": TASKS}))
-
-
-def write_splits(source: str, folder: Path) -> None:
-    write, suffix = (write_csv, "csv") if source == "csv" else (write_parquet, "parquet")
-    for split, ending in (("train", ""), ("validation", "v")):
-        rows = [{**cells(line), "key": line["id"] + ending} for line in LINES]
-        write(folder / f"{split}.{suffix}", rows)
-
-
 @pytest.mark.parametrize("source", ["csv", "parquet", "hub"])
 def test_every_source_gives_the_same_examples(
-    source: str, reference: DataSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write, suffix = (write_csv, "csv") if source == "csv" else (write_parquet, "parquet")
     folder = tmp_path / "set"
     folder.mkdir()
-    write_splits(source, folder)
-    dataset = load(source, folder)
+    splits = {"train": LINES, "validation": [{**line, "id": f"{line['id']}v"} for line in LINES]}
+    for split, lines in splits.items():
+        write(folder / f"{split}.{suffix}", [cells(line) for line in lines])
+    at = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
+    dataset = load(source=source, tasks=TASKS, columns=COLUMNS, **at)
+    reference = load_set(write_set(tmp_path / "reference", TASKS, **splits))
     assert dataset.tasks == reference.tasks
     assert dataset.splits == reference.splits
     assert dataset.fingerprint == reference.fingerprint
@@ -117,8 +85,7 @@ def test_every_source_gives_the_same_examples(
 def one_csv(folder: Path, header: str, *rows: str, tasks: dict[str, Any], **columns: Any) -> DataSet:
     for split in ("train", "validation"):
         (folder / f"{split}.csv").write_text("\n".join([header, *rows]) + "\n")
-    config = {"source": "csv", "path": str(folder), "tasks": tasks, "columns": columns}
-    return load_data(DataConfig.model_validate(config))
+    return load_set(folder, "csv", tasks=tasks, columns=columns)
 
 
 def test_several_classes_may_be_joined_by_bars(tmp_path: Path) -> None:
@@ -170,13 +137,12 @@ def test_classes_stored_as_numbers_get_their_names(tmp_path: Path, monkeypatch: 
     (tmp_path / "set").mkdir()
     table.to_parquet(tmp_path / "set" / "train.parquet")
     table.to_parquet(tmp_path / "set" / "dev.parquet")
-    config = {
-        "source": "hub",
-        "hub": {"name": str(tmp_path / "set"), "splits": {"validation": "validation"}},
-        "tasks": {"tone": {"kind": "single_label"}, "topics": {"kind": "multi_label"}},
-        "columns": {"labels": {"tone": "tone", "topics": "topics"}},
-    }
-    dataset = load_data(DataConfig.model_validate(config))
+    dataset = load(
+        source="hub",
+        hub={"name": str(tmp_path / "set"), "splits": {"validation": "validation"}},
+        tasks={"tone": {"kind": "single_label"}, "topics": {"kind": "multi_label"}},
+        columns={"labels": {"tone": "tone", "topics": "topics"}},
+    )
     assert [example.labels for example in dataset.splits["validation"]] == [
         {"tone": "angry", "topics": ["home"]},
         {"tone": "calm", "topics": ["work", "home"]},
@@ -199,12 +165,7 @@ def test_whole_numbers_may_be_classes_of_a_table(tmp_path: Path) -> None:
     rows = [{"text": "one", "stars": 1}, {"text": "two", "stars": 5}]
     for split in ("train", "validation"):
         write_parquet(tmp_path / f"{split}.parquet", rows)
-    config = {
-        "source": "parquet",
-        "path": str(tmp_path),
-        "tasks": {"stars": {"kind": "single_label"}},
-        "columns": {"labels": {"stars": "stars"}},
-    }
-    dataset = load_data(DataConfig.model_validate(config))
+    tasks, columns = {"stars": {"kind": "single_label"}}, {"labels": {"stars": "stars"}}
+    dataset = load_set(tmp_path, "parquet", tasks=tasks, columns=columns)
     assert dataset.tasks[0].labels == ("1", "5")
     assert [example.labels["stars"] for example in dataset.splits["train"]] == ["1", "5"]

@@ -6,25 +6,27 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import jsonl_sets
 import numpy as np
 import pytest
-from tiny_tokenizers import tiny_tokenizer
+from tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 import hpo.data.token_cache
-from hpo.config.data_config import DataConfig
-from hpo.data.dataset import DataSet, load_data
+from hpo.data.dataset import DataSet
 from hpo.data.token_cache import load_tokenized
-from hpo.data.tokenization import tokenize_chunks, tokenize_split
+from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import TokenizedSplit, Windowing
 from hpo.errors import RunError
 
 SYNTHETIC = {"source": "synthetic", "synthetic": {"num_train": 40, "num_validation": 20, "num_test": 1}}
+WINDOWED = {"long_text": "window"}
 
 
 @pytest.fixture
 def dataset() -> DataSet:
-    return load_data(DataConfig.model_validate(SYNTHETIC))
+    return jsonl_sets.load(**SYNTHETIC)
 
 
 @pytest.fixture
@@ -40,9 +42,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return times
 
 
-def load(dataset: DataSet, cache: Path, split: str = "train", **changes: object) -> TokenizedSplit:
-    windowing = replace(Windowing(64), **changes)  # type: ignore[arg-type]
-    return load_tokenized(dataset, split, tiny_tokenizer("wordpiece"), windowing, cache)
+def load(
+    dataset: DataSet,
+    cache: Path,
+    split: str = "train",
+    family: str = "wordpiece",
+    data: dict[str, Any] | None = None,
+    **windowing: Any,
+) -> TokenizedSplit:
+    dataset, how = replace(dataset, **data or {}), replace(Windowing(64), **windowing)
+    return load_tokenized(dataset, split, tiny_tokenizer(family), how, cache)
 
 
 def directly(dataset: DataSet, windowing: Windowing) -> TokenizedSplit:
@@ -84,41 +93,31 @@ def test_a_cache_that_cannot_be_read_back_says_so(
         load(dataset, tmp_path)
 
 
-CHANGES: dict[str, Callable[[DataSet], tuple[DataSet, dict[str, object]]]] = {
-    "split": lambda data: (data, {"split": "validation"}),
-    "max_length": lambda data: (data, {"max_length": 32}),
-    "long_text": lambda data: (data, {"long_text": "window"}),
-    "content": lambda data: (replace(data, fingerprint="other"), {}),
-    "tasks": lambda data: (replace(data, tasks=data.tasks[:1]), {}),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"split": "validation"}),
+        ({}, {"max_length": 32}),
+        ({}, WINDOWED),
+        ({**WINDOWED, "stride": 6}, {**WINDOWED, "stride": 7}),
+        ({}, {"family": "byte_level"}),
+        ({"family": "byte_level"}, {"family": "byte_level_with_spaces"}),
+        ({}, {"data": {"fingerprint": "other"}}),
+        ({}, {"data": {"tasks": ()}}),
+    ],
+)
 def test_what_the_tokens_depend_on_makes_another_cache(
-    change: str, dataset: DataSet, tmp_path: Path, made: list[int]
+    first: dict[str, Any], second: dict[str, Any], dataset: DataSet, tmp_path: Path, made: list[int]
 ) -> None:
-    load(dataset, tmp_path)
-    other, options = CHANGES[change](dataset)
-    load(other, tmp_path, **options)
+    load(dataset, tmp_path, **first)
+    load(dataset, tmp_path, **second)
     assert len(made) == 2
 
 
-def test_another_tokenizer_makes_another_cache(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
-    for family in ("wordpiece", "byte_level", "byte_level_with_spaces"):
-        load_tokenized(dataset, "train", tiny_tokenizer(family), Windowing(64), tmp_path)
-    assert len(made) == 3
-
-
-def test_stride_matters_to_windows_alone_and_earlier_calls_to_nothing(
-    dataset: DataSet, tmp_path: Path, made: list[int]
-) -> None:
-    load(dataset, tmp_path)
-    tiny_tokenizer("wordpiece")("a b c", truncation=True, max_length=3, padding="max_length")
+def test_stride_matters_to_windows_alone(dataset: DataSet, tmp_path: Path, made: list[int]) -> None:
+    load(dataset, tmp_path, stride=6)
     load(dataset, tmp_path, stride=7)
     assert len(made) == 1
-    load(dataset, tmp_path, long_text="window", stride=7)
-    load(dataset, tmp_path, long_text="window", stride=8)
-    assert len(made) == 3
 
 
 def cut_short(path: Path) -> None:
@@ -164,15 +163,13 @@ def test_threads_and_processes_that_start_together_do_the_work_once(dataset: Dat
 import json, sys, threading
 from pathlib import Path
 sys.path[:0] = [sys.argv[2]]
-import hpo.data.token_cache
+import hpo.data.token_cache, jsonl_sets
 from tiny_tokenizers import tiny_tokenizer
-from hpo.data.dataset import load_data
-from hpo.config.data_config import DataConfig
 from hpo.data.tokenized_split import Windowing
 made, sums = [], []
 tokenize = hpo.data.token_cache.tokenize_chunks
 hpo.data.token_cache.tokenize_chunks = lambda *args: made.append(1) or tokenize(*args)
-dataset = load_data(DataConfig.model_validate(json.loads(sys.argv[3])))
+dataset = jsonl_sets.load(**json.loads(sys.argv[3]))
 def load():
     split = hpo.data.token_cache.load_tokenized(
         dataset, "train", tiny_tokenizer("wordpiece"), Windowing(64), Path(sys.argv[1])

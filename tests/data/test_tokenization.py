@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_tokenizers import FAMILIES, tiny_tokenizer
+from tiny_tokenizers import FAMILIES, tiny_tokenizer, tokenize_split
 from transformers import PreTrainedTokenizerBase
 
 from hpo.config.data_config import DataConfig
 from hpo.data.dataset import load_data
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.data.tokenization import tokenize_split
 from hpo.data.tokenized_split import BEGINS_BEFORE, ENDS_AFTER, TokenizedSplit, Windowing
 from hpo.errors import DataError, ModelError
 
@@ -38,30 +37,26 @@ def windows_of(rows: Sequence[Example], tasks: Sequence[Task], max_length: int, 
     return tokenize_split(rows, tasks, tiny_tokenizer("wordpiece"), Windowing(max_length, **how))
 
 
-def trimmed(text: str, start: int, end: int) -> tuple[int, int]:
-    while text[start].isspace():
-        start += 1
-    while text[end - 1].isspace():
-        end -= 1
-    return start, end
-
-
-def random_examples(count: int, seed: int, words: int = 30) -> list[Example]:
+def random_examples(count: int, seed: int) -> list[Example]:
     """Texts of words, symbols and odd spaces, with spans between any two characters."""
     draw = random.Random(seed)
     examples = []
     for number in range(count):
-        text = "".join(draw.choice(WORDS) + draw.choice(GAPS) for _ in range(draw.randint(1, words))).strip()
+        text = "".join(draw.choice(WORDS) + draw.choice(GAPS) for _ in range(draw.randint(1, 30))).strip()
         spans: dict[str, list[tuple[int, int]]] = {"x": [], "y": []}
         for _ in range(6):
             start, end = sorted((draw.randrange(len(text)), draw.randint(1, len(text))))
             end = min(end, start + draw.choice([1, 3, 10, 40]))
-            if start < end and not text[start:end].isspace():
-                spans[draw.choice("xy")].append(trimmed(text, start, end))
-        examples.append(
-            example(text, number, spans={name: sorted(set(found)) for name, found in spans.items()})
-        )
+            if inner := text[start:end].strip():
+                start = text.index(inner, start)
+                spans[draw.choice("xy")].append((start, start + len(inner)))
+        spans = {name: sorted(set(found)) for name, found in spans.items()}
+        examples.append(example(text, number, spans=spans))
     return examples
+
+
+def by_window(split: TokenizedSplit, values_T: np.ndarray) -> list[list[int]]:
+    return [values.tolist() for values in np.split(values_T, split.window_start_W1[1:-1])]
 
 
 def shown_spans(split: TokenizedSplit, task: str) -> Iterator[tuple[int, int, int, int, int]]:
@@ -136,7 +131,7 @@ def test_windows_own_every_token_once_and_in_order(family: str, stride: int) -> 
 def test_a_token_is_owned_by_the_window_that_shows_most_around_it() -> None:
     text = " ".join("abcdefghijklmnopqrst")  # 20 tokens
     split = windows_of([example(text)], [NAMES], max_length=12, stride=4, **WINDOWED)
-    windows = np.split(np.arange(split.num_tokens), split.window_start_W1[1:-1])
+    windows = by_window(split, np.arange(split.num_tokens))
     shown = ["".join(text[split.char_start_T[t]] for t in w if split.char_start_T[t] >= 0) for w in windows]
     owned = ["".join(text[split.char_start_T[t]] for t in w if split.owned_T[t]) for w in windows]
     assert shown == ["abcdefghij", "ghijklmnop", "mnopqrst"]
@@ -156,8 +151,7 @@ def test_windows_are_those_of_the_tokenizer_itself(family: str, long_text: str) 
         stride=5,
         return_overflowing_tokens=long_text == "window",
     )
-    ours = np.split(split.input_ids_T, split.window_start_W1[1:-1])
-    assert [ids.tolist() for ids in ours] == theirs["input_ids"]
+    assert by_window(split, split.input_ids_T) == theirs["input_ids"]
     if long_text == "window":
         assert split.window_example_W.tolist() == theirs["overflow_to_sample_mapping"]
     else:
@@ -216,9 +210,7 @@ def pair_example(question: str, context: str, answer: str = "", number: int = 0)
 def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
     tokenizer = tiny_tokenizer(family)
     rows = [
-        pair_example(
-            "What is the capital?", "Paris is the capital of France and the lazy dog sleeps.", "dog", 0
-        ),
+        pair_example("What is the capital?", "Paris is the capital and the lazy dog sleeps.", "dog", 0),
         pair_example("Who works?", "Ann works in Rome.", "Ann", 1),
     ]
     split = tokenize_split(
@@ -234,12 +226,10 @@ def test_a_pair_is_encoded_as_the_tokenizer_does(family: str) -> None:
         return_overflowing_tokens=True,
         return_token_type_ids=True,
     )
-    ids = [ids.tolist() for ids in np.split(split.input_ids_T, split.window_start_W1[1:-1])]
-    assert ids == theirs["input_ids"]
+    assert by_window(split, split.input_ids_T) == theirs["input_ids"]
     if "token_type_ids" in tokenizer.model_input_names:
         assert split.type_ids_T is not None
-        types = [ids.tolist() for ids in np.split(split.type_ids_T, split.window_start_W1[1:-1])]
-        assert types == theirs["token_type_ids"]
+        assert by_window(split, split.type_ids_T) == theirs["token_type_ids"]
     answers = [
         rows[split.window_example_W[window]].text[split.char_start_T[first] : split.char_end_T[last]]
         for window, _, first, last, cut in shown_spans(split, "names")

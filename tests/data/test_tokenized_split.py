@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import numpy as np
-from tiny_tokenizers import tiny_tokenizer
+from tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.examples import Example
-from hpo.data.tokenization import tokenize_split
 from hpo.data.tokenized_split import Windowing, ragged_arange
 
 

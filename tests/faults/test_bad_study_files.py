@@ -49,26 +49,16 @@ def test_files_that_are_no_study(tmp_path: Path, text: str, problem: str) -> Non
     assert found.startswith(f"study.yaml{problem}")
 
 
-def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(StudyFileError, match=r"nowhere\.yaml: there is no such file\."):
-        load_study(tmp_path / "nowhere.yaml")
-
-
-def test_a_folder(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "folder.yaml").mkdir()
-    with pytest.raises(StudyFileError, match=r"folder\.yaml: the file cannot be read: Is a directory\."):
-        load_study(tmp_path / "folder.yaml")
-
-
-def test_a_binary_file(tmp_path: Path) -> None:
-    (tmp_path / "study.yaml").write_bytes(b"name: \xff\xfe")
-    with pytest.raises(StudyFileError, match=r"a study file must be UTF-8 text, but byte 6 is not\."):
-        load_study(tmp_path / "study.yaml")
-
-
-def test_a_name_with_a_folder_is_a_path(tmp_path: Path) -> None:
-    with pytest.raises(StudyFileError, match=r"there is no such file"):
-        load_study(tmp_path / "study")
+    (tmp_path / "bytes.yaml").write_bytes(b"name: \xff\xfe")
+    for name, why in (
+        ("folder.yaml", "the file cannot be read: Is a directory"),
+        ("nowhere", "the file cannot be read: No such file"),
+        ("bytes.yaml", "this is not valid YAML: 'utf-8' codec can't decode byte 0xff in position 6"),
+    ):
+        with pytest.raises(StudyFileError, match=f"{name}: {why}"):
+            load_study(tmp_path / name)
 
 
 # The keys of a study, under `name: s` and synthetic data unless they are there, and each line of the error
@@ -83,9 +73,6 @@ objective:
   => 5: objective.1.metrc: there is no such key. Did you mean `metric`?
 path: x
   => 3: path: there is no such key. Did you mean `data.path`?
-n_trials: 3
-n_trials: 4
-  => 3: n_trials: the key is written twice, on lines 3 and 4. Keep one.
 training:
   seed: 1
   pooling: cls
@@ -109,10 +96,6 @@ givn: [a]
      data, model, training, amp, compat, evaluation, checkpoint, search_space, pruner.
 timeout: .inf
   => 3: timeout: must be a finite number, but got `.inf`.
-training: {learning_rate: 0}
-  => 3: training.learning_rate: must be > 0, but got `0`.
-training: {betas: [0.9]}
-  => 3: training.betas.1: must be given.
 training: {betas: [0.9, 1.5]}
   => 3: training.betas.1: must be < 1, but got `1.5`.
 training: {gradient_checkpointing: 1}
@@ -123,11 +106,6 @@ training: {fp_precision: bf61}
   => 3: training.fp_precision: no precision is called 'bf61'. Did you mean `bf16`?
 training: {fp_precision: 16}
   => 3: training.fp_precision: must be text, but got `16`. Put it in quotes.
-device: gpu
-  => 3: device: must be one of auto, cpu, cuda, but got `gpu`. Did you mean `cpu`?
-sampler: {name: tpee}
-  => 3: sampler.name: must be one of tpe, gp, cmaes, nsga2, random, grid, qmc, but got `tpee`. Did you mean
-     `tpe`?
 model: {encoder: 3}
   => 3: model.encoder: must be a name, a hub id, a folder, or a mapping with the config of a fresh encoder,
      but got `3`.
@@ -135,23 +113,15 @@ objective: []
   => 3: objective: there must be at least one objective.
 objective: {metric: scor}
   => 3: objective.metric: unknown metric `scor`; one of a task is `task/name`. Did you mean `score`?
-objective: {metric: peak_memory_bytes}
-  => 3: objective.direction: must be `minimize` for `peak_memory_bytes`: smaller is better.
 objective: [{metric: score}, {metric: score}]
   => 3: objective.1.metric: `score` is there twice. Keep one.
 compat: {degraded_logits_relative_error: 0.9}
   => 3: compat.degraded_logits_relative_error: must be <= `incompatible_logits_relative_error`.
 training: {loss_weight.a: 1, loss_weight: {a: 2}}
   => 3: training: `loss_weight.a` is given twice. Keep one.
-name: 3
-data: {source: synthetic}
-  => 1: name: must be text, but got `3`. Put it in quotes.
 name: a/b
 data: {source: synthetic}
   => 1: name: must be letters, digits, `.`, `_` and `-`, at most 100, but got `a/b`.
-name: ''
-data: {source: synthetic}
-  => 1: name: must be letters, digits, `.`, `_` and `-`, at most 100, but got ``.
 training:
   seed: 1
   loss_weight.severity: -1
@@ -168,17 +138,14 @@ data: {source: hub}
   => 2: data.tasks: must be given for source hub.
 data: {source: synthetic, path: x}
   => 2: data.path: is read with source jsonl, csv, parquet, but the source is synthetic.
-data: {source: jsonl, path: x, columns: {text: t}}
-  => 2: data.columns: is read with source csv, parquet, hub, but the source is jsonl.
 data: {source: jsonl, path: 3}
   => 2: data.path: must be a path, but got `3`.
 data: {source: jsonl, path: x, tasks: {}}
   => 2: data.tasks: there must be at least one task.
-data: {source: jsonl, path: x, tasks: {a: {kind: singel_label}, b: {classes: [c]}, d: 3}}
+data: {source: jsonl, path: x, tasks: {a: {kind: singel_label}, b: 3}}
   => 2: data.tasks.a.kind: must be one of single_label, multi_label, token_classification, span_extraction,
      span_per_label, regression, but got `singel_label`. Did you mean `single_label`?
-  => 2: data.tasks.b.kind: must be given.
-  => 2: data.tasks.d: must be a mapping of keys, but got `3`.
+  => 2: data.tasks.b: must be a mapping of keys, but got `3`.
 data: {source: synthetic, validation_fraction: 0.6, test_fraction: 0.5}
   => 2: data.test_fraction: validation and test must leave a part for training.
 data: {source: synthetic, synthetic: {min_sentences: 9}}
@@ -190,9 +157,10 @@ search_space: {learning_rate: 3}
   => 3: search_space.learning_rate: must be a mapping such as `{type: categorical, choices: [...]}`, but got
      `3`.
 search_space: {learning_rate: {low: 1, high: 2}}
-  => 3: search_space.learning_rate.type: must be given: one of categorical, float, int.
+  => 3: search_space.learning_rate.type: must be one of categorical, float, int, but got `null`.
 search_space: {learning_rate: {type: flaot, low: 1}}
-  => 3: search_space.learning_rate.type: unknown type `flaot`. Did you mean `float`?
+  => 3: search_space.learning_rate.type: must be one of categorical, float, int, but got `flaot`. Did you
+     mean `float`?
 search_space: {learning_rate: {type: float, low: 1e-3}}
   => 3: search_space.learning_rate.high: must be given.
 search_space: {learning_rate: {type: float, low: 1e-2, high: 1e-3}}
@@ -201,22 +169,14 @@ search_space: {weight_decay: {type: float, low: 0, high: 0.1, log: true}}
   => 3: search_space.weight_decay.low: `low > 0` must hold with `log: true`, but got 0.0.
 search_space: {learning_rate: {type: float, low: 1e-3, high: 1e-2, step: 1e-3, log: true}}
   => 3: search_space.learning_rate.step: `step` and `log: true` exclude each other. Keep one.
-search_space: {learning_rate: {type: float, low: 1e-3, high: 2e-3, step: 0}}
-  => 3: search_space.learning_rate.step: must be > 0, but got `0`.
 search_space: {head_dropout: {type: float, low: 0, high: 0.5, step: 0.2}}
   => 3: search_space.head_dropout.high: must be `low` plus a multiple of `step`; 0.4 is, 0.5 is not.
-search_space: {learning_rate: {type: float, low: .nan, high: 2}}
-  => 3: search_space.learning_rate.low: must be a finite number, but got `.nan`.
 search_space: {learning_rate: {type: float, low: 1e-5, high: 20}}
   => 3: search_space.learning_rate.high: must be <= 10, but got `20.0`.
 search_space: {batch_size: {type: float, low: 8, high: 32}}
   => 3: search_space.batch_size.type: must be `int`: the setting takes whole numbers.
 search_space: {batch_size: {type: int, low: 0, high: 32}}
   => 3: search_space.batch_size.low: must be >= 1, but got `0`.
-search_space: {batch_size: {type: int, low: 1.5, high: 32}}
-  => 3: search_space.batch_size.low: must be a whole number, but got `1.5`.
-search_space: {pooling: {type: categorical}}
-  => 3: search_space.pooling.choices: must be given.
 search_space: {pooling: {type: categorical, choices: []}}
   => 3: search_space.pooling.choices: must be a list of at least 1, but got `[]`.
 search_space: {pooling: {type: categorical, choices: [mean, median]}}
@@ -226,15 +186,13 @@ search_space: {pooling: {type: categorical, choices: [mean, cls, mean]}}
   => 3: search_space.pooling.choices.2: `mean` is there twice. Keep one.
 search_space: {fp_precision: {type: categorical, choices: [bf16, bf16-mixed]}}
   => 3: search_space.fp_precision.choices.1: `bf16-mixed` means the same as `bf16`. Keep one.
-search_space: {fp_precision: {type: categorical, choices: [fp32, bf61]}}
-  => 3: search_space.fp_precision.choices.1: no precision is called 'bf61'. Did you mean `bf16`?
 search_space: {fp_precision: {type: categorical, choices: [null, bf16]}}
   => 3: search_space.fp_precision.choices.0: must be named: `null` leaves it open, which a search cannot
      compare.
 search_space: {lerning_rate: {type: float, low: 1e-5, high: 1e-3}}
   => 3: search_space.lerning_rate: there is no such setting. Did you mean `learning_rate`?
 search_space: {loss_weight: {type: float, low: 1, high: 2}}
-  => 3: search_space.loss_weight: there is no such setting. Search `loss_weight.<task>`.
+  => 3: search_space.loss_weight: there is no such setting. Did you mean `loss_weight.<task>`?
 search_space: [pooling]
   => 3: search_space: must be a mapping of settings to distributions, but got `[pooling]`.
 # conditions
@@ -243,9 +201,6 @@ search_space:
   init_scale: {type: categorical, choices: [1024, 65536], when: {fp_precison: fp16}}
   => 5: search_space.init_scale.when.fp_precison: must name another setting of `search_space`. Did you mean
      `fp_precision`?
-search_space:
-  init_scale: {type: categorical, choices: [1024, 65536], when: {init_scale: 1024}}
-  => 4: search_space.init_scale.when: the conditions form a circle: init_scale -> init_scale.
 search_space:
   fp_precision: {type: categorical, choices: [fp32, fp16]}
   init_scale: {type: categorical, choices: [1024, 65536], when: {fp_precision: [fp16, bf16]}}
@@ -303,22 +258,18 @@ search_space:
   => 5: search_space.learning_rate.step: must be given for a grid; or list the values as `choices`.
 sampler: {name: tpe, n_startup_trial: 4}
   => 3: sampler.n_startup_trial: is no option of tpe. Did you mean `n_startup_trials`?
-sampler: {name: tpe, n_startup_trials: ten, constant_liar: 1}
-  => 3: sampler.n_startup_trials: must be a whole number, but got `ten`.
+sampler: {name: tpe, n_startup_trials: true, constant_liar: 1}
+  => 3: sampler.n_startup_trials: must be a whole number >= 0, but got `true`.
   => 3: sampler.constant_liar: must be true or false, but got `1`.
-sampler: {name: tpe, n_startup_trials: true}
-  => 3: sampler.n_startup_trials: must be a whole number, but got `true`.
 sampler: {name: cmaes, sigma0: -0.1}
-  => 3: sampler.sigma0: must be >= 0, but got `-0.1`.
+  => 3: sampler.sigma0: must be a number >= 0, but got `-0.1`.
 sampler: {name: gp, constraints_func: f}
   => 3: sampler.constraints_func: is no option of gp. Known: name, seed, n_startup_trials,
      deterministic_objective.
 sampler: {name: nsga2, population_size: 1}
   => 3: sampler: Optuna refuses the options of nsga2: `population_size` must be greater than or equal to 2.
-pruner: {name: none, patience: 3}
-  => 3: pruner.patience: is no option of none. Known: name.
 pruner: {name: asha, min_resource: 1.5}
-  => 3: pruner.min_resource: must be text or a whole number, but got `1.5`.
+  => 3: pruner.min_resource: must be text or a whole number >= 0, but got `1.5`.
 """
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor, tiny_study
+from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
 
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import training_batches
@@ -25,6 +27,8 @@ from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 
 # Weights so large that the feed-forward layers pass fp16's largest number; LayerNorm hides it from fp32.
 OVERFLOWING = {"encoder": ENCODER | {"initializer_range": 300.0}}
+HIGH_FLOOR = {"allow_emulated": True, "min_scale": 2.0**38}
+FALLBACK = {"allow_emulated": True, "fallback_to_fp32": True, "max_fp32_fallbacks": 2}
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +36,24 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     return tiny_executor(tmp_path_factory.mktemp("tiny"))
 
 
-class Altered(Executor):
+def altered(
+    folder: Path, alter: Callable[[MultitaskModel], object], device: DeviceInfo = CPU, **study: Any
+) -> Executor:
     """An executor whose models are changed as they are built."""
+    executor = tiny_executor(folder, device, **study)
+    build_model = executor.build_model
 
-    def __init__(
-        self, folder: Path, alter: Callable[[MultitaskModel], object], device: DeviceInfo = CPU, **study: Any
-    ) -> None:
-        self.alter = alter
-        super().__init__(tiny_study(folder, **study), device, folder / "runs")
-
-    def build_model(self, config: TrialConfig) -> MultitaskModel:
-        model = super().build_model(config)
-        self.alter(model)
+    def build_and_alter(config: TrialConfig) -> MultitaskModel:
+        model = build_model(config)
+        alter(model)
         return model
 
+    executor.build_model = build_and_alter
+    return executor
 
-def run(executor: Executor, tmp_path: Path, params: dict[str, Any], **options: Any) -> TrialResult:
-    result = executor.run(params, tmp_path / "trial", "test", **options)
+
+def run(executor: Executor, tmp_path: Path, precision: str = "fp32", **params: Any) -> TrialResult:
+    result = executor.run({"fp_precision": precision, **params}, tmp_path / "trial", "test")
     json.dumps(result.telemetry)
     assert result.values is None or result.outcome == "complete"
     return result
@@ -56,7 +61,7 @@ def run(executor: Executor, tmp_path: Path, params: dict[str, Any], **options: A
 
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_complete(executor: Executor, tmp_path: Path, name: str) -> None:
-    result = run(executor, tmp_path, {"fp_precision": name})
+    result = run(executor, tmp_path, name)
     assert (result.outcome, result.reason) == ("complete", "")
     assert 0 <= result.values[0] <= 1
     assert result.headline.keys() == {
@@ -79,7 +84,7 @@ def test_examples_are_counted_once_however_they_are_cut(tmp_path: Path) -> None:
     synthetic = {"num_train": 48, "num_validation": 24, "num_test": 1}
     data = {"source": "synthetic", "synthetic": synthetic, "long_text": "window", "stride": 4}
     training = {"epochs": 1, "batch_size": 8, "max_length": 32}
-    result = run(tiny_executor(tmp_path, data=data, training=training), tmp_path, {"fp_precision": "fp32"})
+    result = run(tiny_executor(tmp_path, data=data, training=training), tmp_path)
     assert result.telemetry["num_steps"] > 2 * 48 / 8, "one of windows"
     assert result.telemetry["num_examples"] == 48
 
@@ -100,7 +105,7 @@ def test_the_same_seed_gives_the_same_trial(executor: Executor, tmp_path: Path) 
     ],
 )
 def test_unsupported(tmp_path: Path, name: str, support: str, message: str) -> None:
-    result = run(tiny_executor(tmp_path, amp={}), tmp_path, {"fp_precision": name})
+    result = run(tiny_executor(tmp_path, amp={}), tmp_path, name)
     assert result.outcome == "unsupported"
     assert message in result.reason
     assert result.telemetry["precision"] == {"requested": name, "effective": None, "support": support}
@@ -110,60 +115,45 @@ def test_unsupported(tmp_path: Path, name: str, support: str, message: str) -> N
 
 def test_fallback_runs_something_else_and_says_so(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, amp={"on_unsupported": "fallback"})
-    result = run(executor, tmp_path, {"fp_precision": "tf32"})
+    result = run(executor, tmp_path, "tf32")
     assert result.outcome == "complete"
     assert result.headline["fp_precision_effective"] == "fp32"
     record = result.telemetry["precision"]
-    assert (record["requested"], record["effective"], record["fell_back"]) == ("tf32", "fp32", True)
+    assert (record["requested"], record["effective"]) == ("tf32", "fp32")
     assert "Ran fp32 instead" in record["reason"]
 
 
 def test_fail_on_unsupported(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, amp={"on_unsupported": "fail"})
-    assert run(executor, tmp_path, {"fp_precision": "tf32"}).outcome == "failed"
+    assert run(executor, tmp_path, "tf32").outcome == "failed"
 
 
 def test_incompatible(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, model=OVERFLOWING)
-    result = run(executor, tmp_path, {"fp_precision": "fp16"})
+    result = run(executor, tmp_path, "fp16")
     assert result.outcome == "incompatible"
     assert "not finite under fp16; the first module that made them so is encoder" in result.reason
     assert result.telemetry["compatibility"]["verdict"] == "incompatible"
-    assert run(executor, tmp_path, {"fp_precision": "fp32"}).outcome == "complete"
+    assert run(executor, tmp_path).outcome == "complete"
 
 
 @pytest.mark.parametrize(
-    ("study", "params", "message", "key", "count"),
+    ("study", "params", "message", "counted"),
     [
-        ({"model": OVERFLOWING}, {}, "loss was not finite in 3 steps in a row", "num_steps", 3),
-        (
-            {"amp": {"allow_emulated": True, "min_scale": 2.0**38}},
-            {"init_scale": 2.0**40, "max_steps": 12},
-            "loss scale at its floor",
-            "skipped_steps",
-            3,
-        ),
-        (
-            {
-                "model": OVERFLOWING,
-                "amp": {"allow_emulated": True, "fallback_to_fp32": True, "max_fp32_fallbacks": 2},
-            },
-            {},
-            "more than 2 micro-batches of one epoch were not finite under fp16",
-            "fp32_fallbacks",
-            2,
-        ),
+        ({"model": OVERFLOWING}, {}, "loss was not finite in 3 steps in a row", ("num_steps", 3)),
+        ({"amp": HIGH_FLOOR}, {"init_scale": 2.0**40, "max_steps": 12}, "at its floor", ("skipped_steps", 3)),
+        ({"model": OVERFLOWING, "amp": FALLBACK}, {}, "more than 2 micro-batches", ("fp32_fallbacks", 2)),
     ],
     ids=["loss", "scale at its floor", "limit of fp32 fallbacks"],
 )
 def test_nonfinite(
-    tmp_path: Path, study: dict[str, Any], params: dict[str, Any], message: str, key: str, count: int
+    tmp_path: Path, study: dict[str, Any], params: dict[str, Any], message: str, counted: tuple[str, int]
 ) -> None:
     executor = tiny_executor(tmp_path, **study, compat={"enabled": False})
-    result = run(executor, tmp_path, {"fp_precision": "fp16", **params})
+    result = run(executor, tmp_path, "fp16", **params)
     assert result.outcome == "nonfinite"
     assert message in result.reason
-    assert (result.telemetry | result.telemetry["scaler"])[key] == count
+    assert counted in (result.telemetry | result.telemetry["scaler"]).items()
 
 
 def test_nonfinite_in_one_task_only(tmp_path: Path) -> None:
@@ -172,14 +162,14 @@ def test_nonfinite_in_one_task_only(tmp_path: Path) -> None:
             lambda _model, _inputs, logits: logits | {"evidence": logits["evidence"] * float("nan")}
         )
 
-    executor = Altered(tmp_path, break_evidence, compat={"enabled": False})
-    result = run(executor, tmp_path, {"fp_precision": "fp32"})
+    executor = altered(tmp_path, break_evidence, compat={"enabled": False})
+    result = run(executor, tmp_path)
     assert result.outcome == "nonfinite"
     assert result.reason.endswith("First in: evidence.")
 
 
 def test_infinite_gradients_that_the_scaler_skips(executor: Executor, tmp_path: Path) -> None:
-    result = run(executor, tmp_path, {"fp_precision": "fp16", "init_scale": 2.0**18, "max_steps": 12})
+    result = run(executor, tmp_path, "fp16", init_scale=2.0**18, max_steps=12)
     assert result.outcome == "complete"
     assert result.telemetry["scaler"]["skipped_steps"] >= 1
     assert result.telemetry["scaler"]["scale_min"] < 2.0**18
@@ -203,7 +193,7 @@ def test_oom_halves_and_trains_as_the_small_micro_batch(executor: Executor, tmp_
 
     params = {"fp_precision": "fp32", "dropout": 0.1}
     executor.run(params | {"micro_batch_size": 2}, tmp_path / "small", "s", record("small"))
-    limited = Altered(tmp_path, out_of_memory_unless(lambda _, num_texts: num_texts <= 2))
+    limited = altered(tmp_path, out_of_memory_unless(lambda _, num_texts: num_texts <= 2))
     result = limited.run(params, tmp_path / "halved", "h", record("halved"))
     assert result.outcome == "complete"
     assert (result.telemetry["micro_batch_size"], result.telemetry["oom_halvings"]) == (2, 2)
@@ -213,8 +203,8 @@ def test_oom_halves_and_trains_as_the_small_micro_batch(executor: Executor, tmp_
 def test_oom(tmp_path: Path) -> None:
     """Found in training, where the check let it pass; and by the check."""
     device = replace(CPU, total_memory_bytes=2**34)
-    limited = Altered(tmp_path, out_of_memory_unless(lambda model, _: not model.training), device)
-    result = run(limited, tmp_path, {"fp_precision": "fp32"})
+    limited = altered(tmp_path, out_of_memory_unless(lambda model, _: not model.training), device)
+    result = run(limited, tmp_path)
     assert result.outcome == "oom"
     config = build_trial_config(limited.study, {}, "fp32", limited.amp)
     lengths_W = limited.tokens("train", config).lengths_W
@@ -223,8 +213,8 @@ def test_oom(tmp_path: Path) -> None:
     assert result.reason == f"one example of {longest} tokens does not fit into memory."
     assert result.telemetry["oom_halvings"] == 3
     assert result.telemetry["device"]["memory_limit_bytes"] == 2**34
-    limited = Altered(tmp_path, out_of_memory_unless(lambda *_: False))
-    result = run(limited, tmp_path, {"fp_precision": "bf16"})
+    limited = altered(tmp_path, out_of_memory_unless(lambda *_: False))
+    result = run(limited, tmp_path, "bf16")
     assert (result.outcome, result.reason) == ("oom", "one example of 64 tokens does not fit into memory.")
     assert "compatibility" not in result.telemetry
 
@@ -233,9 +223,8 @@ def test_what_fits_with_gradient_checkpointing_alone_is_not_oom(tmp_path: Path) 
     def checkpoints(model: MultitaskModel, _: int) -> bool:
         return all(layer.training and layer.gradient_checkpointing for layer in encoder_layers(model.encoder))
 
-    limited = Altered(tmp_path, out_of_memory_unless(checkpoints))
-    params = {"fp_precision": "bf16", "gradient_checkpointing": True, "dropout": 0.1}
-    result = run(limited, tmp_path, params)
+    limited = altered(tmp_path, out_of_memory_unless(checkpoints))
+    result = run(limited, tmp_path, "bf16", gradient_checkpointing=True, dropout=0.1)
     assert (result.outcome, result.reason) == ("complete", "")
     compatibility = result.telemetry["compatibility"]
     assert compatibility["verdict"] == "ok"
@@ -250,7 +239,7 @@ def test_what_fits_in_bf16_weights_alone_is_not_oom(tmp_path: Path, also_alone: 
         is_reduced = next(model.parameters()).dtype == torch.bfloat16
         return is_reduced or (also_alone and num_texts == 1)
 
-    result = run(Altered(tmp_path, out_of_memory_unless(fits)), tmp_path, {"fp_precision": "bf16-true"})
+    result = run(altered(tmp_path, out_of_memory_unless(fits)), tmp_path, "bf16-true")
     assert (result.outcome, result.reason) == ("complete", "")
     compatibility = result.telemetry["compatibility"]
     assert compatibility["verdict"] == "ok"
@@ -260,25 +249,32 @@ def test_what_fits_in_bf16_weights_alone_is_not_oom(tmp_path: Path, also_alone: 
     assert compatibility["reasons"] == ([] if also_alone else [expected])
 
 
-def test_pruned(executor: Executor, tmp_path: Path) -> None:
+def test_pruned(executor: Executor) -> None:
     def prune(_: ScoredEvaluation) -> None:
         raise Pruned("worse than the median")
 
-    result = run(executor, tmp_path, {"fp_precision": "fp32"}, on_evaluation=prune)
+    result = executor.run({}, None, "test", prune)
     assert (result.outcome, result.reason) == ("pruned", "worse than the median")
     assert "metrics" in result.telemetry
 
 
-def test_failed_keeps_the_traceback(tmp_path: Path) -> None:
-    def broken(*_: Any) -> Any:
+def test_failed_keeps_the_traceback_and_not_the_model(tmp_path: Path) -> None:
+    models = []
+
+    def broken(model: MultitaskModel, _: Any) -> Any:
+        model.__dict__["itself"] = model  # a cycle
+        models.append(weakref.ref(model))
         raise ValueError("a bug")
 
-    executor = Altered(
+    executor = altered(
         tmp_path, lambda model: model.register_forward_pre_hook(broken), compat={"enabled": False}
     )
-    result = run(executor, tmp_path, {"fp_precision": "fp32"})
-    assert (result.outcome, result.reason) == ("failed", "ValueError: a bug")
-    assert "in broken" in result.traceback
+    num_frozen = gc.get_freeze_count()
+    results = [run(executor, tmp_path) for _ in range(2)]
+    assert {(result.outcome, result.reason) for result in results} == {("failed", "ValueError: a bug")}
+    assert "in broken" in results[0].traceback
+    assert models[0]() is None
+    assert gc.get_freeze_count() > num_frozen, "what the first trial imported is not looked through again"
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16-true"])
@@ -305,41 +301,37 @@ def test_preempted_goes_on_as_if_nothing_had_happened(executor: Executor, tmp_pa
 def test_a_best_that_was_written_last_stays_the_best(executor: Executor, tmp_path: Path) -> None:
     """Killed at its end, a trial makes its last part again, which may turn out worse under a budget of time:
     value and weights are then still of the same evaluation."""
-    params = {"fp_precision": "fp32"}
-    run(executor, tmp_path, params)
+    run(executor, tmp_path)
     best = best_checkpoint(tmp_path / "trial")
     with CheckpointStore(tmp_path / "trial", best.resume_key) as store:
         best.state["best"]["values"] = [2.0]
         step = best.state["best"]["evaluation"]["step"]
         store.save(step, best.weights, best=best.state)
-    again = run(executor, tmp_path, params)
+    again = run(executor, tmp_path)
     assert again.values == (2.0,)
     kept = best_checkpoint(tmp_path / "trial")
     assert kept.state["best"]["values"] == [2.0]
-    other = executor.run(params, tmp_path / "trial", "another trial")
-    assert other.values[0] <= 1
+    assert executor.run({}, tmp_path / "trial", "another trial").values[0] <= 1
 
 
 def test_the_checkpoints_of_another_trial_are_not_used(executor: Executor, tmp_path: Path) -> None:
-    params = {"fp_precision": "fp32"}
-    executor.run(params, tmp_path / "trial", "one", should_stop=lambda: True)
-    assert "resumed_from_step" not in executor.run(params, tmp_path / "trial", "other").telemetry
+    executor.run({}, tmp_path / "trial", "one", should_stop=lambda: True)
+    assert "resumed_from_step" not in executor.run({}, tmp_path / "trial", "other").telemetry
 
 
 def test_a_full_disk_stops_the_run_and_keeps_what_was_there(
     executor: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = {"fp_precision": "fp32", "max_steps": 6}
-    executor.run(params, tmp_path / "trial", "t", should_stop=lambda: True)
+    executor.run({}, tmp_path / "trial", "t", should_stop=lambda: True)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hpo.training.checkpoint.save_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        executor.run(params, tmp_path / "trial", "t")
+        executor.run({}, tmp_path / "trial", "t")
     monkeypatch.undo()
-    result = executor.run(params, tmp_path / "trial", "t")
+    result = executor.run({}, tmp_path / "trial", "t")
     assert (result.outcome, result.telemetry["resumed_from_step"]) == ("complete", 1)
 
 
@@ -347,10 +339,10 @@ def test_a_model_that_cannot_be_built_is_the_study_s_fault_unless_it_is_searched
     training = {"max_steps": 2, "batch_size": 8, "max_length": 64}
     fixed = tiny_executor(tmp_path, training=training | {"freeze_layers": 9})
     with pytest.raises(ModelError, match="freeze_layers must be between 0 and the encoder's 2 layers"):
-        run(fixed, tmp_path, {})
+        run(fixed, tmp_path)
     space = {"freeze_layers": {"type": "categorical", "choices": [0, 9]}}
     searched = tiny_executor(tmp_path, training=training, search_space=space)
-    assert run(searched, tmp_path, {"freeze_layers": 9}).outcome == "incompatible"
+    assert run(searched, tmp_path, freeze_layers=9).outcome == "incompatible"
 
 
 def test_a_weight_of_no_task_is_refused_before_the_first_trial(tmp_path: Path) -> None:
@@ -369,18 +361,18 @@ def test_thresholds_follow_the_objective(tmp_path: Path) -> None:
 
 def test_a_measured_objective_is_that_of_the_whole_trial(tmp_path: Path) -> None:
     objectives = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
-    result = run(tiny_executor(tmp_path, objective=objectives), tmp_path, {"fp_precision": "fp32"})
+    result = run(tiny_executor(tmp_path, objective=objectives), tmp_path)
     assert abs(result.values[1] - result.telemetry["peak_memory_bytes"]) < 2**26
 
 
 def test_texts_that_were_cut_are_counted(executor: Executor, tmp_path: Path) -> None:
-    result = run(executor, tmp_path, {"fp_precision": "fp32", "max_length": 16})
+    result = run(executor, tmp_path, max_length=16)
     assert result.telemetry["data"]["num_cut_examples"] > 0
     assert result.telemetry["data"]["num_lost_spans"]["evidence"] > 0
 
 
 def test_the_best_checkpoint_is_scored_on_the_test_split(executor: Executor, tmp_path: Path) -> None:
-    result = run(executor, tmp_path, {"fp_precision": "fp32"})
+    result = run(executor, tmp_path)
     validation = score_checkpoint(executor, tmp_path / "trial", "validation")
     assert validation == result.telemetry["metrics"]
     assert score_checkpoint(executor, tmp_path / "trial", "test") != validation

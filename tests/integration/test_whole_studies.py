@@ -97,8 +97,10 @@ def test_what_has_changed_is_refused_with_a_diff_and_what_may_change_is_taken(tm
         refused = hpo_command(tmp_path, command, "tiny.yaml")
         assert refused.exit_code == 2
         assert "The stored study `tiny` has another search space than the study file" in refused.err
-        assert re.search(r"^  ~ learning_rate: low `0.0001` -> `1.0e-05`", refused.err, re.MULTILINE)
-        assert re.search(r"^  \+ pooling: ", refused.err, re.MULTILINE)
+        assert re.search(
+            r"^  ~ search_space\.learning_rate\.low: 0\.0001 -> 1e-05", refused.err, re.MULTILINE
+        )
+        assert re.search(r"^  \+ search_space\.pooling: ", refused.err, re.MULTILINE)
         assert "trial " not in refused.out
     write_study(tmp_path, training=TRAINING | {"max_steps": 5})
     refused = hpo_command(tmp_path, "run", "tiny.yaml")

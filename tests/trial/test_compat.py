@@ -1,215 +1,95 @@
-"""The compatibility check, with modules that break on purpose: each is found, named and given its verdict."""
+"""The verdict on a measurement, and what it is kept under."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny import CPU, CPU_PRECISIONS, EMULATED, TinyEncoder, tiny_batch, tiny_model, tiny_objective
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from tiny import CPU, tiny_executor
 
+import hpo.trial.compat
 from hpo.config.study_config import CompatConfig
-from hpo.precision.table import PRECISIONS
-from hpo.trial.compat import Compatibility, Measurement, judge, measure
+from hpo.config.trial_config import build_trial_config
+from hpo.precision.table import resolve
+from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge
+from hpo.trial.executor import Executor
+from hpo.trial.measure import Measurement
+from hpo.trial.trial_parts import TrialParts
 
 BOUNDS = CompatConfig()
 
 
-def check(encoder: nn.Module | None, name: str, **amp: Any) -> Compatibility:
-    model = tiny_model(encoder)
-    config = EMULATED.model_copy(update=amp)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    measurement = measure(model, tiny_batch(), tiny_objective(), PRECISIONS[name], config, CPU)
-    assert model.training
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    return judge(measurement, BOUNDS)
+def parts_of(executor: Executor, **params: Any) -> TrialParts:
+    config = build_trial_config(executor.study, params, "fp32", executor.amp)
+    return executor.parts(config, resolve("fp32", CPU, config.amp))
 
 
-class Broken(TinyEncoder):
-    """The tiny encoder with one more module between it and the heads."""
-
-    def __init__(self, extra: nn.Module | Callable[[nn.Linear, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.extra = extra if isinstance(extra, nn.Module) else Extra(extra)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.last_hidden_state = self.extra(output.last_hidden_state)
-        return output
+def key_of(executor: Executor, **params: Any) -> str:
+    parts = parts_of(executor, **params)
+    return cache_key(parts, executor.study, executor.dataset.fingerprint, CPU)
 
 
-class Extra(nn.Module):
-    """A function of a linear layer and the hidden states."""
-
-    def __init__(self, compute: Callable[[nn.Linear, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.dense = nn.Linear(16, 16)
-        self.compute = compute
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.compute(self.dense, hidden)
+def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None:
+    parts = parts_of(tiny_executor(tmp_path))
+    lengths = sorted(parts.train_split.lengths_W)
+    assert sorted(parts.batch(2, 1).lengths_B) == [*lengths[:2], lengths[-1]]
+    assert sorted(parts.batch(0, 10**6).lengths_B) == lengths == sorted(parts.batch(10**6).lengths_B)
 
 
-class Overflow(nn.Module):
-    """Passes 65504, fp16's largest number, on its way to a harmless value."""
+def test_attention_with_dropout_is_another_measurement(tmp_path: Path) -> None:
+    """It has a kernel of its own; its rate does not matter, since the check drops nothing."""
+    executor = tiny_executor(tmp_path)
+    keys = {rate: key_of(executor, attention_dropout=rate) for rate in (None, 0.0, 0.1, 0.2)}
+    assert len(set(keys.values())) == 3
+    assert keys[0.1] == keys[0.2]
+    assert key_of(executor, attention_dropout=0.0, learning_rate=1e-5) == keys[0.0]
+
+
+def test_a_new_way_to_measure_measures_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = tiny_executor(tmp_path)
+    before = key_of(executor)
+    monkeypatch.setattr(hpo.trial.compat, "MEASUREMENT_VERSION", 10**6)
+    assert key_of(executor) != before
+
+
+class Cache:
+    """A compatibility cache that holds JSON, as a database does."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 16)
-        nn.init.constant_(self.up.weight, 5e4)
+        self.stored: dict[str, str] = {}
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.up(hidden.abs() + 1) * 1e-6
+    def get_compat(self, key: str) -> Any:
+        return json.loads(self.stored.get(key, "null"))
 
-
-class _NanGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.reduced = torch.is_autocast_enabled("cpu") or x.dtype != torch.float32
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * (math.nan if ctx.reduced else 1.0)
+    def put_compat(self, key: str, result: Any) -> Any:
+        self.stored[key] = json.dumps(result)
+        return result
 
 
-def nan_backward(_: nn.Linear, hidden: Tensor) -> Tensor:
-    """Right in the forward pass; its gradient is NaN in reduced precision."""
-    return _NanGradient.apply(hidden)
+def check(executor: Executor, cache: Cache) -> Compatibility:
+    fingerprint = executor.dataset.fingerprint
+    return check_compatibility(parts_of(executor), executor.study, fingerprint, CPU, cache)
 
 
-def no_bfloat16(dense: nn.Linear, hidden: Tensor) -> Tensor:
-    """Has an operator that PyTorch's CPU has in fp32 and not in bf16."""
-    hidden = dense(hidden)
-    return hidden * torch.special.bessel_j0(hidden.detach())
+def test_a_measurement_is_made_once(tmp_path: Path) -> None:
+    executor, cache = tiny_executor(tmp_path), Cache()
+    first, second = check(executor, cache), check(executor, cache)
+    assert (first.verdict, first.cached, second.cached) == ("ok", False, True)
+    assert second.measurement == first.measurement
 
 
-def silent_float32(dense: nn.Linear, hidden: Tensor) -> Tensor:
-    """Switches autocast off for itself and says nothing."""
-    with torch.autocast("cpu", enabled=False):
-        return torch.tanh(dense(hidden.float())).to(hidden.dtype)
-
-
-def wrong_under_autocast(_: nn.Linear, hidden: Tensor) -> Tensor:
-    return -hidden if torch.is_autocast_enabled("cpu") else hidden
-
-
-def nan_in_float32(_: nn.Linear, hidden: Tensor) -> Tensor:
-    return hidden / torch.zeros((), dtype=hidden.dtype) * 0
-
-
-class Checkpointed(nn.Module):
-    """A layer as transformers has them: computed again in the backward pass, with dropout of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(16, 16)
-        self.gradient_checkpointing = True
-        self.dropout = 0.5
-        self.calls = 0
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        assert self.gradient_checkpointing
-        assert self.training
-        return checkpoint(self.layer, hidden, use_reentrant=False)
-
-    def layer(self, hidden: Tensor) -> Tensor:
-        self.calls += 1
-        return nn.functional.dropout(torch.tanh(self.dense(hidden)), self.dropout, self.training)
-
-
-def test_activations_are_computed_again_and_nothing_is_dropped() -> None:
-    layer = Checkpointed()
-    found = check(Broken(layer), "fp32")
-    assert (found.verdict, found.measurement.gradient_cosine) == ("ok", pytest.approx(1))
-    assert set(found.measurement.logits_relative_error.values()) == {0.0}
-    assert layer.calls == 2 * 4, "two passes compared, two timed"
-    assert (layer.dropout, layer.training) == (0.5, True)
-
-
-@pytest.mark.parametrize("name", CPU_PRECISIONS)
-def test_a_sound_model_is_ok_everywhere(name: str) -> None:
-    found = check(None, name)
-    assert (found.verdict, found.reasons) == ("ok", ())
-    measured = found.measurement
-    errors = measured.logits_relative_error
-    assert errors.keys() == {"topic", "tags", "slots", "size"}
-    if name == "fp32":
-        assert set(errors.values()) == {0.0}
-    else:
-        assert all(1e-5 < error < 0.05 for error in errors.values())
-    assert measured.gradient_cosine > 0.999
-    assert measured.speed_ratio > 0
-    assert measured.observed["linear_dtypes"] == {PRECISIONS[name].linear_dtype: 5}
-
-
-@pytest.mark.parametrize(("name", "verdict"), [("fp16", "incompatible"), ("bf16", "ok"), ("fp32", "ok")])
-def test_overflow_in_fp16_only(name: str, verdict: str) -> None:
-    found = check(Broken(Overflow()), name)
-    assert found.verdict == verdict
-    if verdict == "incompatible":
-        assert found.measurement.first_nonfinite_module == "encoder.extra.up"
-        assert "the first module that made them so is encoder.extra.up" in found.reasons[0]
-        assert found.measurement.reference_finite
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
-def test_nan_in_the_backward_pass_only(name: str) -> None:
-    assert check(Broken(nan_backward), "fp32").verdict == "ok"
-    found = check(Broken(nan_backward), name)
-    assert found.verdict == "incompatible"
-    assert found.measurement.nonfinite == "gradients"
-    assert found.measurement.first_nonfinite_module == "encoder.extra"
-
-
-@pytest.mark.parametrize("name", ["bf16-true", "bf16"])
-def test_an_operator_without_bf16(name: str) -> None:
-    found = check(Broken(no_bfloat16), name)
-    assert found.verdict == "incompatible"
-    assert "encoder.extra" in found.reasons[0]
-    assert "BFloat16" in found.reasons[0]
-
-
-def test_a_module_that_silently_computes_in_fp32() -> None:
-    found = check(Broken(silent_float32), "bf16")
-    assert found.verdict == "degraded"
-    expected = "1 of 6 linear layers did not compute in bfloat16: encoder.extra.dense (float32)"
-    assert expected in found.reasons[0]
-
-
-def test_wrong_output_under_autocast() -> None:
-    found = check(Broken(wrong_under_autocast), "bf16")
-    assert found.verdict == "incompatible"
-    assert any("away from fp32's" in reason for reason in found.reasons)
-
-
-def test_what_is_broken_in_fp32_too_is_not_blamed_on_the_precision() -> None:
-    found = check(Broken(nan_in_float32), "bf16")
-    assert found.verdict == "incompatible"
-    assert not found.measurement.reference_finite
-    assert "and so in fp32" in found.reasons[0]
-    assert "encoder.extra" in found.reasons[0]
-
-
-def test_a_gradient_that_overflows_at_the_first_scale_gets_a_smaller_one() -> None:
-    found = check(None, "fp16", init_scale=2.0**40)
-    assert found.verdict == "ok"
-    assert 1 < found.measurement.usable_scale < 2.0**40
-
-
-def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("hpo.trial.compat.observe", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        check(None, "bf16")
+def test_a_check_without_fp32_is_not_kept_for_machines_with_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, cache = tiny_executor(tmp_path), Cache()
+    alone = Measurement("fp32", reference_fits=False)
+    monkeypatch.setattr("hpo.trial.compat.measure", lambda *_: alone)
+    assert check(executor, cache).measurement == alone
+    monkeypatch.undo()
+    assert check(executor, cache).measurement.gradient_cosine == pytest.approx(1)
+    assert len(cache.stored) == 1
 
 
 @pytest.mark.parametrize(
@@ -227,10 +107,3 @@ def test_the_bounds_of_the_study_decide(error: float, cosine: float, verdict: st
     found = judge(measurement, BOUNDS)
     assert found.verdict == verdict
     assert bool(found.reasons) == (verdict != "ok")
-
-
-def test_a_measurement_survives_json() -> None:
-    found = check(None, "bf16")
-    stored = found.telemetry()["compatibility"]
-    fields = {key: stored[key] for key in Measurement.__dataclass_fields__}
-    assert Measurement(**json.loads(json.dumps(fields))) == found.measurement

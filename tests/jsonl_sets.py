@@ -1,0 +1,30 @@
+"""Data sets in jsonl files, written and loaded for a test."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hpo.config.data_config import DataConfig
+from hpo.data.dataset import DataSet, load_data
+
+
+def write_set(folder: Path, tasks: object, **splits: Iterable[object]) -> Path:
+    """Write `tasks.json` and a file for each split; rows that are strings are written as they are."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    for split, rows in splits.items():
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def load_set(folder: Path, source: str = "jsonl", **options: Any) -> DataSet:
+    return load(source=source, path=str(folder), **options)
+
+
+def load(**config: Any) -> DataSet:
+    """The data of this section of a study file."""
+    return load_data(DataConfig.model_validate(config))

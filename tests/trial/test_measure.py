@@ -1,0 +1,174 @@
+"""Measurements of modules that break on purpose: each is found, named and given its verdict."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import CPU, CPU_PRECISIONS, EMULATED, TinyEncoder, tiny_batch, tiny_model, tiny_objective
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpo.config.study_config import CompatConfig
+from hpo.precision.table import PRECISIONS, Resolution
+from hpo.trial.compat import Compatibility, judge
+from hpo.trial.measure import measure
+from hpo.trial.trial_parts import TrialParts
+
+Compute = Callable[[nn.Linear, Tensor], Tensor]
+
+
+def check(encoder: nn.Module | None, name: str, **amp: Any) -> Compatibility:
+    model = tiny_model(encoder)
+    config: Any = SimpleNamespace(amp=EMULATED.model_copy(update=amp))
+    parts = TrialParts(config, Resolution(name, name, "emulated"), model, tiny_objective(), *[None] * 4)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    measurement = measure(parts, tiny_batch(), CPU)
+    assert model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return judge(measurement, CompatConfig())
+
+
+class Broken(TinyEncoder):
+    """The tiny encoder with one more module between it and the heads."""
+
+    def __init__(self, extra: nn.Module | Compute) -> None:
+        super().__init__()
+        self.extra = extra if isinstance(extra, nn.Module) else Extra(extra)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.last_hidden_state = self.extra(output.last_hidden_state)
+        return output
+
+
+class Extra(nn.Module):
+    """A function of a linear layer and the hidden states."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self.dense = nn.Linear(16, 16)
+        self.compute = compute
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.compute(self.dense, hidden)
+
+
+def nan_backward(_: nn.Linear, hidden: Tensor) -> Tensor:
+    """Right in the forward pass; its gradient is NaN in reduced precision."""
+    reduced = torch.is_autocast_enabled("cpu") or hidden.dtype != torch.float32
+    output = hidden.clone()
+    output.register_hook(lambda gradient: gradient * (math.nan if reduced else 1.0))
+    return output
+
+
+def no_bfloat16(dense: nn.Linear, hidden: Tensor) -> Tensor:
+    """Has an operator that PyTorch's CPU has in fp32 and not in bf16."""
+    hidden = dense(hidden)
+    return hidden * torch.special.bessel_j0(hidden.detach())
+
+
+def silent_float32(dense: nn.Linear, hidden: Tensor) -> Tensor:
+    """Switches autocast off for itself and says nothing."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(dense(hidden.float())).to(hidden.dtype)
+
+
+def wrong_under_autocast(_: nn.Linear, hidden: Tensor) -> Tensor:
+    return -hidden if torch.is_autocast_enabled("cpu") else hidden
+
+
+def nan_in_float32(_: nn.Linear, hidden: Tensor) -> Tensor:
+    return hidden / torch.zeros((), dtype=hidden.dtype) * 0
+
+
+OVERFLOW = Extra(lambda dense, hidden: dense(hidden.abs() + 1) * 1e-6)
+nn.init.constant_(OVERFLOW.dense.weight, 5e4)  # fp16 ends at 65504
+
+
+class Checkpointed(nn.Module):
+    """A layer as transformers has them: computed again in the backward pass, with dropout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(16, 16)
+        self.gradient_checkpointing = True
+        self.dropout = 0.5
+        self.calls = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        assert self.gradient_checkpointing
+        assert self.training
+        return checkpoint(self.layer, hidden, use_reentrant=False)
+
+    def layer(self, hidden: Tensor) -> Tensor:
+        self.calls += 1
+        return nn.functional.dropout(torch.tanh(self.dense(hidden)), self.dropout, self.training)
+
+
+def test_activations_are_computed_again_and_nothing_is_dropped() -> None:
+    layer = Checkpointed()
+    found = check(Broken(layer), "fp32")
+    assert (found.verdict, found.measurement.gradient_cosine) == ("ok", pytest.approx(1))
+    assert set(found.measurement.logits_relative_error.values()) == {0.0}
+    assert layer.calls == 2 * 4, "two passes compared, two timed"
+    assert (layer.dropout, layer.training) == (0.5, True)
+
+
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_a_sound_model_is_ok_everywhere(name: str) -> None:
+    found = check(None, name)
+    assert (found.verdict, found.reasons) == ("ok", ())
+    measured = found.measurement
+    errors = measured.logits_relative_error
+    assert errors.keys() == {"topic", "tags", "slots", "size"}
+    if name == "fp32":
+        assert set(errors.values()) == {0.0}
+    else:
+        assert all(1e-5 < error < 0.05 for error in errors.values())
+    assert measured.gradient_cosine > 0.999
+    assert measured.speed_ratio > 0
+    assert measured.observed["linear_dtypes"] == {PRECISIONS[name].linear_dtype: 5}
+
+
+@pytest.mark.parametrize(
+    ("extra", "names", "verdict", "reason"),
+    [
+        (OVERFLOW, "fp16", "incompatible", r"the first module that made them so is encoder\.extra\.dense\.$"),
+        (OVERFLOW, "bf16 fp32", "ok", "^$"),
+        (nan_backward, "bf16 fp16 bf16-true", "incompatible", r"^gradients not finite .* encoder\.extra\.$"),
+        (nan_backward, "fp32", "ok", "^$"),
+        (no_bfloat16, "bf16 bf16-true", "incompatible", "raised .* in encoder.extra.dense: .*BFloat16"),
+        (silent_float32, "bf16", "degraded", r"1 of 6 .* in bfloat16: encoder.extra.dense \(float32\)"),
+        (wrong_under_autocast, "bf16", "incompatible", "away from fp32's"),
+        (nan_in_float32, "bf16", "incompatible", "not finite under bf16, and so in fp32; .* encoder.extra"),
+    ],
+)
+def test_what_is_broken_is_found_and_named(
+    extra: nn.Module | Compute, names: str, verdict: str, reason: str
+) -> None:
+    for name in names.split():
+        found = check(Broken(extra), name)
+        assert found.verdict == verdict
+        assert re.search(reason, " ".join(found.reasons))
+
+
+def test_a_gradient_that_overflows_at_the_first_scale_gets_a_smaller_one() -> None:
+    found = check(None, "fp16", init_scale=2.0**40)
+    assert found.verdict == "ok"
+    assert 1 < found.measurement.usable_scale < 2.0**40
+
+
+def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("hpo.trial.measure.observe", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        check(None, "bf16")
