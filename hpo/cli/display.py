@@ -13,8 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from hpo.cli.progress import OUTCOME_STYLES
-from hpo.report.formats import describe_params, format_metric, format_number, precision_facts
-from hpo.report.tables import precision_comparison, readable_summary
+from hpo.report.formats import (
+    describe_params,
+    format_metric,
+    format_number,
+    objective_values,
+    precision_facts,
+)
+from hpo.report.tables import StudyTables, brief_summary, precision_comparison
 from hpo.study.study_record import by_first_objective, complete_trials
 
 if TYPE_CHECKING:
@@ -40,12 +46,11 @@ def print_summary(record: StudyRecord) -> None:
 def _precision_table(record: StudyRecord, console: Console) -> Table:
     """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
     title = f"{record.name}: by requested precision"
-    table = dataframe_table(precision_comparison(record), title)
+    tables = StudyTables(record)
+    table = dataframe_table(precision_comparison(tables), title)
     if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
         return table
-    brief = readable_summary(record, brief=True)
-    medians = [column for column in brief if column.endswith(", median")]
-    brief = brief.drop(columns=["trials", "wasted", *medians])
+    brief = brief_summary(tables)
     brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
     table = dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
     for column in table.columns:
@@ -60,10 +65,7 @@ def print_best(record: StudyRecord) -> None:
     if not best:
         console.print(f"No complete trial{f' of {len(record.trials)}' if record.trials else ' yet'}.")
     for trial in best:
-        values = ", ".join(
-            f"{metric} {format_metric(metric, value)}"
-            for metric, value in zip(record.metric_names, trial.values or (), strict=True)
-        )
+        values = ", ".join(map(" ".join, objective_values(record, trial).items()))
         console.print(Text.assemble(("best ", "bold"), f"trial {trial.number}: ", (values, "bold green")))
         for line in (describe_params(trial.params, in_full=True), precision_facts(trial)):
             if console.is_terminal:

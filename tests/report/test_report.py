@@ -14,13 +14,20 @@ import pytest
 from browser import open_chromium
 from command_line import hpo_command, ok
 from plotly.offline import get_plotlyjs
-from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of, with_values
+from study_records import (
+    DEFINITION,
+    ENDINGS,
+    fake_record,
+    fake_tables,
+    fake_trial,
+    record_of,
+    with_values,
+)
 from tiny import write_study
 
 from hpo.errors import RunError
 from hpo.report.charts import CHART_KEYS
 from hpo.report.report import write_report
-from hpo.report.tables import summary_by_precision
 from hpo.study.study_record import StudyRecord
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
@@ -50,7 +57,7 @@ def test_a_report_is_one_page_with_its_pictures_and_tables(full_report: Path) ->
     tables = {file.stem: pd.read_csv(file) for file in (full_report.parent / "tables").glob("*.csv")}
     names = ["best_task_metrics", "evaluations", "importances", "not_complete", "precision", "trials"]
     assert sorted(tables) == names
-    pd.testing.assert_frame_equal(tables["precision"], summary_by_precision(fake_record()), check_dtype=False)
+    pd.testing.assert_frame_equal(tables["precision"], fake_tables().by_precision, check_dtype=False)
     assert len(tables["trials"]) == 40
 
 
@@ -155,7 +162,7 @@ def test_a_full_disk_leaves_the_old_report_whole(tmp_path: Path, monkeypatch: py
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("hpo.report.report.os.fdopen", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(RunError, match=r"could not be written to .*: No space left on device"):
         write_report(fake_record(), tmp_path)
     assert path.read_bytes() == before
