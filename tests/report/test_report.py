@@ -8,26 +8,21 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
 from browser import open_chromium
 from command_line import hpo_command, ok
 from plotly.offline import get_plotlyjs
-from study_records import (
-    DEFINITION,
-    ENDINGS,
-    fake_record,
-    fake_tables,
-    fake_trial,
-    record_of,
-    with_values,
-)
+from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of, with_values
 from tiny import write_study
 
 from hpo.errors import RunError
 from hpo.report.charts import CHART_KEYS
 from hpo.report.report import write_report
+from hpo.report.status import trial_seconds
+from hpo.report.tables import StudyTables
 from hpo.study.study_record import StudyRecord
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
@@ -57,8 +52,16 @@ def test_a_report_is_one_page_with_its_pictures_and_tables(full_report: Path) ->
     tables = {file.stem: pd.read_csv(file) for file in (full_report.parent / "tables").glob("*.csv")}
     names = ["best_task_metrics", "evaluations", "importances", "not_complete", "precision", "trials"]
     assert sorted(tables) == names
-    pd.testing.assert_frame_equal(tables["precision"], fake_tables().by_precision, check_dtype=False)
+    by_precision = StudyTables(fake_record()).by_precision
+    pd.testing.assert_frame_equal(tables["precision"], by_precision, check_dtype=False)
     assert len(tables["trials"]) == 40
+
+
+def test_the_trials_are_read_once_for_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = Mock(side_effect=trial_seconds)
+    monkeypatch.setattr("hpo.report.tables.trial_seconds", seconds)
+    write_report(fake_record(), tmp_path)
+    assert seconds.call_count == 40
 
 
 def test_the_page_says_what_matters_first(full_report: Path) -> None:

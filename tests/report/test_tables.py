@@ -116,9 +116,9 @@ def test_summary_accounts_for_every_trial_and_every_second() -> None:
 
 def test_best_follows_the_direction() -> None:
     record = dataclasses.replace(fake_record(), directions=("minimize",))
-    scores = [trial.values[0] for trial in record.trials if trial.values]
-    assert best_trials(record)[0].values == (min(scores),)
-    assert StudyTables(record).by_precision["best_score"].min() == min(scores)
+    lowest = min(trial.values[0] for trial in record.trials if trial.values)
+    assert best_trials(record)[0].values == (lowest,)
+    assert StudyTables(record).by_precision["best_score"].min() == lowest
 
 
 def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
