@@ -89,44 +89,30 @@ class TrialEnd(HpoError):
 
 
 class Unsupported(TrialEnd):
-    """This device cannot run the requested precision."""
-
     outcome = Outcome.UNSUPPORTED
 
 
 class Failed(TrialEnd):
-    """This device cannot run the requested precision, and the study says `amp.on_unsupported: fail`."""
-
     outcome = Outcome.FAILED
 
 
 class Incompatible(TrialEnd):
-    """The model does not work under the requested precision, seen on a dummy batch."""
-
     outcome = Outcome.INCOMPATIBLE
 
 
 class Nonfinite(TrialEnd):
-    """Loss, gradients or metrics stay NaN or infinite."""
-
     outcome = Outcome.NONFINITE
 
 
 class OutOfMemory(TrialEnd):
-    """Not even one example fits into the device's memory."""
-
     outcome = Outcome.OOM
 
 
 class Pruned(TrialEnd):
-    """The pruner stopped the trial."""
-
     outcome = Outcome.PRUNED
 
 
 class Preempted(TrialEnd):
-    """The worker was told to stop; the trial is checkpointed and goes on elsewhere."""
-
     outcome = Outcome.PREEMPTED
 
 

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from typer.main import get_command
+
 import hpo
-from hpo.cli.commands import main
+from hpo.cli.commands import app, main
 
 ROOT = Path(hpo.__file__).parents[1]
+COMMANDS: dict[str, Any] = dict(get_command(app).commands)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,9 @@ def imported(file: Path) -> set[str]:
             node.body = []
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "hpo":
-            names |= {f"hpo.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("hpo."):
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= {name for name in inner if name in MODULES} or {node.module}
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("hpo."):
+            inner = (f"{node.module}.{alias.name}" for alias in node.names)
+            names |= {name if name in MODULES else str(node.module) for name in inner}
     return {name.removeprefix("hpo.") for name in names}
 
 

@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
+from command_line import COMMANDS
 from readme import BEGIN, END, README, with_reference
 
-from hpo.cli.commands import app
 from hpo.config.study_config import load_study
 from hpo.data.dataset import load_data
 from hpo.data.tokenization import tokenize_split
@@ -26,14 +25,12 @@ def test_the_reference_is_made_from_the_models() -> None:
     assert with_reference(TEXT) == TEXT, "run `make reference`"
 
 
-@pytest.mark.parametrize("command", sorted(typer.main.get_command(app).commands))  # type: ignore[attr-defined]
-def test_every_command_is_in_the_readme(command: str) -> None:
-    assert f"`hpo {command}" in TEXT
-
-
-def test_no_command_is_in_the_readme_that_there_is_not() -> None:
-    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    assert set(re.findall(r"`hpo ([a-z]+)", TEXT)) <= known
+def test_the_readme_has_every_command_and_no_other() -> None:
+    assert set(re.findall(r"`hpo ([a-z]+)", TEXT)) == set(COMMANDS)
+    table = TEXT.split("## Commands", 1)[1].split("\n## ", 1)[0]
+    assert set(re.findall(r"^\| `hpo (\w+) STUDY`", table, re.MULTILINE)) == set(COMMANDS)
+    for name, option in re.findall(r"`hpo (\w+) STUDY` \|.*?`(--[a-z-]+)", table):
+        assert option in [given for parameter in COMMANDS[name].params for given in parameter.opts]
 
 
 def test_every_target_of_the_makefile_that_the_readme_names_exists() -> None:

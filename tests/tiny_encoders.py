@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpo.data.tasks import Task
-from hpo.models.encoder import load_encoder
+from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 
 LABEL = Task("label", "single_label", ("a", "b", "c"))
@@ -18,38 +19,37 @@ TASKS = (LABEL, SPANS)
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES, "max_position_embeddings": 64}
+DISTILBERT = {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}
+RELATIVE = {"relative_attention": True, "position_biased_input": False, "max_relative_positions": 64}
 
 # name -> (configuration, attention): DeBERTa and MPNet have no sdpa.
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "bert": (BERT, "sdpa"),
-    "roberta": ({**BERT, "model_type": "roberta"}, "sdpa"),
-    "distilbert": (
-        {
-            "model_type": "distilbert",
-            "dim": 32,
-            "n_layers": 2,
-            "n_heads": 2,
-            "hidden_dim": 64,
-            "max_position_embeddings": 64,
-        },
-        "sdpa",
-    ),
+    "roberta": ({**BERT, "model_type": "roberta", "type_vocab_size": 1}, "sdpa"),
+    "distilbert": ({**DISTILBERT, "max_position_embeddings": 64}, "sdpa"),
     "modernbert": ({**BERT, "model_type": "modernbert"}, "sdpa"),
     "deberta-v2": (
-        {
-            **BERT,
-            "model_type": "deberta-v2",
-            "relative_attention": True,
-            "position_biased_input": False,
-            "pos_att_type": ["p2c", "c2p"],
-            "max_relative_positions": 64,
-        },
+        {**BERT, "model_type": "deberta-v2", **RELATIVE, "pos_att_type": ["p2c", "c2p"]},
         "eager",
     ),
     "mpnet": ({**BERT, "model_type": "mpnet"}, "eager"),
     "electra": ({**BERT, "model_type": "electra", "embedding_size": 16}, "sdpa"),
 }
 MODEL_SETTINGS = ("max_length", "freeze_layers", "gradient_checkpointing")
+
+
+def family_encoder(family: str, **settings: Any) -> nn.Module:
+    config, attention = FAMILIES[family]
+    return load_encoder(config, attention=attention, **settings)
+
+
+def save_encoder(folder: Path, **options: Any) -> Path:
+    """A folder as `save_pretrained` writes it: config, weights of seed 0, tokenizer."""
+    torch.manual_seed(0)
+    encoder: Any = load_encoder(BERT)
+    encoder.save_pretrained(folder, **options)
+    load_tokenizer(BERT).save_pretrained(folder)
+    return folder
 
 
 def make_model(encoder: str | dict[str, Any] = BERT, *, seed: int = 0, **settings: Any) -> MultitaskModel:
@@ -62,21 +62,19 @@ def make_model(encoder: str | dict[str, Any] = BERT, *, seed: int = 0, **setting
     return build_model(load_encoder(encoder, **settings), tasks, HeadSettings(**heads), **own)
 
 
-def make_batch(
-    lengths: tuple[int, ...] = (12, 7), padded_to: int | None = None, seed: int = 0
-) -> tuple[Tensor, Tensor]:
+def family_model(family: str, **settings: Any) -> MultitaskModel:
+    config, attention = FAMILIES[family]
+    return make_model(config, attention=attention, **settings)
+
+
+def make_batch(lengths: tuple[int, ...] = (12, 7)) -> tuple[Tensor, Tensor]:
     """Random token ids and the attention mask, both [B, L]; padded with id 0, minilm's."""
-    generator = torch.Generator().manual_seed(seed)
-    width = padded_to or max(lengths)
-    input_ids = torch.zeros(len(lengths), width, dtype=torch.int64)
-    mask = torch.zeros_like(input_ids)
-    for row, length in enumerate(lengths):
-        input_ids[row, :length] = torch.randint(1000, 20000, (length,), generator=generator)
-        mask[row, :length] = 1
-    return input_ids, mask
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1000, 20000, mask.shape, generator=generator) * mask, mask
 
 
-def scalar_loss(model: MultitaskModel, seed: int = 0) -> Tensor:
+def scalar_loss(model: MultitaskModel) -> Tensor:
     """A loss that every parameter has a part in."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return torch.stack([logits.square().mean() for logits in model(*make_batch()).values()]).sum()

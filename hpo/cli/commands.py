@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,20 +23,19 @@ from hpo.cli.options import (
     StorageOption,
     StudyArgument,
     app,
-    config_of,
-    existing_storage,
+    existing_study,
     load_file,
+    load_to_run,
     make_runs_folder,
     print_json,
     progress_shown,
-    study_name,
 )
-from hpo.errors import HpoError, InputError, did_you_mean
+from hpo.errors import HpoError
 
 if TYPE_CHECKING:
     from hpo.precision.table import Support
-
-_SPLITS = ("train", "validation", "test")
+    from hpo.study.storage import Storage
+    from hpo.study.study_record import StudyRecord
 
 
 def main() -> None:
@@ -58,12 +57,7 @@ def main() -> None:
 def verify(
     study: StudyArgument,
     repeats: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Timed passes of each precision, in turn with fp32's; the fastest counts.",
-        ),
+        int, typer.Option(min=1, metavar="N", help="Timed passes of each precision; the fastest counts.")
     ] = 3,
     as_json: JsonOption = False,
 ) -> None:
@@ -72,14 +66,12 @@ def verify(
     from functools import partial
 
     from hpo.cli.display import print_verification
-    from hpo.config.study_config import load_study
     from hpo.device import probe_device
     from hpo.trial.executor import Executor
     from hpo.trial.verify import check_precision, recommendation
     from hpo.trial.verify import verify as verify_precisions
 
-    config = load_study(study)
-    make_runs_folder(config.name)
+    config = load_to_run(study)
     device = probe_device(config.device)
 
     def announce(name: str, support: Support) -> None:
@@ -93,11 +85,12 @@ def verify(
     with progress_shown(quiet=as_json):
         check = partial(check_precision, Executor(config, device, RUNS))
         checks = verify_precisions(device, check, repeats, announce, estimate)
+    advice = recommendation(checks)
     if as_json:
         rows = [asdict(check) for check in checks]
-        print_json({"device": asdict(device), "precisions": rows, "recommendation": recommendation(checks)})
+        print_json({"device": asdict(device), "precisions": rows, "recommendation": advice})
     else:
-        print_verification(checks, device.describe(), recommendation(checks))
+        print_verification(checks, device.describe(), advice)
 
 
 @app.command()
@@ -106,9 +99,8 @@ def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOpt
     from hpo.cli.display import print_status
     from hpo.report.status import study_status
 
-    with existing_storage(storage) as database:
-        record = database.read_study(study_name(study))
-    summary = study_status(record)
+    with existing_study(study, storage) as (_, record):
+        summary = study_status(record)
     if as_json:
         print_json(summary)
     else:
@@ -120,18 +112,12 @@ def best(
     study: StudyArgument,
     storage: StorageOption = None,
     evaluate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SPLIT", help="Score the best trial's checkpoint on a split: train, validation or test."
-        ),
+        Literal["train", "validation", "test"] | None,
+        typer.Option(metavar="SPLIT", help="Score its checkpoint on a split: train, validation or test."),
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            file_okay=False,
-            help="Write the best model to a folder that transformers and hpo load.",
-        ),
+        typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -140,56 +126,65 @@ def best(
     With several objectives it shows the Pareto front, and scores or exports the best by the first of them.
     """
     from hpo.cli.display import print_best, print_metrics
-    from hpo.study.study_record import by_first_objective
+    from hpo.models.export import check_export_folder
+    from hpo.study.study_record import best_trials
 
-    if evaluate is not None and evaluate not in _SPLITS:
-        raise InputError(f"--evaluate: there is no split {evaluate!r}.{did_you_mean(evaluate, _SPLITS)}")
     if export is not None:
-        from hpo.models.export import check_export_folder
-
         check_export_folder(export)
-    with existing_storage(storage) as database:
-        record = database.read_study(study_name(study))
-        token = database.study_token(record.name)
-    trials = by_first_objective(record)
-    found: dict[str, Any] = {
-        "study": record.name,
-        "trials": [
-            {
-                "number": trial.number,
-                "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
-                "params": trial.params,
-                "precision": trial.telemetry.get("precision"),
-                "metrics": trial.telemetry.get("metrics"),
-            }
-            for trial in trials
-        ],
-    }
-    if trials and (evaluate or export):
-        from hpo.device import probe_device
-        from hpo.trial.best_model import export_checkpoint, score_checkpoint
-        from hpo.trial.executor import Executor
-
-        config = config_of(study, record)
-        make_runs_folder(config.name)
-        with progress_shown(quiet=as_json), existing_storage(storage) as database:
-            executor = Executor(config, probe_device(config.device), RUNS)
-            database.check_data(config.name, executor.dataset.fingerprint)
-            folder = executor.trial_folder(token, trials[0].number)
-            if evaluate:
-                metrics = score_checkpoint(executor, folder, evaluate)
-                found["evaluation"] = {"trial": trials[0].number, "split": evaluate, "metrics": metrics}
-            if export:
-                found["export"] = str(export_checkpoint(executor, folder, export))
+    with existing_study(study, storage) as (database, record):
+        trials = best_trials(record)
+        found: dict[str, Any] = {
+            "study": record.name,
+            "trials": [
+                {
+                    "number": trial.number,
+                    "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
+                    "params": trial.params,
+                    "precision": trial.telemetry.get("precision"),
+                    "metrics": trial.telemetry.get("metrics"),
+                }
+                for trial in trials
+            ],
+        }
+        if trials and (evaluate or export):
+            with progress_shown(quiet=as_json):
+                found |= _use_checkpoint(study, database, record, trials[0].number, evaluate, export)
     if as_json:
         print_json(found)
     else:
         print_best(record)
-        if "evaluation" in found:
+        if evaluate and trials:
             print_metrics(found["evaluation"]["metrics"], f"Trial {trials[0].number} on {evaluate}")
-        if "export" in found:
+        if export and trials:
             typer.echo(f"Trial {trials[0].number} is exported to {export}.")
     raise typer.Exit(0 if trials else 1)
+
+
+def _use_checkpoint(
+    study: str, database: Storage, record: StudyRecord, number: int, evaluate: str | None, export: Path | None
+) -> dict[str, Any]:
+    """Score and export the checkpoint of a trial. The study is as in its file, or as stored without one.
+
+    Raises StudyChangedError when the file says something else than the study was made with.
+    """
+    from hpo.config.study_config import StudyConfig
+    from hpo.device import probe_device
+    from hpo.trial.best_model import export_checkpoint, score_checkpoint
+    from hpo.trial.executor import Executor
+
+    given, stored = load_file(study), record.definition
+    config = given.completed(stored) if given else StudyConfig.model_validate(stored)
+    make_runs_folder(config.name)
+    executor = Executor(config, probe_device(config.device), RUNS)
+    database.check_data(config.name, executor.dataset.fingerprint)
+    folder = executor.trial_folder(database.study_token(config.name), number)
+    found: dict[str, Any] = {}
+    if evaluate:
+        metrics = score_checkpoint(executor, folder, evaluate)
+        found["evaluation"] = {"trial": number, "split": evaluate, "metrics": metrics}
+    if export:
+        found["export"] = str(export_checkpoint(executor, folder, export))
+    return found
 
 
 @app.command()
@@ -205,10 +200,9 @@ def report(
     """Write one self-contained HTML file, PNG plots and CSV tables."""
     from hpo.report.report import write_report
 
-    with existing_storage(storage) as database:
-        record = database.read_study(study_name(study))
-    study_file = study if load_file(study) else None
-    path = write_report(record, out or RUNS / record.name / "report", study_file)
+    with existing_study(study, storage) as (_, record):
+        study_file = study if load_file(study) else None
+        path = write_report(record, out or RUNS / record.name / "report", study_file)
     if as_json:
         print_json({"study": record.name, "report": str(path)})
     else:
@@ -225,8 +219,7 @@ def dashboard(
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
     from hpo.report.dashboard import HOST, dashboard_server, publish
 
-    with existing_storage(storage) as database:
-        record = database.read_study(study_name(study))
+    with existing_study(study, storage) as (database, record):
         optuna_study = database.load_study(record.name)
         publish(optuna_study, record)
         with dashboard_server(database.url, port) as server:

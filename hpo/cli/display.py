@@ -21,7 +21,7 @@ from hpo.report.formats import (
     precision_facts,
 )
 from hpo.report.tables import StudyTables, brief_summary, precision_comparison
-from hpo.study.study_record import by_first_objective, complete_trials
+from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,12 +47,12 @@ def _precision_table(record: StudyRecord, console: Console) -> Table:
     """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
     title = f"{record.name}: by requested precision"
     tables = StudyTables(record)
-    table = dataframe_table(precision_comparison(tables), title)
+    table = _dataframe_table(precision_comparison(tables), title)
     if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
         return table
     brief = brief_summary(tables)
     brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
-    table = dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
+    table = _dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
     for column in table.columns:
         column.no_wrap = column.header != "outcomes"
     return table
@@ -61,7 +61,7 @@ def _precision_table(record: StudyRecord, console: Console) -> Table:
 def print_best(record: StudyRecord) -> None:
     """The best trial (with several objectives, the Pareto front): values, parameters, precision facts."""
     console = Console(highlight=False)
-    best = by_first_objective(record)
+    best = best_trials(record)
     if not best:
         console.print(f"No complete trial{f' of {len(record.trials)}' if record.trials else ' yet'}.")
     for trial in best:
@@ -86,18 +86,14 @@ def print_metrics(metrics: Mapping[str, Mapping[str, float]], title: str) -> Non
 def print_trial(record: Mapping[str, Any]) -> None:
     """What `hpo train` shows of the record of one trial."""
     console = Console(highlight=False)
-    telemetry = record["telemetry"]
-    if telemetry.get("metrics"):
-        print_metrics(telemetry["metrics"], "Best evaluation")
-    outcome = record["outcome"]
-    head = Text(outcome, style=OUTCOME_STYLES.get(outcome, ""))
-    console.print(Text.assemble(head, f": {record['outcome_reason']}" if record["outcome_reason"] else ""))
-    for metric, value in (record["values"] or {}).items():
-        console.print(f"{escape(metric)}: {format_metric(metric, value)}")
-    for key, value in record.items():
-        if key.startswith(("fp_precision", "train_", "peak_")):
-            text = format_metric(key, value) if isinstance(value, float | int) else str(value)
-            console.print(f"{key}: {text}", markup=False)
+    if metrics := record["telemetry"].get("metrics"):
+        print_metrics(metrics, "Best evaluation")
+    reason = f": {record['outcome_reason']}" if record["outcome_reason"] else ""
+    console.print(Text.assemble(_styled(record["outcome"]), reason))
+    headline = [item for item in record.items() if item[0].startswith(("fp_precision", "train_", "peak_"))]
+    for key, value in [*(record["values"] or {}).items(), *headline]:
+        text = value if isinstance(value, str) else format_metric(key, value)
+        console.print(f"{key}: {text}", markup=False)
 
 
 def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
@@ -112,7 +108,7 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     if status["outcomes"]:
         counts = _table("outcome", "trials")
         for outcome, count in status["outcomes"].items():
-            counts.add_row(Text(outcome, style=OUTCOME_STYLES.get(outcome, "")), str(count))
+            counts.add_row(_styled(outcome), str(count))
         console.print(counts)
         states = (f"{count} {state}" for state, count in status["states"].items())
         console.print(f"In Optuna: {', '.join(states)}.", style="dim")
@@ -137,57 +133,53 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
 def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: str) -> None:
     """What this machine does with each precision."""
     console = Console(highlight=False)
-    console.print(f"[bold]{escape(device)}[/bold]")
+    console.print(Text(device, style="bold"))
     table = _table("precision", "support", "verdict", "logits\nerror", "gradient\ncosine", "speed", "memory")
+    notes = Table.grid(padding=(0, 2))
+    notes.add_column(no_wrap=True)
     for check in checks:
-        measured = check.compatibility.measurement if check.compatibility else None
-        errors = list(measured.logits_relative_error.values()) if measured else []
         style = {"native": "green", "emulated": "yellow"}.get(check.support.level, "red")
-        table.add_row(
-            check.name,
-            Text(check.support.level, style=style),
-            check.compatibility.verdict if check.compatibility else "",
-            f"{max(errors):.1e}" if errors else "",
-            "" if measured is None or measured.gradient_cosine is None else f"{measured.gradient_cosine:.4f}",
-            _speed(measured),
-            "" if measured is None or measured.memory_ratio is None else f"{measured.memory_ratio:.2f}x",
-        )
+        found = check.compatibility
+        cells = [found.verdict, *_measured(found.measurement)] if found else []
+        table.add_row(check.name, Text(check.support.level, style=style), *cells)
+        if check.note:
+            notes.add_row(check.name, escape(check.note))
     console.print(table)
     console.print(
         "Speed and memory against fp32, forward and backward of the check's batch. In brackets the range "
         "over the repeats, timed in turn: where it holds 1.00, no difference shows.",
         style="dim",
     )
-    notes = Table.grid(padding=(0, 2))
-    notes.add_column(no_wrap=True)
-    for check in checks:
-        if check.note:
-            notes.add_row(check.name, escape(check.note))
     if notes.row_count:
         console.print(notes)
     console.print(Text(advice, style="bold"))
 
 
-def _speed(measured: Measurement | None) -> str:
-    """The ratio to fp32 with its noise."""
-    if measured is None or measured.speed_ratio is None:
-        return ""
-    ratio = f"{measured.speed_ratio:.2f}x"
-    low, high = measured.speed_ratio_low, measured.speed_ratio_high
-    return ratio if low is None or high is None else f"{ratio}\n({low:.2f}-{high:.2f})"
+def _measured(found: Measurement) -> list[str]:
+    """The largest error of logits, the cosine of gradients, the speed with its noise, the memory."""
+    error = max(found.logits_relative_error.values(), default=None)
+    low, high = found.speed_ratio_low, found.speed_ratio_high
+    noise = "" if low is None or high is None else f"\n({low:.2f}-{high:.2f})"
+    return [
+        "" if error is None else f"{error:.1e}",
+        "" if found.gradient_cosine is None else f"{found.gradient_cosine:.4f}",
+        "" if found.speed_ratio is None else f"{found.speed_ratio:.2f}x{noise}",
+        "" if found.memory_ratio is None else f"{found.memory_ratio:.2f}x",
+    ]
+
+
+def _styled(outcome: str) -> Text:
+    return Text(outcome, style=OUTCOME_STYLES.get(outcome, ""))
 
 
 def _table(*columns: str, title: str | None = None) -> Table:
+    title = None if title is None else escape(title)
     return Table(
-        *map(escape, columns),
-        title=None if title is None else escape(title),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        *map(escape, columns), title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
 
 
-def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
+def _dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     """A table of text cells; columns whose cells are all empty are left out."""
     shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
     table = _table(*shown, title=title)

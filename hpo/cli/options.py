@@ -43,12 +43,10 @@ StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in s
 StorageOption = Annotated[
     str | None,
     typer.Option(
-        "--storage",
         metavar="URL",
         envvar="HPO_STORAGE",
         help="Database of the study: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.",
         show_default="sqlite:///runs/hpo.db, in the working folder",
-        show_envvar=True,
     ),
 ]
 NumTrialsOption = Annotated[
@@ -71,21 +69,20 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(json_safe(value), indent=2, default=str))
 
 
+class _Stderr(logging.Handler):
+    """Writes to `sys.stderr` as it is now: a progress bar has its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(self.format(record), err=True)
+
+
 @contextmanager
 def progress_shown(*, quiet: bool) -> Iterator[None]:
-    """Show on stderr what the library logs of steps that may take long, such as reading data."""
-
-    class Shown(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            typer.echo(self.format(record), err=True)  # `sys.stderr` as it is now: a progress bar has its own
-
-    if quiet:
-        yield
-        return
-    logger, handler = logging.getLogger("hpo"), Shown()
+    """Show on stderr what the library logs of steps that may take long; warnings alone if `quiet`."""
+    logger, handler = logging.getLogger("hpo"), _Stderr(logging.WARNING if quiet else logging.INFO)
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(handler.level)
     try:
         yield
     finally:
@@ -106,6 +103,18 @@ def stop_signals() -> Iterator[threading.Event]:
         raise typer.Exit(130) from None
 
 
+def load_to_run(study: str, **options: Any) -> StudyConfig:
+    """The study's file, with options that were given in place of its keys, and a folder for what a run makes.
+
+    Raises InputError where that cannot be made.
+    """
+    from hpo.config.study_config import load_study
+
+    config = load_study(study)
+    make_runs_folder(config.name)
+    return config.with_values(**{key: value for key, value in options.items() if value is not None})
+
+
 def make_runs_folder(study_name: str) -> None:
     """Make the folder of a study for what a run makes. Raises InputError where it cannot be written."""
     folder = RUNS / study_name
@@ -118,16 +127,6 @@ def make_runs_folder(study_name: str) -> None:
             f"hpo writes to {RUNS}/ in the working folder, so {folder.absolute()} must be a folder that may "
             f"be written, but: {error.strerror}. Run hpo in another folder."
         ) from None
-
-
-@contextmanager
-def existing_storage(given: str | None) -> Iterator[Storage]:
-    """The database at --storage, for commands that only read. Raises StorageError where there is none."""
-    from hpo.study.database import storage_url
-    from hpo.study.storage import open_storage
-
-    with open_storage(storage_url(given), create=False) as database:
-        yield database
 
 
 def load_file(study: str) -> StudyConfig | None:
@@ -143,20 +142,15 @@ def load_file(study: str) -> StudyConfig | None:
         return None
 
 
-def study_name(study: str) -> str:
-    """The name under which the database knows STUDY: of its file, or as given where there is none."""
-    config = load_file(study)
-    return config.name if config else study
+@contextmanager
+def existing_study(study: str, storage: str | None) -> Iterator[tuple[Storage, StudyRecord]]:
+    """The database at --storage and what it has of STUDY, for commands that only read.
 
-
-def config_of(study: str, record: StudyRecord) -> StudyConfig:
-    """The study as in its file, or where there is none as it is stored.
-
-    Raises StudyChangedError when the file says something else than the study was made with.
+    Raises StorageError where there is none.
     """
-    from hpo.config.study_config import StudyConfig
+    from hpo.study.database import storage_url
+    from hpo.study.storage import open_storage
 
     config = load_file(study)
-    if config is None:
-        return StudyConfig.model_validate(record.definition)
-    return config.completed(record.definition)
+    with open_storage(storage_url(storage), create=False) as database:
+        yield database, database.read_study(config.name if config else study)

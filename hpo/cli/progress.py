@@ -1,7 +1,6 @@
 """What a person sees in the terminal while a study runs.
 
-Where the output is no terminal (a log file, a batch job), a line for each evaluation and each ended trial
-takes the place of the bars. A run shows this before its first trial, so nothing here imports pandas.
+A run shows this before its first trial, so nothing here imports pandas.
 """
 
 from __future__ import annotations
@@ -29,13 +28,10 @@ if TYPE_CHECKING:
     from hpo.study.watch import TrialEvent
 
 OUTCOME_STYLES: dict[str, str] = {
+    **{outcome: "magenta" for outcome in Outcome if outcome.infeasible},
     Outcome.COMPLETE: "green",
     Outcome.PRUNED: "yellow",
     Outcome.PREEMPTED: "yellow",
-    Outcome.UNSUPPORTED: "magenta",
-    Outcome.INCOMPATIBLE: "magenta",
-    Outcome.NONFINITE: "magenta",
-    Outcome.OOM: "magenta",
     Outcome.CRASHED: "bold red",
     Outcome.FAILED: "bold red",
 }
@@ -44,8 +40,8 @@ OUTCOME_STYLES: dict[str, str] = {
 class StudyDisplay:
     """Progress of a running study: a bar for the study, one for each trial in hand, and the best so far.
 
-    A context manager; give `update` to `hpo.study.watch.watching`. Where the output is no terminal it is a
-    line for each evaluation and each trial that ended.
+    A context manager; give `update` to `hpo.study.watch.watching`. Where the output is no terminal (a log
+    file, a batch job) it is a line for each evaluation and each trial that ended.
 
     Args:
         record: the study before this run.
@@ -59,7 +55,7 @@ class StudyDisplay:
         record: StudyRecord,
         num_done: Callable[[], int],
         *,
-        stop: threading.Event | None = None,
+        stop: threading.Event,
         console: Console | None = None,
     ) -> None:
         self._console = console or Console()
@@ -68,7 +64,7 @@ class StudyDisplay:
         self._num_done = num_done
         self._stop = stop
         self._best: tuple[float, int] | None = None
-        for trial in best_trials(record):
+        for trial in best_trials(record)[:1]:
             self._note_best(trial.values, trial.number)
         self._study = Progress(
             TextColumn("[bold]{task.description}"),
@@ -76,22 +72,17 @@ class StudyDisplay:
             MofNCompleteColumn(),
             TextColumn("trials"),
             TimeElapsedColumn(),
-            console=self._console,
         )
-        self._study.add_task(
+        self._study_task = self._study.add_task(
             escape(config.name), total=sum(record.slots.values()), completed=record.slots["done"]
         )
+        params = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._trials = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=12),
             TextColumn("{task.percentage:3.0f}%"),
             TextColumn("{task.fields[value]}"),
-            TextColumn(
-                "{task.fields[params]}",
-                style="dim",
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-            console=self._console,
+            TextColumn("{task.fields[params]}", style="dim", table_column=params),
             expand=True,
         )
         self._tasks: dict[int, TaskID] = {}
@@ -109,32 +100,29 @@ class StudyDisplay:
 
     def update(self, event: TrialEvent) -> None:
         """Show that a trial began, was evaluated or ended."""
+        number, params = event.number, escape(describe_params(event.params))
         if event.kind == "started":
-            self._tasks[event.number] = self._trials.add_task(
-                f"trial {event.number}",
+            self._tasks[number] = self._trials.add_task(
+                f"trial {number}",
                 total=self._expected_evaluations(event),
-                value="",
                 completed=event.num_evaluations,
-                params=escape(describe_params(event.params)),
+                value="",
+                params=params,
             )
         elif event.kind == "evaluated":
             if event.values:
-                value = f"{self._objective.metric} {self._format(event.values[0])}"
-                params = escape(describe_params(event.params))
+                value = escape(f"{self._objective.metric} {self._format(event.values[0])}")
                 self._trials.update(
-                    self._tasks[event.number],
-                    completed=event.num_evaluations,
-                    value=escape(value),
-                    params=params,
+                    self._tasks[number], completed=event.num_evaluations, value=value, params=params
                 )
             if not self._console.is_terminal:
                 self._print_evaluation(event)
         else:
-            if (task := self._tasks.pop(event.number, None)) is not None:
+            if (task := self._tasks.pop(number, None)) is not None:
                 self._trials.remove_task(task)
-            self._study.update(self._study.task_ids[0], completed=self._num_done())
+            self._study.update(self._study_task, completed=self._num_done())
             if event.outcome == Outcome.COMPLETE:
-                self._note_best(event.values, event.number)
+                self._note_best(event.values, number)
             self._print_finished(event)
 
     def _expected_evaluations(self, event: TrialEvent) -> int:
@@ -150,27 +138,23 @@ class StudyDisplay:
         if self._best is None or sign * values[0] > sign * self._best[0]:
             self._best = (values[0], number)
 
+    def _values(self, event: TrialEvent) -> str:
+        pairs = zip(self._config.objective, event.values or (), strict=False)
+        return ", ".join(format_metric(objective.metric, value) for objective, value in pairs)
+
     def _print_evaluation(self, event: TrialEvent) -> None:
         of = f"{event.num_evaluations} of {self._expected_evaluations(event)}"
         values = f"{self._objective.metric} {self._values(event)}"
         line = f"trial {event.number:>3}  evaluation {of}  {values}  {format_seconds(event.seconds)}"
         self._console.print(Text(line), soft_wrap=True)
 
-    def _values(self, event: TrialEvent) -> str:
-        return ", ".join(
-            format_metric(objective.metric, value)
-            for objective, value in zip(self._config.objective, event.values or (), strict=False)
-        )
-
     def _print_finished(self, event: TrialEvent) -> None:
-        values = self._values(event)
-        head = Text.assemble(
-            f"trial {event.number:>3}  ", (f"{event.outcome:<12}", OUTCOME_STYLES.get(event.outcome, ""))
-        )
-        params = describe_params(event.params)
+        outcome = (f"{event.outcome:<12}", OUTCOME_STYLES.get(event.outcome, ""))
+        head = Text.assemble(f"trial {event.number:>3}  ", outcome)
+        values, params = self._values(event), describe_params(event.params)
         if not self._console.is_terminal:
-            line = Text("  ").join(Text(part) for part in (head.plain, values, params, event.reason) if part)
-            self._console.print(line, soft_wrap=True)
+            line = "  ".join(part for part in (head.plain, values, params, event.reason) if part)
+            self._console.print(Text(line), soft_wrap=True)
             return
         rest = Text.assemble((values, "bold"), "  " if values else "", params)
         if event.reason:
@@ -185,11 +169,9 @@ class StudyDisplay:
         if self._best is not None:
             text = f"best so far: {self._objective.metric} {self._format(self._best[0])}"
             best = Text(f"{text} (trial {self._best[1]})", style="bold")
-        trials: RenderableType = self._trials
-        if not self._tasks:
-            trials = Text("getting ready: data, encoder, precision", style="dim")
-        parts: list[RenderableType] = [trials, self._study, best]
-        if self._stop is not None and self._stop.is_set():
+        ready = Text("getting ready: data, encoder, precision", style="dim")
+        parts: list[RenderableType] = [self._trials if self._tasks else ready, self._study, best]
+        if self._stop.is_set():
             text = "Stopping when the checkpoint is written. Ctrl-C again ends at once, without one."
             parts.append(Text(text, style="yellow"))
         return Group(*parts)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +19,7 @@ from hpo.cli.options import (
     StudyArgument,
     TimeoutOption,
     app,
-    make_runs_folder,
+    load_to_run,
     print_json,
     progress_shown,
     stop_signals,
@@ -28,10 +30,10 @@ from hpo.outcome import Outcome
 if TYPE_CHECKING:
     import threading
 
-    from hpo.config.study_config import StudyConfig
     from hpo.study.run import OpenStudy
     from hpo.study.study_record import StudyRecord
     from hpo.study.worker import RunSummary
+    from hpo.trial.telemetry import ScoredEvaluation
 
 
 @app.command()
@@ -63,20 +65,21 @@ def run(
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.report.status import study_status
-    from hpo.study.database import redact, storage_url
+    from hpo.study.database import storage_url
     from hpo.study.run import open_study, plan_workers, run_study
+    from hpo.study.study_record import complete_trials
 
     if workers is not None and workers_per_device is not None:
         raise InputError(
             f"--workers {workers} counts all processes of this machine and --workers-per-device "
             f"{workers_per_device} those of each device. Give one of them."
         )
-    config = _load(study, n_trials, timeout)
-    url, places = storage_url(storage), plan_workers(config, workers or 1, workers_per_device)
+    config = load_to_run(study, n_trials=n_trials, timeout=timeout)
+    places = plan_workers(config, workers or 1, workers_per_device)
     with (
         progress_shown(quiet=as_json),
         stop_signals() as stop,
-        open_study(config, url, RUNS, trains_here=len(places) == 1) as opened,
+        open_study(config, storage_url(storage), RUNS, trains_here=len(places) == 1) as opened,
     ):
         with _shown(opened, stop, quiet=as_json):
             summary = run_study(opened, places, stop=stop)
@@ -87,16 +90,11 @@ def run(
         from hpo.cli.display import print_summary  # pandas: half a second that no trial should wait for
 
         print_summary(record)
-        options = {
-            "--storage": redact(url) if url != storage_url() else None,
-            "--n-trials": n_trials,
-            "--workers": workers,
-            "--workers-per-device": workers_per_device,
-            "--timeout": None if timeout is None else f"{timeout:g}",
-        }
-        given = [part for key, value in options.items() if value is not None for part in (key, str(value))]
-        _say_how_it_ended(record.slots, summary, ["hpo", "run", study, *given])
-    _exit(record, summary)
+        if summary.ended != "finished":
+            _say_how_to_go_on(record.slots, summary)
+    if summary.ended == "finished" and not complete_trials(record):
+        raise RunError(_why_nothing_came_out(record))
+    raise typer.Exit(summary.exit_code)
 
 
 @app.command()
@@ -110,7 +108,7 @@ def worker(
     from hpo.study.database import storage_url
     from hpo.study.run import open_study, run_study
 
-    config = _load(study, None, timeout)
+    config = load_to_run(study, timeout=timeout)
     with (
         progress_shown(quiet=as_json),
         stop_signals() as stop,
@@ -123,7 +121,7 @@ def worker(
         found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
         print_json(found | {"left_out": opened.left_out})
     elif summary.ended == "elsewhere":
-        _say_how_it_ended(slots, summary, ["hpo", "worker", study])
+        _say_how_to_go_on(slots, summary)
     if summary.outcomes and summary.outcomes.keys() == {Outcome.FAILED}:
         raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
     raise typer.Exit(summary.exit_code)
@@ -141,16 +139,13 @@ def init(
     from hpo.study.database import place, storage_url
     from hpo.study.run import open_study
 
-    config = _load(study, n_trials, None)
-    with (
-        progress_shown(quiet=as_json),
-        open_study(config, storage_url(storage), RUNS, trains_here=False) as opened,
-    ):
-        total, ready_in = opened.config.n_trials, place(opened.storage.url)
+    config, url = load_to_run(study, n_trials=n_trials), storage_url(storage)
+    with progress_shown(quiet=as_json), open_study(config, url, RUNS, trains_here=False) as opened:
+        total, record = opened.config.n_trials, opened.record
     if as_json:
-        print_json(study_status(opened.record))
+        print_json(study_status(record))
     else:
-        typer.echo(f"The study {config.name} with {total} trials is ready in {ready_in}.")
+        typer.echo(f"The study {config.name} with {total} trials is ready in {place(url)}.")
 
 
 @app.command()
@@ -163,18 +158,13 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
-    import uuid
-
-    from hpo.config.study_config import load_study
     from hpo.config.trial_config import parse_params
     from hpo.device import probe_device
     from hpo.study.leases import trial_attributes
     from hpo.trial.executor import Executor
-    from hpo.trial.telemetry import ScoredEvaluation
 
     params = parse_params(param or [])
-    config = load_study(study)
-    make_runs_folder(config.name)
+    config = load_to_run(study)
     metrics = [objective.metric for objective in config.objective]
 
     def show(scored: ScoredEvaluation) -> None:
@@ -183,9 +173,8 @@ def train(
             values = "  ".join(
                 f"{name} {value:.4g}" for name, value in zip(metrics, scored.values, strict=True)
             )
-            loss = "–" if evaluation.train_loss is None else f"{evaluation.train_loss:.4g}"
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
-            typer.echo(f"step {evaluation.step}  {used}  loss {loss}  {values}")
+            typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
     with progress_shown(quiet=as_json), stop_signals() as stop:
         executor = Executor(config, probe_device(config.device), RUNS)
@@ -206,16 +195,6 @@ def train(
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
 
 
-def _load(study: str, n_trials: int | None, timeout: float | None) -> StudyConfig:
-    """The study's file, with options in place of its keys; its folder under `runs/` can be written."""
-    from hpo.config.study_config import load_study
-
-    config = load_study(study)
-    make_runs_folder(config.name)
-    changes = {"n_trials": n_trials, "timeout": timeout}
-    return config.with_values(**{key: value for key, value in changes.items() if value is not None})
-
-
 @contextmanager
 def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = False) -> Iterator[None]:
     """Say which study is run and what of it is not, and show its progress during the block.
@@ -229,13 +208,12 @@ def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool =
     from hpo.study.database import place
     from hpo.study.watch import watching
 
-    record, storage = opened.record, opened.storage
-    done, total = record.slots["done"], sum(record.slots.values())
+    record, storage, config = opened.record, opened.storage, opened.config
+    done, total = record.slots["done"], config.n_trials
     state = "finished" if done == total else "resumed" if record.trials else "new"
-    used = (record.definition[key]["name"] for key in ("sampler", "pruner"))
     typer.echo(
         f"Study {record.name} ({state}): {done} of {total} trials done, in {place(storage.url)}. "
-        "Sampler {}, pruner {}.".format(*used)
+        f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
     if opened.left_out:
         reasons = " ".join(dict.fromkeys(opened.left_out.values()))
@@ -243,34 +221,30 @@ def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool =
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
-    display = StudyDisplay(opened.config, record, lambda: storage.slot_counts(record.name)["done"], stop=stop)
-    seconds = 2.0 if own else 0.5
-    with display, watching(storage, record.name, display.update, own=own, seconds=seconds):
+    display = StudyDisplay(config, record, lambda: storage.slot_counts(record.name)["done"], stop=stop)
+    with display, watching(storage, config, display.update, own=own, seconds=2.0 if own else 0.5):
         yield
 
 
-def _say_how_it_ended(slots: Mapping[str, int], summary: RunSummary, command: Sequence[str]) -> None:
-    needed = " or ".join(summary.elsewhere)
-    how = {
+def _say_how_to_go_on(slots: Mapping[str, int], summary: RunSummary) -> None:
+    """Say why a run ended before its study, and by which command, as it was given, it goes on."""
+    from hpo.study.database import redact
+
+    why = {
         "stopped": "Stopped and checkpointed",
         "timeout": "Out of time",
-        "elsewhere": f"What is left needs a device with {needed}",
-    }
-    if summary.ended != "finished":
-        where = " there" if summary.ended == "elsewhere" else ""
-        done = f"{slots['done']} of {sum(slots.values())} trials done"
-        typer.echo(f"{how[summary.ended]}: {done}. To go on{where}: {shlex.join(command)}")
+        "elsewhere": f"What is left needs a device with {' or '.join(summary.elsewhere)}",
+    }[summary.ended]
+    where = " there" if summary.ended == "elsewhere" else ""
+    command = shlex.join(["hpo", *map(redact, sys.argv[1:])])
+    done = f"{slots['done']} of {sum(slots.values())} trials done"
+    typer.echo(f"{why}: {done}. To go on{where}: {command}")
 
 
-def _exit(record: StudyRecord, summary: RunSummary) -> None:
-    """End with the run's exit code. Raises RunError when the study has ended without any result."""
-    from hpo.study.study_record import complete_trials
-
-    if summary.ended == "finished" and not complete_trials(record):
-        last = record.trials[-1]
-        trace = last.attributes.get("traceback")
-        raise RunError(
-            f"the study has ended without a complete trial. The last one ended as {last.outcome}: "
-            f"{last.reason}" + (f"\n{trace}" if trace else "")
-        )
-    raise typer.Exit(summary.exit_code)
+def _why_nothing_came_out(record: StudyRecord) -> str:
+    last = record.trials[-1]
+    trace = last.attributes.get("traceback")
+    return (
+        f"the study has ended without a complete trial. The last one ended as {last.outcome}: "
+        f"{last.reason}" + (f"\n{trace}" if trace else "")
+    )

@@ -13,9 +13,7 @@ Under autocast Q, K and V have its dtype, as in PyTorch. Scores and softmax are 
 rounded to the dtype of V.
 
 Among transformers' attention functions this is `hpo_sdpa`, and `attention: sdpa` runs it. On a GPU, without
-dropout, in compiled code, and with a mask other than padding at the end of texts, it calls PyTorch's own
-function. `use_training_attention` runs it without dropout, so that a check of the precision checks the kernel
-that trains.
+dropout, in compiled code, and with a mask other than padding at the end of texts, it calls PyTorch's own.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ _uses_training_attention = ContextVar("uses_training_attention", default=False)
 
 @contextmanager
 def use_training_attention() -> Iterator[None]:
-    """Inside, attention without dropout runs as it does in training with it, and drops nothing."""
+    """Inside, the kernel that trains runs without dropout, so that a check of the precision checks it."""
     token = _uses_training_attention.set(True)
     try:
         yield
@@ -78,11 +76,12 @@ def attention_mask(
 
     Padding alone is the same for all queries, and is repeated without copying: stride 0 tells it from others.
     """
+    on_cpu = attention_mask is None or attention_mask.device.type == "cpu"
     if (
         mask_function is bidirectional_mask_function
         and attention_mask is not None
         and attention_mask.ndim == 2
-        and attention_mask.device.type == "cpu"
+        and on_cpu
         and not torch.compiler.is_compiling()
     ):
         seen_BL = attention_mask.bool()
@@ -94,8 +93,7 @@ def attention_mask(
         mask_function=mask_function,
         attention_mask=attention_mask,
         # A GPU would have to be waited for, to know that there is no padding.
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip
-        and (attention_mask is None or attention_mask.device.type == "cpu"),
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and on_cpu,
         **options,
     )
     return mask
@@ -112,16 +110,17 @@ def attention_forward(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of [B, H, L, E] queries, keys and values: [B, L, H, E]. See the head of this file."""
-    lengths = None
-    is_plain = not getattr(module, "is_causal", True) and not any(
-        options.get(name) is not None for name in OTHER_ATTENTION
-    )
     config = getattr(module, "config", None)
     drops_in_training = any(getattr(config, key, None) for key in DROPOUT_KEYS)
     is_checked = _uses_training_attention.get() and not dropout and drops_in_training
-    same_shape = query.shape == key.shape == value.shape
-    if is_plain and (0 < dropout < 1 or is_checked) and same_shape and is_fast_here(query, key, value):
-        lengths = _text_lengths(query, attention_mask)
+    is_ours = (
+        (0 < dropout < 1 or is_checked)
+        and not getattr(module, "is_causal", True)
+        and all(options.get(name) is None for name in OTHER_ATTENTION)
+        and query.shape == key.shape == value.shape
+        and is_fast_here(query, key, value)
+    )
+    lengths = _text_lengths(query, attention_mask) if is_ours else None
     if lengths is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
@@ -152,25 +151,19 @@ def _text_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
 
 def _pieces(lengths: Sequence[int], num_heads: int) -> Iterator[tuple[slice, int]]:
     """Texts that are computed together, and the longest of them."""
-    start = 0
-    while start < len(lengths):
-        end, longest = start + 1, lengths[start]
-        while end < len(lengths):
-            wider = max(longest, lengths[end])
-            if (end + 1 - start) * num_heads * wider**2 > PIECE_ELEMENTS:
-                break
-            end, longest = end + 1, wider
-        yield slice(start, end), longest
-        start = end
+    start = longest = 0
+    for end, length in enumerate(lengths):
+        wider = max(longest, length)
+        if end > start and (end + 1 - start) * num_heads * wider**2 > PIECE_ELEMENTS:
+            yield slice(start, end), longest
+            start, wider = end, length
+        longest = wider
+    yield slice(start, len(lengths)), longest
 
 
 def _heads(texts: slice, length: int, *tensors: Tensor) -> Iterator[Tensor]:
     """Of [B, H, L, E] tensors the heads of these texts, one after the other, up to a length."""
     return (tensor[texts, :, :length].flatten(0, 1) for tensor in tensors)
-
-
-def _kept(values: Tensor, mask: Tensor | None) -> Tensor:
-    return values if mask is None else masked(values, mask)
 
 
 class _DropoutAttention(torch.autograd.Function):
@@ -194,7 +187,7 @@ class _DropoutAttention(torch.autograd.Function):
                 by_text.masked_fill_(padding[:, None, None, :], torch.finfo(scores.dtype).min)
             weights = scores.softmax(dim=-1).to(v.dtype)
             mask = bits.keep_mask(weights.shape, p) if p else None
-            attended = torch.bmm(_kept(weights, mask), v).mul_(1 / (1 - p))
+            attended = torch.bmm(masked(weights, mask), v).mul_(1 / (1 - p))
             output_BLHE[texts, :longest] = attended.unflatten(0, (-1, num_heads)).transpose(1, 2)
             saved += [weights, mask]
         ctx.save_for_backward(query, key, value, *saved)
@@ -214,10 +207,10 @@ class _DropoutAttention(torch.autograd.Function):
         for (texts, longest), weights, mask in zip(ctx.pieces, saved[::2], saved[1::2], strict=True):
             q, k, v, gradient = _heads(texts, longest, query, key, value, gradient_BLHE.transpose(1, 2))
             gradient = gradient * (1 / (1 - ctx.p))
-            of_weights = _kept(torch.bmm(gradient, v.transpose(1, 2)), mask)
+            of_weights = masked(torch.bmm(gradient, v.transpose(1, 2)), mask)
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
             for whole, piece in (
-                (of_value, torch.bmm(_kept(weights, mask).transpose(1, 2), gradient)),
+                (of_value, torch.bmm(masked(weights, mask).transpose(1, 2), gradient)),
                 (of_query, torch.bmm(of_scores, k).mul_(ctx.scale)),
                 (of_key, torch.bmm(of_scores.transpose(1, 2), q).mul_(ctx.scale)),
             ):

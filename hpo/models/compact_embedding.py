@@ -4,11 +4,11 @@ A vocabulary has tens of thousands of tokens, a data set a few thousand. The oth
 cost as much: MiniLM's table is half of its weights, so half of the gradient that is zeroed, clipped and
 given to the optimiser in every step is zeros. `compact_vocabulary` trains a table of the used rows alone.
 
-What comes out is what the whole table would have become. A row without gradient only decays, and it does so
-by a factor that is the same for all such rows, whatever the schedule, clipping and skipped steps: Adam's
-moments are zero there, and decoupled decay, momentum and L2 terms of SGD are linear in the weight. One more
-row of ones is therefore trained along that no token has; what has become of it is that factor. The state of
-the module is the whole table, so checkpoints and exports know nothing of all this.
+The result is that of training the whole table. A row without gradient only decays, by a factor that is the
+same for all such rows, whatever the schedule, clipping and skipped steps: Adam's moments are zero there, and
+decoupled decay, momentum and L2 terms of SGD are linear in the weight. One more row of ones that no token has
+is trained along and becomes that factor. The module's state is the whole table, so checkpoints and exports
+know nothing of this.
 """
 
 from __future__ import annotations

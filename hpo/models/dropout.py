@@ -6,10 +6,9 @@ compared with a threshold, which makes all ones where the element is kept and al
 bitwise AND with the element's own bits then drops it. So p is met to 1/65536.
 
 The generator is seeded from torch's, so `torch.manual_seed` decides the masks, and gradient checkpointing,
-which puts torch's generator back, draws the same ones again. Masks do not depend on the number of threads.
-The masks themselves are others than `F.dropout`'s of the same seed, and what is dropped is 0 also where it
-was infinite or NaN, which a multiplication by 0 would make NaN. On a GPU, in compiled code and outside
-of training everything is PyTorch's own.
+which puts torch's generator back, draws the same ones again. Masks do not depend on the number of threads,
+and differ from `F.dropout`'s of the same seed. What is dropped is 0 even where it was infinite or NaN. On a
+GPU, in compiled code and outside of training everything is PyTorch's own.
 """
 
 from __future__ import annotations
@@ -52,8 +51,10 @@ class DropoutMaskGenerator:
         return mask.neg_().view(tuple(shape))
 
 
-def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """A copy of `values` that is 0 where the mask of `DropoutMaskGenerator` is."""
+def masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """A copy of `values` that is 0 where the mask of `DropoutMaskGenerator` is; without one, `values`."""
+    if mask is None:
+        return values
     integers = INTEGERS[values.dtype]
     return torch.bitwise_and(values.view(integers), mask.to(integers)).view(values.dtype)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -13,11 +12,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hpo.data.tasks import Task
-from hpo.errors import ModelError
+from hpo.errors import ModelError, shorten
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.multitask import HeadSettings, MultitaskModel
 
@@ -27,12 +25,12 @@ EXPORT_FORMAT = 1
 def export_model(
     model: MultitaskModel,
     tokenizer: PreTrainedTokenizerBase,
-    directory: str | Path,
+    directory: Path,
     *,
     max_length: int,
     attention: str,
     precision: str,
-    decisions: Mapping[str, Any] | None = None,
+    decisions: Mapping[str, Any],
 ) -> Path:
     """Write a folder that `transformers.AutoModel` (the encoder) and `load_exported` (all of it) load.
 
@@ -44,15 +42,18 @@ def export_model(
     The folder appears at once or not at all. Raises ModelError where `directory` holds anything but an
     earlier export.
     """
-    directory = Path(directory)
     check_export_folder(directory)
     staging = directory.with_name(f".{directory.name}-{os.getpid()}")
     try:
         staging.mkdir(parents=True)
-        encoder: Any = model.encoder
-        encoder.save_pretrained(staging)
+        model.encoder.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        save_file(_head_state(model), staging / "heads.safetensors")
+        heads = {
+            name: value.contiguous()
+            for name, value in model.state_dict().items()
+            if not name.startswith("encoder.")
+        }
+        save_file(heads, staging / "heads.safetensors")
         metadata = {
             "format": EXPORT_FORMAT,
             "tasks": model.tasks,
@@ -60,7 +61,7 @@ def export_model(
             "attention": attention,
             "max_length": max_length,
             "precision": precision,
-            "decisions": dict(decisions or {}),
+            "decisions": decisions,
         }
         (staging / "hpo.json").write_text(json.dumps(metadata, indent=2, default=asdict) + "\n")
         # safetensors writes files that only their owner can read, whatever the umask.
@@ -69,10 +70,8 @@ def export_model(
         if directory.exists():
             shutil.rmtree(directory)
         staging.rename(directory)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(staging)
-        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     return directory
 
 
@@ -108,26 +107,18 @@ def load_exported(
             f"{directory}/hpo.json must have format {EXPORT_FORMAT}, but it has {metadata.get('format')!r}. "
             f"Use the version of hpo that wrote it."
         )
-    tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in metadata["tasks"]]
     encoder = load_encoder(
         str(directory), attention=attention or metadata["attention"], trust_remote_code=trust_remote_code
     )
+    tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in metadata["tasks"]]
     settings = HeadSettings(**{field.name: metadata[field.name] for field in fields(HeadSettings)})
     model = MultitaskModel(encoder, tasks, settings)
-    expected, found = (
-        {(name, value.shape) for name, value in state.items()} for state in (_head_state(model), heads)
-    )
-    differing = sorted({name for name, _ in expected ^ found})
-    if differing:
+    of_encoder = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
+    try:
+        model.load_state_dict(of_encoder | heads)
+    except RuntimeError as error:
         raise ModelError(
-            f"{directory}: heads.safetensors must fit hpo.json, but these differ: {differing[:3]}."
-        )
-    model.load_state_dict(heads, strict=False)
+            f"{directory}: heads.safetensors must fit hpo.json: {shorten(str(error), 400)}"
+        ) from error
     tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code)
     return model.eval(), tokenizer, metadata
-
-
-def _head_state(model: MultitaskModel) -> dict[str, Tensor]:
-    """All of the state that is not the encoder's: pooling, heads, log variances."""
-    state = model.state_dict()
-    return {name: value.contiguous() for name, value in state.items() if not name.startswith("encoder.")}

@@ -6,6 +6,7 @@ neither cached nor in reach fails at once and not after minutes of retries.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 from pathlib import Path
@@ -18,20 +19,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from hpo.errors import ModelError
+from hpo.errors import ModelError, shorten
 
 TIMEOUT_SECONDS = 10.0
 _logger = logging.getLogger("hpo.models")
-SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_SHARDED_WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-)
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "*.model")
 
 
 def download(name: str, revision: str | None = None) -> Path:
@@ -39,16 +32,24 @@ def download(name: str, revision: str | None = None) -> Path:
 
     Raises ModelError where the hub is out of reach or does not give the model.
     """
-    cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    if isinstance(cached, str) and _is_complete(Path(cached).parent):
-        return Path(cached).parent
+    config = try_to_load_from_cache(name, "config.json", revision=revision)
+    if isinstance(config, str) and _has_tokenizer_and_weights(Path(config).parent):
+        return Path(config).parent
     try:
         # One question with a short timeout: transformers would retry each of several files for 20 s.
         info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT_SECONDS)
         _logger.info("downloading the encoder %s", name)
-        wanted = _wanted_files([file.rfilename for file in info.siblings or ()])
+        # One set of weights: repositories often hold them in five formats.
+        top = [file.rfilename for file in info.siblings or () if "/" not in file.rfilename]
+        weights = next((pattern for pattern in _WEIGHTS if fnmatch.filter(top, pattern)), _WEIGHTS[0])
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=wanted, etag_timeout=TIMEOUT_SECONDS)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=["*.json", "*.txt", "*.model", "*.py", weights],
+                ignore_patterns="*/*",
+                etag_timeout=TIMEOUT_SECONDS,
+            )
         )
     except Exception as error:
         raise ModelError(_message(name, revision, error)) from error
@@ -65,42 +66,20 @@ def _message(name: str, revision: str | None, error: Exception) -> str:
     if isinstance(error, RevisionNotFoundError):
         return f"encoder: `{name}` has no revision `{revision}` on the hub. Check model.revision."
     return where + (
-        f"the hub could not be reached ({one_line(error)}). Check the network, or name a local folder "
-        f"or `minilm`."
+        f"the hub could not be reached ({shorten(str(error), 200)}). Check the network, or name a local "
+        f"folder or `minilm`."
     )
 
 
-def _wanted_files(names: list[str]) -> list[str]:
-    """Config, tokenizer, code and one set of weights: repositories often hold the weights in five formats."""
-    top = [name for name in names if "/" not in name]
-    wanted = [name for name in top if name.endswith((".json", ".txt", ".model", ".py"))]
-    for prefix, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-        weights = [name for name in top if name.startswith(prefix) and name.endswith(suffix)]
-        if weights:
-            return wanted + weights
-    return wanted
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether the folder holds weights, all shards of them."""
-    if any((folder / name).is_file() for name in SINGLE_WEIGHTS):
-        return True
-    for index in (folder / name for name in _SHARDED_WEIGHTS):
+def _has_tokenizer_and_weights(folder: Path) -> bool:
+    """Whether the folder holds a tokenizer and weights, all shards of them."""
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        return False
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return True
+        index = folder / f"{name}.index.json"
         if index.is_file():
-            try:
-                shards = set(json.loads(index.read_text())["weight_map"].values())
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return False
+            shards = json.loads(index.read_text())["weight_map"].values()
             return all((folder / shard).is_file() for shard in shards)
     return False
-
-
-def _is_complete(folder: Path) -> bool:
-    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    return (folder / "config.json").is_file() and has_weights(folder) and has_tokenizer
-
-
-def one_line(error: Exception) -> str:
-    """An error's text on one line, cut after 200 characters."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:200].rsplit(" ", 1)[0] + " ..."

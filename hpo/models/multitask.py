@@ -3,9 +3,9 @@
     input_ids_BL -> encoder -> hidden_BLD -+-> pooling -> pooled_BD -> head -> logits_BK    sequence tasks
                                            +----------------------->  head -> logits_BLK   token tasks
 
-The module knows nothing of precision, devices or compilation. Freezing, compiling, exporting are functions
-applied to it. Only one choice in here is about numerics: pooling sums over tokens in fp32 and hands back
-the dtype that it got. A bf16 sum keeps 8 bits: once it has reached 256 an addition of 0.5 is lost.
+The module knows nothing of precision, devices or compilation: freezing, compiling, exporting are functions
+applied to it. Pooling sums over tokens in fp32 and returns the dtype that it got: a bf16 sum keeps 8 bits, so
+once it has reached 256 an addition of 0.5 is lost.
 
 Shape suffixes: B windows, L tokens in a window, D hidden size, K outputs of one task, T tasks.
 """
@@ -41,25 +41,20 @@ class MultitaskModel(nn.Module):
     """An encoder and one head a task.
 
     `encoder` takes input_ids and attention_mask and returns a `last_hidden_state` [B, L, D]; its
-    `config.hidden_size` is D. `loss_weighting` "uncertainty" adds one learnt log variance a task.
+    `config.hidden_size` is D.
     """
 
-    def __init__(self, encoder: nn.Module, tasks: Sequence[Task], heads: HeadSettings) -> None:
+    def __init__(self, encoder: Any, tasks: Sequence[Task], heads: HeadSettings) -> None:
         super().__init__()
-        if not tasks:
-            raise ModelError("a model must have at least one task, but got none.")
         self.tasks = tuple(tasks)
         self.head_settings = heads
         self.encoder = encoder
         self.passes_type_ids = takes_type_ids(encoder)
-        config: Any = encoder.config
-        hidden_size: int = config.hidden_size
-        self.pool = (
-            AttentionPooling(hidden_size) if heads.pooling == "attention" else _POOLINGS[heads.pooling]
-        )
+        size = encoder.config.hidden_size
+        self.pool = AttentionPooling(size) if heads.pooling == "attention" else _POOLINGS[heads.pooling]
         # Lists in the order of the tasks: a dictionary of modules refuses names such as `type` or `a.b`.
-        self.heads = nn.ModuleList(_head(heads, hidden_size, task.num_outputs) for task in tasks)
-        init_std = getattr(config, "initializer_range", 0.02)
+        self.heads = nn.ModuleList(_head(heads, size, task.num_outputs) for task in tasks)
+        init_std = getattr(encoder.config, "initializer_range", 0.02)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.startswith("encoder."):
                 nn.init.normal_(module.weight, std=init_std)
@@ -74,11 +69,7 @@ class MultitaskModel(nn.Module):
 
     @property
     def log_variance(self) -> dict[str, nn.Parameter] | None:
-        """The learnt log variance s of each task, or None where losses have fixed weights.
-
-        A task's loss L enters as exp(-s) L plus a term that grows with s: Kendall, Gal and Cipolla 2018,
-        arXiv 1705.07115.
-        """
+        """Each task's learnt log variance (arXiv 1705.07115), or None where losses have fixed weights."""
         if not len(self.log_variances):
             return None
         return dict(zip((task.name for task in self.tasks), self.log_variances, strict=True))
@@ -88,8 +79,8 @@ class MultitaskModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Return each task's logits: [B, K] of sequence tasks, [B, L, K] of token tasks.
 
-        `attention_mask_BL` is 1 at real tokens and 0 at padding. `type_ids_BL` is left out for encoders
-        that know no segments.
+        `attention_mask_BL` is 1 at real tokens and 0 at padding. Encoders that know no segments get no
+        `type_ids_BL`.
         """
         inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}
         if type_ids_BL is not None and self.passes_type_ids:
@@ -98,12 +89,9 @@ class MultitaskModel(nn.Module):
         pooled_BD = None
         logits = {}
         for task, head in zip(self.tasks, self.heads, strict=True):
-            if task.level == "token":
-                logits[task.name] = head(hidden_BLD)
-            else:
-                if pooled_BD is None:
-                    pooled_BD = self.pool(hidden_BLD, attention_mask_BL)
-                logits[task.name] = head(pooled_BD)
+            if task.level == "sequence" and pooled_BD is None:
+                pooled_BD = self.pool(hidden_BLD, attention_mask_BL)
+            logits[task.name] = head(hidden_BLD if task.level == "token" else pooled_BD)
         return logits
 
 
@@ -114,8 +102,9 @@ def pool_cls(hidden_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
 
 def pool_mean(hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
     """The mean over real tokens, [CLS] and [SEP] included as sentence-transformers does, [B, D]."""
-    mask_BL1 = mask_BL.unsqueeze(-1).to(_reduction_dtype(hidden_BLD))
-    sum_BD = (hidden_BLD.to(mask_BL1.dtype) * mask_BL1).sum(dim=1)
+    dtype = torch.promote_types(hidden_BLD.dtype, torch.float32)
+    mask_BL1 = mask_BL.unsqueeze(-1).to(dtype)
+    sum_BD = (hidden_BLD.to(dtype) * mask_BL1).sum(dim=1)
     return (sum_BD / mask_BL1.sum(dim=1).clamp(min=1)).to(hidden_BLD.dtype)
 
 
@@ -133,7 +122,7 @@ class AttentionPooling(nn.Module):
         self.score = nn.Linear(hidden_size, 1, bias=False)  # a bias would drop out of the softmax
 
     def forward(self, hidden_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-        dtype = _reduction_dtype(hidden_BLD)
+        dtype = torch.promote_types(hidden_BLD.dtype, torch.float32)
         score_BL = self.score(hidden_BLD).squeeze(-1).to(dtype)
         weight_BL = score_BL.masked_fill(mask_BL == 0, torch.finfo(dtype).min).softmax(dim=-1)
         # Not a matrix product: autocast would run that in the low precision.
@@ -145,9 +134,9 @@ _POOLINGS = {"cls": pool_cls, "mean": pool_mean, "max": pool_max}
 
 
 def build_model(
-    encoder: nn.Module,
+    encoder: Any,
     tasks: Sequence[Task],
-    heads: HeadSettings = HeadSettings(),
+    heads: HeadSettings,
     *,
     max_length: int,
     freeze_layers: int = 0,
@@ -161,8 +150,7 @@ def build_model(
 
     Raises ModelError where the encoder cannot do what a setting asks.
     """
-    module: Any = encoder
-    name = type(module).__name__
+    name = type(encoder).__name__
     positions = max_positions(encoder)
     if positions is not None and max_length > positions:
         raise ModelError(
@@ -170,16 +158,17 @@ def build_model(
             f"Shorten it and set `data.long_text: window` to lose no text, or use a longer encoder."
         )
     if gradient_checkpointing:
-        if not getattr(module, "supports_gradient_checkpointing", False):
+        if not getattr(encoder, "supports_gradient_checkpointing", False):
             raise ModelError(
                 f"gradient_checkpointing: {name} does not support it. Set it to false; a smaller "
                 f"micro_batch_size saves memory too."
             )
         # transformers renamed it between 5.17 and 5.23, and the old name warns.
-        enable = getattr(module, "activation_checkpointing_enable", None)
-        (enable or module.gradient_checkpointing_enable)({"use_reentrant": False})
+        enable = getattr(encoder, "activation_checkpointing_enable", None)
+        (enable or encoder.gradient_checkpointing_enable)({"use_reentrant": False})
     model = MultitaskModel(encoder, tasks, heads)
-    freeze(model, freeze_layers)
+    if freeze_layers:
+        _freeze(model, freeze_layers)
     use_bit_dropout(model)
     return model.train()
 
@@ -200,15 +189,10 @@ def parameter_depths(model: MultitaskModel) -> dict[str, int]:
     return {name: depth[id(parameter)] for name, parameter in model.named_parameters()}
 
 
-def freeze(model: MultitaskModel, freeze_layers: int) -> None:
-    """Stop gradients at the embeddings and the lowest `freeze_layers` layers; 0 freezes nothing.
-
-    Dropout in frozen layers stays on. Raises ModelError where there are fewer layers.
-    """
-    if freeze_layers == 0:
-        return
+def _freeze(model: MultitaskModel, freeze_layers: int) -> None:
+    """Stop gradients at the embeddings and the lowest layers; dropout in them stays on."""
     num_layers = len(encoder_layers(model.encoder))
-    if not 0 < freeze_layers <= num_layers:
+    if freeze_layers > num_layers:
         raise ModelError(
             f"freeze_layers must be between 0 and the encoder's {num_layers} layers, but it is "
             f"{freeze_layers}."
@@ -230,11 +214,11 @@ def _head(settings: HeadSettings, hidden_size: int, num_outputs: int) -> nn.Modu
 def initial_bias(task: Task) -> Tensor:
     """Return the bias that a fresh head starts from, float32 [num_outputs]: the log-odds of rough priors.
 
-    One class of a multi_label task holds in a row; a token lies in a span of some name with probability
-    1/4, in the evidence for a class that holds with 1/10; elsewhere 0. From 0 everywhere, the first steps
-    only learn that positives are rare, and the second moments that Adam keeps of their large gradients
-    then hold back the next thousand steps. Lin et al. 2017 (arXiv:1708.02002), section 4.1, for
-    detection; on the 17 overlapping slots of NLU++ two epochs give a span F1 of 0.69 instead of 0.
+    One class of a multi_label task holds in a row; a token lies in a span of some name with probability 1/4,
+    in the evidence for a class that holds with 1/10; elsewhere 0. From 0 everywhere, the first steps only
+    learn that positives are rare, with gradients so large that Adam's second moments hold back the next
+    thousand steps (Lin et al. 2017, arXiv:1708.02002, section 4.1, for detection). On the 17 overlapping
+    slots of NLU++ two epochs give a span F1 of 0.69 instead of 0.
     """
     bias = torch.zeros(task.num_outputs)
     if task.kind == "multi_label":
@@ -247,7 +231,3 @@ def initial_bias(task: Task) -> Tensor:
         num_tags = 2 if task.spans_may_overlap else 2 * num_names
         bias[:: num_tags + 1] = math.log((1 - inside) / (inside / num_tags))
     return bias
-
-
-def _reduction_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.promote_types(hidden.dtype, torch.float32)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hpo.study.study_record import StudyRecord, TrialRecord, by_first_objective, trial_outcome
+from hpo.study.study_record import StudyRecord, TrialRecord, best_trials
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
@@ -26,14 +26,14 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
         "n_trials": sum(record.slots.values()),
         "trials": dict(record.slots),
         "states": dict(Counter(trial.state for trial in record.trials)),
-        "outcomes": dict(Counter(map(trial_outcome, record.trials))),
+        "outcomes": dict(Counter(trial.outcome for trial in record.trials)),
         "best": [
             {
                 "number": trial.number,
                 "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
                 "params": trial.params,
             }
-            for trial in by_first_objective(record)
+            for trial in best_trials(record)
         ],
         "workers": [
             {

@@ -25,7 +25,7 @@ from hpo.precision.table import PRECISION_NAMES, support
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
 from hpo.report.importances import Importances, compute_importances
 from hpo.report.status import trial_seconds
-from hpo.study.study_record import best_trials, complete_trials, trial_outcome
+from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
@@ -78,7 +78,7 @@ class StudyTables:
         }
         columns: dict[str, Any] = {
             "number": [trial.number for trial in trials],
-            "outcome": [trial_outcome(trial) for trial in trials],
+            "outcome": [trial.outcome for trial in trials],
             "reason": [trial.reason for trial in trials],
             "precision": [self._requested_precision(trial) for trial in trials],
             **facts,
@@ -121,7 +121,7 @@ class StudyTables:
 
     @cached_property
     def best(self) -> list[TrialRecord]:
-        """The best complete trial; with several objectives, all trials of the Pareto front. Maybe none."""
+        """The best complete trial; with several objectives the Pareto front. Maybe none."""
         return best_trials(self.record)
 
     @cached_property

@@ -157,11 +157,7 @@ class DeviceSampler(WrapperSampler):
         return params
 
     def sample_independent(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,
+        self, _: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution
     ) -> Any:
-        distribution = {param_name: param_distribution, **self._narrow}[param_name]
-        return super().sample_independent(self._view, trial, param_name, distribution)
+        narrowed = self._narrow.get(name, distribution)
+        return super().sample_independent(self._view, trial, name, narrowed)

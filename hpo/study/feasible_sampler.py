@@ -6,20 +6,15 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FixedTrial, FrozenTrial, TrialState
 
-from hpo.config.search_space import Distribution, grid, suggest
+from hpo.config.search_space import SearchSpace, grid, suggest
 from hpo.outcome import Outcome
 from hpo.study.device_sampler import PRECISION, WrapperSampler
 
@@ -62,18 +57,14 @@ class InfeasibleFilterSampler(WrapperSampler):
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         finished = study._get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        infeasible = [t for t in finished if is_infeasible(t)]
-        self._avoided = set()
-        if infeasible:
-            feasible = {choice for t in finished if not is_infeasible(t) for choice in _choices(t)}
-            unexplained = [weights for t in infeasible if (weights := _weights(t, feasible))]
-            num_explained = 0
-            while blame := _blame(unexplained):
-                self._avoided.add(blame)
-                num_explained += sum(blame in weights for weights in unexplained)
-                unexplained = [weights for weights in unexplained if blame not in weights]
-            if num_explained < RETRIED_SHARE * len(finished):
-                self._avoided = set()
+        feasible = {choice for t in finished if not is_infeasible(t) for choice in _choices(t)}
+        infeasible = [weights for t in finished if is_infeasible(t) and (weights := _weights(t, feasible))]
+        self._avoided, unexplained = set(), infeasible
+        while blame := _blame(unexplained):
+            self._avoided.add(blame)
+            unexplained = [weights for weights in unexplained if blame not in weights]
+        if len(infeasible) - len(unexplained) < RETRIED_SHARE * len(finished):
+            self._avoided = set()
         super().before_trial(study, trial)
 
     def sample_relative(
@@ -133,15 +124,12 @@ class AvoidRepeats(WrapperSampler):
     they say nothing of their configuration. Two workers that ask at the same moment may get the same one.
     """
 
-    def __init__(
-        self, sampler: InfeasibleFilterSampler, space: Mapping[str, Distribution], seed: int
-    ) -> None:
+    def __init__(self, sampler: InfeasibleFilterSampler, space: SearchSpace, seed: int) -> None:
         super().__init__(sampler)
         self._avoids = sampler.avoids
         self._space = space
         self._values = grid(space)
         self._random = random.Random(seed)
-        self._params: dict[str, Any] = {}
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         # The proposal is made here already: which settings it has depends on its values.
@@ -177,21 +165,19 @@ class AvoidRepeats(WrapperSampler):
     def _change(
         self, study: Study, trial: FrozenTrial, proposal: _Proposal, tried: Set[Configuration]
     ) -> _Proposal:
-        values = {
-            name: [value for value in of_setting if not self._avoids(name, value)]
-            for name, of_setting in self._values.items()
-            if name not in trial.params
-        }
-        for params in self._changes(proposal.params, values):
+        for params in self._changes(proposal.params, trial.params):
             changed = self._propose(study, trial, params)
             if _configuration(changed.params) not in tried:
                 return changed
         return proposal
 
-    def _changes(
-        self, params: Mapping[str, Any], values: Mapping[str, Sequence[Any]]
-    ) -> Iterator[dict[str, Any]]:
+    def _changes(self, params: Mapping[str, Any], kept: Container[str]) -> Iterator[dict[str, Any]]:
         """Random changes of one setting, of two, and so on; then, of a small space, every combination."""
+        values = {
+            name: [value for value in of_setting if not self._avoids(name, value)]
+            for name, of_setting in self._values.items()
+            if name not in kept
+        }
         others = {
             name: [value for value in values.get(name, ()) if _text(value) != _text(present)]
             for name, present in params.items()
@@ -208,29 +194,16 @@ class AvoidRepeats(WrapperSampler):
                 yield {**params, **dict(zip(values, product, strict=True))}
 
 
-class _Proposal:
+class _Proposal(FixedTrial):
     """Takes the part of a trial while a configuration is put together."""
 
     def __init__(self, draw: Callable[[str, BaseDistribution], Any]) -> None:
-        self.params: dict[str, Any] = {}
-        self.distributions: dict[str, BaseDistribution] = {}
+        super().__init__({})
         self._draw = draw
 
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        return self._suggest(name, CategoricalDistribution(choices))
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> Any:
-        return self._suggest(name, IntDistribution(low, high, log, step))
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> Any:
-        return self._suggest(name, FloatDistribution(low, high, log, step))
-
     def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
-        self.distributions[name] = distribution
-        self.params[name] = self._draw(name, distribution)
-        return self.params[name]
+        self._params[name] = self._draw(name, distribution)
+        return super()._suggest(name, distribution)
 
 
 def _configuration(params: Mapping[str, Any]) -> Configuration:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -32,7 +32,8 @@ class PrunedAwareSampler(WrapperSampler):
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         trials = study._get_trials(deepcopy=False)
         self._distributions = {name: one for other in trials for name, one in other.distributions.items()}
-        self._copy = _with_pruned(study, trials)
+        self._scales = {name: scale for name, one in self._distributions.items() if (scale := _scale(one))}
+        self._copy = _with_pruned(study, trials, self._scales)
         numbers = [other.number for other in trials]
         self._copied_trial = self._copy.get_trials(deepcopy=False)[numbers.index(trial.number)]
         super().before_trial(self._copy, self._copied_trial)
@@ -43,10 +44,18 @@ class PrunedAwareSampler(WrapperSampler):
 
     def sample_relative(self, *_: object) -> dict[str, Any]:
         params = super().sample_relative(self._copy, self._copied_trial, self._ranked_space)
-        return {name: _of_rank(self._distributions[name], value) for name, value in params.items()}
+        return params | {name: scale[params[name]] for name, scale in self._scales.items() if name in params}
 
 
-def _with_pruned(study: Study, trials: Sequence[FrozenTrial]) -> Study:
+def _scale(distribution: BaseDistribution) -> list[Any]:
+    """The choices in order where they are numbers, more than two of them; else nothing."""
+    if not isinstance(distribution, CategoricalDistribution) or len(distribution.choices) <= 2:
+        return []
+    numbers = [choice for choice in distribution.choices if type(choice) in (int, float)]
+    return sorted(numbers) if len(numbers) == len(distribution.choices) else []
+
+
+def _with_pruned(study: Study, trials: Sequence[FrozenTrial], scales: Mapping[str, list[Any]]) -> Study:
     complete = [t for t in trials if t.state == TrialState.COMPLETE]
     value_of = {t.number: t.values for t in complete} | _expected(study, complete, trials)
     known = list(value_of.values()) or [[0.0] * len(study.directions)]
@@ -57,12 +66,15 @@ def _with_pruned(study: Study, trials: Sequence[FrozenTrial]) -> Study:
     copy = optuna.create_study(directions=study.directions)
     for t in trials:
         shown = worst if is_infeasible(t) else value_of.get(t.number)
+        scaled = [name for name in t.params if name in scales]
+        ranks = {name: scales[name].index(t.params[name]) for name in scaled}
+        ranges = {name: IntDistribution(0, len(scales[name]) - 1) for name in scaled}
         copy.add_trial(
             optuna.trial.create_trial(
                 state=t.state if shown is None else TrialState.COMPLETE,
                 values=shown,
-                params={name: _rank(t.distributions[name], value) for name, value in t.params.items()},
-                distributions={name: _ranked(one) for name, one in t.distributions.items()},
+                params=t.params | ranks,
+                distributions=t.distributions | ranges,
             )
         )
     return copy
@@ -95,27 +107,3 @@ def _best_until(study: Study, trial: FrozenTrial, last_step: int) -> float | Non
     ]
     better = max if study.directions[0] == StudyDirection.MAXIMIZE else min
     return better(reports, default=None)
-
-
-def _scale(distribution: BaseDistribution) -> list[Any]:
-    """The choices in order where they are numbers, more than two of them; else nothing."""
-    if not isinstance(distribution, CategoricalDistribution) or len(distribution.choices) <= 2:
-        return []
-    numbers = [choice for choice in distribution.choices if type(choice) in (int, float)]
-    return sorted(numbers) if len(numbers) == len(distribution.choices) else []
-
-
-def _ranked(distribution: BaseDistribution) -> BaseDistribution:
-    scale = _scale(distribution)
-    return IntDistribution(0, len(scale) - 1) if scale else distribution
-
-
-def _rank(distribution: BaseDistribution, value: Any) -> Any:
-    scale = _scale(distribution)
-    return scale.index(value) if scale else value
-
-
-def _of_rank(distribution: BaseDistribution, value: Any) -> Any:
-    """The inverse of `_rank`."""
-    scale = _scale(distribution)
-    return scale[value] if scale else value

@@ -44,6 +44,7 @@ from hpo.outcome import Outcome
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import MAX_DEATHS, counted_cause, num_oom_kills
 from hpo.study.process import process_start, this_machine
+from hpo.study.samplers import known_params
 from hpo.study.schema import evaluations, slots, workers
 from hpo.study.storage import Storage
 
@@ -289,7 +290,7 @@ class WorkerLease:
         with self._storage.engine.connect() as connection:
             rows = connection.execute(unfinished).all()
         trials = self._study.get_trials(deepcopy=False) if rows else []
-        params = {trial.number: trial.params for trial in trials}
+        params = {trial.number: known_params(trial) for trial in trials}
         refused = [row.slot for row in rows if not self._can_run(params.get(row.trial_number, {}))]
         others = slots.c.slot.not_in(refused)
         return others if self._can_run({}) else sa.and_(others, slots.c.trial_number.is_not(None))

@@ -132,7 +132,7 @@ def run_workers(
     threads = max(1, available_cores() // len(places))
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     environment |= {"HPO_STORAGE": storage.url}
-    watch = StudyWatch(storage, config.name)
+    watch = StudyWatch(storage, config)
     started = time.monotonic()
     with ExitStack() as stack:
         processes, log_begins = [], []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
@@ -31,30 +32,51 @@ def read_study(
     The connection must see one state of the database in all queries (`database.snapshot`): what ends in
     between would be read in halves.
     """
-    definition = json.loads(
-        connection.execute(
-            sa.select(schema.studies.c.definition).where(schema.studies.c.name == name)
-        ).scalar_one()
-    )
+    of_study = sa.select(schema.studies.c.definition).where(schema.studies.c.name == name)
+    definition = json.loads(connection.execute(of_study).scalar_one())
     slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
-    workers = _read_workers(connection, name, slots, now, lease_seconds)
+    running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
+    members = sa.select(schema.workers, now.label("now")).where(schema.workers.c.study == name)
+    workers = [
+        WorkerRecord(
+            id=row.id,
+            host=row.host,
+            pid=row.pid,
+            last_seen=datetime.fromtimestamp(row.last_seen, UTC),
+            alive=is_alive(row, lease_seconds),
+            trial_number=running.get(row.id),
+            number=row.number,
+        )
+        for row in connection.execute(members.order_by(schema.workers.c.started))
+    ]
     alive = {worker.id for worker in workers if worker.alive}
     # A slot whose worker died waits for the next one, as an open slot does.
-    slot_states = [
-        "open" if slot.state == "running" and slot.owner not in alive else slot.state for slot in slots
-    ]
+    states = ["open" if slot.state == "running" and slot.owner not in alive else slot.state for slot in slots]
     slot_of_trial = {
-        slot.trial_number: (state, slot.owner)
-        for slot, state in zip(slots, slot_states, strict=True)
-        if slot.trial_number is not None
+        slot.trial_number: (state, slot.owner) for slot, state in zip(slots, states, strict=True)
     }
+    return StudyRecord(
+        name=name,
+        metric_names=tuple(objective["metric"] for objective in definition["objective"]),
+        directions=tuple(objective["direction"] for objective in definition["objective"]),
+        definition=definition,
+        trials=_read_trials(connection, study_id, name, slot_of_trial),
+        workers=workers,
+        slots={state: states.count(state) for state in ("open", "running", "done")},
+    )
+
+
+def _read_trials(
+    connection: sa.Connection, study_id: int, name: str, slot_of_trial: dict[int, tuple[str, str | None]]
+) -> list[TrialRecord]:
+    """`slot_of_trial` has the state and the owner of the slot of each trial, by its number."""
     trials = models.TrialModel.__table__
     in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == study_id)
 
-    def of_trials(model: Any, *order: str) -> list[Any]:
+    def of_trials(model: Any, *order: str) -> Sequence[Any]:
         table = model.__table__
         query = sa.select(table).where(table.c.trial_id.in_(in_study))
-        return list(connection.execute(query.order_by(*(table.c[column] for column in order))).all())
+        return connection.execute(query.order_by(*(table.c[column] for column in order))).all()
 
     params: dict[int, dict[str, Any]] = defaultdict(dict)
     distributions: dict[int, dict[str, BaseDistribution]] = defaultdict(dict)
@@ -71,22 +93,22 @@ def read_study(
     evaluations = _read_evaluations(connection, name)
 
     records = []
-    for row in connection.execute(
-        sa.select(trials).where(trials.c.study_id == study_id).order_by(trials.c.number)
-    ):
+    query = sa.select(trials).where(trials.c.study_id == study_id)
+    for row in connection.execute(query.order_by(trials.c.number)):
         own = attributes[row.trial_id]
-        outcome = own.pop("outcome", "")
+        state: TrialState = row.state
         slot_state, owner = slot_of_trial.get(row.number, ("running", None))
         if owner is not None:
             own.setdefault("worker", owner)
+        outcome = own.pop("outcome", "") or _OUTCOMES.get(state, state.name.lower())
+        if state == TrialState.RUNNING:
+            outcome = "running" if slot_state == "running" else Outcome.PREEMPTED
         started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
-        state: TrialState = row.state
-        unfinished = "running" if slot_state == "running" else Outcome.PREEMPTED
         records.append(
             TrialRecord(
                 number=row.number,
                 state=state.name,
-                outcome=unfinished if state == TrialState.RUNNING else outcome,
+                outcome=outcome,
                 reason=own.pop("outcome_reason", ""),
                 params=params[row.trial_id],
                 distributions=distributions[row.trial_id],
@@ -99,57 +121,20 @@ def read_study(
                 evaluations=evaluations[row.number],
             )
         )
-    return StudyRecord(
-        name=name,
-        metric_names=tuple(objective["metric"] for objective in definition["objective"]),
-        directions=tuple(objective["direction"] for objective in definition["objective"]),
-        definition=definition,
-        trials=records,
-        workers=workers,
-        slots={state: slot_states.count(state) for state in ("open", "running", "done")},
-    )
+    return records
+
+
+_OUTCOMES = {TrialState.FAIL: Outcome.FAILED}
+"""Of trials whose outcome is not stored, where its name is not that of the state."""
 
 
 def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[EvaluationRow]]:
     table = schema.evaluations
+    query = sa.select(table).where(table.c.study == name).order_by(table.c.step)
     evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
-    for row in connection.execute(sa.select(table).where(table.c.study == name).order_by(table.c.step)):
-        evaluations[row.trial_number].append(
-            EvaluationRow(
-                step=row.step,
-                epoch=row.epoch,
-                seconds=row.seconds,
-                metrics=json.loads(row.metrics),
-                train_examples_per_second=row.train_examples_per_second,
-                train_tokens_per_second=row.train_tokens_per_second,
-            )
-        )
+    for _, trial_number, step, epoch, seconds, metrics, *rates in connection.execute(query):
+        evaluations[trial_number].append(EvaluationRow(step, epoch, seconds, json.loads(metrics), *rates))
     return evaluations
-
-
-def _read_workers(
-    connection: sa.Connection,
-    name: str,
-    slots: Any,
-    now: sa.ColumnElement[float],
-    lease_seconds: float,
-) -> list[WorkerRecord]:
-    running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
-    table = schema.workers
-    query = sa.select(table, now.label("now")).where(table.c.study == name).order_by(table.c.started)
-    return [
-        WorkerRecord(
-            id=row.id,
-            host=row.host,
-            pid=row.pid,
-            started=datetime.fromtimestamp(row.started, UTC),
-            last_seen=datetime.fromtimestamp(row.last_seen, UTC),
-            alive=is_alive(row, lease_seconds),
-            trial_number=running.get(row.id),
-            number=row.number,
-        )
-        for row in connection.execute(query)
-    ]
 
 
 @lru_cache(maxsize=1024)

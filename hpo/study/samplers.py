@@ -9,11 +9,13 @@ as PRUNED with an infeasible constraint (see `leases`):
   infeasible.
 - GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study.
 
-Random, grid and QMC do not learn and are left as they are, as is CMA-ES, which draws categories at random:
-with them, such a trial ends before training.
+Random, QMC and the grid do not learn, and CMA-ES draws categories at random: with them, such a trial ends
+before training.
 
 TPE and GP come back to what they found good: on a grid, to the very same configuration. `AvoidRepeats`
-changes that. GP is told the order of choices that are numbers: `[8, 16, 32]` has a middle.
+changes that. GP is told the order of choices that are numbers: `[8, 16, 32]` has a middle. The sampler `grid`
+is our own, `SharedGrid`: Optuna's gives points to trials by number, whatever the worker can run, and may give
+one twice.
 """
 
 from __future__ import annotations
@@ -21,19 +23,18 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, RandomSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.search_space import Distribution, grid, is_finite
+from hpo.config.search_space import SearchSpace, grid, is_finite
 from hpo.outcome import Outcome
 from hpo.study.device_sampler import ANY_DEVICE, PRECISION, DeviceSampler, WorkerDevice
 from hpo.study.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
@@ -50,99 +51,79 @@ POINT_ATTR = "hpo:grid"
 
 def build_sampler(
     config: SamplerConfig,
-    space: Mapping[str, Distribution],
+    space: SearchSpace,
     *,
     worker_number: int = 0,
     device: WorkerDevice = ANY_DEVICE,
     skipped: Container[str] = (),
     lock: Lock = nullcontext,
 ) -> BaseSampler:
-    """Return Optuna's sampler of that name for one worker of a study.
+    """Return the sampler of one worker of a study.
 
     Args:
-        worker_number: added to the seed. Two workers with the same seed would try the same configurations;
-            only `grid` and `qmc` continue one sequence among all workers and need the same seed for it.
+        worker_number: added to the seed, without which two workers would try the same configurations; only
+            `grid` and `qmc` continue one sequence among all workers and need the same seed for it.
         skipped: precisions that this worker does not draw.
         lock: held while a point of the grid is chosen, so that no two workers choose the same.
     """
-    seed = (config.seed + worker_number) % 2**32
-    choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()
-    # Where a device runs no choice, `run_worker` asks for no proposal.
-    runnable = [choice for choice in choices if choice not in skipped] or choices
-    drawn = dict(space)
-    if choices:
-        drawn[PRECISION] = space[PRECISION].model_copy(update={"choices": tuple(runnable)})
     if config.name == "grid":
         return SharedGrid(space, config.seed, skipped, lock)
-    with _quiet():
-        sampler = _optuna_sampler(config, drawn, seed)
-    models_choices = config.name in ("tpe", "gp")
-    return DeviceSampler(sampler, device, choices, runnable, models_choices=models_choices)
+    choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()
+    # Where a device runs no choice, `run_worker` asks for no proposal.
+    runnable = tuple(choice for choice in choices if choice not in skipped) or choices
+    if choices:
+        space = {**space, PRECISION: space[PRECISION].model_copy(update={"choices": runnable})}
+    sampler = _build_optuna_sampler(config, space, (config.seed + worker_number) % 2**32)
+    models = config.name in ("tpe", "gp")
+    return DeviceSampler(sampler, device, choices, runnable, models_choices=models)
 
 
-def _quiet() -> AbstractContextManager[object]:
-    """Some of Optuna's samplers and pruners call themselves experimental; the user chose them by name."""
-    return warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning)
-
-
-def _optuna_sampler(config: SamplerConfig, space: Mapping[str, Distribution], seed: int) -> BaseSampler:
-    options = config.options
-    if config.name in ("gp", "cmaes", "qmc"):
+def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) -> BaseSampler:
+    """Optuna's sampler, wrapped in what it needs against trials that cannot work."""
+    name, options = config.name, config.options
+    if name in ("gp", "cmaes", "qmc"):
         options["warn_independent_sampling"] = False
-    independent = optuna.samplers.RandomSampler(seed=seed)
-    match config.name:
-        case "tpe":
-            return _feasible(optuna.samplers.TPESampler(seed=seed, **options), space, seed)
-        case "gp":
-            gp = optuna.samplers.GPSampler(seed=seed, **options)
-            return _feasible(PrunedAwareSampler(gp), space, seed)
-        case "nsga2":
-            return InfeasibleFilterSampler(optuna.samplers.NSGAIISampler(seed=seed, **options), seed)
-        case "cmaes":
-            return optuna.samplers.CmaEsSampler(seed=seed, independent_sampler=independent, **options)
-        case "qmc":
-            return optuna.samplers.QMCSampler(seed=config.seed, independent_sampler=independent, **options)
-        case _:
-            return independent
-
-
-def _feasible(sampler: BaseSampler, space: Mapping[str, Distribution], seed: int) -> BaseSampler:
+    if name in ("cmaes", "qmc"):
+        options["independent_sampler"] = RandomSampler(seed=seed)
+    options["seed"] = config.seed if name == "qmc" else seed
+    sampler: BaseSampler = _build(optuna.samplers, config, options)
+    if name == "gp":
+        sampler = PrunedAwareSampler(sampler)
+    if name not in ("tpe", "gp", "nsga2"):
+        return sampler
     feasible = InfeasibleFilterSampler(sampler, seed)
-    return AvoidRepeats(feasible, space, seed) if is_finite(space) else feasible
+    return AvoidRepeats(feasible, space, seed) if name != "nsga2" and is_finite(space) else feasible
 
 
 def build_pruner(config: PrunerConfig) -> BasePruner:
     """Return Optuna's pruner of that name. Steps are evaluations."""
-    pruners: dict[str, Callable[..., BasePruner]] = {
-        "hyperband": optuna.pruners.HyperbandPruner,
-        "asha": optuna.pruners.SuccessiveHalvingPruner,
-        "median": optuna.pruners.MedianPruner,
-        "percentile": optuna.pruners.PercentilePruner,
-        "patient": partial(optuna.pruners.PatientPruner, None),
-        "none": optuna.pruners.NopPruner,
-    }
-    with _quiet():
-        return pruners[config.name](**config.options)
+    wrapped = {"wrapped_pruner": None} if config.name == "patient" else {}
+    pruner: BasePruner = _build(optuna.pruners, config, config.options | wrapped)
+    return pruner
+
+
+def _build(module: Any, config: SamplerConfig | PrunerConfig, options: Mapping[str, Any]) -> Any:
+    with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+        return getattr(module, config.CLASSES[config.name])(**options)
 
 
 class NoPointLeft(Exception):
     """Every point of the grid that this worker can run has been tried; see `SharedGrid`."""
 
 
+def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
+    """The parameters of a trial, on a grid also those that it was given and has not suggested yet."""
+    return {**trial.system_attrs.get(POINT_ATTR, {}), **trial.params}
+
+
 class SharedGrid(BaseSampler):
     """The points of a grid in a random order, each for one trial of the workers that share the grid.
 
-    Optuna's own gives points to trials by number, whatever the worker can run, and may give one twice.
-    A point is done when its trial is, unless that FAILed without having run, as when `n_trials` is lowered.
+    A trial keeps its point whoever goes on with it, and its retry has the same. A point is done when its
+    trial is, unless that FAILed without having run, as when `n_trials` is lowered.
     """
 
-    def __init__(
-        self,
-        space: Mapping[str, Distribution],
-        seed: int,
-        skipped: Container[str] = (),
-        lock: Lock = nullcontext,
-    ) -> None:
+    def __init__(self, space: SearchSpace, seed: int, skipped: Container[str], lock: Lock) -> None:
         values = grid(space)
         names = sorted(values)
         products = itertools.product(*(values[name] for name in names))
@@ -153,12 +134,13 @@ class SharedGrid(BaseSampler):
 
     def precisions_left(self, study: Study) -> list[str]:
         """Of the points that no trial has, the precisions."""
-        return list(dict.fromkeys(point[PRECISION] for point in self._untried(study) if PRECISION in point))
+        untried = self._untried(study._get_trials(deepcopy=False))
+        return list(dict.fromkeys(point[PRECISION] for point in untried if PRECISION in point))
 
-    def _untried(self, study: Study) -> list[dict[str, Any]]:
+    def _untried(self, trials: Sequence[FrozenTrial]) -> list[dict[str, Any]]:
         tried = {
             tuple(trial.system_attrs[POINT_ATTR].values())
-            for trial in study._get_trials(deepcopy=False)
+            for trial in trials
             if POINT_ATTR in trial.system_attrs
             and (trial.state != TrialState.FAIL or trial.user_attrs.get("outcome") == Outcome.FAILED)
         }
@@ -166,25 +148,18 @@ class SharedGrid(BaseSampler):
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
         """Give the trial its point. Raises NoPointLeft where those that are left are for other devices."""
-        point = trial.system_attrs.get(POINT_ATTR)
-        if "fixed_params" in trial.system_attrs or (
-            point is not None and (self._runs(point) or PRECISION in trial.params)
-        ):
+        if POINT_ATTR in trial.system_attrs:
             return
         with self._lock():
-            untried = self._untried(study)
-            left = [p for p in untried if self._fits(p, trial)]
-            if untried and not left and not trial.params:
+            trials = study._get_trials(deepcopy=False)
+            if (failed := trial.user_attrs.get("retry_of")) is not None:
+                point = trials[failed].system_attrs[POINT_ATTR]
+            else:
+                runnable = (p for p in self._untried(trials) if p.get(PRECISION) not in self._skipped)
+                point = next(runnable, None)
+            if point is None:
                 raise NoPointLeft
-            # One that another device's worker began before it had a precision may have to repeat a point.
-            chosen = next(p for p in [*left, *self._points] if self._fits(p, trial))
-            study._storage.set_trial_system_attr(trial._trial_id, POINT_ATTR, chosen)
-
-    def _fits(self, point: Mapping[str, Any], trial: FrozenTrial) -> bool:
-        return self._runs(point) and trial.params.items() <= point.items()
-
-    def _runs(self, point: Mapping[str, Any]) -> bool:
-        return point.get(PRECISION) not in self._skipped
+            study._storage.set_trial_system_attr(trial._trial_id, POINT_ATTR, point)
 
     def infer_relative_search_space(self, *_: object) -> dict[str, BaseDistribution]:
         return {}
@@ -192,11 +167,5 @@ class SharedGrid(BaseSampler):
     def sample_relative(self, *_: object) -> dict[str, Any]:
         return {}
 
-    def sample_independent(
-        self,
-        study: Study,  # noqa: ARG002
-        trial: FrozenTrial,
-        param_name: str,
-        param_distribution: BaseDistribution,  # noqa: ARG002
-    ) -> Any:
-        return trial.system_attrs[POINT_ATTR][param_name]
+    def sample_independent(self, _: Study, trial: FrozenTrial, name: str, __: BaseDistribution) -> Any:
+        return trial.system_attrs[POINT_ATTR][name]

@@ -39,7 +39,7 @@ class TrialRecord:
     state: str
     """Optuna's: RUNNING, WAITING, COMPLETE, PRUNED or FAIL."""
     outcome: str
-    """As stored; while the trial is RUNNING `running`, or `preempted` if no live worker has it."""
+    """As stored, or the state in small letters; of an unfinished trial `preempted` if no worker has it."""
     reason: str
     params: dict[str, Any]
     values: tuple[float, ...] | None
@@ -63,7 +63,6 @@ class WorkerRecord:
     id: str
     host: str
     pid: int
-    started: datetime
     last_seen: datetime
     alive: bool
     trial_number: int | None
@@ -91,38 +90,29 @@ class StudyRecord:
     """
 
 
-def trial_outcome(trial: TrialRecord) -> str:
-    """The stored outcome, or the one that the Optuna state stands for while none is stored."""
-    if trial.outcome:
-        return trial.outcome
-    return {"fail": Outcome.FAILED}.get(trial.state.lower(), trial.state.lower())
-
-
 def complete_trials(record: StudyRecord) -> list[TrialRecord]:
     """Trials that were trained and evaluated, each with finite values."""
     return [
         trial
         for trial in record.trials
-        if trial_outcome(trial) == Outcome.COMPLETE and trial.values and all(map(is_number, trial.values))
+        if trial.outcome == Outcome.COMPLETE and trial.values and all(map(is_number, trial.values))
     ]
 
 
 def best_trials(record: StudyRecord) -> list[TrialRecord]:
-    """The best complete trial; with several objectives, all trials of the Pareto front. Maybe none."""
+    """The best complete trial; with several objectives the Pareto front, the best by the first of them first.
+
+    Maybe none.
+    """
     complete = complete_trials(record)
     if not complete:
         return []
     values = np.array([trial.values for trial in complete], dtype=float)
+    losses = values * loss_signs(record.directions)
     if len(record.metric_names) == 1:
-        return [complete[int((values * loss_signs(record.directions)).argmin())]]
-    front = pareto_front(values, record.directions)
-    return [trial for trial, on_front in zip(complete, front, strict=True) if on_front]
-
-
-def by_first_objective(record: StudyRecord) -> list[TrialRecord]:
-    """The best trial; with several objectives the Pareto front, best first by the first of them."""
-    sign = -1 if record.directions[0] == "maximize" else 1
-    return sorted(best_trials(record), key=lambda trial: sign * trial.values[0] if trial.values else 0.0)
+        return [complete[int(losses.argmin())]]
+    front = np.flatnonzero(pareto_front(values, record.directions))
+    return [complete[index] for index in front[losses[front, 0].argsort(kind="stable")]]
 
 
 def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:

@@ -36,7 +36,7 @@ from hpo.outcome import Outcome
 from hpo.study.database import exclusive
 from hpo.study.device_sampler import ANY_DEVICE, PRECISION, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
-from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
+from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler, known_params
 from hpo.study.schema import slots
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
@@ -151,7 +151,7 @@ def _unfinished(storage: Storage, study: optuna.Study) -> list[Mapping[str, Any]
     with storage.engine.connect() as connection:
         numbers = connection.execute(query).scalars().all()
     trials = study.get_trials(deepcopy=False)
-    return [{} if number is None else trials[number].params for number in numbers]
+    return [{} if number is None else known_params(trials[number]) for number in numbers]
 
 
 def _run_trial(trial: optuna.trial.Trial, lease: Lease, execute: Execute) -> TrialResult:

@@ -16,7 +16,6 @@ effective precision, device type). A store reads and replaces the checkpoints of
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -42,7 +41,6 @@ _WEIGHTS, _STATE, _MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 class Checkpoint:
     """An intact checkpoint; tensors on the CPU."""
 
-    path: Path
     resume_key: str
     weights: dict[str, Tensor]
     state: dict[str, Any]
@@ -195,7 +193,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    return Checkpoint(path, manifest["resume_key"], weights, state)
+    return Checkpoint(manifest["resume_key"], weights, state)
 
 
 def _copied(value: Any) -> Any:
@@ -215,8 +213,12 @@ def _write(
     """Write a checkpoint; its weights are a hard link to those of the checkpoint `same_weights`, if given."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        if same_weights is None or not _link(same_weights / _WEIGHTS, temporary / _WEIGHTS):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        if same_weights is not None:
+            with contextlib.suppress(OSError):  # a file system without hard links
+                (temporary / _WEIGHTS).hardlink_to(same_weights / _WEIGHTS)
+        if not (temporary / _WEIGHTS).exists():
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / _WEIGHTS)
         torch.save(dict(state), temporary / _STATE)
         names = (_WEIGHTS, _STATE)
@@ -232,20 +234,11 @@ def _write(
     # safetensors and torch.save report a full disk as errors of their own, not as OSError.
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        full = "No space left" in str(error)
         raise CheckpointError(
             f"checkpoint {path} could not be written: {error}.{' Free some space.' if full else ''} "
             "The trial goes on from the checkpoint before when the study is started again."
         ) from error
-
-
-def _link(existing: Path, new: Path) -> bool:
-    """Make a hard link; False where the file system has none."""
-    try:
-        new.hardlink_to(existing)
-    except OSError:
-        return False
-    return True
 
 
 def _flush(path: Path) -> None:

@@ -49,11 +49,10 @@ def apply_compile(
 
     Works in place, so parameter names and checkpoints stay as they are. Compilation itself happens at the
     first call of each shape (`dynamic` as torch.compile's). Blocks share one kernel, so `layers` compiles in
-    the time of one block. The mode `none` does nothing.
+    the time of one block.
     """
-    if mode != "none":
-        for module in [model] if scope == "model" else encoder_layers(model.encoder):
-            module.compile(mode=mode, dynamic=dynamic)
+    for module in [model] if scope == "model" else encoder_layers(model.encoder):
+        module.compile(mode=mode, dynamic=dynamic)
     return model
 
 

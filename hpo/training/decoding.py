@@ -6,32 +6,26 @@ token tasks (`hpo.training.spans`). Windows of one long text are joined: the mea
 (regression).
 
 What a decision needs beyond the logits (a probability threshold, a null offset) is chosen on the
-validation split by `choose_decision` and kept with the model as a `DecodingThresholds`.
+validation split and kept with the model as a `DecodingThresholds`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import BoolArray, IntArray, TokenizedSplit
-from hpo.training.metrics import (
-    answer_row,
-    f1_macro,
-    f1_micro,
-    indicators,
-    score,
-    span_f1_scores,
-    span_overlap_f1,
-)
+from hpo.training.metrics import answer_row, f1_macro, f1_micro, indicators, span_f1_scores, span_overlap_f1
 from hpo.training.spans import Evidence, FloatArray, best_answers, bio_spans, sigmoid
 
+THRESHOLD_LOG_ODDS = np.linspace(-7, 7, 141)
+"""The thresholds tried for multi_label: rare classes may all stay under a probability of 0.05."""
 EVIDENCE_THRESHOLDS = tuple(np.arange(1, 10) / 10)
 EVIDENCE_MERGE_GAPS = (0, 2, 5)
 
@@ -50,46 +44,26 @@ class DecodingThresholds:
     merge_gap: int = 0
 
 
-def choose_decisions(
-    tasks: Sequence[Task],
-    logits: Mapping[str, FloatArray],
-    split: TokenizedSplit,
-    metrics: Mapping[str, str] | None = None,
-) -> dict[str, DecodingThresholds]:
-    """Choose every task's decision on a split; `metrics` maps a task to the metric to maximise."""
-    decisions: dict[str, DecodingThresholds] = {}
-    predictions: dict[str, list[Any]] = {}
-    for task in _evidence_last(tasks):
-        name, given, labels = task.name, logits[task.name], predictions.get(task.evidence_for or "")
-        decisions[name] = choose_decision(task, given, split, labels, (metrics or {}).get(name))
-        if not task.evidence_for:
-            predictions[name] = decode(task, given, split, decisions[name])
-    return {task.name: decisions[task.name] for task in tasks}
-
-
 def decode_tasks(
     tasks: Sequence[Task],
     logits: Mapping[str, FloatArray],
     split: TokenizedSplit,
-    decisions: Mapping[str, DecodingThresholds],
-) -> dict[str, list[Any]]:
-    """Decode every task, evidence after the task whose predicted classes it belongs to."""
+    decisions: Mapping[str, DecodingThresholds] | None = None,
+    metrics: Mapping[str, str] | None = None,
+) -> tuple[dict[str, list[Any]], dict[str, DecodingThresholds]]:
+    """The predictions of every task, evidence after the task whose predicted classes it belongs to, and
+    the decisions that they were made with.
+
+    Without `decisions` they are chosen on this split; `metrics` maps a task to the metric to maximise.
+    """
     predictions: dict[str, list[Any]] = {}
-    for task in _evidence_last(tasks):
-        labels = predictions.get(task.evidence_for or "")
-        predictions[task.name] = decode(task, logits[task.name], split, decisions[task.name], labels)
-    return {task.name: predictions[task.name] for task in tasks}
-
-
-def score_tasks(
-    tasks: Sequence[Task], predictions: Mapping[str, Sequence[Any]], examples: Sequence[Example]
-) -> dict[str, dict[str, float]]:
-    """Score every task: {task: {metric: value}}."""
-    return {task.name: score(task, predictions[task.name], examples) for task in tasks}
-
-
-def _evidence_last(tasks: Sequence[Task]) -> list[Task]:
-    return sorted(tasks, key=lambda task: task.evidence_for is not None)
+    chosen = dict(decisions or {})
+    for task in sorted(tasks, key=lambda task: task.evidence_for is not None):
+        name, labels = task.name, predictions.get(task.evidence_for or "")
+        if not decisions:
+            chosen[name] = choose_decision(task, logits[name], split, labels, (metrics or {}).get(name))
+        predictions[name] = decode(task, logits[name], split, chosen[name], labels)
+    return predictions, {task.name: chosen[task.name] for task in tasks}
 
 
 def decode(
@@ -99,7 +73,7 @@ def decode(
     decision: DecodingThresholds,
     predicted_labels: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Return one prediction an example, in the order of `split.examples`.
+    """One prediction an example, in the order of `split.examples`.
 
     single_label a class, multi_label a list of classes, regression a number in raw units, the span kinds
     a sorted list of (name, start, end) in characters. span_per_label finds spans for
@@ -135,7 +109,7 @@ def choose_decision(
     predicted_labels: Sequence[Any] | None = None,
     metric: str | None = None,
 ) -> DecodingThresholds:
-    """Return the decision that maximises a metric of the task (default: its primary one) on this split.
+    """The decision that maximises a metric of the task (default: its primary one) on this split.
 
     Only the rows annotated for the task count; without any, or for a kind with nothing to decide, it is
     `DecodingThresholds()`.
@@ -145,16 +119,14 @@ def choose_decision(
     if not rows:
         return DecodingThresholds()
     with np.errstate(invalid="ignore", over="ignore"):
-        if task.kind == "multi_label":
-            return _choose_threshold(task, logits, split, rows, metric)
-        if task.kind == "span_extraction":
-            return _choose_null_offset(task, logits, split, rows, metric)
-        if task.kind == "span_per_label":
-            return _choose_evidence(task, logits, split, predicted_labels, rows, metric)
+        match task.kind:
+            case "multi_label":
+                return _choose_threshold(task, logits, split, rows, metric)
+            case "span_extraction":
+                return _choose_null_offset(task, logits, split, rows, metric)
+            case "span_per_label":
+                return _choose_evidence(task, Evidence(task, logits, split, predicted_labels), rows, metric)
     return DecodingThresholds()
-
-
-# Sequence tasks
 
 
 def _mean_of_windows(values_WC: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
@@ -179,14 +151,12 @@ def _log_softmax(logits: FloatArray) -> NDArray[np.float64]:
 def _choose_threshold(
     task: Task, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str
 ) -> DecodingThresholds:
-    """Try 141 thresholds evenly spaced in log-odds: rare classes may all stay under a probability of 0.05."""
-    grid_G = np.linspace(-7, 7, 141)
+    """Try `THRESHOLD_LOG_ODDS`; of equal values the one nearest to a probability of a half is taken."""
+    grid_G = THRESHOLD_LOG_ODDS
     scores_NC = np.nan_to_num(_max_of_windows(logits, split)[rows], nan=-np.inf)
     true_NC = indicators(task, [split.examples[row].labels[task.name] for row in rows])
-    # passed_NC: how many thresholds a score is above. Tails of histograms of it count, for each
-    # threshold and class, the predicted positives and the right ones.
+    # How many thresholds a score is above.
     passed_NC = np.searchsorted(grid_G, scores_NC)
-    predicted_GC, hits_GC = _above(passed_NC, len(grid_G)), _above(passed_NC, len(grid_G), true_NC)
     if metric == "exact_match":
         needed_N = np.where(true_NC, passed_NC, len(grid_G)).min(axis=1)
         refused_N = np.where(true_NC, 0, passed_NC).max(axis=1)
@@ -194,23 +164,20 @@ def _choose_threshold(
         value_G = ((g < needed_N) & (g >= refused_N)).mean(axis=1)
     else:
         f1 = f1_micro if metric == "f1_micro" else f1_macro
+        hits_GC = _num_above(passed_NC, len(grid_G), true_NC)
+        predicted_GC = _num_above(passed_NC, len(grid_G), np.ones_like(true_NC))
         value_G = f1(hits_GC, true_NC.sum(axis=0), predicted_GC)
     best = np.flatnonzero(value_G == value_G.max())
     nearest_half = best[np.abs(grid_G[best]).argmin()]
     return DecodingThresholds(threshold=float(sigmoid(grid_G[nearest_half])))
 
 
-def _above(passed_NC: IntArray, num_thresholds: int, where_NC: BoolArray | None = None) -> IntArray:
-    """Count, for each threshold g and class, the rows (of `where_NC`) with passed > g: [G, C]."""
+def _num_above(passed_NC: IntArray, num_thresholds: int, where_NC: BoolArray) -> IntArray:
+    """For each threshold g and class the number of rows of `where_NC` with passed > g: [G, C]."""
     num_classes = passed_NC.shape[1]
     cell_NC = passed_NC * num_classes + np.arange(num_classes)
-    cells = cell_NC.ravel() if where_NC is None else cell_NC[where_NC]
-    histogram = np.bincount(cells, minlength=(num_thresholds + 1) * num_classes)
-    histogram = histogram.reshape(num_thresholds + 1, num_classes)
-    return np.asarray(histogram[::-1].cumsum(axis=0)[::-1][1:])
-
-
-# Token tasks
+    histogram = np.bincount(cell_NC[where_NC], minlength=(num_thresholds + 1) * num_classes)
+    return np.asarray(histogram.reshape(-1, num_classes)[::-1].cumsum(axis=0)[::-1][1:])
 
 
 def _choose_null_offset(
@@ -218,20 +185,18 @@ def _choose_null_offset(
 ) -> DecodingThresholds:
     """Answer the rows with the largest margins: try every number of them."""
     answers, margin_E = best_answers(task, logits, split)
-    with_N5 = np.array([answer_row(task, answers[e], split.examples[e]) for e in rows])
-    without_N5 = np.array([answer_row(task, [], split.examples[e]) for e in rows])
     if metric.endswith("_answerable"):
         return DecodingThresholds(null_offset=float(np.nan_to_num(margin_E, neginf=0).min()) - 1)
     margin_N = margin_E[rows]
-    possible = np.isfinite(margin_N)
-    order = np.flatnonzero(possible)[np.argsort(-margin_N[possible], kind="stable")]
+    order = np.argsort(-margin_N, kind="stable")[: np.isfinite(margin_N).sum()]
     margin_K = margin_N[order]
     if len(order) == 0:
         return DecodingThresholds()
-    hits_K1, exact_K1, overlap_K1 = (
-        without_N5[:, i].sum() + np.concatenate([[0.0], (with_N5 - without_N5)[order, i].cumsum()])
-        for i in range(3)
-    )
+    with_N5 = np.array([answer_row(task, answers[e], split.examples[e]) for e in rows])
+    without_N5 = np.array([answer_row(task, [], split.examples[e]) for e in rows])
+    gain_K5 = (with_N5 - without_N5)[order].cumsum(axis=0)
+    sum_K15 = without_N5.sum(axis=0) + np.concatenate([np.zeros((1, 5)), gain_K5])
+    hits_K1, exact_K1, overlap_K1 = sum_K15[:, :3].T
     answered_K1 = np.arange(len(order) + 1)
     value_K1 = {
         "span_f1": 2 * hits_K1 / np.maximum(with_N5[:, 3].sum() + answered_K1, 1),
@@ -245,17 +210,9 @@ def _choose_null_offset(
     return DecodingThresholds(null_offset=float(offset_K1[best]))
 
 
-def _choose_evidence(
-    task: Task,
-    logits: FloatArray,
-    split: TokenizedSplit,
-    predicted_labels: Sequence[Any] | None,
-    rows: list[int],
-    metric: str,
-) -> DecodingThresholds:
+def _choose_evidence(task: Task, evidence: Evidence, rows: list[int], metric: str) -> DecodingThresholds:
     """Try thresholds and gaps; between equal values the better overlap decides (exact spans may all be 0)."""
-    evidence = Evidence(task, logits, split, predicted_labels)
-    examples = [split.examples[row] for row in rows]
+    examples = [evidence.split.examples[row] for row in rows]
 
     def value(decision: DecodingThresholds) -> tuple[float, float]:
         found = evidence.spans(decision.threshold, decision.merge_gap)
@@ -265,7 +222,6 @@ def _choose_evidence(
 
     candidates = [
         DecodingThresholds(threshold=float(threshold), merge_gap=gap)
-        for threshold in EVIDENCE_THRESHOLDS
-        for gap in EVIDENCE_MERGE_GAPS
+        for threshold, gap in product(EVIDENCE_THRESHOLDS, EVIDENCE_MERGE_GAPS)
     ]
     return max(candidates, key=value)

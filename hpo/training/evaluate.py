@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,8 @@ from hpo.data.tokenized_split import TokenizedSplit, ragged_arange
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
-from hpo.training.decoding import DecodingThresholds, choose_decisions, decode_tasks, score_tasks
+from hpo.training.decoding import DecodingThresholds, decode_tasks
+from hpo.training.metrics import score
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class Evaluation:
     decisions: dict[str, DecodingThresholds]
     """What was chosen on this split to turn logits into predictions, for use on other splits."""
     examples_per_second: float
-    train_loss: float | None
+    train_loss: float
     """Mean over the steps since the evaluation before."""
-    index: int = 0
+    index: int
     """1 for the first evaluation of a trial."""
-    rates: dict[str, float | None] = field(default_factory=dict)
+    rates: dict[str, float | None]
     """Throughput of training so far."""
 
 
@@ -59,9 +60,8 @@ def evaluate(
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
         raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
-    chosen = decisions or choose_decisions(tasks, logits, split, decision_metrics)
-    predictions = decode_tasks(tasks, logits, split, chosen)
-    return score_tasks(tasks, predictions, split.examples), dict(chosen)
+    predictions, chosen = decode_tasks(tasks, logits, split, decisions, decision_metrics)
+    return {task.name: score(task, predictions[task.name], split.examples) for task in tasks}, chosen
 
 
 def predict_logits(
@@ -81,7 +81,7 @@ def predict_logits(
     rows = {"sequence": split.num_windows, "token": split.num_tokens}
     logits = {task.name: np.empty((rows[task.level], task.num_outputs), np.float32) for task in tasks}
     model.eval()
-    pending = list(reversed(evaluation_batches(lengths_W, max_tokens)))
+    pending = evaluation_batches(lengths_W, max_tokens)[::-1]
     with mixed_precision.evaluation():
         while pending:
             windows = pending.pop()
@@ -95,8 +95,7 @@ def predict_logits(
                 if len(windows) == 1:
                     message = "one example does not fit into the device's memory in evaluation."
                     raise OutOfMemory(message) from error
-                half = len(windows) // 2
-                pending += [windows[half:], windows[:half]]
+                pending += reversed(np.array_split(windows, 2))
                 continue
             real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
             tokens = ragged_arange(starts_W[windows], lengths_W[windows])

@@ -13,10 +13,9 @@ What the loop promises:
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
 
@@ -52,38 +51,40 @@ class Budget:
     max_seconds: float | None = None
     """Seconds of training; evaluation and compilation are not counted."""
 
-    def used(self, state: TrainState, steps_per_epoch: int) -> float:
-        """The share that is used up, from 0 to 1 (and over, in seconds)."""
-        if self.max_seconds is not None:
-            return state.train_seconds / self.max_seconds
-        return state.step / self.num_steps(steps_per_epoch)
+    def in_steps(self, steps_per_epoch: int) -> Budget:
+        """The same budget with its epochs as steps, as the methods below need it."""
+        if self.epochs is None:
+            return self
+        return Budget(max_steps=max(1, round(self.epochs * steps_per_epoch)))
 
-    def learning_rate_position(self, state: TrainState, steps_per_epoch: int) -> float:
+    def used(self, state: TrainState) -> float:
+        """The share that is used up, from 0 to 1 (and over, in seconds)."""
+        return self._share(state.step, state.train_seconds)
+
+    def learning_rate_position(self, state: TrainState) -> float:
         """Where on the schedule the next step lies: its middle, so neither end has a rate of zero.
 
         Under `max_seconds` the step is taken to last as long as the one before, the first one
         `FIRST_STEP_SHARE` of the budget.
         """
-        if self.max_seconds is not None:
-            half = state.step_seconds / 2 or FIRST_STEP_SHARE * self.max_seconds
-            return min(1.0, (state.train_seconds + half) / self.max_seconds)
-        return (state.step + 0.5) / self.num_steps(steps_per_epoch)
+        half = state.step_seconds / 2 or FIRST_STEP_SHARE * (self.max_seconds or 0)
+        return min(1.0, self._share(state.step + 0.5, state.train_seconds + half))
 
-    def evaluations_due(self, state: TrainState, steps_per_epoch: int, num_evaluations: int) -> int:
+    def _share(self, steps: float, seconds: float) -> float:
+        if self.max_seconds is not None:
+            return seconds / self.max_seconds
+        assert self.max_steps is not None
+        return steps / self.max_steps
+
+    def evaluations_due(self, state: TrainState, num_evaluations: int) -> int:
         """How many of `num_evaluations`, evenly spaced over the budget, should have been made by now.
 
         In steps the n-th of N is due after exactly ceil(n * steps / N); the last only at the end.
         """
-        if self.max_seconds is None:
-            return min(num_evaluations, state.step * num_evaluations // self.num_steps(steps_per_epoch))
-        used = self.used(state, steps_per_epoch)
-        return num_evaluations if used >= 1 else min(num_evaluations - 1, int(used * num_evaluations))
-
-    def num_steps(self, steps_per_epoch: int) -> int:
         if self.max_steps is not None:
-            return self.max_steps
-        assert self.epochs is not None
-        return max(1, round(self.epochs * steps_per_epoch))
+            return min(num_evaluations, state.step * num_evaluations // self.max_steps)
+        used = self.used(state)
+        return num_evaluations if used >= 1 else min(num_evaluations - 1, int(used * num_evaluations))
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class TrainingArgs:
     """Evaluations over the whole budget, evenly spaced; the last is at its end."""
     evaluation_tokens: int
     """Padded tokens in one evaluation batch."""
-    decision_metrics: Mapping[str, str] = field(default_factory=dict)
+    decision_metrics: Mapping[str, str]
     """{task: metric} that thresholds and the like maximise; a task left out: its primary metric."""
 
 
@@ -156,7 +157,6 @@ class TrainState:
         return vars(self) | {"loss_sum": float(self.loss_sum)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
         vars(self).update(state)
 
 
@@ -173,6 +173,10 @@ class TrainingClock:
         self.meter = meter
         self._compile_clock = compile_clock or CompileClock()
         self._begin_lap()
+
+    def now(self) -> float:
+        """Seconds on a clock that stands still while something is compiled."""
+        return time.perf_counter() - self._compile_clock.seconds
 
     def start(self) -> None:
         """Begin a stretch of training after something else."""
@@ -193,18 +197,8 @@ class TrainingClock:
         self.state.train_seconds += self._lap - before
         return self._lap - before
 
-    @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """What happens in here is evaluation: its seconds are added to `state.evaluation_seconds`."""
-        before = self._now()
-        yield
-        self.state.evaluation_seconds += self._now() - before
-
     def _begin_lap(self) -> None:
-        self._lap, self._compiled = self._now(), self._compile_clock.seconds
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._compile_clock.seconds
+        self._lap, self._compiled = self.now(), self._compile_clock.seconds
 
 
 def train(
@@ -226,18 +220,17 @@ def train(
     Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
     example does not fit.
     """
-    device, budget, state = mixed_precision.device, args.budget, clock.state
-    lengths_W = data.train.lengths_W
-    steps_per_epoch = num_batches(len(lengths_W), args.batch_size)
+    device, state, lengths_W = mixed_precision.device, clock.state, data.train.lengths_W
+    budget = args.budget.in_steps(num_batches(len(lengths_W), args.batch_size))
     state.micro_batch_size = state.micro_batch_size or min(args.micro_batch_size, args.batch_size)
     model.train()
     clock.start()
-    while budget.used(state, steps_per_epoch) < 1:
+    while budget.used(state) < 1:
         batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
         if state.batch == 0:
             mixed_precision.start_epoch()
         for windows in batches[state.batch :]:
-            position = budget.learning_rate_position(state, steps_per_epoch)
+            position = budget.learning_rate_position(state)
             set_learning_rate(optimizer, schedule_factor(args.schedule, position, args.warmup_ratio))
             batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
             loss = accumulate_gradients(model, loss_fn, batch, mixed_precision, args.seed, state)
@@ -251,19 +244,27 @@ def train(
             if state.batch == len(batches):
                 state.epoch, state.batch = state.epoch + 1, 0
             # A slow step may pass two evaluations: the number of the last then stays that of its place.
-            due = partial(budget.evaluations_due, state, steps_per_epoch, args.num_evaluations)
-            evaluates = due() > state.num_evaluations
+            evaluates = budget.evaluations_due(state, args.num_evaluations) > state.num_evaluations
             if evaluates:
                 _check(mixed_precision, loss_fn)
                 synchronize(device)
                 clock.lap()
-                state.num_evaluations = due()  # which waiting for the device may have raised
+                # Waiting for the device may have made another one due.
+                state.num_evaluations = budget.evaluations_due(state, args.num_evaluations)
                 yield _evaluate(model, loss_fn, mixed_precision, data, args, clock)
                 model.train()
             if on_step() or evaluates:
                 clock.start()
-            if budget.used(state, steps_per_epoch) >= 1:
+            if budget.used(state) >= 1:
                 return
+
+
+def _check(mixed_precision: MixedPrecision, loss_fn: MultitaskLoss) -> None:
+    try:
+        mixed_precision.check()
+    except Nonfinite as end:
+        tasks = loss_fn.nonfinite_tasks()
+        raise Nonfinite(f"{end}{' First in: ' + ', '.join(tasks) + '.' if tasks else ''}") from end
 
 
 def _evaluate(
@@ -274,19 +275,20 @@ def _evaluate(
     args: TrainingArgs,
     clock: TrainingClock,
 ) -> Evaluation:
-    state, before = clock.state, clock.state.evaluation_seconds
-    steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
+    state, began = clock.state, clock.now()
     where = model, data.validation, loss_fn.tasks, mixed_precision, args.evaluation_tokens, data.pad_id
-    with clock.evaluation():
-        metrics, decisions = evaluate(*where, decision_metrics=args.decision_metrics)
+    metrics, decisions = evaluate(*where, decision_metrics=args.decision_metrics)
+    seconds = clock.now() - began
+    state.evaluation_seconds += seconds
+    steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
     return Evaluation(
         step=state.step,
         epoch=state.step / steps_per_epoch,
-        budget_used=min(1.0, args.budget.used(state, steps_per_epoch)),
+        budget_used=min(1.0, args.budget.in_steps(steps_per_epoch).used(state)),
         seconds=state.train_seconds,
         metrics=metrics,
         decisions=decisions,
-        examples_per_second=len(data.validation.examples) / (state.evaluation_seconds - before),
+        examples_per_second=len(data.validation.examples) / seconds,
         train_loss=state.take_mean_loss(),
         index=state.num_evaluations,
         rates=clock.meter.summary(),
@@ -307,8 +309,10 @@ def accumulate_gradients(
     Raises OutOfMemory when one example does not fit.
     """
     while True:
+        torch.manual_seed(step_seed(seed, state.step))
+        model.zero_grad(set_to_none=True)
         try:
-            return _accumulate(model, loss_fn, batch, mixed_precision, seed, state)
+            return _accumulate(model, loss_fn, batch, mixed_precision, state)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -324,17 +328,10 @@ def accumulate_gradients(
 
 
 def _accumulate(
-    model: nn.Module,
-    loss_fn: MultitaskLoss,
-    batch: Batch,
-    mixed_precision: MixedPrecision,
-    seed: int,
-    state: TrainState,
+    model: nn.Module, loss_fn: MultitaskLoss, batch: Batch, mixed_precision: MixedPrecision, state: TrainState
 ) -> Tensor:
     device = mixed_precision.device.torch_device
     global_items = loss_fn.count(batch)
-    torch.manual_seed(step_seed(seed, state.step))
-    model.zero_grad(set_to_none=True)
     total = torch.zeros((), device=device)
     task_losses_T = torch.zeros(len(loss_fn.tasks), device=device)
     for part in batch.split(state.micro_batch_size):
@@ -356,10 +353,9 @@ def apply_gradients(
     max_grad_norm: float,
 ) -> None:
     """Unscale, clip to the global norm, step, update the scale: in this order (PyTorch, AMP examples)."""
-    scaler = mixed_precision.scaler
+    scaler, device_type = mixed_precision.scaler, mixed_precision.device.type
     scaler.unscale_(optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    device_type = mixed_precision.device.type
     norm = gradient_norm([cast(Tensor, parameter.grad) for parameter in parameters], device_type)
     # A GPU clips always: to know whether there is anything to clip would mean to wait for it.
     clips = bool(max_grad_norm) and (device_type != "cpu" or not norm <= max_grad_norm)
@@ -404,11 +400,3 @@ def _mix(bits: int) -> int:
     bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return bits ^ bits >> 16
-
-
-def _check(mixed_precision: MixedPrecision, loss_fn: MultitaskLoss) -> None:
-    try:
-        mixed_precision.check()
-    except Nonfinite as end:
-        tasks = loss_fn.nonfinite_tasks()
-        raise Nonfinite(f"{end}{' First in: ' + ', '.join(tasks) + '.' if tasks else ''}") from end

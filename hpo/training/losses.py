@@ -16,7 +16,7 @@ CUDA graph. Missing items are masked before the arithmetic and not only after it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,11 +73,6 @@ def check_loss(tasks: Iterable[Task], loss: str) -> None:
         )
 
 
-def loss_name(kind: str, loss: str) -> str:
-    """Return the loss that a task of this kind gets under a study's `loss` (see `check_loss`)."""
-    return loss if loss in LOSSES[kind] else LOSSES[kind][0]
-
-
 def count_items(task: Task, target: Tensor) -> int:
     """Return the number of labelled items of a target, as the table of `hpo.data.tasks` counts them.
 
@@ -106,7 +101,7 @@ def loss_sum(
     with a gradient of 0.
     """
     logits = logits.float()
-    loss = loss_name(task.kind, options.loss)
+    loss = options.loss if options.loss in LOSSES[task.kind] else LOSSES[task.kind][0]
     gamma = options.focal_gamma if loss == "focal" else 0.0
     if task.kind == "regression":
         return _regression_sum(task, logits.squeeze(-1), target, loss)
@@ -129,13 +124,9 @@ def _multiclass_sum(
     the focal loss.
     """
     if gamma == 0.0:
+        # Its `ignore_index` is IGNORE_INDEX unless told otherwise.
         return F.cross_entropy(
-            logits_NK,
-            target_N,
-            weight_K,
-            ignore_index=IGNORE_INDEX,
-            reduction="sum",
-            label_smoothing=label_smoothing,
+            logits_NK, target_N, weight_K, reduction="sum", label_smoothing=label_smoothing
         )
     labelled_N = target_N != IGNORE_INDEX
     log_p_NK = F.log_softmax(torch.where(labelled_N[:, None], logits_NK, 0.0), dim=-1)
@@ -200,22 +191,19 @@ def class_weights(task: Task, targets: Iterable[Tensor]) -> Tensor | None:
     if task.kind in ("regression", "span_extraction"):
         return None
     if task.kind in ("multi_label", "span_per_label"):
-        size = len(task.labels)
-        positives, negatives = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
-        for target in targets:
-            target_NC = target.reshape(-1, size)
-            positives += (target_NC == 1).sum(dim=0)
-            negatives += (target_NC == 0).sum(dim=0)
-        counts, weights = positives, negatives / positives.clamp(min=1)
+        rows = (target.reshape(-1, len(task.labels)) for target in targets)
+        found = [torch.stack([(target_NC == value).sum(dim=0) for value in (0, 1)]) for target_NC in rows]
+        negatives, counts = torch.stack(found).sum(dim=0)
+        weights = negatives / counts.clamp(min=1)
     else:
         size = 3 if tags_each_name(task) else task.num_outputs
-        counts = torch.zeros(size, dtype=torch.int64)
-        for target in targets:
-            counts += torch.bincount(target[target != IGNORE_INDEX], minlength=size)
+        found = [torch.bincount(target[target != IGNORE_INDEX], minlength=size) for target in targets]
+        counts = torch.stack(found).sum(dim=0)
         weights = counts.sum() / ((counts > 0).sum() * counts).clamp(min=1)
     return torch.where(counts > 0, weights.clamp(MIN_CLASS_WEIGHT, MAX_CLASS_WEIGHT), 1.0)
 
 
+@dataclass(eq=False)
 class MultitaskLoss:
     """The loss of a batch: each task's mean over its labelled items, weighted and summed, in fp32.
 
@@ -223,22 +211,14 @@ class MultitaskLoss:
     al. 2018, arXiv 1705.07115, in the form without the regression factor 1/2.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        options: LossOptions,
-        loss_weight: Mapping[str, float],
-        class_weight: Mapping[str, Tensor | None],
-        log_variance: Mapping[str, nn.Parameter] | None = None,
-    ) -> None:
-        self.tasks = tasks
-        self.options = options
-        self.loss_weight = loss_weight
-        self.class_weight = class_weight
-        self.log_variance = log_variance
-        self.task_losses_T = torch.zeros(0)
-        """Each task's unweighted part of the last call's loss, on the device."""
-        self._first_nonfinite_T: Tensor | None = None
+    tasks: Sequence[Task]
+    options: LossOptions
+    loss_weight: Mapping[str, float]
+    class_weight: Mapping[str, Tensor | None]
+    log_variance: Mapping[str, nn.Parameter] | None = None
+    task_losses_T: Tensor = field(init=False)
+    """Each task's unweighted part of the last call's loss, on the device."""
+    _first_nonfinite_T: Tensor | None = field(init=False, default=None)
 
     def count(self, batch: Batch) -> dict[str, int]:
         """Labelled items of a batch by task; on the CPU, before it moves to the device."""
@@ -271,10 +251,9 @@ class MultitaskLoss:
 
     def note_nonfinite(self, task_losses_T: Tensor, step: int) -> None:
         """Note, on the device, the tasks whose loss was not finite for the first time in this step."""
-        if self._first_nonfinite_T is None:
-            self._first_nonfinite_T = torch.full_like(task_losses_T, float("inf"))
         now_T = torch.where(torch.isfinite(task_losses_T), float("inf"), float(step))
-        self._first_nonfinite_T = torch.minimum(self._first_nonfinite_T, now_T)
+        first_T = self._first_nonfinite_T
+        self._first_nonfinite_T = now_T if first_T is None else torch.minimum(first_T, now_T)
 
     def nonfinite_tasks(self) -> list[str]:
         """Tasks whose loss was the first not to be finite; all others follow. Waits for the device."""

@@ -39,7 +39,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
-    """Return the metrics `task.metrics` of one prediction an example; see the module for what is left out."""
+    """The metrics `task.metrics` of one prediction an example; see the module for what is left out."""
     pairs = zip(predictions, examples, strict=True)
     rows = [(prediction, example) for prediction, example in pairs if task.name in example.annotated]
     if not rows:
@@ -151,7 +151,7 @@ def answer_scores(
     `span_f1` is the F1 of exact character spans, in which rows without answer and prediction do not count.
     """
     rows = [answer_row(task, spans, example) for spans, example in zip(predictions, examples, strict=True)]
-    hit_N, exact_N, overlap_N, true_N, predicted_N = np.array(rows, np.float64).reshape(-1, 5).T
+    hit_N, exact_N, overlap_N, true_N, predicted_N = np.array(rows).T
     scores = {
         "span_f1": float(f1_micro(hit_N, true_N, predicted_N)),
         "exact_match": float(exact_N.mean()),

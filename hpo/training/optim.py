@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -100,13 +101,10 @@ def build_optimizer(
         options["betas"] = betas
     if name == "sgd":
         options["momentum"] = betas[0]
-
-    def build(groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-        return OPTIMIZERS[name]([dict(group) for group in groups], **options)
-
+    own = [dict(group) for group in groups]  # to which the optimiser adds its options
     if all(parameter.dtype == torch.float32 for parameter in parameters):
-        return build(groups)
-    return Float32Optimizer(groups, build)
+        return OPTIMIZERS[name](own, **options)
+    return Float32Optimizer(own, partial(OPTIMIZERS[name], **options))
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
@@ -139,34 +137,28 @@ class Lion(Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        self, params: list[dict[str, Any]], lr: float, betas: tuple[float, float], weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        loss = _loss_of(closure)
         for group in self.param_groups:
             weights = [parameter for parameter in group["params"] if parameter.grad is not None]
             for weight in weights:
                 if weight not in self.state:
                     self.state[weight]["momentum"] = torch.zeros_like(weight)
-            rows = [row for weight in weights for row in self._rows(weight)]
             beta1, beta2 = group["betas"]
-            for piece in _pieces((weight for weight, _, _ in rows), LION_ELEMENTS):
-                chunk, gradients, momenta = map(list, zip(*rows[piece], strict=True))
+            rows = (row for weight in weights for row in self._rows(weight))
+            for chunk in _chunks(rows, LION_ELEMENTS):
+                pieces, gradients, momenta = map(list, zip(*chunk, strict=True))
                 updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
                 torch._foreach_sign_(updates)
-                torch._foreach_mul_(chunk, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(chunk, updates, alpha=-group["lr"])
+                torch._foreach_mul_(pieces, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(pieces, updates, alpha=-group["lr"])
                 torch._foreach_lerp_(momenta, gradients, 1 - beta2)
                 del updates
-        return loss
 
     def _rows(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Views of a weight, its gradient and its momentum; of a large one, of some rows at a time."""
@@ -200,28 +192,23 @@ class Float32Optimizer(Optimizer):
     """
 
     def __init__(
-        self, groups: Sequence[Mapping[str, Any]], build: Callable[[Iterable[Mapping[str, Any]]], Optimizer]
+        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]
     ) -> None:
-        super().__init__([dict(group) for group in groups], {})
-
-        def stand_in(weight: Tensor) -> nn.Parameter:
-            return nn.Parameter(weight.new_empty(0, dtype=torch.float32))
-
+        super().__init__(groups, {})
+        stand_ins = {
+            weight: nn.Parameter(weight.new_empty(0, dtype=torch.float32))
+            for group in self.param_groups
+            for weight in group["params"]
+        }
         self.inner = build(
-            {**group, "params": list(map(stand_in, group["params"]))} for group in self.param_groups
+            [{**group, "params": [stand_ins[w] for w in group["params"]]} for group in self.param_groups]
         )
         self._copy_options(self.inner.param_groups, self.param_groups)
-        pairs = [
-            (weight, stand_in)
-            for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True)
-            for weight, stand_in in zip(group["params"], inner_group["params"], strict=True)
-        ]
-        self.chunks = [pairs[piece] for piece in _pieces((weight for weight, _ in pairs), CHUNK_ELEMENTS)]
+        self.chunks = list(_chunks(stand_ins.items(), CHUNK_ELEMENTS))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        loss = _loss_of(closure)
         self._copy_options(self.param_groups, self.inner.param_groups)
         for chunk in self.chunks:
             with_gradient = [pair for pair in chunk if pair[0].grad is not None]
@@ -233,7 +220,6 @@ class Float32Optimizer(Optimizer):
             for weight, stand_in in with_gradient:
                 weight.copy_(stand_in)
                 stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimiser's state; learning rates are those of this optimiser."""
@@ -251,21 +237,15 @@ class Float32Optimizer(Optimizer):
             to_group.update({key: value for key, value in from_group.items() if key != "params"})
 
 
-def _loss_of(closure: Callable[[], float] | None) -> float | None:
-    """What the `closure` of `Optimizer.step` gives, which is called before the step."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def _pieces(weights: Iterable[Tensor], num_elements: int) -> Iterator[slice]:
-    """Cut the weights into slices of at most so many elements, or of one weight that is larger."""
-    start, end, room = 0, 0, num_elements
-    for end, weight in enumerate(weights, start=1):
-        if weight.numel() > room and end - 1 > start:
-            yield slice(start, end - 1)
-            start, room = end - 1, num_elements
-        room -= weight.numel()
-    if end > start:
-        yield slice(start, end)
+def _chunks(rows: Iterable[tuple[Tensor, ...]], num_elements: int) -> Iterator[list[tuple[Tensor, ...]]]:
+    """Cut rows into chunks whose first tensors have at most so many elements; a larger row is alone."""
+    chunk: list[tuple[Tensor, ...]] = []
+    size = 0
+    for row in rows:
+        if chunk and size + row[0].numel() > num_elements:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(row)
+        size += row[0].numel()
+    if chunk:
+        yield chunk

@@ -115,15 +115,13 @@ def best_answers(
         last_T[:n][better] = np.flatnonzero(better) + length
     null_W = (start_T + end_T)[split.window_start_W1[:-1]]
     margin_T = best_T - null_W[window_T]
-    margin_T[~np.isfinite(margin_T)] = -np.inf
 
-    order = np.lexsort((-margin_T, example_T))
+    order = np.flatnonzero(np.isfinite(margin_T))
+    order = order[np.lexsort((-margin_T[order], example_T[order]))]
     example_S, first_of_example = np.unique(example_T[order], return_index=True)
     first_S = order[first_of_example]
     margin_E = np.full(len(split.examples), -np.inf)
     margin_E[example_S] = margin_T[first_S]
-    found_S = np.isfinite(margin_T[first_S])
-    example_S, first_S = example_S[found_S], first_S[found_S]
     names = [task.labels[0]] * len(first_S)
     return _character_spans(split, example_S, names, first_S, last_T[first_S]), margin_E
 

@@ -12,11 +12,11 @@ bounds are 2 % apart. A percentile is the middle of its bin, hence within 1 % of
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,8 +37,9 @@ _SHORTEST, _LONGEST = 1e-6, 1e6
 """Seconds that are told apart in the histogram: 1396 bins."""
 
 
-@dataclass
-class _Totals:
+class StepTotals(NamedTuple):
+    """Sums over steps; `slots` are the places of a batch, padding included."""
+
     steps: int = 0
     seconds: float = 0.0
     examples: float = 0.0
@@ -46,9 +47,8 @@ class _Totals:
     tokens: int = 0
     slots: int = 0
 
-    def add(self, other: _Totals) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+    def plus(self, other: StepTotals) -> StepTotals:
+        return StepTotals(*map(operator.add, self, other))
 
 
 class ThroughputMeter:
@@ -58,8 +58,8 @@ class ThroughputMeter:
         self._device = device
         self._warmup_steps = warmup_steps
         self._previous: Any = None
-        self._pending: list[tuple[Any, Any, _Totals]] = []
-        self._warmup, self._after = _Totals(), _Totals()
+        self._pending: list[tuple[Any, Any, StepTotals]] = []
+        self._warmup, self._after = StepTotals(), StepTotals()
         self._histogram: Counter[int] = Counter()
         """Of the steps after the warm-up, or of the warm-up while there are no others."""
 
@@ -75,41 +75,46 @@ class ThroughputMeter:
         self._previous = self._mark()
 
     def step(self, num_examples: float, num_windows: int, num_tokens: int, num_slots: int) -> None:
-        """Count one optimiser step over `num_tokens` real tokens in `num_slots` padded places.
-
-        A window counts as the part that it is of its example.
-        """
+        """Count one optimiser step; a window counts as the part that it is of its example."""
         mark = self._mark()
-        counts = _Totals(1, 0.0, num_examples, num_windows, num_tokens, num_slots)
+        counts = StepTotals(1, 0.0, num_examples, num_windows, num_tokens, num_slots)
         self._pending.append((self._previous, mark, counts))
         self._previous = mark
         if len(self._pending) > MAX_PENDING:
             self._settle()
 
     def _settle(self) -> None:
-        if self._pending and self._device.type == "cuda":
+        on_gpu = self._device.type == "cuda"
+        if self._pending and on_gpu:
             synchronize(self._device)
         for start, end, counts in self._pending:
-            counts.seconds = end - start if self._device.type != "cuda" else start.elapsed_time(end) / 1000
+            seconds = start.elapsed_time(end) / 1000 if on_gpu else end - start
+            step = counts._replace(seconds=seconds)
             if self._warmup.steps < self._warmup_steps:
-                self._warmup.add(counts)
+                self._warmup = self._warmup.plus(step)
             else:
                 if not self._after.steps:
                     self._histogram.clear()
-                self._after.add(counts)
-            self._histogram[_bin_of(counts.seconds)] += 1
+                self._after = self._after.plus(step)
+            clipped = min(max(seconds, _SHORTEST), _LONGEST)
+            self._histogram[int(math.log(clipped / _SHORTEST) / _LOG_BIN)] += 1
         self._pending.clear()
+
+    def totals(self) -> StepTotals:
+        """Of all training steps so far, the warm-up included; synchronises once."""
+        self._settle()
+        return self._warmup.plus(self._after)
 
     def summary(self) -> dict[str, float | None]:
         """Rates and step times in seconds so far; synchronises once."""
-        self._settle()
+        total = self.totals()
         rated = self._after if self._after.steps else self._warmup
         rates: dict[str, Callable[[], float]] = {
             "train_examples_per_second": lambda: rated.examples / rated.seconds,
             "train_tokens_per_second": lambda: rated.tokens / rated.seconds,
             "step_seconds_p50": lambda: self._percentile(50),
             "step_seconds_p95": lambda: self._percentile(95),
-            "padding_share": lambda: 1 - self.measured_tokens / (self._warmup.slots + self._after.slots),
+            "padding_share": lambda: 1 - total.tokens / total.slots,
         }
         return {name: rate() if rated.seconds > 0 else None for name, rate in rates.items()}
 
@@ -125,34 +130,12 @@ class ThroughputMeter:
     def state_dict(self) -> dict[str, Any]:
         """For checkpoints: plain numbers, as many after any number of steps."""
         self._settle()
-        totals = {"warmup": asdict(self._warmup), "after": asdict(self._after)}
+        totals = {"warmup": self._warmup._asdict(), "after": self._after._asdict()}
         return {**totals, "histogram": dict(self._histogram)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._warmup, self._after = _Totals(**state["warmup"]), _Totals(**state["after"])
+        self._warmup, self._after = StepTotals(**state["warmup"]), StepTotals(**state["after"])
         self._histogram = Counter(state["histogram"])
-
-    @property
-    def measured_tokens(self) -> int:
-        """Real tokens that passed through the model in training so far."""
-        self._settle()
-        return self._warmup.tokens + self._after.tokens
-
-    @property
-    def measured_windows(self) -> int:
-        """Windows that passed through the model in training so far."""
-        self._settle()
-        return self._warmup.windows + self._after.windows
-
-    @property
-    def measured_seconds(self) -> float:
-        """Seconds of all training steps so far, the warm-up included."""
-        self._settle()
-        return self._warmup.seconds + self._after.seconds
-
-
-def _bin_of(seconds: float) -> int:
-    return int(math.log(min(max(seconds, _SHORTEST), _LONGEST) / _SHORTEST) / _LOG_BIN)
 
 
 # Dense peak of one device in FLOP/s by (name part, dtype of the products), from the vendors' data sheets:
@@ -169,10 +152,8 @@ def peak_flops(device: DeviceInfo, kind: str) -> float | None:
 
     The variants of one name differ (SXM and PCIe); the figure is the SXM part's.
     """
-    for name, rates in _PEAK_FLOPS.items():
-        if name in device.name:
-            return rates.get(kind)
-    return None
+    rates = next((rates for name, rates in _PEAK_FLOPS.items() if name in device.name), {})
+    return rates.get(kind)
 
 
 def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -> float | None:
@@ -191,12 +172,11 @@ def training_flops(model: MultitaskModel, num_tokens: int, num_sequences: int) -
     except ModelError:
         return None
     config: Any = model.encoder.config
-    mean_length = num_tokens / num_sequences
+    attention = 4 * config.hidden_size * (num_tokens / num_sequences)
     flops = 0.0
     for layer in layers:
         passes = 3 if any(parameter.requires_grad for parameter in layer.parameters()) else 1
-        per_token = 2 * _num_parameters(layer) + 4 * config.hidden_size * mean_length
-        flops += passes * per_token * num_tokens
+        flops += passes * (2 * _num_parameters(layer) + attention) * num_tokens
     for task, head in zip(model.tasks, model.heads, strict=True):
         flops += 6 * _num_parameters(head) * (num_tokens if task.level == "token" else num_sequences)
     return flops

@@ -150,11 +150,11 @@ class TrainingFacts:
         precision = self.mixed_precision.precision
         kind = "float8" if precision.float8 else "tf32" if precision.tf32 else precision.linear_dtype
         peak = peak_flops(self.mixed_precision.device, kind)
-        seconds = self.meter.measured_seconds
-        if peak is None or not seconds:
+        steps = self.meter.totals()
+        if peak is None or not steps.seconds:
             return None
-        flops = training_flops(self.model, self.meter.measured_tokens, self.meter.measured_windows)
-        return None if flops is None else flops / seconds / peak
+        flops = training_flops(self.model, steps.tokens, steps.windows)
+        return None if flops is None else flops / steps.seconds / peak
 
 
 class TrialRecorder:

@@ -6,55 +6,42 @@ better half alone: telling the good from the bad is easier than telling the best
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from scipy.stats import spearmanr
-from search_table import Row, Table
-
-Pairs = Sequence[tuple[float, float]]
-"""(cheap score, score of the whole trial) of each configuration."""
+import pandas as pd
+from search_table import Table
 
 
-def rank_correlation(pairs: Pairs) -> float:
-    """Spearman's; raises ValueError for fewer than three pairs, which say nothing."""
-    if len(pairs) < 3:
-        raise ValueError(f"a rank correlation needs at least 3 pairs, but got {len(pairs)}.")
-    cheap, whole = zip(*pairs, strict=True)
-    return float(spearmanr(cheap, whole).statistic)
+def rank_correlation(pairs: pd.DataFrame) -> float:
+    """Spearman's, of the columns `cheap` and `whole`."""
+    return float(pairs["cheap"].corr(pairs["whole"], method="spearman"))
 
 
-def better_half(pairs: Pairs) -> Pairs:
+def better_half(pairs: pd.DataFrame) -> pd.DataFrame:
     """The pairs whose whole trial is among the better half."""
-    return sorted(pairs, key=lambda pair: pair[1])[len(pairs) // 2 :]
+    return pairs.sort_values("whole", kind="stable").iloc[len(pairs) // 2 :]
 
 
-def after_evaluation(table: Table, index: int) -> Pairs:
+def after_evaluation(table: Table, index: int) -> pd.DataFrame:
     """The best score up to evaluation `index`, and the trial's."""
-    return [
+    pairs = [
         (max(one.score for one in row.evaluations if one.index <= index), row.score)
         for row in table.rows.values()
         if row.score is not None
     ]
+    return pd.DataFrame(pairs, columns=["cheap", "whole"])
 
 
-def between_precisions(table: Table, cheap: str, whole: str) -> Pairs:
+def between_precisions(table: Table, cheap: str, whole: str) -> pd.DataFrame:
     """The scores of the same configuration in two precisions."""
-    position = list(table.study.search_space).index("fp_precision")
-    of_precision: dict[str, dict[tuple[object, ...], Row]] = {cheap: {}, whole: {}}
-    for key, row in table.rows.items():
-        if key[position] in of_precision and row.score is not None:
-            of_precision[key[position]][key[:position] + key[position + 1 :]] = row
-    return [
-        (row.score, of_precision[whole][rest].score)
-        for rest, row in of_precision[cheap].items()
-        if rest in of_precision[whole]
-    ]
+    scores = pd.DataFrame([{**row.params, "score": row.score} for row in table.rows.values()])
+    others = [name for name in table.study.search_space if name != "fp_precision"]
+    by_precision = scores.pivot(index=others, columns="fp_precision", values="score")
+    return by_precision[[cheap, whole]].dropna().set_axis(["cheap", "whole"], axis="columns")
 
 
 def print_fidelity(table: Table) -> None:
     """Print the rank correlations of every cheap fidelity that the table holds."""
     num_evaluations = max(len(row.evaluations) for row in table.rows.values())
-    cheap: dict[str, Pairs] = {
+    cheap = {
         f"after evaluation {index} of {num_evaluations}": after_evaluation(table, index)
         for index in range(1, num_evaluations)
     }

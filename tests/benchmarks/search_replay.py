@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import optuna
+from optuna.pruners import BasePruner, MedianPruner, NopPruner
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import Trial, TrialState
 from search_table import Row, Table
 
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import suggest
-from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.leases import CONSTRAINT
 from hpo.study.samplers import build_pruner, build_sampler
@@ -29,7 +30,7 @@ from hpo.study.samplers import build_pruner, build_sampler
 TARGET = 0.99
 MAX_TRIALS = 300
 
-Search = Callable[[Table, int], tuple[optuna.samplers.BaseSampler, optuna.pruners.BasePruner]]
+Search = Callable[[Table, int], tuple[BaseSampler, BasePruner]]
 """The sampler and the pruner with which a contender searches the space of a table, for a seed."""
 
 
@@ -63,25 +64,21 @@ class Replay:
 def ours(name: str, sampler: SamplerConfig | None = None, pruner: PrunerConfig | None = None) -> Contender:
     """This package as its workers search; what is None is as in a study file that does not name it."""
 
-    def search(table: Table, seed: int) -> tuple[optuna.samplers.BaseSampler, optuna.pruners.BasePruner]:
-        study: StudyConfig = table.study
+    def search(table: Table, seed: int) -> tuple[BaseSampler, BasePruner]:
+        study = table.study
         seeded = (sampler or study.sampler).model_copy(update={"seed": seed})
         return build_sampler(seeded, study.search_space), build_pruner(pruner or study.pruner)
 
     return Contender(name, search, infeasible="constraint")
 
 
-PLAIN_TPE = Contender(
-    "plain TPE", lambda _, seed: (optuna.samplers.TPESampler(seed=seed), optuna.pruners.NopPruner())
-)
-RANDOM = Contender(
-    "random", lambda _, seed: (optuna.samplers.RandomSampler(seed=seed), optuna.pruners.NopPruner())
-)
+PLAIN_TPE = Contender("plain TPE", lambda _, seed: (TPESampler(seed=seed), NopPruner()))
+RANDOM = Contender("random", lambda _, seed: (RandomSampler(seed=seed), NopPruner()))
 TRAINER = Contender(
     # `optuna.create_study` without sampler and pruner; `Trainer` reports its global step at each evaluation
     # and returns the objective of the last one.
     "Trainer",
-    lambda _, seed: (optuna.samplers.TPESampler(seed=seed), optuna.pruners.MedianPruner()),
+    lambda _, seed: (TPESampler(seed=seed), MedianPruner()),
     reported_step="step",
     value="last",
 )
@@ -131,42 +128,30 @@ def replay(contender: Contender, table: Table, seed: int, *, max_trials: int = M
 
 def _run(contender: Contender, study: optuna.Study, trial: Trial, row: Row) -> tuple[TrialState, float]:
     """One trial as the worker runs it; how it ended, and its seconds."""
+    infeasible = Outcome(row.outcome).infeasible
     for evaluation in row.evaluations:
         trial.report(evaluation.score, getattr(evaluation, contender.reported_step))
         # The worker lets a trial finish that has used up its budget.
-        if trial.should_prune() and (
-            evaluation is not row.evaluations[-1] or Outcome(row.outcome).infeasible
-        ):
+        if trial.should_prune() and (infeasible or evaluation is not row.evaluations[-1]):
             study.tell(trial, state=TrialState.PRUNED)
             return TrialState.PRUNED, evaluation.seconds
-    if Outcome(row.outcome).infeasible:
-        state = TrialState.FAIL
-        if contender.infeasible == "constraint":
-            trial.set_user_attr("outcome", row.outcome)
-            trial.set_constraint(CONSTRAINT, 1.0)
-            state = TrialState.PRUNED
-        study.tell(trial, state=state)
-        return state, row.seconds
-    study.tell(trial, row.score if contender.value == "best" else row.evaluations[-1].score)
-    return TrialState.COMPLETE, row.seconds
-
-
-def replay_all(
-    table: Table, seeds: Sequence[int], contenders: Sequence[Contender]
-) -> dict[str, list[Replay]]:
-    """{contender: replay of each seed}."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return {
-            contender.name: [replay(contender, table, seed) for seed in seeds] for contender in contenders
-        }
+    if not infeasible:
+        told = study.tell(trial, row.score if contender.value == "best" else row.evaluations[-1].score)
+    elif contender.infeasible == "constraint":
+        trial.set_user_attr("outcome", row.outcome)
+        trial.set_constraint(CONSTRAINT, 1.0)
+        told = study.tell(trial, state=TrialState.PRUNED)
+    else:
+        told = study.tell(trial, state=TrialState.FAIL)
+    return told.state, row.seconds
 
 
 def print_replays(table: Table, seeds: Sequence[int], contenders: Sequence[Contender]) -> None:
     """Run the contenders, plain TPE among them, with every seed over `table` and print the seconds."""
-    replays = replay_all(table, seeds, contenders)
-    baseline = median_seconds(replays[PLAIN_TPE.name])
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    replays = {one.name: [replay(one, table, seed) for seed in seeds] for one in contenders}
+    baseline = statistics.median(one.seconds for one in replays[PLAIN_TPE.name])
     rows = table.rows.values()
     num_good = sum(row.score is not None and row.score >= TARGET * table.best_score for row in rows)
     print(f"{table.study.name}: {len(rows)} configurations, {sum(row.seconds for row in rows):.0f} s;")
@@ -176,22 +161,13 @@ def print_replays(table: Table, seeds: Sequence[int], contenders: Sequence[Conte
     print(f"{'seconds to the target':22} {'/ plain TPE':>11}" + "".join(f"{title:>8}" for title in titles))
     for name, of_seeds in replays.items():
         seconds = [one.seconds for one in of_seeds]
-        numbers = (
-            median_seconds(of_seeds),
-            statistics.mean(seconds),
-            min(seconds),
-            max(seconds),
+        numbers = [
+            *(statistic(seconds) for statistic in (statistics.median, statistics.mean, min, max)),
             statistics.median(one.num_trials for one in of_seeds),
             statistics.median(one.num_pruned for one in of_seeds),
             statistics.median(one.num_repeats for one in of_seeds),
             sum(not one.reached for one in of_seeds),
-        )
-        ratio = median_seconds(of_seeds) / baseline
-        print(f"{name:22} {ratio:11.2f}" + "".join(f"{number:8.0f}" for number in numbers))
+        ]
+        print(f"{name:22} {numbers[0] / baseline:11.2f}" + "".join(f"{number:8.0f}" for number in numbers))
     print("trials, pruned, repeats (of an earlier trial's configuration): medians over the seeds")
     print(f"missed: seeds that did not reach the target in {MAX_TRIALS} trials; counted with those\n")
-
-
-def median_seconds(replays: Sequence[Replay]) -> float:
-    """The median over the seeds; one that did not reach the target counts with what it took so far."""
-    return statistics.median(one.seconds for one in replays)

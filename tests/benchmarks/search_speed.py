@@ -16,8 +16,6 @@ import search_fidelity
 import search_replay
 import search_table
 
-NUM_SEEDS = 20
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -26,8 +24,7 @@ def main() -> None:
     known = search_table.table_names()
     parser.add_argument("command", choices=("tabulate", "replay", "fidelity"))
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(known)}; default: all")
-    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="replay: how many; default: 20")
-    parser.add_argument("--first-seed", type=int, default=0, help="replay: the first of them; default: 0")
+    parser.add_argument("--seeds", type=int, default=20, help="replay: how many; default: 20")
     contenders = {contender.name: contender for contender in search_replay.CONTENDERS}
     parser.add_argument(
         "--only",
@@ -41,15 +38,12 @@ def main() -> None:
     names = arguments.tables or known
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"there is no table {', '.join(unknown)}; there are {', '.join(known)}")
-    if arguments.seeds < 1:
-        parser.error(f"--seeds must be at least 1, but got {arguments.seeds}")
     chosen = [contenders[name] for name in dict.fromkeys([*arguments.only, search_replay.PLAIN_TPE.name])]
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for name in names:
         if arguments.command == "tabulate":
             search_table.tabulate(name)
         elif arguments.command == "replay":
-            search_replay.print_replays(search_table.load_table(name), seeds, chosen)
+            search_replay.print_replays(search_table.load_table(name), range(arguments.seeds), chosen)
         else:
             search_fidelity.print_fidelity(search_table.load_table(name))
 

@@ -19,13 +19,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import numpy
+import torch
+import transformers
+
+import hpo
 from hpo.config.search_space import grid
 from hpo.config.study_config import StudyConfig, load_study
+from hpo.device import DeviceInfo, probe_device
+from hpo.precision.table import support
+from hpo.trial.executor import Executor
+from hpo.trial.telemetry import ScoredEvaluation
 
 SPACES = Path(__file__).with_name("spaces")
-_ORDER_SEED = 0
 _DECIDES = (
     *("objective", "data", "model", "training"),
     *("amp", "compat", "evaluation", "checkpoint", "search_space"),
@@ -36,8 +45,7 @@ Key = tuple[Any, ...]
 """Values of the searched settings, in the order of the search space."""
 
 
-@dataclass(frozen=True)
-class TabulatedEvaluation:
+class TabulatedEvaluation(NamedTuple):
     """One evaluation of a configuration."""
 
     index: int
@@ -56,28 +64,11 @@ class Row:
 
     params: Mapping[str, Any]
     outcome: str
-    reason: str
     score: float | None
     """Of the best evaluation, as a trial's value is; None unless the outcome is `complete`."""
     seconds: float
     """CPU time of the whole trial."""
-    wall_seconds: float
-    """Of the whole trial. What follows is wall time too, as the trial measured it."""
-    setup_seconds: float | None
-    """Until the first training step; None where there was none."""
-    train_seconds: float
-    evaluation_seconds: float
     evaluations: tuple[TabulatedEvaluation, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """A line of the file; an evaluation is a list of its fields."""
-        evaluations = [list(vars(evaluation).values()) for evaluation in self.evaluations]
-        return {**vars(self), "evaluations": evaluations}
-
-    @classmethod
-    def from_json(cls, line: Mapping[str, Any]) -> Row:
-        evaluations = tuple(TabulatedEvaluation(*fields) for fields in line["evaluations"])
-        return cls(**{**line, "evaluations": evaluations})
 
 
 @dataclass(frozen=True)
@@ -102,7 +93,7 @@ def configurations(study: StudyConfig) -> list[dict[str, Any]]:
     """Every configuration of the study's space, in a random order that is always the same."""
     values = grid(study.search_space)
     every = [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
-    random.Random(_ORDER_SEED).shuffle(every)
+    random.Random(0).shuffle(every)
     return every
 
 
@@ -111,26 +102,23 @@ def table_names() -> list[str]:
     return sorted(path.stem for path in SPACES.glob("*.yaml"))
 
 
-def load_space(name: str) -> StudyConfig:
-    """The study whose search space is that of the table `name`."""
-    return load_study(SPACES / f"{name}.yaml")
-
-
 def load_table(name: str) -> Table:
     """The table `name`. Raises ValueError where it is not whole."""
-    study = load_space(name)
-    path = _path(name)
-    header, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    rows = {tuple(line["params"].values()): Row.from_json(line) for line in lines}
-    expected = {tuple(params.values()) for params in configurations(study)}
-    if missing := len(expected - rows.keys()):
-        command = f"python tests/benchmarks/search_speed.py tabulate {name}"
-        raise ValueError(f"{path}: {missing} configurations are missing. Go on with `{command}`.")
+    study = load_study(SPACES / f"{name}.yaml")
+    path = SPACES / f"{name}.jsonl"
+    header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    rows = {}
+    for line in lines:
+        evaluations = tuple(TabulatedEvaluation(*fields) for fields in line["evaluations"])
+        row = Row(line["params"], line["outcome"], line["score"], line["seconds"], evaluations)
+        rows[tuple(row.params.values())] = row
+    if missing := sum(tuple(params.values()) not in rows for params in configurations(study)):
+        raise ValueError(f"{path}: {missing} configurations are missing. Go on with `{_command(name)}`.")
     return Table(study, header, rows)
 
 
-def _path(name: str) -> Path:
-    return SPACES / f"{name}.jsonl"
+def _command(name: str) -> str:
+    return f"python tests/benchmarks/search_speed.py tabulate {name}"
 
 
 def tabulate(name: str) -> None:
@@ -139,101 +127,76 @@ def tabulate(name: str) -> None:
     Raises ValueError where the file was begun with other versions, on another machine or for another study:
     its seconds and scores would not compare.
     """
-    import torch
-
-    from hpo.device import probe_device
-    from hpo.trial.executor import Executor
-
-    study = load_space(name)
+    study = load_study(SPACES / f"{name}.yaml")
+    path = SPACES / f"{name}.jsonl"
     device = probe_device(study.device)
-    header = _header(study, name, device.describe(), torch.get_num_threads())
-    done = _begin(_path(name), header)
+    done = begin(path, _header(study, name, device))
     missing = [params for params in configurations(study) if tuple(params.values()) not in done]
     if not missing:
         print(f"{name}: all {len(done)} configurations are there")
         return
-    with tempfile.TemporaryDirectory() as runs:
-        executor = Executor(study, device, Path(runs), _Cache())
-        run_one(executor, missing[0], Path(runs))  # imports, tokens and first allocations are no trial's
-        with _path(name).open("a", encoding="utf-8") as file:
-            for number, params in enumerate(missing, start=len(done) + 1):
-                row = run_one(executor, params, Path(runs))
-                if row.outcome == "failed":
-                    raise RuntimeError(f"{params} failed: {row.reason}")
-                file.write(json.dumps(row.to_json()) + "\n")
-                file.flush()
-                print(f"{number} {row.outcome} {row.score} {row.seconds} s {dict(params)}", flush=True)
+    # Compatibility is measured once for all trials, as with the database of a study.
+    measured: dict[str, Any] = {}
+    cache = SimpleNamespace(get_compat=measured.get, put_compat=measured.setdefault)
+    with tempfile.TemporaryDirectory() as runs, path.open("a", encoding="utf-8") as file:
+        executor = Executor(study, device, Path(runs), cache)
+        run_one(executor, missing[0])  # imports, tokens and first allocations are no trial's
+        for number, params in enumerate(missing, start=len(done) + 1):
+            row = run_one(executor, params)
+            if row["outcome"] == "failed":
+                raise RuntimeError(f"{params} failed: {row['reason']}")
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(f"{number} {row['outcome']} {row['score']} {row['seconds']} s {params}", flush=True)
 
 
-def run_one(executor: Any, params: Mapping[str, Any], runs: Path) -> Row:
-    """Train one configuration to its end, as a worker would, with the clock running.
+def run_one(executor: Executor, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Train one configuration to its end, as a worker would, with the clock running; its line of the file.
 
     The cost is CPU time, which others on the machine do not change; with one thread it is the wall time of a
     machine that does nothing else.
     """
-    folder = runs / "trial"
+    folder = executor.runs_dir / "trial"
     evaluations: list[TabulatedEvaluation] = []
     wall_started, started = time.perf_counter(), time.process_time()
 
-    def on_evaluation(scored: Any) -> None:
-        evaluation = scored.evaluation
-        evaluations.append(
-            TabulatedEvaluation(
-                evaluation.index,
-                evaluation.step,
-                round(time.process_time() - started, 3),
-                round(scored.values[0], 6),
-            )
-        )
+    def on_evaluation(scored: ScoredEvaluation) -> None:
+        seconds = round(time.process_time() - started, 3)
+        one, score = scored.evaluation, round(scored.values[0], 6)
+        evaluations.append(TabulatedEvaluation(one.index, one.step, seconds, score))
 
     result = executor.run(params, folder, "tabulated", on_evaluation)
     seconds, wall_seconds = time.process_time() - started, time.perf_counter() - wall_started
     shutil.rmtree(folder, ignore_errors=True)
     setup_seconds = result.telemetry.get("setup_seconds")
-    return Row(
-        dict(params),
-        result.outcome,
-        result.reason,
-        None if result.values is None else round(result.values[0], 6),
-        round(seconds, 3),
-        round(wall_seconds, 3),
-        None if setup_seconds is None else round(setup_seconds, 3),
-        round(result.telemetry.get("train_seconds", 0.0), 3),
-        round(result.telemetry.get("evaluation_seconds", 0.0), 3),
-        tuple(evaluations),
-    )
-
-
-class _Cache:
-    """Compatibility is measured once for all trials, as with the database of a study."""
-
-    def __init__(self) -> None:
-        self._results: dict[str, Mapping[str, Any]] = {}
-
-    def get_compat(self, key: str) -> Mapping[str, Any] | None:
-        return self._results.get(key)
-
-    def put_compat(self, key: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self._results.setdefault(key, result)
-
-
-def _header(study: StudyConfig, name: str, machine: str, num_threads: int) -> dict[str, Any]:
-    import numpy
-    import torch
-    import transformers
-
-    import hpo
-
     return {
-        "command": f"python tests/benchmarks/search_speed.py tabulate {name}",
+        "params": dict(params),
+        "outcome": result.outcome,
+        "reason": result.reason,
+        "score": None if result.values is None else round(result.values[0], 6),
+        "seconds": round(seconds, 3),
+        "wall_seconds": round(wall_seconds, 3),
+        # Wall time too, as the trial measured it; the set-up lasts until the first training step, if any.
+        "setup_seconds": None if setup_seconds is None else round(setup_seconds, 3),
+        "train_seconds": round(result.telemetry.get("train_seconds", 0.0), 3),
+        "evaluation_seconds": round(result.telemetry.get("evaluation_seconds", 0.0), 3),
+        "evaluations": evaluations,
+    }
+
+
+def _header(study: StudyConfig, name: str, device: DeviceInfo) -> dict[str, Any]:
+    searched = study.search_space.get("fp_precision")
+    precisions = searched.grid() if searched else [study.training.fp_precision]
+    return {
+        "command": _command(name),
         "begun": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "machine": machine,
-        "num_threads": num_threads,
+        "machine": device.describe(),
+        "num_threads": torch.get_num_threads(),
         "num_usable_cores": len(os.sched_getaffinity(0)),
         "note": "Seconds of a precision marked emulated in `support` are those of emulation: compare its "
         "scores only.",
-        "support": _support(study),
-        "evaluation": ["index", "step", "seconds", "score"],
+        "support": {precision: support(precision, device).level for precision in precisions},
+        "evaluation": TabulatedEvaluation._fields,
         "versions": {
             "hpo": hpo.__version__,
             "python": platform.python_version(),
@@ -245,17 +208,7 @@ def _header(study: StudyConfig, name: str, machine: str, num_threads: int) -> di
     }
 
 
-def _support(study: StudyConfig) -> dict[str, str]:
-    from hpo.device import probe_device
-    from hpo.precision.table import support
-
-    device = probe_device(study.device)
-    searched = study.search_space.get("fp_precision")
-    precisions = searched.grid() if searched else [study.training.fp_precision]
-    return {precision: support(precision, device).level for precision in precisions}
-
-
-def _begin(path: Path, header: Mapping[str, Any]) -> set[Key]:
+def begin(path: Path, header: Mapping[str, Any]) -> set[Key]:
     """Write the header where there is no table yet; return the configurations that are in it.
 
     A line that was cut off when the process was killed is removed.
@@ -267,7 +220,7 @@ def _begin(path: Path, header: Mapping[str, Any]) -> set[Key]:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         path.write_text(whole, encoding="utf-8")
-    before, *lines = (json.loads(line) for line in whole.splitlines())
+    before, *lines = map(json.loads, whole.splitlines())
     for key in header:
         if key != "begun" and before[key] != json.loads(json.dumps(header[key])):
             raise ValueError(f"{path} was begun with {key} {before[key]}, but here it is {header[key]}.")

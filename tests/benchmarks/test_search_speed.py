@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
+import pandas as pd
 import pytest
 import search_table
+from optuna.pruners import BasePruner, NopPruner
+from optuna.samplers import GridSampler, RandomSampler
 from search_fidelity import after_evaluation, better_half, between_precisions, rank_correlation
-from search_replay import PLAIN_TPE, TARGET, TRAINER, Contender, ours, replay
-from search_table import Row, Table, configurations, load_table, table_names
+from search_replay import PLAIN_TPE, RANDOM, TARGET, TRAINER, Contender, ours, replay
+from search_table import Table, begin, configurations, load_table, table_names
 
 from hpo.config.sampler_config import PrunerConfig
 
@@ -39,9 +44,7 @@ def test_exhaustive_search_finds_the_best(table: Table) -> None:
     """Every configuration once, in the table's order: seconds, trials and repeats follow from the rows."""
     every = configurations(table.study)
     grid = {name: sorted({params[name] for params in every}, key=str) for name in every[0]}
-    exhaustive = Contender(
-        "grid", lambda _, seed: (optuna.samplers.GridSampler(grid, seed), optuna.pruners.NopPruner())
-    )
+    exhaustive = Contender("grid", lambda _, seed: (GridSampler(grid, seed), NopPruner()))
     found = replay(exhaustive, table, 0)
     rows = list(table.rows.values())
     good = [row for row in rows if row.score is not None and row.score >= TARGET * table.best_score]
@@ -65,17 +68,14 @@ def test_a_seed_decides_the_search(table: Table, contender: Contender) -> None:
     assert replay(contender, table, 3, max_trials=25) != replay(contender, table, 4, max_trials=25)
 
 
-class _PruneAll(optuna.pruners.BasePruner):
+class _PruneAll(BasePruner):
     def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:  # noqa: ARG002
         return True
 
 
 def test_a_pruned_trial_costs_what_it_took_until_then(table: Table) -> None:
-    pruning = Contender("all", lambda _, seed: (optuna.samplers.RandomSampler(seed=seed), _PruneAll()))
-    searching = Contender(
-        "none", lambda _, seed: (optuna.samplers.RandomSampler(seed=seed), optuna.pruners.NopPruner())
-    )
-    pruned, whole = (replay(contender, table, 0, max_trials=1) for contender in (pruning, searching))
+    pruning = Contender("all", lambda _, seed: (RandomSampler(seed=seed), _PruneAll()))
+    pruned, whole = (replay(contender, table, 0, max_trials=1) for contender in (pruning, RANDOM))
     [row] = [row for row in table.rows.values() if row.evaluations[0].seconds == pruned.seconds]
     assert (pruned.num_pruned, whole.num_pruned) == (1, 0)
     assert whole.seconds == row.seconds
@@ -85,11 +85,9 @@ def test_a_pruned_trial_costs_what_it_took_until_then(table: Table) -> None:
 def test_an_infeasible_trial_is_never_the_best(table: Table) -> None:
     """Everything but one configuration cannot run: only that one reaches the target."""
     best = max(table.rows.values(), key=lambda row: row.score or 0.0)
-    rows = {
-        key: row if row is best else Row(row.params, "nonfinite", "", None, 1.0, 1.0, None, 0.0, 0.0, ())
-        for key, row in table.rows.items()
-    }
-    found = replay(ours("ours", pruner=NO_PRUNER), Table(table.study, table.header, rows), 0)
+    broken = {"outcome": "nonfinite", "score": None, "seconds": 1.0, "evaluations": ()}
+    rows = {key: row if row is best else replace(row, **broken) for key, row in table.rows.items()}
+    found = replay(ours("ours", pruner=NO_PRUNER), replace(table, rows=rows), 0)
     assert found.reached
     assert found.seconds == pytest.approx(best.seconds + found.num_trials - 1)
 
@@ -101,15 +99,14 @@ def test_rank_correlations(table: Table) -> None:
     pairs = between_precisions(table, "bf16", "fp32")
     assert len(pairs) == len(table.rows) // 3
     assert len(better_half(pairs)) == len(pairs) // 2
-    assert rank_correlation([(1.0, 3.0), (2.0, 2.0), (3.0, 1.0)]) == pytest.approx(-1.0)
-    with pytest.raises(ValueError, match="at least 3 pairs"):
-        rank_correlation(pairs[:2])
+    reversed_order = pd.DataFrame({"cheap": [1.0, 2.0, 3.0], "whole": [3.0, 2.0, 1.0]})
+    assert rank_correlation(reversed_order) == pytest.approx(-1.0)
 
 
 def test_a_table_that_is_not_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (search_table.SPACES / "bert.jsonl").read_text().splitlines()
     (tmp_path / "bert.jsonl").write_text("\n".join(lines[:-2]) + "\n")
-    (tmp_path / "bert.yaml").write_text((search_table.SPACES / "bert.yaml").read_text())
+    shutil.copy(search_table.SPACES / "bert.yaml", tmp_path)
     monkeypatch.setattr(search_table, "SPACES", tmp_path)
     with pytest.raises(ValueError, match="2 configurations are missing"):
         load_table("bert")
@@ -118,9 +115,9 @@ def test_a_table_that_is_not_whole_is_refused(tmp_path: Path, monkeypatch: pytes
 def test_a_killed_table_goes_on_without_its_torn_line(tmp_path: Path) -> None:
     header = {"command": "c", "machine": "m", "begun": "now"}
     path = tmp_path / "t.jsonl"
-    assert search_table._begin(path, header) == set()
+    assert begin(path, header) == set()
     path.write_text(path.read_text() + json.dumps({"params": {"a": 1}}) + "\n" + '{"params": {"a": 2')
-    assert search_table._begin(path, {**header, "begun": "later"}) == {(1,)}
+    assert begin(path, {**header, "begun": "later"}) == {(1,)}
     assert path.read_text().endswith('{"params": {"a": 1}}\n')
     with pytest.raises(ValueError, match="was begun with machine m, but here it is other"):
-        search_table._begin(path, {**header, "machine": "other"})
+        begin(path, {**header, "machine": "other"})

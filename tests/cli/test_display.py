@@ -24,6 +24,7 @@ from hpo.trial.compat import Compatibility, Measurement
 from hpo.trial.verify import PrecisionCheck
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}
+LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. Use fp32 or bf16."
 WIDTHS = (80, 120)
 
 
@@ -60,16 +61,18 @@ def rendered(shown: StudyDisplay, width: int = 80) -> str:
     return console.export_text()
 
 
-def new_display(tmp_path: Path, screen: Screen, **changes: Any) -> StudyDisplay:
+def new_display(
+    tmp_path: Path, screen: Screen, record: Any = None, stop: Any = None, **changes: Any
+) -> StudyDisplay:
+    """The display of a study of two trials, of which one is done now; `changes` are of its file."""
+    record = record or record_of([], slots={"open": 2, "running": 0, "done": 0})
     config = tiny_study(tmp_path, **changes)
-    record = record_of([], slots={"open": 2, "running": 0, "done": 0})
-    return StudyDisplay(config, record, lambda: 1, console=screen.console)
+    return StudyDisplay(config, record, lambda: 1, stop=stop or threading.Event(), console=screen.console)
 
 
 def test_params_are_short_or_exact() -> None:
-    assert (
-        describe_params(PARAMS) == "fp_precision=bf16 learning_rate=0.000314 batch_size=16 init_scale=65536"
-    )
+    shown = "fp_precision=bf16 learning_rate=0.000314 batch_size=16 init_scale=65536"
+    assert describe_params(PARAMS) == shown
     assert "learning_rate=0.000314159" in describe_params(PARAMS, in_full=True)
 
 
@@ -102,29 +105,22 @@ def test_progress_of_a_trial_is_counted_in_evaluations(tmp_path: Path, screen: S
 def test_best_so_far_goes_on_from_the_stored_study(
     tmp_path: Path, screen: Screen, direction: str, best: int
 ) -> None:
-    stored = record_of(
-        [with_values(0, (0.5,))], slots={"open": 3, "running": 0, "done": 1}, directions=(direction,)
-    )
-    config = tiny_study(tmp_path, objective={"metric": "score", "direction": direction})
-    shown = StudyDisplay(config, stored, lambda: 3, console=screen.console)
+    slots = {"open": 3, "running": 0, "done": 1}
+    stored = record_of([with_values(0, (0.5,))], slots=slots, directions=(direction,))
+    shown = new_display(tmp_path, screen, stored, objective={"metric": "score", "direction": direction})
     assert "best so far: score 0.5 (trial 0)" in rendered(shown)
     for number, value in ((1, 0.75), (2, 0.25)):
         shown.update(TrialEvent("finished", number, {}, (value,), outcome="complete"))
-    assert f"(trial {best})" in rendered(shown)
     shown.update(TrialEvent("finished", 3, {}, outcome="nonfinite", reason="the loss is NaN"))
     assert f"(trial {best})" in rendered(shown)
 
 
 def test_the_display_says_that_it_stops(tmp_path: Path, screen: Screen) -> None:
     stop = threading.Event()
-    record = record_of([], slots={"open": 2, "running": 0, "done": 0})
-    shown = StudyDisplay(tiny_study(tmp_path), record, lambda: 0, stop=stop, console=screen.console)
+    shown = new_display(tmp_path, screen, stop=stop)
     assert "Stopping" not in rendered(shown)
     stop.set()
     assert "Stopping when the checkpoint is written. Ctrl-C again ends at once" in rendered(shown)
-
-
-LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. Use fp32 or bf16."
 
 
 @pytest.mark.parametrize("screen", WIDTHS, indirect=True)

@@ -10,30 +10,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_encoders import BERT, SIZES, make_model
-from transformers import BertModel, GPT2Config, GPT2Model, T5Config, T5Model, ViTConfig, ViTModel
+from tiny_encoders import BERT, SIZES, make_model, save_encoder
 
-from hpo.data.tasks import Task
 from hpo.errors import ModelError
-from hpo.models.encoder import load_encoder, load_tokenizer, resolve_encoder
-from hpo.models.multitask import MultitaskModel
+from hpo.models.encoder import load_encoder, load_tokenizer
 
-TASKS = (Task("label", "single_label", ("a", "b")),)
 FNET = {"model_type": "fnet", "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
-
-
-def build(encoder: str | dict[str, Any] = BERT, **settings: Any) -> MultitaskModel:
-    return make_model(encoder, tasks=TASKS, **settings)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A good folder, for a test to break."""
-    path = tmp_path / "encoder"
-    module: Any = load_encoder(BERT)
-    module.save_pretrained(path)
-    load_tokenizer(BERT).save_pretrained(path)
-    return path
+    return save_encoder(tmp_path / "encoder")
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -44,15 +32,10 @@ def change_config(folder: Path, **changes: Any) -> None:
 # Names and folders.
 
 
-@pytest.mark.parametrize("name", ["./models/bert", "/no/such/folder", "~/nothing/here", "a/b/c", ""])
-def test_a_name_that_is_neither_folder_nor_hub_id(name: str, tmp_path: Path) -> None:
-    if not name:
-        # The study's own folder: it is one, but holds no model.
-        with pytest.raises(ModelError, match=r"must hold a config\.json, but there is none"):
-            load_encoder(resolve_encoder(name, tmp_path))
-        return
+@pytest.mark.parametrize("name", ["./models/bert", "/no/such/folder", "~/nothing/here", "a/b/c"])
+def test_a_name_that_is_neither_folder_nor_hub_id(name: str) -> None:
     with pytest.raises(ModelError, match=r"must be `minilm`, a hub id .* is no folder"):
-        resolve_encoder(name, tmp_path)
+        load_encoder(name)
 
 
 def test_a_folder_without_config(folder: Path) -> None:
@@ -63,65 +46,50 @@ def test_a_folder_without_config(folder: Path) -> None:
 
 
 def without_tensors(folder: Path, *names: str) -> None:
-    """Weights that lack what holds one of these names."""
+    """Remove the weights whose key holds one of these names."""
     weights = load_file(folder / "model.safetensors")
     kept = {key: value for key, value in weights.items() if not any(name in key for name in names)}
-    save_file(
-        {**kept, "other.weight": torch.ones(3)}, folder / "model.safetensors", metadata={"format": "pt"}
-    )
+    kept["other.weight"] = torch.ones(3)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def lose_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    save_encoder(folder, max_shard_size="1MB")
+    next(folder.glob("model-*.safetensors")).unlink()
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "config.json").write_text("{"), "must be JSON"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "must be a JSON object"),
-        (
-            lambda folder: (folder / "model.safetensors").unlink(),
-            r"must hold weights \(model\.safetensors .* none",
-        ),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json' is not a valid JSON file"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "could not be loaded"),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
         (lambda folder: cut_in_half(folder / "model.safetensors"), "could not be loaded"),
-        (
-            lambda folder: without_tensors(folder, ""),
-            r"\d+ tensors are missing and would be random: embeddings",
-        ),
+        (lose_a_shard, r"could not be loaded .*model-0000\d-of"),
+        (lambda folder: without_tensors(folder, ""), r"\d+ tensors are missing and would be random"),
         (
             lambda folder: without_tensors(folder, "layer.1.output.dense.weight"),
             r"1 tensors are missing .*: encoder\.layer\.1\.output\.dense\.weight",
         ),
         (lambda folder: change_config(folder, hidden_size=64), "could not be loaded"),
-        (
-            lambda folder: change_config(folder, model_type="bertt"),
-            r"it is 'bertt'\. Did you mean `\w*bert\w*`",
-        ),
+        (lambda folder: change_config(folder, model_type="bertt"), "has model type `bertt`"),
         (lambda folder: change_config(folder, is_decoder=True), "bert is a decoder"),
     ],
 )
 def test_a_damaged_folder_is_refused(damage: Callable[[Path], Any], message: str, folder: Path) -> None:
     damage(folder)
     with pytest.raises(ModelError, match=message):
-        build(str(folder))
-
-
-def test_a_folder_with_a_shard_missing(folder: Path) -> None:
-    module: Any = load_encoder(str(folder))
-    (folder / "model.safetensors").unlink()
-    module.save_pretrained(folder, max_shard_size="1MB")
-    next(folder.glob("model-*.safetensors")).unlink()
-    with pytest.raises(ModelError, match=r"or all shards of an index\), but there are none"):
-        build(str(folder))
-    (folder / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ModelError, match=r"or all shards of an index\), but there are none"):
-        build(str(folder))
+        make_model(str(folder))
 
 
 def test_weights_without_a_pooler_are_fine(folder: Path) -> None:
     without_tensors(folder, "pooler")
-    build(str(folder))
+    make_model(str(folder))
 
 
 def test_a_folder_without_tokenizer(folder: Path) -> None:
@@ -136,13 +104,18 @@ def test_a_tokenizer_with_more_tokens_than_embeddings(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"vocab_size is 30000 and the tokenizer .* has 30522 tokens"):
         load_tokenizer(str(folder))
     with pytest.raises(ModelError, match=r"vocab_size is 100 and the tokenizer .* has 30522 tokens"):
-        build({**BERT, "vocab_size": 100})
+        make_model({**BERT, "vocab_size": 100})
 
 
 # Code that comes with the model.
 
 
-def add_code(folder: Path) -> None:
+def test_code_of_a_model_runs_only_when_trusted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
     change_config(
         folder,
         model_type="homemade",
@@ -157,22 +130,10 @@ def add_code(folder: Path) -> None:
         "class HomemadeModel(BertModel):\n"
         "    config_class = HomemadeConfig\n"
     )
-
-
-def test_code_of_a_model_runs_only_when_trusted(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import transformers.dynamic_module_utils
-
-    modules = tmp_path / "modules"
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
-    monkeypatch.syspath_prepend(str(modules))
-    add_code(folder)
     with pytest.raises(ModelError, match=r"set `model\.trust_remote_code: true`"):
-        build(str(folder))
+        make_model(str(folder))
     assert not list(tmp_path.rglob("ran"))
-    trusted = build(str(folder), trust_remote_code=True)
-    assert isinstance(trusted.encoder, BertModel)
+    trusted = make_model(str(folder), trust_remote_code=True)
     assert type(trusted.encoder).__name__ == "HomemadeModel"
     assert list(tmp_path.rglob("ran"))
 
@@ -181,28 +142,17 @@ def test_code_of_a_model_runs_only_when_trusted(
 
 
 @pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (
-            lambda: GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=30522)),
-            "gpt2 is a decoder: a token sees only those before it",
-        ),
-        (
-            lambda: T5Model(T5Config(d_model=32, d_ff=64, num_layers=1, num_heads=2, vocab_size=30522)),
-            "t5 is an encoder-decoder",
-        ),
-        (
-            lambda: ViTModel(ViTConfig(hidden_size=32, **SIZES)),
-            "must take input_ids and attention_mask, but ViTModel does not",
-        ),
-    ],
-    ids=["decoder", "encoder-decoder", "vision"],
+    ("model_type", "message"),
+    [("gpt2", "gpt2 is a decoder: a token sees only those before it"), ("t5", "t5 is an encoder-decoder")],
 )
-def test_only_text_encoders_are_trained(module: Any, message: str, tmp_path: Path) -> None:
-    module().save_pretrained(tmp_path / "other")
-    load_tokenizer("minilm").save_pretrained(tmp_path / "other")
+def test_only_encoders_are_trained(model_type: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        build(str(tmp_path / "other"))
+        load_encoder({"model_type": model_type})
+
+
+def test_an_encoder_that_does_not_see_the_mask() -> None:
+    with pytest.raises(ModelError, match="must take input_ids and attention_mask, but FNetModel does not"):
+        load_encoder(FNET, attention="eager")
 
 
 # Inline configurations.
@@ -225,7 +175,7 @@ def test_only_text_encoders_are_trained(module: Any, message: str, tmp_path: Pat
 )
 def test_a_bad_inline_configuration(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        build({**BERT, **changes})
+        make_model({**BERT, **changes})
 
 
 # Settings that the encoder or the machine cannot do.
@@ -234,19 +184,8 @@ def test_a_bad_inline_configuration(changes: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("encoder", "settings", "message"),
     [
-        (
-            {},
-            {"max_length": 65},
-            "max_length must be at most the 64 positions of this BertModel, but it is 65",
-        ),
-        ({"model_type": "roberta"}, {"max_length": 64}, "at most the 63 positions of this RobertaModel"),
-        (
-            {"model_type": "modernbert"},
-            {"max_length": 65},
-            "at most the 64 positions of this ModernBertModel",
-        ),
+        ({}, {"max_length": 65}, "at most the 64 positions of this BertModel, but it is 65"),
         ({}, {"freeze_layers": 3}, "between 0 and the encoder's 2 layers, but it is 3"),
-        ({}, {"freeze_layers": -1}, "between 0 and the encoder's 2 layers, but it is -1"),
         (
             {"model_type": "albert", "embedding_size": 16},
             {"freeze_layers": 1},
@@ -268,27 +207,17 @@ def test_a_setting_that_the_encoder_cannot_do(
     encoder: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        build({**BERT, **encoder}, **settings)
+        make_model({**BERT, **encoder}, **settings)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may have flash attention")
 def test_flash_attention_without_a_gpu() -> None:
     with pytest.raises(ModelError, match=r"attention: `flash` does not work for .* Use sdpa or eager"):
-        build(attention="flash")
+        make_model(attention="flash")
 
 
 def test_a_dropout_that_the_encoder_does_not_have() -> None:
     roformer = {"model_type": "roformer", "hidden_size": 32, **SIZES, "embedding_size": 16}
-    build(roformer, attention="eager", dropout=0.2, attention_dropout=0.2)
+    make_model(roformer, attention="eager", dropout=0.2, attention_dropout=0.2)
     with pytest.raises(ModelError, match="attention_dropout: a fresh fnet must have one of attention_probs"):
-        build(FNET, attention="eager", attention_dropout=0.2)
-
-
-def test_an_encoder_that_does_not_see_the_mask() -> None:
-    with pytest.raises(ModelError, match="must take input_ids and attention_mask, but FNetModel does not"):
-        build(FNET, attention="eager")
-
-
-def test_no_task() -> None:
-    with pytest.raises(ModelError, match="at least one task"):
-        make_model(BERT, tasks=())
+        make_model(FNET, attention="eager", attention_dropout=0.2)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 from command_line import Finished, hpo_command, ok
-from postgres import PASSWORD, PostgresServer
 from tiny import write_study
 
-from hpo.models.encoder import load_tokenizer
 from hpo.study.storage import open_storage
 
 TASKS: dict[str, Any] = {"tasks": {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}}
@@ -60,17 +56,6 @@ def test_data(tmp_path: Path, options: tuple[str, ...]) -> None:
     check_refused(tmp_path, hpo_command(tmp_path, "run", "tiny.yaml", *options), message)
 
 
-def test_code_that_is_not_trusted(tmp_path: Path) -> None:
-    """What may be wrong with an encoder is in test_bad_models.py."""
-    load_tokenizer({"model_type": "bert"}).save_pretrained(tmp_path / "encoder")
-    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModel": "mine.M"}}
-    (tmp_path / "encoder" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "encoder" / "mine.py").write_text("raise SystemExit('code ran')\n")
-    write_study(tmp_path, model={"encoder": "encoder"})
-    refused = hpo_command(tmp_path, "run", "tiny.yaml")
-    check_refused(tmp_path, refused, r"comes with its own Python code.*`model\.trust_remote_code: true`")
-
-
 def test_data_that_were_edited_since_the_study_was_made(tmp_path: Path) -> None:
     rows = [{"id": str(i), "text": f"Ann works {i}.", "labels": {"tone": "calm"}} for i in range(8)]
     write_data(tmp_path, *rows)
@@ -86,15 +71,13 @@ def test_data_that_were_edited_since_the_study_was_made(tmp_path: Path) -> None:
     ok(hpo_command(tmp_path, "run", study_file, "--n-trials", "2"))
 
 
-# Storage
+# Storage: more of it is in test_bad_storage.py.
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
         ("nonsense", r"The storage must be a URL such as .*, but it is `nonsense`"),
-        ("mysql://me:secret@host/db", r"must be SQLite or PostgreSQL .* names `mysql`"),
-        ("sqlite://", r"A study in memory would be lost"),
         ("sqlite:////no/such/folder/hpo.db", r"The folder `/no/such/folder` .* must exist"),
         ("sqlite:///tiny.yaml", r"must be a SQLite database"),
         ("postgresql://me:secret@host.invalid/db", r"the host cannot be found"),
@@ -108,52 +91,6 @@ def test_storage_url(tmp_path: Path, command: str, url: str, message: str) -> No
         message = "There is no study database"
     check_refused(tmp_path, finished, message)
     assert "secret" not in finished.err
-
-
-def test_server_that_is_not_there(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"postgresql://me:secret@127.0.0.1:{free.getsockname()[1]}/db"
-        finished = hpo_command(tmp_path, "run", "tiny.yaml", "--storage", url)
-    check_refused(tmp_path, finished, "no database answers there. Check host and port")
-    assert "secret" not in finished.err
-
-
-@pytest.mark.postgres
-def test_wrong_password(tmp_path: Path, postgres_server: PostgresServer, postgres_url: str) -> None:
-    write_study(tmp_path)
-    url = postgres_server.url(postgres_url.rpartition("/")[2], password="secret")
-    finished = hpo_command(tmp_path, "run", "tiny.yaml", "--storage", url)
-    check_refused(tmp_path, finished, "the server refuses this user and password")
-    assert "secret" not in finished.err
-
-
-@pytest.mark.postgres
-def test_no_rights(tmp_path: Path, postgres_server: PostgresServer, postgres_url: str) -> None:
-    write_study(tmp_path)
-    name = postgres_url.rpartition("/")[2]
-    with postgres_server.connect(name) as connection:
-        connection.execute("DROP ROLE IF EXISTS visitor")
-        connection.execute("CREATE ROLE visitor LOGIN PASSWORD 'secret'")
-    url = postgres_server.url(name, user="visitor", password="secret")
-    finished = hpo_command(tmp_path, "run", "tiny.yaml", "--storage", url)
-    check_refused(tmp_path, finished, "must be allowed to create tables")
-    assert "secret" not in finished.err
-    assert PASSWORD not in finished.err
-
-
-def test_database_of_a_newer_optuna(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    url = f"sqlite:///{tmp_path}/runs/hpo.db"
-    with open_storage(url) as storage, storage.engine.begin() as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = 'v9.9.9.a'"))
-        connection.execute(sa.text("UPDATE version_info SET library_version = '9.9.9'"))
-    for command in ("run", "status", "worker", "best"):
-        refused = hpo_command(tmp_path, command, "tiny.yaml")
-        assert refused.exit_code == 2
-        assert re.search(r"must be of Optuna 5\..*, but they are of Optuna 9\.9\.9\. Update", refused.err)
 
 
 def test_read_only_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from worker_process import result, study
 
 from hpo.config.search_space import suggest
 from hpo.study.leases import Lease
-from hpo.study.storage import Storage, open_storage
+from hpo.study.storage import open_storage
 from hpo.study.study_record import EvaluationRow
 from hpo.study.worker import run_worker, trial_runner
 from hpo.trial.executor import Executor
@@ -43,10 +43,26 @@ def score(params: dict[str, Any], share: float) -> float:
     return peak * (1 - math.exp(-4 * share))
 
 
-def wasted_share(storage: Storage, seed: int, **changes: Any) -> float:
-    """Run 100 trials of which those with fp16 always come to NaN, and return the share of those."""
-    changes["sampler"] = {"seed": 42 + seed, **changes["sampler"]}
-    config = study(100, search_space=SPACE, **changes)
+TWO_OBJECTIVES = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "changes"),
+    [
+        ("tpe", 0, {}),
+        ("tpe", 1, {"pruner": {"name": "hyperband"}}),
+        ("tpe", 0, {"objective": TWO_OBJECTIVES}),
+        ("nsga2", 0, {}),
+        ("nsga2", 1, {"pruner": {"name": "hyperband"}}),
+        ("nsga2", 0, {"objective": TWO_OBJECTIVES}),
+        ("gp", 0, {}),
+        ("gp", 1, {"pruner": {"name": "asha"}}),
+    ],
+)
+def test_sampler_that_learns(sqlite_url: str, name: str, seed: int, changes: dict[str, Any]) -> None:
+    """Of 100 trials those with fp16 always come to NaN."""
+    changes = {"pruner": {"name": "none"}, **changes}
+    config = study(100, search_space=SPACE, sampler={"name": name, "seed": 42 + seed}, **changes)
 
     def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
         params = suggest(config.search_space, trial)
@@ -57,36 +73,13 @@ def wasted_share(storage: Storage, seed: int, **changes: Any) -> float:
             row = EvaluationRow(index, index / 4, 1.0, {})
             if storage.report_evaluation(trial, index, value, row) and index < 4:
                 return result("pruned")
-        values = (value, params["batch_size"])[: len(config.objective)]
-        return result("complete", values=values)
+        return result("complete", values=(value, params["batch_size"])[: len(config.objective)])
 
-    run_worker(config, storage, execute)
-    trials = storage.read_study("tiny").trials
+    with open_storage(sqlite_url) as storage:
+        run_worker(config, storage, execute)
+        trials = storage.read_study("tiny").trials
     assert len(trials) == 100
-    return sum(trial.outcome == "nonfinite" for trial in trials) / 100
-
-
-@pytest.mark.parametrize(
-    ("name", "pruner", "seed"),
-    [
-        ("tpe", "none", 0),
-        ("tpe", "hyperband", 1),
-        ("nsga2", "none", 0),
-        ("nsga2", "hyperband", 1),
-        ("gp", "none", 0),
-        ("gp", "asha", 1),
-    ],
-)
-def test_sampler_that_learns(sqlite_url: str, name: str, pruner: str, seed: int) -> None:
-    with open_storage(sqlite_url) as storage:
-        assert wasted_share(storage, seed, sampler={"name": name}, pruner={"name": pruner}) <= 0.15
-
-
-@pytest.mark.parametrize("name", ["tpe", "nsga2"])
-def test_sampler_that_learns_with_two_objectives(sqlite_url: str, name: str) -> None:
-    objective = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
-    with open_storage(sqlite_url) as storage:
-        assert wasted_share(storage, 0, sampler={"name": name}, objective=objective) <= 0.15
+    assert sum(trial.outcome == "nonfinite" for trial in trials) <= 15
 
 
 def test_sampler_that_learns_with_four_workers(storage_url: str, tmp_path: Path) -> None:

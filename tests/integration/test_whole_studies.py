@@ -84,18 +84,15 @@ def test_n_trials_is_the_total_over_all_runs(tmp_path: Path) -> None:
     assert len({str(trial.params) for trial in record.trials}) == 3
 
 
-def test_a_changed_search_space_is_refused_with_a_diff(tmp_path: Path) -> None:
+def test_what_has_changed_is_refused_with_a_diff_and_what_may_change_is_taken(tmp_path: Path) -> None:
     write_study(tmp_path)
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     before = stored(tmp_path)
-    write_study(
-        tmp_path,
-        n_trials=9,
-        search_space={
-            "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
-            "pooling": {"type": "categorical", "choices": ["cls", "mean"]},
-        },
-    )
+    space = {
+        "learning_rate": {"type": "float", "low": 1e-5, "high": 1e-3, "log": True},
+        "pooling": {"type": "categorical", "choices": ["cls", "mean"]},
+    }
+    write_study(tmp_path, n_trials=9, search_space=space)
     for command in ("run", "worker", "init"):
         refused = hpo_command(tmp_path, command, "tiny.yaml")
         assert refused.exit_code == 2
@@ -103,16 +100,11 @@ def test_a_changed_search_space_is_refused_with_a_diff(tmp_path: Path) -> None:
         assert re.search(r"^  ~ learning_rate: low `0.0001` -> `1.0e-05`", refused.err, re.MULTILINE)
         assert re.search(r"^  \+ pooling: ", refused.err, re.MULTILINE)
         assert "trial " not in refused.out
-    after = stored(tmp_path)
-    assert (after.trials, after.slots, after.definition) == (before.trials, before.slots, before.definition)
-
-
-def test_a_changed_setting_is_refused_and_what_may_change_is_taken(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     write_study(tmp_path, training=TRAINING | {"max_steps": 5})
     refused = hpo_command(tmp_path, "run", "tiny.yaml")
     assert (refused.exit_code, "~ training.max_steps: 4 -> 5" in refused.err) == (2, True)
+    after = stored(tmp_path)
+    assert (after.trials, after.slots, after.definition) == (before.trials, before.slots, before.definition)
     write_study(tmp_path, sampler={"name": "tpe"}, n_trials=3, checkpoint={"top_k": 1})
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
     assert len(stored(tmp_path).trials) == 3
@@ -170,6 +162,7 @@ def test_checkpoints_of_a_deleted_study_do_not_pass_for_those_of_a_new_one(tmp_p
         ({"objective": {"metric": "criteria/f1_mikro"}}, "Did you mean `criteria/f1_micro`?"),
         ({"model": {"encoder": "./nowhere"}}, "nowhere"),
         ({"training": TRAINING | {"freeze_layers": 9}}, "freeze_layers must be between 0 and"),
+        ({"training": TRAINING | {"fp_precision": "tf32"}}, "it runs none of tf32. `tf32` needs CUDA"),
     ],
 )
 def test_a_mistake_leaves_nothing_behind(
@@ -201,15 +194,6 @@ def test_a_study_without_any_complete_trial_has_failed(
 # What this device cannot run
 
 
-def test_a_precision_that_no_trial_can_have_here(tmp_path: Path) -> None:
-    write_study(tmp_path, training=TRAINING | {"fp_precision": "tf32"})
-    for command in (("run",), ("run", "--workers", "2"), ("worker",), ("init",)):
-        refused = hpo_command(tmp_path, *command, "tiny.yaml")
-        assert (refused.exit_code, refused.out) == (2, "")
-        assert "it runs none of tf32. `tf32` needs CUDA" in refused.err
-    assert not list(tmp_path.glob("runs/hpo.db*"))
-
-
 def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
     choices = {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32"]}}
     write_study(tmp_path, n_trials=1, search_space=choices)
@@ -223,16 +207,19 @@ def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
     assert "`tf32` needs CUDA" in found["left_out"]["tf32"]
 
 
-def test_what_is_left_for_another_device_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_for_another_device_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage_url: str
+) -> None:
     def others_are_left(*_: Any, **__: Any) -> RunSummary:
         return RunSummary("elsewhere", {"complete": 1}, ("fp16", "tf32"))
 
     write_study(tmp_path)
     monkeypatch.setattr("hpo.study.run.run_study", others_are_left)
     for command in ("run", "worker"):
-        text = ok(hpo_command(tmp_path, command, "tiny.yaml")).out
+        text = ok(hpo_command(tmp_path, command, "tiny.yaml", "--storage", storage_url)).out
         assert "What is left needs a device with fp16 or tf32: 0 of 2 trials done." in text
-        assert f"To go on there: hpo {command} tiny.yaml\n" in text
+        assert f"To go on there: hpo {command} tiny.yaml --storage " in text
+        assert (":***@" in text.splitlines()[-1]) == storage_url.startswith("postgresql")
 
 
 def test_to_go_on_takes_the_same_options(tmp_path: Path) -> None:

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny import tiny_executor
-from tiny_encoders import FAMILIES, make_model
-from torch import Tensor, nn
+from tiny_encoders import FAMILIES, family_model, make_batch, make_model
+from torch import Tensor
 
 import hpo.models.attention
-from hpo.data.tasks import Task
 from hpo.models.attention import NAME, attention_forward, use_training_attention
 from hpo.models.dropout import DropoutMaskGenerator
 from hpo.models.encoder import load_encoder
@@ -21,10 +21,8 @@ HEADS, SIZE, P = 3, 8, 0.2
 LENGTHS = [9, 4, 9, 1, 7]
 
 
-class Encoder(nn.Module):
-    """A module as transformers hands it to an attention function."""
-
-    is_causal = False
+# A layer's module as transformers hands it to an attention function.
+LAYER: Any = SimpleNamespace(is_causal=False)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
@@ -86,7 +84,7 @@ def test_output_and_gradients_are_those_of_plain_attention(
 ) -> None:
     monkeypatch.setattr(hpo.models.attention, "PIECE_ELEMENTS", piece_elements)
     tensors, mask = inputs(dtype)
-    output, weights = attention_forward(Encoder(), *tensors, mask, dropout=P, scaling=0.3)
+    output, weights = attention_forward(LAYER, *tensors, mask, dropout=P, scaling=0.3)
     assert weights is None
     assert output.dtype == dtype
     expected = reference(tensors, mask, drawn, 0.3)
@@ -104,7 +102,7 @@ def test_output_and_gradients_are_those_of_plain_attention(
 
 def test_without_padding_there_is_no_mask(drawn: list[Tensor]) -> None:
     (query, key, value), _ = inputs()
-    output, _ = attention_forward(Encoder(), query, key, value, None, dropout=P)
+    output, _ = attention_forward(LAYER, query, key, value, None, dropout=P)
     keep = torch.stack(drawn).double() / (1 - P)
     weights = (query.double() @ key.double().transpose(-1, -2) * SIZE**-0.5).softmax(-1)
     expected = ((weights * keep) @ value.double()).transpose(1, 2)
@@ -114,7 +112,7 @@ def test_without_padding_there_is_no_mask(drawn: list[Tensor]) -> None:
 def test_under_autocast_it_computes_in_the_autocast_dtype() -> None:
     tensors, mask = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        output, _ = attention_forward(Encoder(), *tensors, mask, dropout=P)
+        output, _ = attention_forward(LAYER, *tensors, mask, dropout=P)
     assert output.dtype == torch.bfloat16
     gradients = torch.autograd.grad(output.float().sum(), tensors)
     assert [gradient.dtype for gradient in gradients] == [torch.float32] * 3
@@ -123,7 +121,7 @@ def test_under_autocast_it_computes_in_the_autocast_dtype() -> None:
 def test_large_scores_do_not_overflow_in_fp16(drawn: list[Tensor]) -> None:
     tensors, mask = inputs(torch.float16)
     query, key, value = tensors[0] * 5000, tensors[1] * 20, tensors[2]
-    output, _ = attention_forward(Encoder(), query, key, value, mask, dropout=P, scaling=1.0)
+    output, _ = attention_forward(LAYER, query, key, value, mask, dropout=P, scaling=1.0)
     assert drawn
     assert torch.matmul(query, key.transpose(-1, -2)).isinf().any()
     assert output.isfinite().all()
@@ -132,13 +130,12 @@ def test_large_scores_do_not_overflow_in_fp16(drawn: list[Tensor]) -> None:
 def test_a_rehearsal_runs_the_kernel_and_drops_nothing(
     drawn: list[Tensor], kernel_calls: list[float]
 ) -> None:
-    model = make_model("minilm", tasks=(Task("slots", "token_classification", ("a",)),)).eval()
-    ids_BL = torch.randint(1000, 2000, (2, 9))
-    mask_BL = (torch.arange(9) < torch.tensor([9, 5])[:, None]).long()
-    plain = model(ids_BL, mask_BL)["slots"]
+    model = make_model("minilm").eval()
+    ids_BL, mask_BL = make_batch((9, 5))
+    plain = model(ids_BL, mask_BL)["spans"]
     assert not kernel_calls
     with use_training_attention():
-        rehearsed = model(ids_BL, mask_BL)["slots"]
+        rehearsed = model(ids_BL, mask_BL)["spans"]
     assert kernel_calls == [0.0] * 6
     assert not drawn
     real_BL = mask_BL.bool()
@@ -151,38 +148,26 @@ def test_the_check_of_a_precision_rehearses(tmp_path: Path, kernel_calls: list[f
     assert set(kernel_calls) == {0.0}
 
 
-class Causal(nn.Module):
-    is_causal = True
-
-
 @pytest.mark.parametrize(
     "case", ["no dropout", "causal", "another mask", "padding in front", "an option", "one mask for all"]
 )
-def test_other_cases_are_pytorchs_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("this case is not ours")
-
-    monkeypatch.setattr(hpo.models.attention._DropoutAttention, "apply", refuse)
+def test_other_cases_are_pytorchs_own(case: str, kernel_calls: list[float]) -> None:
     (query, key, value), mask = inputs()
-    module: nn.Module = Encoder()
-    dropout, options = P, {}
-    if case == "no dropout":
-        dropout = 0.0
-    elif case == "causal":
-        module = Causal()
-    elif case == "another mask":
-        mask = mask.contiguous()
-    elif case == "padding in front":
-        mask = mask.flip(-1)[:, :, :1].expand_as(mask)
-    elif case == "one mask for all":
-        mask = mask[1:2]
-    else:
-        options = {"is_causal": False}
+    masks = {
+        "another mask": mask.contiguous(),
+        "padding in front": mask.flip(-1)[:, :, :1].expand_as(mask),
+        "one mask for all": mask[1:2],
+    }
+    mask = masks.get(case, mask)
+    layer: Any = SimpleNamespace(is_causal=case == "causal")
+    dropout = 0.0 if case == "no dropout" else P
+    options = {"is_causal": False} if case == "an option" else {}
     torch.manual_seed(5)
-    output, _ = attention_forward(module, query, key, value, mask, dropout=dropout, scaling=0.3, **options)
+    output, _ = attention_forward(layer, query, key, value, mask, dropout=dropout, scaling=0.3, **options)
     torch.manual_seed(5)
     expected = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=0.3)
     torch.testing.assert_close(output, expected.transpose(1, 2))
+    assert not kernel_calls
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -195,15 +180,11 @@ def test_encoders_give_what_their_own_attention_gives(
         "keep_mask",
         lambda _self, shape, _p: torch.full(tuple(shape), -1, dtype=torch.int16),
     )
-    task = Task("slots", "token_classification", ("a",))
-    settings = {"max_length": 12, "dropout": 0.0, "head_dropout": 0.0, "attention_dropout": 1e-9}
-    config, attention = FAMILIES[family]
-    model = make_model(config, tasks=(task,), attention=attention, **settings)
-    ids_BL = torch.randint(5, 100, (4, 12))
-    mask_BL = (torch.arange(12) < torch.tensor([12, 3, 7, 12])[:, None]).long()
-    trained = model(ids_BL, mask_BL)["slots"]
+    model = family_model(family, dropout=0.0, head_dropout=0.0, attention_dropout=1e-9)
+    ids_BL, mask_BL = make_batch((12, 3, 7, 12))
+    trained = model(ids_BL, mask_BL)["spans"]
     assert bool(kernel_calls) == (model.encoder.config._attn_implementation == NAME)
-    evaluated = model.eval()(ids_BL, mask_BL)["slots"]
+    evaluated = model.eval()(ids_BL, mask_BL)["spans"]
     if kernel_calls:
         real_BL = mask_BL.bool()
         torch.testing.assert_close(trained[real_BL], evaluated[real_BL], rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_encoders import FAMILIES, make_model
+from tiny_encoders import FAMILIES, family_model, make_model
 from torch import Tensor, nn
 
 from hpo.data.tasks import Task
@@ -19,10 +19,8 @@ NUM_STEPS = 6
 
 
 def model_of(family: str = "bert", seed: int = 0) -> MultitaskModel:
-    torch.manual_seed(seed)
-    config, attention = FAMILIES[family]
     dropout = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
-    return make_model(config, tasks=TASKS, max_length=8, attention=attention, **dropout)
+    return family_model(family, seed=seed, tasks=TASKS, max_length=8, **dropout)
 
 
 def compacted(optimizer: str = "adamw", family: str = "bert") -> MultitaskModel:

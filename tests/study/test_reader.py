@@ -4,17 +4,12 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from optuna.trial import TrialState
 from worker_process import result, study
 
 from hpo.study.leases import WorkerLease
 from hpo.study.schema import workers
 from hpo.study.storage import Storage, open_storage
-
-
-@pytest.fixture
-def storage(storage_url: str) -> Any:
-    with open_storage(storage_url) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("table", ["trials", "trial_values", "trial_user_attributes", "hpo_workers"])
@@ -54,6 +49,14 @@ def test_slot_of_a_dead_worker_counts_as_open(storage: Storage) -> None:
         assert record.slots == {"open": 3, "running": 0, "done": 0}
         assert [trial.outcome for trial in record.trials] == ["preempted"]
         assert [member.alive for member in record.workers] == [False]
+
+
+def test_what_no_worker_ended_has_the_outcome_of_its_state(storage: Storage) -> None:
+    """The dashboard can end and enqueue trials."""
+    opened = storage.create_or_resume_study(study(2))
+    opened.tell(opened.ask(), state=TrialState.FAIL)
+    opened.enqueue_trial({})
+    assert [trial.outcome for trial in storage.read_study("tiny").trials] == ["failed", "waiting"]
 
 
 def test_number_of_queries_does_not_grow_with_the_trials(storage: Storage) -> None:

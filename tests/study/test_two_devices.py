@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import optuna
 import pytest
 import sqlalchemy as sa
+from scripted_study import ScriptedStudy
 from worker_process import result, study
 
 from hpo.config.search_space import suggest
@@ -18,7 +19,7 @@ from hpo.device import DeviceInfo
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.device_sampler import WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
-from hpo.study.samplers import build_sampler
+from hpo.study.samplers import POINT_ATTR
 from hpo.study.schema import workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import RunSummary, run_worker
@@ -54,16 +55,15 @@ class Worker:
         self.device = device
         self.ends = ends
         """Of a worker's n-th trial, by number and parameters: the outcome."""
+        self.before: Callable[[optuna.trial.Trial], None] = lambda _: None
+        """Called with each trial before its parameters are suggested."""
         self.drawn: list[str] = []
         self.stop = threading.Event()
-        self.meet: threading.Barrier | None = None
-        """Where workers wait for each other in their first trial."""
 
     def execute(self, trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        self.before(trial)
         params = suggest(self.config.search_space, trial)
         self.drawn.append(params["fp_precision"])
-        if self.meet is not None and len(self.drawn) == 1:
-            self.meet.wait(60)
         outcome = self.ends(len(self.drawn), params)
         if outcome == "preempted":
             self.stop.set()
@@ -99,7 +99,9 @@ def test_two_devices_finish_a_study(sqlite_url: str, name: str, space: str) -> N
     options = {"population_size": 4} if name == "nsga2" else {}
     config = study(16, sampler={"name": name, "seed": 1, **options}, search_space=SPACES[space])
     both = [Worker(config, AMX), Worker(config, VOLTA)]
-    both[0].meet = both[1].meet = threading.Barrier(2)
+    barrier = threading.Barrier(2)
+    for worker in both:  # in their first trial they wait for each other
+        worker.before = lambda _, worker=worker: worker.drawn or barrier.wait(60)
     summaries = run_all(sqlite_url, both)
     for worker in both:
         assert set(worker.drawn) <= RUNS[worker.device.name]
@@ -125,29 +127,24 @@ def test_workers_of_two_devices_visit_every_point_of_a_grid_once(sqlite_url: str
     assert len(points) == points.total() == 12
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_points_for_another_device_are_left_and_not_waited_for(sqlite_url: str, num_workers: int) -> None:
-    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
+@pytest.mark.parametrize(("space", "num_workers"), [(SPACES["grid"], 1), (SPACES["grid"], 3), (PRECISION, 4)])
+def test_points_for_another_device_are_left_and_not_waited_for(
+    sqlite_url: str, space: dict[str, Any], num_workers: int
+) -> None:
+    """Also by workers that find no point for their device in the slot that they claimed."""
+    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=space)
     alike = [Worker(config, VOLTA) for _ in range(num_workers)]
     summaries = run_all(sqlite_url, alike)
     assert {(summary.ended, summary.elsewhere, summary.exit_code) for summary in summaries} == {
         ("elsewhere", ("bf16",), 0)
     }
-    assert Counter(name for worker in alike for name in worker.drawn) == {"fp32": 4, "fp16": 4}
+    each = config.num_slots // 3
+    assert Counter(name for worker in alike for name in worker.drawn) == {"fp32": each, "fp16": each}
     with open_storage(sqlite_url) as storage:
-        assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 8}
-    assert Worker(config, AMX).run(sqlite_url).outcomes == {"complete": 4}
-
-
-def test_more_workers_than_points_for_their_device(sqlite_url: str) -> None:
-    """Those that find no point give back the slot, and the other device gets every point that is left."""
-    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
-    alike = [Worker(config, VOLTA) for _ in range(4)]
-    run_all(sqlite_url, alike)
-    assert sorted(name for worker in alike for name in worker.drawn) == ["fp16", "fp32"]
+        assert storage.slot_counts("tiny") == {"open": each, "running": 0, "done": 2 * each}
     last = Worker(config, AMX)
     assert last.run(sqlite_url).ended == "finished"
-    assert last.drawn == ["bf16"]
+    assert last.drawn == ["bf16"] * each
 
 
 def die(worker: WorkerLease, storage: Storage) -> None:
@@ -194,6 +191,51 @@ def test_a_trial_in_a_precision_that_a_device_lacks_goes_on_with_another(
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
 
 
+def point_of(trial: optuna.trial.Trial) -> dict[str, Any]:
+    return trial.storage.get_trial(trial._trial_id).system_attrs[POINT_ATTR]
+
+
+def test_a_point_that_its_worker_drew_and_did_not_suggest_is_run_once(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(trial: optuna.trial.Trial) -> None:
+        assert point_of(trial) == {"fp_precision": "bf16"}
+        monkeypatch.setattr(WorkerLease, "__exit__", lambda worker, *_: die(worker, worker._storage))
+        raise KeyboardInterrupt
+
+    config = study(3, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
+    first, other, again = Worker(config, AMX), Worker(config, VOLTA), Worker(config, AMX)
+    assert other.run(sqlite_url).elsewhere == ("bf16",)
+    first.before = killed
+    with pytest.raises(KeyboardInterrupt):
+        first.run(sqlite_url)
+    monkeypatch.undo()
+    assert other.run(sqlite_url).elsewhere == ("bf16",)
+    assert again.run(sqlite_url).ended == "finished"
+    assert (sorted(other.drawn), again.drawn) == (["fp16", "fp32"], ["bf16"])
+
+
+@pytest.mark.parametrize("suggested", [0, 1])
+def test_a_trial_that_fails_before_it_has_all_parameters_is_retried_at_its_point(
+    sqlite_url: str, suggested: int
+) -> None:
+    points = []
+
+    def fails_once(trial: optuna.trial.Trial) -> None:
+        points.append(point_of(trial))
+        if len(points) == 1:
+            for name in list(config.search_space)[:suggested]:
+                config.search_space[name].suggest(name, trial)
+            raise RuntimeError
+
+    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
+    worker = Worker(config, AMX)
+    worker.before = fails_once
+    assert worker.run(sqlite_url).outcomes == {"failed": 1, "complete": 8}
+    assert points[0] == points[1]
+    assert len({str(point) for point in points}) == 8
+
+
 @pytest.mark.parametrize("name", ["tpe", "gp", "random", "grid"])
 def test_a_device_that_can_run_nothing_of_a_study_leaves_it(sqlite_url: str, name: str) -> None:
     space = {"fp_precision": {"type": "categorical", "choices": ["bf16", "tf32"]}, **STEPS}
@@ -220,18 +262,14 @@ def test_other_modes_draw_every_precision(sqlite_url: str, mode: str) -> None:
 def test_a_sampler_learns_among_the_precisions_of_its_device(name: str) -> None:
     """bf16 is the best by far, elsewhere; here fp16 is."""
     config = study(40, sampler={"name": name, "seed": 3}, search_space=SPACES["ranges"])
-    device = worker_device(VOLTA)
-    current = optuna.create_study(direction="maximize")
-    current.sampler = optuna.samplers.RandomSampler(seed=0)
-    for number in range(36):
-        current.enqueue_trial({"fp_precision": CHOICES[number % 3]})
-        trial = current.ask()
-        suggest(config.search_space, trial)
-        current.tell(trial, [0.0, 1.0, 0.7][number % 3])
-    current.sampler = build_sampler(
-        config.sampler, config.search_space, device=device, skipped=device.left_out or ()
-    )
-    drawn = Counter(suggest(config.search_space, current.ask())["fp_precision"] for _ in range(12))
+    values = {"fp32": 0.0, "bf16": 1.0, "fp16": 0.7}
+    storage, device = optuna.storages.InMemoryStorage(), worker_device(VOLTA)
+    elsewhere = ScriptedStudy(config, lambda params: values[params["fp_precision"]], storage=storage)
+    elsewhere.study.sampler = optuna.samplers.RandomSampler(seed=0)
+    for precision in CHOICES * 12:
+        elsewhere.run(fp_precision=precision)
+    here = ScriptedStudy(config, storage=storage, device=device, skipped=device.left_out)
+    drawn = Counter(here.ask()[1]["fp_precision"] for _ in range(12))
     assert set(drawn) <= RUNS["V100"]
     assert drawn["fp16"] >= 10
 
@@ -242,18 +280,8 @@ def test_what_one_device_lacks_is_not_avoided_on_another(name: str, runs_fp16: b
     """Trials that were asked for by hand ended as `unsupported` elsewhere."""
     config = study(30, sampler={"name": name, "seed": 3}, search_space=SPACES["ranges"])
     device = WorkerDevice(left_out={} if runs_fp16 else {"fp16": "It lacks it."})
-    current = optuna.create_study(direction="maximize")
-    current.sampler = build_sampler(config.sampler, config.search_space, device=device)
-    for number in range(16):
-        if number < 4:
-            current.enqueue_trial({"fp_precision": "fp16"})
-        trial = current.ask()
-        params = suggest(config.search_space, trial)
-        if number < 4:
-            trial.set_user_attr("outcome", "unsupported")
-            trial.set_constraint("feasible", 1.0)
-            current.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        else:
-            current.tell(trial, params["dropout"])
-    later = {trial.params["fp_precision"] for trial in current.trials[4:]}
-    assert ("fp16" in later) == runs_fp16
+    current = ScriptedStudy(config, lambda _: "unsupported", device=device)
+    for _ in range(4):
+        current.run(fp_precision="fp16")
+    current.script = lambda params: params["dropout"]
+    assert ("fp16" in {params["fp_precision"] for params in current.run(12)}) == runs_fp16

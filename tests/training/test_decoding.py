@@ -3,10 +3,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,11 @@ from hpo.data.tasks import Task
 from hpo.training.decoding import (
     EVIDENCE_MERGE_GAPS,
     EVIDENCE_THRESHOLDS,
+    THRESHOLD_LOG_ODDS,
     DecodingThresholds,
     choose_decision,
-    choose_decisions,
     decode,
     decode_tasks,
-    score_tasks,
 )
 from hpo.training.metrics import score
 from hpo.training.spans import MAX_ANSWER_TOKENS
@@ -37,20 +36,21 @@ ANSWER = Task("t", "span_extraction", ("answer",), inside_segment="context")
 EVIDENCE = Task("t", "span_per_label", NAMES, evidence_for="labels")
 ALL = (SINGLE, MULTI, NUMBER, SLOTS, OVERLAPPING, ANSWER, EVIDENCE)
 DEFAULT = DecodingThresholds()
-Row = partial(Example, "id", labels={}, spans={}, annotated=frozenset({"t"}))
 
 
-@dataclass(frozen=True)
-class Split:
-    examples: Sequence[Example]
-    char_start_T: Any
-    char_end_T: Any
-    owned_T: Any
-    window_start_W1: Any
-    window_example_W: Any
+def example_of(text: str, **fields: Any) -> Example:
+    """A text that is annotated for `t`, all of it context."""
+    defaults = {"labels": {}, "spans": {}, "annotated": {"t"}, "segments": {"context": (0, len(text))}}
+    return Example("id", text, **defaults | fields)
 
 
-def make_split(rows: Sequence[Example], window: int = 1000, overlap: int = 0) -> Split:
+def split_of(examples: Sequence[Example], *arrays: Sequence[Any]) -> Any:
+    """What decoding reads of a `TokenizedSplit`."""
+    names = ("char_start_T", "char_end_T", "owned_T", "window_start_W1", "window_example_W")
+    return SimpleNamespace(examples=examples, **dict(zip(names, map(np.array, arrays), strict=True)))
+
+
+def make_split(rows: Sequence[Example], window: int = 1000, overlap: int = 0) -> Any:
     """Each word is a token; a window is [CLS], at most `window` words, [SEP]. The later window owns what
     two hold."""
     start, end, owned, bounds, example = [], [], [], [0], []
@@ -65,16 +65,15 @@ def make_split(rows: Sequence[Example], window: int = 1000, overlap: int = 0) ->
             owned += [False, *(i < step or is_last for i in range(len(part))), False]
             bounds.append(len(start))
             example.append(e)
-    return Split(rows, *map(np.array, (start, end, owned, bounds, example)))
+    return split_of(rows, start, end, owned, bounds, example)
 
 
-def make_window(text: str, start: list[int], end: list[int], is_text: bool = True) -> Split:
+def make_window(text: str, start: list[int], end: list[int], is_text: bool = True) -> Any:
     """One window of these tokens, without special ones."""
-    arrays = (np.array(values) for values in (start, end, [is_text] * len(start), [0, len(start)], [0]))
-    return Split([Row(text)], *arrays)
+    return split_of([example_of(text)], start, end, [is_text] * len(start), [0, len(start)], [0])
 
 
-def words_of(split: Split) -> list[list[int]]:
+def words_of(split: Any) -> list[list[int]]:
     """Each example's owned tokens (indices into T), in order."""
     tokens: list[list[int]] = [[] for _ in split.examples]
     for w, example in enumerate(split.window_example_W):
@@ -84,13 +83,13 @@ def words_of(split: Split) -> list[list[int]]:
     return tokens
 
 
-def logits_shape(task: Task, split: Split) -> tuple[int, int]:
+def logits_shape(task: Task, split: Any) -> tuple[int, int]:
     return len(split.window_example_W if task.level == "sequence" else split.owned_T), task.num_outputs
 
 
 def random_rows(rng: np.random.Generator, count: int, longest: int = 14) -> list[Example]:
     return [
-        Row(" ".join("w" * int(rng.integers(1, 5)) for _ in range(rng.integers(1, longest))))
+        example_of(" ".join("w" * int(rng.integers(1, 5)) for _ in range(rng.integers(1, longest))))
         for _ in range(count)
     ]
 
@@ -99,24 +98,25 @@ def one_hot(tags: Sequence[int], num_classes: int) -> Any:
     return 5 * np.eye(num_classes, dtype=np.float32)[list(tags)]
 
 
-def test_single_label_means_the_log_probabilities_of_windows() -> None:
-    split = make_split([Row("x y"), Row("z")], window=1)
+@pytest.mark.parametrize(
+    ("task", "decision", "logits", "expected"),
+    [
+        # The log-probabilities are averaged: window 1 is sure of b, window 0 leans to a; the sum of raw
+        # logits would say a.
+        (SINGLE, DEFAULT, [[100.0, 99.0], [0.0, 3.0], [2.0, 0.0]], ["b", "a"]),
+        # The largest probability counts.
+        (MULTI, DEFAULT, [[3.0, -3.0], [-5.0, -3.0], [-1.0, -0.5]], [["a"], []]),
+        (MULTI, DecodingThresholds(threshold=0.3), [[3.0, -3.0], [-5.0, -3.0], [-1.0, -0.5]], [["a"], ["b"]]),
+        # The mean, in raw units.
+        (NUMBER, DEFAULT, [[1.0], [2.0], [-1.0]], [13.0, 8.0]),
+    ],
+)
+def test_the_windows_of_a_text_are_joined(
+    task: Task, decision: DecodingThresholds, logits: list[list[float]], expected: list[Any]
+) -> None:
+    split = make_split([example_of("x y"), example_of("z")], window=1)
     assert split.window_example_W.tolist() == [0, 0, 1]
-    # Window 1 is sure of b, window 0 leans to a; the sum of raw logits would say a.
-    logits = np.array([[100.0, 99.0], [0.0, 3.0], [2.0, 0.0]], np.float32)
-    assert decode(SINGLE, logits, split, DEFAULT) == ["b", "a"]
-
-
-def test_multi_label_takes_the_largest_probability_of_windows() -> None:
-    split = make_split([Row("x y"), Row("z")], window=1)
-    logits = np.array([[3.0, -3.0], [-5.0, -3.0], [-1.0, -0.5]], np.float32)
-    assert decode(MULTI, logits, split, DEFAULT) == [["a"], []]
-    assert decode(MULTI, logits, split, DecodingThresholds(threshold=0.3)) == [["a"], ["b"]]
-
-
-def test_regression_means_windows_in_raw_units() -> None:
-    split = make_split([Row("x y"), Row("z")], window=1)
-    assert decode(NUMBER, np.array([[1.0], [2.0], [-1.0]], np.float32), split, DEFAULT) == [13.0, 8.0]
+    assert decode(task, np.array(logits, np.float32), split, decision) == expected
 
 
 #       O  B-a I-a B-b I-b  are tags 0 to 4
@@ -132,7 +132,7 @@ def test_regression_means_windows_in_raw_units() -> None:
     ],
 )
 def test_bio_rules(tags: list[int], expected: list[tuple[str, int, int]]) -> None:
-    split = make_split([Row("xx yy zz uu"), Row("v")])
+    split = make_split([example_of("xx yy zz uu"), example_of("v")])
     logits = one_hot([0, *tags, 0, 0, 2, 0], 5)
     first, second = decode(SLOTS, logits, split, DEFAULT)
     assert [(name, start // 3, (end + 1) // 3) for name, start, end in first] == expected
@@ -152,12 +152,12 @@ def bio_reference(tags: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
     return [tuple(span) for span in spans]
 
 
-@pytest.mark.parametrize("window", [1000, 5])
+@pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (5, 2)])
 @pytest.mark.parametrize("task", [SLOTS, OVERLAPPING], ids=["joint", "overlapping"])
 @pytest.mark.parametrize("seed", range(3))
-def test_bio_decoding_equals_a_plain_loop(task: Task, window: int, seed: int) -> None:
+def test_bio_decoding_equals_a_plain_loop(task: Task, window: int, overlap: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    split = make_split(random_rows(rng, 30), window, overlap=2 if window == 5 else 0)
+    split = make_split(random_rows(rng, 30), window, overlap)
     logits = rng.normal(size=(len(split.owned_T), task.num_outputs)).astype(np.float32)
     expected = []
     for tokens in words_of(split):
@@ -193,7 +193,7 @@ def test_spans_lose_outer_white_space_and_empty_ones_are_dropped() -> None:
     assert decode(SLOTS, one_hot([0, 1, 0, 0], 5), split, DEFAULT) == [[]]
 
 
-def answer_reference(split: Split, logits: Any) -> list[tuple[float, list[tuple[str, int, int]]]]:
+def answer_reference(split: Any, logits: Any) -> list[tuple[float, list[tuple[str, int, int]]]]:
     """For each example the best margin over no answer and its span, pair by pair."""
     best: list[tuple[float, list[tuple[str, int, int]]]] = [(-np.inf, []) for _ in split.examples]
     for w, example in enumerate(split.window_example_W):
@@ -208,15 +208,17 @@ def answer_reference(split: Split, logits: Any) -> list[tuple[float, list[tuple[
     return best
 
 
-@pytest.mark.parametrize("window", [1000, 40])
+@pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (40, 10)])
 @pytest.mark.parametrize("seed", range(3))
-def test_answers_equal_a_search_over_all_pairs(window: int, seed: int) -> None:
+def test_answers_equal_a_search_over_all_pairs(window: int, overlap: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = []
     for row in random_rows(rng, 8, longest=90):
         context = row.text.find(" ") + 1
-        rows.append(Row(row.text, segments={"question": (0, context), "context": (context, len(row.text))}))
-    split = make_split(rows, window, overlap=10 if window == 40 else 0)
+        rows.append(
+            example_of(row.text, segments={"question": (0, context), "context": (context, len(row.text))})
+        )
+    split = make_split(rows, window, overlap)
     logits = rng.normal(size=(len(split.owned_T), 2)).astype(np.float32)
     # Far-off pairs that the bound on the length has to refuse.
     logits[split.window_start_W1[1:] - 2, 1] += 3
@@ -227,7 +229,7 @@ def test_answers_equal_a_search_over_all_pairs(window: int, seed: int) -> None:
 
 
 def evidence_reference(
-    split: Split, logits: Any, labels: list[list[str]], threshold: float, gap: int
+    split: Any, logits: Any, labels: list[list[str]], threshold: float, gap: int
 ) -> list[Any]:
     """Evidence of each example and class, one token at a time."""
     predictions = []
@@ -250,11 +252,11 @@ def evidence_reference(
     return predictions
 
 
-@pytest.mark.parametrize("window", [1000, 5])
+@pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (5, 2)])
 @pytest.mark.parametrize("seed", range(3))
-def test_evidence_equals_a_plain_loop(window: int, seed: int) -> None:
+def test_evidence_equals_a_plain_loop(window: int, overlap: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    split = make_split(random_rows(rng, 30), window, overlap=2 if window == 5 else 0)
+    split = make_split(random_rows(rng, 30), window, overlap)
     logits = rng.normal(-1, 1.5, size=(len(split.owned_T), 2)).astype(np.float32)
     labels = [[name for name in NAMES if rng.random() < 0.6] for _ in split.examples]
     for threshold, gap in itertools.product((0.2, 0.5, 0.95), (0, 1, 3)):
@@ -265,7 +267,7 @@ def test_evidence_equals_a_plain_loop(window: int, seed: int) -> None:
 
 
 def test_evidence_belongs_to_predicted_classes_alone() -> None:
-    split = make_split([Row("xx yy zz")])
+    split = make_split([example_of("xx yy zz")])
     logits = np.array([[0, 0], [9, -9], [-9, 9], [-9, 9], [0, 0]], np.float32)
     assert decode(EVIDENCE, logits, split, DEFAULT, [[]]) == [[]]
     labels = ["b", "no evidence is marked for this"]
@@ -286,29 +288,18 @@ def truth_rows(rng: np.random.Generator, task: Task) -> list[Example]:
                 first = int(rng.integers(len(words)))
                 last = min(len(words) - 1, first + int(rng.integers(4)))
                 spans[name] = [(words[first][0], words[last][1])]
-        annotated = frozenset() if i % 5 == 0 else frozenset({"t"})
-        labels = {} if i % 5 == 0 else {"t": sorted(spans)}
-        rows.append(
-            Row(
-                row.text,
-                labels=labels,
-                spans=spans,
-                alt_spans=spans,
-                segments={"context": (0, len(row.text))},
-                annotated=annotated,
-            )
-        )
+        truth = {"annotated": set()} if i % 5 == 0 else {"labels": {"t": sorted(spans)}}
+        rows.append(example_of(row.text, spans=spans, alt_spans=spans, **truth))
     return rows
 
 
-def noisy_logits(rng: np.random.Generator, task: Task, split: Split) -> Any:
+def noisy_logits(rng: np.random.Generator, task: Task, split: Any) -> Any:
     """Logits that lean to the truth."""
     if task.kind == "multi_label":
-        shape = (len(split.window_example_W), 2)
         truth = np.array(
             [[name in split.examples[e].spans for name in NAMES] for e in split.window_example_W]
         )
-        return (rng.normal(-3, 1, shape) + 1.5 * truth).astype(np.float32)
+        return (rng.normal(-3, 1, truth.shape) + 1.5 * truth).astype(np.float32)
     logits = rng.normal(-1, 1, (len(split.owned_T), task.num_outputs))
     example_T = np.repeat(split.window_example_W, np.diff(split.window_start_W1))
     for t, example in enumerate(example_T):
@@ -333,12 +324,11 @@ def test_the_decision_maximises_the_metric(task: Task, metric: str, seed: int) -
     logits = noisy_logits(rng, task, split)
     labels = [sorted(row.spans) for row in split.examples] if task is EVIDENCE else None
     candidates = {
-        "multi_label": [DecodingThresholds(threshold=1 / (1 + np.exp(-x))) for x in np.linspace(-7, 7, 141)],
+        "multi_label": [DecodingThresholds(threshold=1 / (1 + np.exp(-x))) for x in THRESHOLD_LOG_ODDS],
         "span_extraction": [DecodingThresholds(null_offset=x) for x in np.linspace(-12, 12, 600)],
         "span_per_label": [
-            DecodingThresholds(threshold=x, merge_gap=gap)
-            for x in EVIDENCE_THRESHOLDS
-            for gap in EVIDENCE_MERGE_GAPS
+            DecodingThresholds(threshold=threshold, merge_gap=gap)
+            for threshold, gap in itertools.product(EVIDENCE_THRESHOLDS, EVIDENCE_MERGE_GAPS)
         ],
     }[task.kind]
 
@@ -353,13 +343,13 @@ def test_the_decision_maximises_the_metric(task: Task, metric: str, seed: int) -
         assert choose_decision(task, logits, split, labels) == chosen
 
 
-def test_tasks_are_decided_decoded_and_scored_together() -> None:
+def test_tasks_are_decided_and_decoded_together() -> None:
     labels = Task("labels", "multi_label", NAMES)
     evidence = Task("evidence", "span_per_label", NAMES, evidence_for="labels")
-    both = frozenset({"labels", "evidence"})
+    both = {"labels", "evidence"}
     rows = [
-        Row("xx yy zz", labels={"labels": ["a"]}, spans={"a": [(3, 8)]}, annotated=both),
-        Row("xx yy zz", labels={"labels": []}, annotated=both),
+        example_of("xx yy zz", labels={"labels": ["a"]}, spans={"a": [(3, 8)]}, annotated=both),
+        example_of("xx yy zz", labels={"labels": []}, annotated=both),
     ]
     split = make_split(rows)
     logits = {
@@ -368,29 +358,18 @@ def test_tasks_are_decided_decoded_and_scored_together() -> None:
     }
     # Evidence comes first, but is decided by the classes that the other task predicts.
     tasks = (evidence, labels)
-    decisions = choose_decisions(tasks, logits, split)
+    predictions, decisions = decode_tasks(tasks, logits, split)
     assert list(decisions) == ["evidence", "labels"]
-    predictions = decode_tasks(tasks, logits, split, decisions)
     assert predictions == {"evidence": [[("a", 3, 8)], []], "labels": [["a"], []]}
-    scores = score_tasks(tasks, predictions, rows)
-    assert scores["labels"]["f1_macro"] == scores["evidence"]["span_f1"] == 1.0
-    recall = DecodingThresholds(threshold=0.001)
-    assert decode_tasks(tasks, logits, split, decisions | {"labels": recall})["evidence"][1] != []
-
-
-def test_decisions_are_chosen_for_the_metric_that_is_named() -> None:
-    rows = [Row("x", labels={"t": ["a"] if i < 30 else ["b"] if i < 32 else []}) for i in range(100)]
-    split = make_split(rows)
-    logits = np.random.default_rng(0).normal(0, 1, (100, 2)).astype(np.float32)
-    logits[:30, 0] += 2
-    for metric in MULTI.metrics:
-        chosen = choose_decisions((MULTI,), {"t": logits}, split, {"t": metric})
-        assert chosen == {"t": choose_decision(MULTI, logits, split, metric=metric)}
-    assert choose_decisions((MULTI,), {"t": logits}, split) == {"t": choose_decision(MULTI, logits, split)}
+    assert decode_tasks(tasks, logits, split, decisions) == (predictions, decisions)
+    recall = decisions | {"labels": DecodingThresholds(threshold=0.001)}
+    others, used = decode_tasks(tasks, logits, split, recall)
+    assert others["evidence"][1] != []
+    assert used == recall
 
 
 def test_rare_classes_get_a_threshold_far_below_a_half() -> None:
-    rows = [Row("x", labels={"t": ["a"] if i < 5 else []}) for i in range(100)]
+    rows = [example_of("x", labels={"t": ["a"] if i < 5 else []}) for i in range(100)]
     split = make_split(rows)
     logits = np.full((100, 2), -6.0, np.float32)
     logits[:5, 0] = -4.0
@@ -402,7 +381,7 @@ def test_rare_classes_get_a_threshold_far_below_a_half() -> None:
 @pytest.mark.parametrize("metric", ["f1_macro", "f1_micro"])
 def test_nothing_to_find_and_nothing_found_is_the_best_decision(metric: str) -> None:
     """No row has a class: `score` gives 1 where none is predicted, so the threshold is to be above all."""
-    rows = [Row("x", labels={"t": []}) for _ in range(10)]
+    rows = [example_of("x", labels={"t": []}) for _ in range(10)]
     split = make_split(rows)
     logits = np.random.default_rng(0).normal(0, 1, (10, 2)).astype(np.float32)
     decision = choose_decision(MULTI, logits, split, metric=metric)
@@ -410,27 +389,20 @@ def test_nothing_to_find_and_nothing_found_is_the_best_decision(metric: str) -> 
 
 
 def test_answers_of_equal_margins_are_not_parted() -> None:
-    rows = [
-        Row("xx", spans={"answer": [(0, 2)]} if i < 4 else {}, segments={"context": (0, 2)}) for i in range(6)
-    ]
+    rows = [example_of("xx", spans={"answer": [(0, 2)]} if i < 4 else {}) for i in range(6)]
     split = make_split(rows)
     logits = np.tile(np.array([[0, 0], [1, 1], [0, 0]], np.float32), (6, 1))
     decision = choose_decision(ANSWER, logits, split)
     assert score(ANSWER, decode(ANSWER, logits, split, decision), rows)["span_f1"] == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("task", ALL, ids=lambda task: task.kind)
-def test_without_annotated_rows_the_decision_is_the_default(task: Task) -> None:
-    split = make_split([Row("x y", annotated=frozenset())])
-    logits = np.zeros(logits_shape(task, split), np.float32)
-    assert choose_decision(task, logits, split, [["a"]]) == DEFAULT
-
-
-@pytest.mark.parametrize("task", [SINGLE, NUMBER, SLOTS], ids=lambda task: task.kind)
-def test_kinds_with_nothing_to_decide_get_the_default(task: Task) -> None:
-    split = make_split([Row("x y")])
+@pytest.mark.parametrize(
+    ("task", "annotated"), [*((task, ()) for task in ALL), *((task, "t") for task in (SINGLE, NUMBER, SLOTS))]
+)
+def test_with_nothing_to_decide_the_decision_is_the_default(task: Task, annotated: Iterable[str]) -> None:
+    split = make_split([example_of("x y", annotated=set(annotated))])
     logits = np.ones(logits_shape(task, split), np.float32)
-    assert choose_decision(task, logits, split) == DEFAULT
+    assert choose_decision(task, logits, split, [["a"]]) == DEFAULT
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -438,15 +410,8 @@ def test_kinds_with_nothing_to_decide_get_the_default(task: Task) -> None:
 def test_nonfinite_logits_are_decoded_without_an_error(task: Task, value: float) -> None:
     rng = np.random.default_rng(0)
     truth = {"single_label": "a", "regression": 1.0}.get(task.kind, ["a"])
-    rows = [
-        Row(
-            row.text,
-            labels={"t": truth},
-            spans={name: [(0, 1)] for name in task.labels},
-            segments={"context": (0, len(row.text))},
-        )
-        for row in random_rows(rng, 6)
-    ]
+    fields = {"labels": {"t": truth}, "spans": {name: [(0, 1)] for name in task.labels}}
+    rows = [example_of(row.text, **fields) for row in random_rows(rng, 6)]
     split = make_split(rows, window=4, overlap=1)
     logits = rng.normal(size=logits_shape(task, split)).astype(np.float32)
     for share in (0.3, 1.0):

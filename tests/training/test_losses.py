@@ -9,7 +9,6 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
-from hpo.config.data_config import TASK_KINDS
 from hpo.data.tasks import Task
 from hpo.errors import InputError
 from hpo.models.multitask import initial_bias
@@ -19,7 +18,6 @@ from hpo.training.losses import (
     check_loss,
     class_weights,
     count_items,
-    loss_name,
     loss_sum,
 )
 
@@ -39,16 +37,15 @@ CLASS_WEIGHTS = {
     "overlapping": [0.2, 1.0, 2.0],
     "span_per_label": [0.5, 2.0, 1.5],
 }
+UNLABELLED = dict.fromkeys(TASKS, -100) | {"multi_label": -1, "span_per_label": -1, "regression": math.nan}
 CASES = [(name, loss) for name, task in TASKS.items() for loss in LOSSES[task.kind]]
 
 
-def make_batch(
-    name: str, batch_size: int = 6, length: int = 7, seed: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+def make_batch(name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, target with missing labels, and an attention mask with padding, of a task of TASKS."""
     task = TASKS[name]
-    generator = torch.Generator().manual_seed(seed)
-    b, n, k = batch_size, length, task.num_outputs
+    generator = torch.Generator().manual_seed(0)
+    b, n, k = 6, 7, task.num_outputs
     lengths = torch.randint(3, n + 1, (b,), generator=generator)
     mask = (torch.arange(n)[None] < lengths[:, None]).long()
     shape = (b, k) if task.level == "sequence" else (b, n, k)
@@ -59,29 +56,20 @@ def make_batch(
     def randint(high: int, *size: int) -> Tensor:
         return torch.randint(high, size, generator=generator)
 
-    match name:
-        case "single_label":
-            target = randint(k, b)
-            target[missing] = -100
-        case "multi_label":
-            target = randint(2, b, k).float()
-            target[missing] = -1
-            target[1, 1] = -1
-        case "regression":
-            target = 3 + 2 * torch.randn((b,), generator=generator)
-            target[missing] = math.nan
-        case "span_extraction":
-            target = torch.stack([randint(3, b), randint(3, b)], dim=1)
-            target[missing] = -100
-        case "span_per_label":
-            target = randint(2, b, n, k).float()
-            target[mask == 0] = -1
-            target[missing] = -1
-            target[1, :, 2] = -1
-        case _:
-            target = randint(3, b, n, 2) if name == "overlapping" else randint(k, b, n)
-            target[mask == 0] = -100
-            target[missing] = -100
+    target = {
+        "single_label": randint(k, b),
+        "multi_label": randint(2, b, k).float(),
+        "token_classification": randint(k, b, n),
+        "overlapping": randint(3, b, n, 2),
+        "span_extraction": randint(3, b, 2),
+        "span_per_label": randint(2, b, n, k).float(),
+        "regression": 3 + 2 * torch.randn((b,), generator=generator),
+    }[name]
+    if task.level == "token" and name != "span_extraction":
+        target[mask == 0] = UNLABELLED[name]
+    target[missing] = UNLABELLED[name]
+    if name in ("multi_label", "span_per_label"):
+        target[1, ..., 1] = UNLABELLED[name]
     return logits, target, mask
 
 
@@ -158,24 +146,6 @@ def test_loss_and_gradient_equal_a_float64_reference(
     torch.testing.assert_close(gradient(ours, logits), gradient(reference, logits), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "loss"), CASES)
-def test_micro_batches_add_up_to_the_batch(name: str, loss: str) -> None:
-    logits, target, mask = make_batch(name, batch_size=8)
-    logits.requires_grad_()
-    options = LossOptions(loss=loss, label_smoothing=0.1)
-    count = count_items(TASKS[name], target)
-    whole = loss_sum(TASKS[name], logits, target, options, None, mask) / count
-    parts = []
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 8)):
-        # Padding is cut to the longest row of the part, as collating the part alone would do.
-        n = int(mask[rows].sum(dim=1).max())
-        cut = (rows,) if TASKS[name].level == "sequence" else (rows, slice(0, n))
-        cut_target = target[rows] if name == "span_extraction" else target[cut]
-        parts.append(loss_sum(TASKS[name], logits[cut], cut_target, options, None, mask[rows, :n]) / count)
-    assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
-    torch.testing.assert_close(gradient(sum(parts), logits), gradient(whole, logits), rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("name", "target", "count"),
     [
@@ -196,8 +166,7 @@ def test_count_items_counts_each_labelled_item_once(name: str, target: Tensor, c
 def test_a_batch_without_labels_gives_zero_with_zero_gradient(name: str, loss: str) -> None:
     logits, target, mask = make_batch(name)
     logits.requires_grad_()
-    missing = {"regression": math.nan, "multi_label": -1.0, "span_per_label": -1.0}.get(name, -100)
-    target.fill_(missing)
+    target.fill_(UNLABELLED[name])
     ours = loss_sum(TASKS[name], logits, target, LossOptions(loss, label_smoothing=0.1), None, mask)
     assert count_items(TASKS[name], target) == 0
     assert ours.item() == 0.0
@@ -250,12 +219,18 @@ def test_a_fresh_head_starts_from_rough_priors() -> None:
         assert initial_bias(TASKS[name]).tolist() == [0.0] * TASKS[name].num_outputs
 
 
-def test_a_loss_that_does_not_fit_leaves_a_kind_at_its_own() -> None:
-    unfit = {"span_extraction": "cross_entropy", "regression": "mse"}
-    assert [loss_name(kind, "focal") for kind in TASK_KINDS] == [
-        unfit.get(kind, "focal") for kind in TASK_KINDS
-    ]
-    assert [loss_name(kind, "auto") for kind in TASK_KINDS] == [LOSSES[kind][0] for kind in TASK_KINDS]
+@pytest.mark.parametrize("name", TASKS)
+def test_a_loss_that_does_not_fit_leaves_a_kind_at_its_own(name: str) -> None:
+    logits, target, mask = make_batch(name)
+    auto, focal, huber = (
+        loss_sum(TASKS[name], logits, target, LossOptions(loss), None, mask)
+        for loss in ("auto", "focal", "huber")
+    )
+    assert (focal == auto) == ("focal" not in LOSSES[TASKS[name].kind])
+    assert (huber == auto) == ("huber" not in LOSSES[TASKS[name].kind])
+
+
+def test_a_loss_that_fits_no_task_is_refused() -> None:
     check_loss([TASKS["single_label"], TASKS["regression"]], "focal")
     check_loss([TASKS["regression"]], "auto")
     with pytest.raises(InputError, match=r"`focal` fits the kinds single_label, .* of the kinds regression"):
@@ -270,27 +245,24 @@ def test_balanced_weights_are_scikit_learns() -> None:
     torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float32))
 
 
-def test_balanced_weights_of_classes_that_are_absent_or_rare() -> None:
-    weight = class_weights(TASKS["token_classification"], [torch.tensor([[0] * 999 + [1], [-100] * 1000])])
-    assert weight is not None
-    assert weight.tolist() == pytest.approx([1000 / (2 * 999), 10.0, 1.0, 1.0, 1.0])
+BINARY = torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+TAGS = torch.tensor([[0] * 999 + [1], [-100] * 1000])
+TAGS_OF_TWO_NAMES = torch.tensor([[1, 0], [2, 0], *[[0, 0]] * 8])
 
 
-def test_positive_weights_are_negatives_over_positives() -> None:
-    target = torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
-    for name, targets in (("multi_label", [target[:2], target[2:]]), ("span_per_label", [target[None]])):
-        weight = class_weights(TASKS[name], targets)
-        assert weight is not None
-        assert weight.dtype == torch.float32
-        assert weight.tolist() == [3.0, 1.0, 0.5]
-
-
-def test_overlapping_spans_share_three_weights() -> None:
-    target = torch.zeros(1, 10, 2, dtype=torch.int64)
-    target[0, 0, 0], target[0, 1, 0] = 1, 2
-    weight = class_weights(TASKS["overlapping"], [target])
-    assert weight is not None
-    assert weight.tolist() == pytest.approx([20 / (3 * 18), 20 / 3, 20 / 3])
+@pytest.mark.parametrize(
+    ("name", "targets", "expected"),
+    [
+        ("token_classification", [TAGS], [1000 / (2 * 999), 10.0, 1.0, 1.0, 1.0]),  # rare or absent classes
+        ("overlapping", [TAGS_OF_TWO_NAMES[None]], [20 / (3 * 18), 20 / 3, 20 / 3]),
+        ("multi_label", [BINARY[:2], BINARY[2:]], [3.0, 1.0, 0.5]),
+        ("span_per_label", [BINARY[None]], [3.0, 1.0, 0.5]),
+    ],
+)
+def test_class_weights_of_every_layout(name: str, targets: list[Tensor], expected: list[float]) -> None:
+    weight = class_weights(TASKS[name], targets)
+    assert weight.dtype == torch.float32
+    assert weight.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["regression", "span_extraction"])

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-import copy
 import math
 import re
 import weakref
-from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_encoders import BERT, FAMILIES, make_model, scalar_loss
+from tiny_encoders import BERT, make_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,15 +22,11 @@ from hpo.training.optim import (
     OPTIMIZERS,
     SCHEDULES,
     Float32Optimizer,
-    Lion,
     build_optimizer,
     parameter_groups,
     schedule_factor,
     set_learning_rate,
 )
-
-# transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
 def rates(model: MultitaskModel, **settings: Any) -> dict[str, float]:
@@ -40,7 +36,7 @@ def rates(model: MultitaskModel, **settings: Any) -> dict[str, float]:
     return {name: rate_of[id(value)] for name, value in model.named_parameters() if id(value) in rate_of}
 
 
-# Parameter groups.
+# Parameter groups
 
 
 def test_every_trained_parameter_is_in_exactly_one_group() -> None:
@@ -90,13 +86,6 @@ def test_layerwise_decay_gives_each_layer_its_exact_rate() -> None:
             assert rate == 0.3, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layerwise_decay_works_for_every_family(family: str) -> None:
-    config, attention = FAMILIES[family]
-    found = rates(make_model(config, attention=attention), learning_rate=1.0, layerwise_lr_decay=0.1)
-    assert sorted({round(rate, 6) for rate in found.values()}) == [0.01, 0.1, 1.0]
-
-
 def test_frozen_layers_do_not_move_the_rates_of_the_others() -> None:
     free = rates(make_model(), learning_rate=1.0, layerwise_lr_decay=0.5)
     frozen = rates(make_model(freeze_layers=1), learning_rate=1.0, layerwise_lr_decay=0.5)
@@ -111,60 +100,7 @@ def test_layerwise_decay_needs_layers() -> None:
         parameter_groups(albert, learning_rate=1.0, layerwise_lr_decay=0.9)
 
 
-# Optimisers against plain fp64 formulas.
-
-
-def adam(weight: Tensor, gradients: list[Tensor], lr: float, decay: float, decoupled: bool) -> Tensor:
-    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
-    for step, raw in enumerate(gradients, start=1):
-        gradient = raw if decoupled else raw + decay * weight
-        if decoupled:
-            weight = weight * (1 - lr * decay)
-        mean = 0.8 * mean + 0.2 * gradient
-        square = 0.95 * square + 0.05 * gradient**2
-        weight = weight - lr * (mean / (1 - 0.8**step)) / ((square / (1 - 0.95**step)).sqrt() + 1e-8)
-    return weight
-
-
-def lion(weight: Tensor, gradients: list[Tensor], lr: float, decay: float) -> Tensor:
-    momentum = torch.zeros_like(weight)
-    for gradient in gradients:
-        update = torch.sign(0.8 * momentum + 0.2 * gradient)
-        weight = weight - lr * (update + decay * weight)
-        momentum = 0.95 * momentum + 0.05 * gradient
-    return weight
-
-
-def sgd(weight: Tensor, gradients: list[Tensor], lr: float, decay: float) -> Tensor:
-    momentum = torch.zeros_like(weight)
-    for gradient in gradients:
-        momentum = 0.8 * momentum + gradient + decay * weight
-        weight = weight - lr * momentum
-    return weight
-
-
-def adafactor(weight: Tensor, gradients: list[Tensor], lr: float, decay: float) -> Tensor:
-    row, column = weight.new_zeros(weight.shape[0], 1), weight.new_zeros(1, weight.shape[1])
-    for step, gradient in enumerate(gradients, start=1):
-        size = max(1e-3, float(weight.square().mean().sqrt()))
-        rate = min(lr, 1 / math.sqrt(step)) * size
-        weight = weight * (1 - lr * decay)
-        keep = 1 - step**-0.8
-        row = keep * row + (1 - keep) * gradient.square().mean(1, keepdim=True)
-        column = keep * column + (1 - keep) * gradient.square().mean(0, keepdim=True)
-        update = gradient / (row @ column / row.mean()).sqrt()
-        update = update / max(1.0, float(update.square().mean().sqrt()))
-        weight = weight - rate * update
-    return weight
-
-
-REFERENCES: dict[str, Callable[..., Tensor]] = {
-    "adamw": lambda *values: adam(*values, decoupled=True),
-    "adam": lambda *values: adam(*values, decoupled=False),
-    "adafactor": adafactor,
-    "lion": lion,
-    "sgd": sgd,
-}
+# Optimisers
 
 
 def group(*parameters: nn.Parameter, lr: float = 0.1, weight_decay: float = 0.0) -> dict[str, Any]:
@@ -177,26 +113,42 @@ def gradients_for(shape: tuple[int, ...], steps: int, seed: int = 1) -> list[Ten
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(steps)]
 
 
+PLAIN = {
+    "adamw": partial(torch.optim.AdamW, betas=(0.8, 0.95)),
+    "adam": partial(torch.optim.Adam, betas=(0.8, 0.95)),
+    "adafactor": torch.optim.Adafactor,
+    "sgd": partial(torch.optim.SGD, momentum=0.8),
+}
+
+
+def plain_steps(name: str, weight: Tensor, gradients: list[Tensor], lr: float, decay: float) -> Tensor:
+    """torch's optimiser in fp64 without fused kernels, or the formula of lion."""
+    if name != "lion":
+        parameter = nn.Parameter(weight.clone())
+        optimizer = PLAIN[name]([parameter], lr=lr, weight_decay=decay)
+        for gradient in gradients:
+            parameter.grad = gradient
+            optimizer.step()
+        return parameter.detach()
+    momentum = torch.zeros_like(weight)
+    for gradient in gradients:
+        update = torch.sign(0.8 * momentum + 0.2 * gradient)
+        weight = weight - lr * (update + decay * weight)
+        momentum = 0.95 * momentum + 0.05 * gradient
+    return weight
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_an_optimizer_computes_its_formula(name: str, weight_decay: float) -> None:
+def test_an_optimizer_takes_the_steps_of_its_name(name: str, weight_decay: float) -> None:
     start, gradients = gradients_for((6, 4), 1)[0], gradients_for((6, 4), 12, seed=2)
     weight = nn.Parameter(start.float())
     optimizer = build_optimizer(name, [group(weight, lr=0.03, weight_decay=weight_decay)], betas=(0.8, 0.95))
     for gradient in gradients:
         weight.grad = gradient.float()
         optimizer.step()
-    expected = REFERENCES[name](start, gradients, 0.03, weight_decay)
+    expected = plain_steps(name, start, gradients, 0.03, weight_decay)
     torch.testing.assert_close(weight.detach().double(), expected, rtol=2e-5, atol=2e-6)
-
-
-def test_sgd_without_momentum_follows_the_gradient_alone() -> None:
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer("sgd", [group(weight, lr=0.5)], betas=(0.0, 0.999))
-    for gradient in (1.0, -1.0):
-        weight.grad = torch.full((2,), gradient)
-        optimizer.step()
-    assert weight.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
@@ -206,23 +158,11 @@ def test_fused_kernels_are_used_where_torch_has_them(name: str) -> None:
     assert build_optimizer(name, [group(elsewhere)]).param_groups[0]["fused"] is False
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_groups_keep_their_own_rate_and_decay(name: str) -> None:
-    fast, slow = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
-    optimizer = build_optimizer(name, [group(fast, lr=0.1), group(slow, lr=0.0, weight_decay=0.5)])
-    for weight in (fast, slow):
-        weight.grad = torch.ones(2, 2)
-    optimizer.step()
-    assert [entry["weight_decay"] for entry in optimizer.param_groups] == [0.0, 0.5]
-    assert bool((fast < 1).all())
-    assert torch.equal(slow, torch.ones(2, 2))
-
-
 def test_lion_passes_over_parameters_without_a_gradient() -> None:
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = Lion([used, unused], lr=0.5, weight_decay=0.1)
+    optimizer = build_optimizer("lion", [group(used, unused, lr=0.5, weight_decay=0.1)])
     used.grad = torch.tensor([2.0, -2.0])
-    assert optimizer.step(lambda: 3.0) == 3.0
+    optimizer.step()
     torch.testing.assert_close(used.detach(), torch.tensor([0.45, 1.45]))
     assert torch.equal(unused, torch.ones(2))
     assert unused not in optimizer.state
@@ -269,7 +209,7 @@ def test_lion_allocates_a_bounded_piece_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-# Learning rate.
+# Learning rate
 
 
 def test_set_learning_rate_scales_the_initial_rates() -> None:
@@ -301,7 +241,7 @@ def test_schedule_factor_at_the_edges(schedule: str) -> None:
     assert 0.0 <= schedule_factor(schedule, 1.0, 1.0) <= 1.0
 
 
-# fp32 state over bf16 weights.
+# fp32 state over bf16 weights
 
 
 def bf16_step_by_hand(name: str, start: Tensor, gradients: list[Tensor], **options: float) -> Tensor:
@@ -337,35 +277,10 @@ def test_bf16_weights_step_in_fp32_and_round_once(
     assert torch.equal(weights[1], expected)
     for state in optimizer.inner.state.values():
         assert {value.dtype for value in state.values() if isinstance(value, Tensor)} == {torch.float32}
-
-
-def test_a_second_moment_in_bf16_would_stand_still() -> None:
-    # After gradients of 1 come gradients of 1/16. Adam's second moment falls by 0.1 % a step, which is
-    # less than half a unit in the last place of bf16.
-    def final_square(weight_dtype: torch.dtype, wrapped: bool) -> float:
-        weight = nn.Parameter(torch.zeros(1, dtype=weight_dtype))
-        plain = torch.optim.AdamW([weight], lr=0.1, fused=False, foreach=False)
-        optimizer = build_optimizer("adamw", [group(weight)]) if wrapped else plain
-        state: Any = getattr(optimizer, "inner", optimizer).state
-        for step in range(300):
-            weight.grad = torch.ones_like(weight) * (1.0 if step < 100 else 0.0625)
-            optimizer.step()
-        return float(next(iter(state.values()))["exp_avg_sq"])
-
-    exact = final_square(torch.float32, wrapped=True)
-    assert final_square(torch.bfloat16, wrapped=True) == pytest.approx(exact, rel=1e-6)
-    assert final_square(torch.bfloat16, wrapped=False) > 1.15 * exact
-
-
-def test_stand_ins_hold_no_memory_between_steps() -> None:
-    weight = nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-    optimizer = build_optimizer("adamw", [group(weight)])
-    assert isinstance(optimizer, Float32Optimizer)
-    for _ in range(2):
-        assert [stand_in.numel() for _, stand_in in optimizer.chunks[0]] == [0]
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-    assert [stand_in.grad for _, stand_in in optimizer.chunks[0]] == [None]
+    stand_ins = [stand_in for chunk in optimizer.chunks for _, stand_in in chunk]
+    assert [(stand_in.numel(), stand_in.grad) for stand_in in stand_ins] == [(0, None)] * 2, (
+        "no memory is held"
+    )
 
 
 def test_weights_in_both_dtypes_can_be_mixed() -> None:
@@ -385,7 +300,9 @@ def test_weights_in_both_dtypes_can_be_mixed() -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened(name: str, dtype: torch.dtype) -> None:
+def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     gradients = [value.to(dtype) for value in gradients_for((4, 4), 10)]
 
     def make() -> tuple[nn.Parameter, Optimizer]:
@@ -403,23 +320,13 @@ def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened(name: str, dtyp
 
     before, optimizer = make()
     advance(before, optimizer, 0, 5)
-    saved = copy.deepcopy(optimizer.state_dict())
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     after, restored = make()
     after.data.copy_(before.data)
-    restored.load_state_dict(saved)
+    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
     assert restored.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     advance(after, restored, 5, 10)
     assert torch.equal(after, straight)
-
-
-def test_state_holds_tensors_numbers_and_names_only(tmp_path: Any) -> None:
-    model = make_model().bfloat16()
-    optimizer = build_optimizer("adamw", parameter_groups(model, learning_rate=1e-3))
-    scalar_loss(model).backward()
-    optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
-    assert loaded["param_groups"][0]["name"] == "encoder"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -15,14 +15,6 @@ from hpo.device import probe_device
 from hpo.training.throughput import ThroughputMeter, training_flops
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the meter sees."""
-    time = [0.0]
-    monkeypatch.setattr("hpo.training.throughput.time.perf_counter", lambda: time[0])
-    return time
-
-
 def measure(meter: ThroughputMeter, now: list[float], seconds: Sequence[float]) -> ThroughputMeter:
     """Let steps of four examples in 40 of 50 places last so long."""
     meter.start()
@@ -43,8 +35,8 @@ def test_rates_leave_out_the_first_steps_and_what_is_between_stretches(now: list
         "step_seconds_p95": pytest.approx(4.0, rel=0.01),
         "padding_share": pytest.approx(0.2),
     }
-    measured = meter.measured_seconds, meter.measured_tokens, meter.measured_windows
-    assert measured == (pytest.approx(35.0), 240, 24)
+    total = meter.totals()
+    assert (total.seconds, total.tokens, total.windows) == (pytest.approx(35.0), 240, 24)
 
 
 def test_fewer_steps_than_the_warm_up_still_have_a_rate(now: list[float]) -> None:
@@ -85,8 +77,8 @@ def test_a_gpu_s_steps_are_timed_by_its_events() -> None:
     for _ in range(1500):  # more than are kept
         values = values @ values / 2000
         meter.step(1, 1, 10, 10)
-    assert meter.measured_tokens == 15_000
-    assert meter.measured_seconds > 0
+    assert meter.totals().tokens == 15_000
+    assert meter.totals().seconds > 0
 
 
 def test_training_flops_is_the_sum_over_layers_and_heads() -> None:

@@ -1,0 +1,51 @@
+"""A study's state in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from study_records import fake_trial, record_of
+
+from hpo.report.status import study_status
+from hpo.study.study_record import StudyRecord, WorkerRecord
+
+
+def at(number: int, begin: float, end: float) -> Any:
+    """A complete trial of those minutes."""
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    times = (start + timedelta(minutes=begin), start + timedelta(minutes=end))
+    return replace(fake_trial(number, "fp32"), started=times[0], ended=times[1], seconds=60 * (end - begin))
+
+
+def record(*trials: Any, **changes: Any) -> StudyRecord:
+    """Three trials are left, one of them with a live worker."""
+    slots = {"open": 2, "running": 1, "done": len(trials)}
+    live = WorkerRecord("node1-7-abc", "node1", 7, datetime.now(UTC), alive=True, trial_number=3)
+    return record_of(list(trials), **{"slots": slots, "workers": [live], **changes})
+
+
+def test_rate_counts_the_time_in_which_the_study_was_worked_on() -> None:
+    # Two at once, then a night, then one: 10 + 5 minutes.
+    status = study_status(record(at(0, 0, 8), at(1, 2, 10), at(2, 600, 605)))
+    assert status["trials_per_hour"] == pytest.approx(12)
+    end = datetime.fromisoformat(status["estimated_end"])
+    assert end - datetime.now(UTC) == pytest.approx(timedelta(minutes=15), abs=timedelta(seconds=30))
+    assert status["workers"][0]["trial"] == 3
+
+
+def test_no_estimate_without_a_live_worker_or_an_ended_trial() -> None:
+    assert study_status(record(at(0, 0, 8), workers=[]))["estimated_end"] is None
+    status = study_status(record())
+    assert (status["trials_per_hour"], status["estimated_end"], status["best"]) == (None, None, [])
+
+
+def test_rate_counts_what_trained() -> None:
+    """Trials that fail at once do not make a study fast."""
+    ended = {"outcome": "failed", "values": None, "evaluations": []}
+    failed = [replace(at(number, 0, 0.001), **ended) for number in range(2, 9)]
+    status = study_status(record(at(0, 0, 10), at(1, 10, 20), *failed))
+    assert status["trials_per_hour"] == pytest.approx(6)
+    assert study_status(record(*failed))["trials_per_hour"] is None

@@ -1,0 +1,110 @@
+"""What the Gaussian process is shown of a study."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import TrialState
+from scripted_study import Params, ScriptedStudy, best_at_1e_4
+from worker_process import study
+
+from hpo.study.feasible_sampler import is_infeasible
+from hpo.study.gp_sampler import PrunedAwareSampler
+
+NUMBERS_AND_NAMES = {
+    "batch_size": {"type": "categorical", "choices": [16, 8, 32]},
+    "pooling": {"type": "categorical", "choices": ["cls", "mean", "max"]},
+}
+
+
+class Shown(optuna.samplers.RandomSampler):
+    """Keeps the study that it is asked for, and proposes the highest of every range."""
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: Any) -> dict[str, Any]:  # noqa: ARG002
+        self.study = study
+        return dict(study.trials[0].distributions)
+
+    def sample_relative(self, _: Any, __: Any, search_space: dict[str, Any]) -> dict[str, Any]:
+        return {name: getattr(one, "high", None) for name, one in search_space.items() if name != "pooling"}
+
+
+def scripted(direction: str = "maximize") -> ScriptedStudy:
+    objective = {"metric": "score", "direction": direction}
+    return ScriptedStudy(study(12, objective=objective, search_space=NUMBERS_AND_NAMES), lambda _: 0.5)
+
+
+def run_trial(current: ScriptedStudy, evaluations: list[float], ended: Any) -> None:
+    trial, _ = current.ask()
+    for step, score in enumerate(evaluations, start=1):
+        trial.report(score, step)
+    current.end(trial, ended)
+
+
+def ask_gp(current: ScriptedStudy) -> tuple[list[optuna.trial.FrozenTrial], Params]:
+    """The ended trials as the sampler is shown them, and what becomes of its proposal."""
+    shown = Shown(seed=0)
+    current.study.sampler = PrunedAwareSampler(shown)
+    _, params = current.ask()
+    return shown.study.trials[:-1], params
+
+
+@pytest.mark.parametrize(("direction", "sign"), [("maximize", 1.0), ("minimize", -1.0)])
+def test_gp_sees_what_to_expect_of_pruned_trials(direction: str, sign: float) -> None:
+    """Their best evaluation and the median gain of those that went on; maximised or minimised alike."""
+    current = scripted(direction)
+    for scores in ([0.1, 0.2, 0.5], [0.4, 0.3, 0.5], [0.0, 0.1, 0.9]):
+        run_trial(current, [sign * score for score in scores], sign * max(scores))
+    run_trial(current, [sign * 0.3, sign * 0.2], "pruned")
+    run_trial(current, [], "pruned")
+    *known, unknown = ask_gp(current)[0]
+    assert unknown.state == TrialState.PRUNED, "nothing is known of the last one"
+    assert {trial.state for trial in known} == {TrialState.COMPLETE}
+    # The complete trials gained 0.3, 0.1 and 0.8 after their second evaluation.
+    expected = [sign * value for value in (0.5, 0.5, 0.9, 0.3 + 0.3)]
+    assert [trial.value for trial in known] == pytest.approx(expected)
+    assert current.trials[3].state == TrialState.PRUNED
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+@pytest.mark.parametrize("num_complete", [0, 2])
+def test_gp_is_shown_nothing_worse_than_what_cannot_work(direction: str, num_complete: int) -> None:
+    sign = 1.0 if direction == "maximize" else -1.0
+    current = scripted(direction)
+    for number in range(5):
+        run_trial(current, [sign * (5.0 - number)], sign * 6.0 if number < num_complete else "pruned")
+    run_trial(current, [0.0], "nonfinite")
+    *others, infeasible = [trial.values[0] for trial in ask_gp(current)[0]]
+    assert infeasible == (min if direction == "maximize" else max)(others)
+
+
+def test_gp_sees_numbers_in_their_order() -> None:
+    """Choices that are numbers are ranks for the sampler and stay choices in the study."""
+    current = scripted()
+    for batch_size in (16, 8, 32):
+        current.run(batch_size=batch_size, pooling="mean")
+    shown, params = ask_gp(current)
+    assert params["batch_size"] == 32
+    assert [trial.params for trial in shown] == [{"batch_size": n, "pooling": "mean"} for n in (1, 0, 2)]
+    assert current.trials[-1].distributions["batch_size"] == CategoricalDistribution((16, 8, 32))
+
+
+def test_gp_sees_infeasible_trials_as_worst() -> None:
+    """Infeasible by a combination: no category is to blame, so only what GP learns can help."""
+
+    def script(params: Params) -> Any:
+        broken = params["fp_precision"] != "fp32" and params["learning_rate"] > 5e-5
+        return "nonfinite" if broken else best_at_1e_4(params)
+
+    gp = optuna.samplers.GPSampler(seed=1, warn_independent_sampling=False)
+    shares = []
+    for sampler in (PrunedAwareSampler(gp), gp):
+        current = ScriptedStudy(study(40), script)
+        current.study.sampler = sampler
+        current.run(40)
+        shares.append(sum(map(is_infeasible, current.trials[10:])) / 30)
+    seeing, blind = shares
+    assert seeing < 0.3
+    assert seeing < blind / 2

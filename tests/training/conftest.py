@@ -1,0 +1,21 @@
+"""What several tests of the training loop and its parts start from."""
+
+from __future__ import annotations
+
+import pytest
+from tiny import tiny_executor
+
+from hpo.trial.executor import Executor
+
+
+@pytest.fixture(scope="session")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
+    return tiny_executor(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that `time.perf_counter` tells, for a test to move on."""
+    time = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: time[0])
+    return time

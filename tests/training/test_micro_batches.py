@@ -1,0 +1,105 @@
+"""A global batch in micro-batches: its gradients, running out of memory, and the update that follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import TASKS, tiny_batch, tiny_model, tiny_objective
+from tiny_loop import amp_of
+from torch import Tensor, nn
+
+from hpo.models.multitask import MultitaskModel
+from hpo.training.loop import TrainState, accumulate_gradients, apply_gradients, gradient_norm
+from hpo.training.losses import MultitaskLoss
+from hpo.training.optim import build_optimizer, parameter_groups
+
+
+def accumulate(model: MultitaskModel, micro_batch_size: int, loss_fn: MultitaskLoss | None = None) -> Tensor:
+    state = TrainState(micro_batch_size=micro_batch_size)
+    return accumulate_gradients(
+        model, loss_fn or tiny_objective(), tiny_batch(), amp_of("fp32"), seed=0, state=state
+    )
+
+
+def gradients_of(micro_batch_size: int) -> tuple[float, dict[str, Tensor]]:
+    model = tiny_model()
+    loss = accumulate(model, micro_batch_size)
+    return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 5])
+def test_micro_batches_give_the_whole_batch_with_missing_labels(micro_batch_size: int) -> None:
+    loss, gradients = gradients_of(6)
+    micro_loss, micro_gradients = gradients_of(micro_batch_size)
+    assert micro_loss == pytest.approx(loss, rel=1e-6)
+    assert gradients.keys() == micro_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(micro_gradients[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_another_error_is_not_taken_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(MultitaskModel, "forward", broken)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        gradients_of(6)
+
+
+def test_uncertainty_weighting_adds_its_terms_once_however_the_batch_is_cut() -> None:
+    def total(micro_batch_size: int) -> float:
+        loss_fn = tiny_objective()
+        loss_fn.log_variance = {task.name: nn.Parameter(torch.tensor(0.3)) for task in TASKS}
+        return float(accumulate(tiny_model(), micro_batch_size, loss_fn))
+
+    plain = gradients_of(6)[0]
+    assert total(6) == pytest.approx(np.exp(-0.3) * plain + 4 * 0.3, rel=1e-5)
+    assert total(2) == pytest.approx(total(6), rel=1e-6)
+
+
+def test_gradients_are_unscaled_before_they_are_clipped() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    model = nn.ParameterList([weight])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp = amp_of("fp16")
+    loss = (weight * torch.tensor([3.0, 4.0])).sum()
+    amp.scaler.scale(loss).backward()
+    apply_gradients(model, optimizer, loss, amp, max_grad_norm=1.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([3.0 - 0.6, 4.0 - 0.8]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3, 1.0, 1e3])
+def test_gradients_are_clipped_to_their_norm(max_grad_norm: float) -> None:
+    model = tiny_model()
+    update = build_optimizer("sgd", parameter_groups(model, learning_rate=0.0))
+    loss = accumulate(model, 6)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    clipped = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(clipped, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    nn.utils.clip_grad_norm_(clipped, max_grad_norm or float("inf"))
+    apply_gradients(model, update, loss, amp_of("fp32"), max_grad_norm)
+    for parameter, gradient in zip(clipped, gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtypes"),
+    [
+        ("cuda", (torch.float32,)),
+        ("cpu", (torch.float32,)),
+        ("cpu", (torch.bfloat16,)),
+        ("cpu", (torch.bfloat16, torch.float32)),
+    ],
+)
+def test_the_norm_of_gradients_is_that_in_fp64(device: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    shapes = [(300, 400), (7,), (), (1, 50)]
+    gradients = [torch.randn(shape).to(dtype) * 1e-3 for shape in shapes for dtype in dtypes]
+    gradients.append(torch.randn(20, 30).to(dtypes[0]).t())
+    expected = torch.cat([gradient.double().flatten() for gradient in gradients]).norm()
+    norm = gradient_norm(gradients, device)
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(float(expected), rel=1e-6)

@@ -1,0 +1,134 @@
+"""No step waits for a GPU but those that look at what came out: on the meta device, and on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from device_reads import META_GPU, WaitsForDevice, no_waiting
+from tiny import CPU, CPU_PRECISIONS, EMULATED, tiny_batch, tiny_model, tiny_objective
+from tiny_loop import amp_of, config_of, loop_parts
+
+from hpo.device import DeviceInfo, probe_device
+from hpo.precision.amp import backend_flags, prepare_model
+from hpo.precision.table import PRECISIONS
+from hpo.training.loop import (
+    CHECK_EVERY,
+    TrainingClock,
+    TrainState,
+    accumulate_gradients,
+    apply_gradients,
+    train,
+)
+from hpo.training.optim import build_optimizer, parameter_groups
+from hpo.training.throughput import ThroughputMeter
+from hpo.trial.executor import Executor
+
+
+class Enough(Exception):
+    """The steps that a test wants have been run."""
+
+
+def run_steps(
+    executor: Executor, device: DeviceInfo, *, stop_after: int, watch_from: int = 0, **params: Any
+) -> tuple[int, list[int]]:
+    """Train on `device` and watch, from a step on, all steps that do not look at what came out.
+
+    Returns the steps that were run, and which of them were watched.
+    """
+    # So long that no evaluation comes.
+    config = config_of(executor, dropout=0.1, head_dropout=0.1, max_steps=10 * stop_after, **params)
+    model, _, loss_fn, data = loop_parts(executor, config)
+    model.to(device.torch_device)
+    optimizer = build_optimizer(config.optimizer, parameter_groups(model, learning_rate=1e-4))
+    state, meter = TrainState(), ThroughputMeter(CPU if device is META_GPU else device)
+    watched: list[int] = []
+
+    with ExitStack() as watching, backend_flags(PRECISIONS[config.fp_precision], EMULATED):
+
+        def watch_next() -> bool:
+            watching.close()
+            if state.step == stop_after:
+                raise Enough
+            if state.step >= watch_from and (state.step + 1) % CHECK_EVERY[device.type]:
+                watching.enter_context(no_waiting() if device is META_GPU else errors_on_sync())
+                watched.append(state.step)
+            return False
+
+        args = replace(executor.training_args(config), micro_batch_size=config.batch_size // 2)
+        clock, amp = TrainingClock(state, meter), amp_of(config.fp_precision, device)
+        watch_next()
+        with pytest.raises(Enough):
+            list(train(model, optimizer, loss_fn, amp, data, args, clock, watch_next))
+    return state.step, watched
+
+
+@contextmanager
+def errors_on_sync() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling"), [("fp32", "mean"), ("fp32", "max"), ("fp32", "attention"), ("bf16-true", "mean")]
+)
+def test_no_step_reads_what_a_device_computes(executor: Executor, name: str, pooling: str) -> None:
+    steps = CHECK_EVERY["cuda"] - 1
+    params = {"fp_precision": name, "pooling": pooling, "optimizer": "lion"}
+    assert run_steps(executor, META_GPU, stop_after=steps, **params) == (steps, [*range(steps)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "bf16-true", "fp16"])
+def test_a_gpu_waits_in_no_step_but_those_that_check(executor: Executor, name: str) -> None:
+    every, warm_up, steps = CHECK_EVERY["cuda"], 5, 60
+    expected = [step for step in range(warm_up, steps) if (step + 1) % every]
+    gpu = probe_device("cuda")
+    ran = run_steps(executor, gpu, stop_after=steps, watch_from=warm_up, fp_precision=name)
+    assert ran == (steps, expected)
+
+
+@pytest.mark.parametrize("loss", ["auto", "focal"])
+def test_no_loss_reads_what_a_device_computes(loss: str) -> None:
+    model = tiny_model().to("meta")
+    loss_fn = tiny_objective(loss=loss, label_smoothing=0.1)
+    amp = amp_of("fp32", META_GPU)
+    with no_waiting():
+        accumulate_gradients(model, loss_fn, tiny_batch(), amp, 0, TrainState(micro_batch_size=4))
+    with pytest.raises(WaitsForDevice), no_waiting():
+        loss_fn.nonfinite_tasks()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
+@pytest.mark.parametrize("name", CPU_PRECISIONS)
+def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> None:
+    """With the fused kernels and the real scaler, on values: here the CPU is the device."""
+    model = prepare_model(tiny_model(), PRECISIONS[name])
+    groups = parameter_groups(model, learning_rate=1e-3)
+    update, amp = build_optimizer(optimizer, groups), amp_of(name)
+    state = TrainState(micro_batch_size=6)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(3):
+        amp.device = CPU
+        loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, step, state)
+        amp.device = replace(CPU, type="cuda")
+        with no_waiting("cpu"):
+            apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
+def test_an_optimizer_that_is_not_fused_asks_the_scaler_whether_to_step() -> None:
+    model = tiny_model()
+    update = build_optimizer("lion", parameter_groups(model, learning_rate=1e-3))
+    amp = amp_of("fp16")
+    loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6))
+    with pytest.raises(WaitsForDevice), no_waiting("cpu"):
+        apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
