@@ -10,10 +10,11 @@ from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
+from hpo.report.tables import StudyTables
 from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord
 
-DEVICE = {"type": "cpu", "name": "Example CPU", "num_threads": 2, "host": "node1", "shared": False}
-DEVICE |= {"torch": "2.13.0", "transformers": "5.23.0"}
+DEVICE = {"type": "cpu", "name": "Example CPU", "cpu_features": ["amx_bf16"], "num_threads": 2}
+DEVICE |= {"host": "node1", "shared": False, "torch": "2.13.0", "transformers": "5.23.0"}
 DEFINITION: dict[str, Any] = {
     "name": "fake",
     "n_trials": 40,
@@ -73,9 +74,8 @@ def fake_record() -> StudyRecord:
     disagreement = {"agrees": False, "reason": "linear layers gave float32 under bf16", "observed": observed}
     trials[9].telemetry["precision"] |= disagreement
     trials[10].telemetry["precision"] |= {"effective": "fp32", "reason": "fp16 is not native here"}
-    trials[10].attributes["fp_precision_effective"] = "fp32"
     trials[12].telemetry["device"]["shared"] = True
-    return record_of(trials)
+    return record_of(trials, slots={"open": 1, "running": 1, "done": 38})
 
 
 def fake_trial(number: int, precision: str, outcome: str = "complete") -> TrialRecord:
@@ -89,16 +89,17 @@ def with_values(number: int, values: tuple[float, ...], **params: Any) -> TrialR
 
 
 def record_of(trials: list[TrialRecord], **changes: Any) -> StudyRecord:
-    given: dict[str, Any] = {
-        "name": "fake",
-        "metric_names": ("score",),
-        "directions": ("maximize",),
-        "definition": DEFINITION,
-        "trials": trials,
-        "workers": [],
-        "slots": {"open": 1, "running": 1, "done": 38} if len(trials) == 40 else {"open": 40},
-    }
-    return StudyRecord(**{**given, **changes})
+    slots = {"open": 40, "running": 0, "done": 0}
+    record = StudyRecord("fake", ("score",), ("maximize",), DEFINITION, trials, workers=[], slots=slots)
+    return dataclasses.replace(record, **changes)
+
+
+def tables_of(trials: list[TrialRecord], **changes: Any) -> StudyTables:
+    return StudyTables(record_of(trials, **changes))
+
+
+def fake_tables() -> StudyTables:
+    return StudyTables(fake_record())
 
 
 def _trial(
@@ -165,7 +166,7 @@ def _trial(
         started=begun,
         ended=begun + timedelta(seconds=seconds) if ended else None,
         seconds=seconds if ended else None,
-        attributes={"worker": worker, "fp_precision_effective": precision} if ran else {"worker": worker},
+        attributes={"worker": worker},
         telemetry=telemetry,
         evaluations=evaluations,
     )

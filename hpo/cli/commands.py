@@ -218,14 +218,13 @@ def dashboard(
     as_json: JsonOption = False,
 ) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
-    from hpo.report.dashboard import dashboard_server, publish
+    from hpo.report.dashboard import HOST, dashboard_server, publish
 
-    host = "127.0.0.1"
     with existing_study(study, storage) as (database, record):
         optuna_study = database.load_study(record.name)
         publish(optuna_study, record)
-        with dashboard_server(database.url, host, port, artifact_dir=None) as server:
-            address = f"http://{host}:{server.server_port}/dashboard/studies/{optuna_study._study_id}"
+        with dashboard_server(database.url, port) as server:
+            address = f"http://{HOST}:{server.server_port}/dashboard/studies/{optuna_study._study_id}"
             if as_json:
                 print_json({"study": record.name, "url": address})
             else:

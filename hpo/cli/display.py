@@ -20,7 +20,7 @@ from hpo.report.formats import (
     objective_values,
     precision_facts,
 )
-from hpo.report.tables import precision_comparison, readable_summary
+from hpo.report.tables import StudyTables, brief_summary, precision_comparison
 from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
@@ -46,12 +46,11 @@ def print_summary(record: StudyRecord) -> None:
 def _precision_table(record: StudyRecord, console: Console) -> Table:
     """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
     title = f"{record.name}: by requested precision"
-    table = _dataframe_table(precision_comparison(record), title)
+    tables = StudyTables(record)
+    table = _dataframe_table(precision_comparison(tables), title)
     if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
         return table
-    brief = readable_summary(record, brief=True)
-    medians = [column for column in brief if column.endswith(", median")]
-    brief = brief.drop(columns=["trials", "wasted", *medians])
+    brief = brief_summary(tables)
     brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
     table = _dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
     for column in table.columns:

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from hpo.outcome import Outcome
-from hpo.report.tables import differing_settings, precision_order, trials_table, undrawn_precisions
-from hpo.study.study_record import complete_trials
-
-if TYPE_CHECKING:
-    from hpo.study.study_record import StudyRecord
+from hpo.report.tables import StudyTables, differing_settings, fell_back, precision_order
+from hpo.study.study_record import StudyRecord, complete_trials
 
 LOW_UTILIZATION = 0.8
 """Below this share of busy time the report says what to raise."""
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(NamedTuple):
     text: str
     advice: str
 
 
-def caveats(record: StudyRecord) -> list[Notice]:
+def caveats(tables: StudyTables) -> list[Notice]:
     """The notices of this study, most serious first."""
-    trials = trials_table(record)
     return [
-        *_precision_caveats(trials),
-        *_not_run(record),
-        *_speed_caveats(trials),
-        *_lost_text(record),
-        *_comparison_caveats(record, trials),
+        *_precision_caveats(tables.trials),
+        *_not_run(tables.undrawn),
+        *_speed_caveats(tables.trials),
+        *_lost_text(tables.record),
+        *_comparison_caveats(tables),
     ]
 
 
@@ -47,18 +41,18 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
             f"({reasons or 'no reason is stored'}).",
             "Left out of the statistics by precision. Run `hpo verify` on that machine.",
         )
-    fell_back = trials[trials["effective"].notna() & trials["effective"].ne(trials["precision"])]
-    if len(fell_back):
-        pairs = fell_back["precision"] + " ran as " + fell_back["effective"]
+    others = trials[fell_back(trials)]
+    if len(others):
+        pairs = others["precision"] + " ran as " + others["effective"]
         yield Notice(
-            f"{_trials(fell_back)} fell back ({', '.join(sorted(pairs.unique()))}).",
+            f"{_trials(others)} fell back ({', '.join(sorted(pairs.unique()))}).",
             "Left out of the statistics of both precisions. "
             "With `amp.on_unsupported: prune` such a trial ends at once instead.",
         )
     emulated = trials[trials["support"].eq("emulated") & trials["effective"].notna()]
     if len(emulated):
         yield Notice(
-            f"{_names(emulated['precision'])} ran emulated on {_names(emulated['device'].dropna())}, which "
+            f"{_names(emulated['precision'])} ran emulated on {_names(emulated['device'])}, which "
             "has no instructions for it.",
             "Its speed here says nothing about a device that has them. "
             "Leave `amp.allow_emulated` off where time matters.",
@@ -72,8 +66,7 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
         )
 
 
-def _not_run(record: StudyRecord) -> Iterator[Notice]:
-    undrawn = undrawn_precisions(record)
+def _not_run(undrawn: dict[str, str]) -> Iterator[Notice]:
     if lacking := {name: reason for name, reason in undrawn.items() if reason}:
         yield Notice(
             f"Not run here: {_names(lacking)}. {' '.join(dict.fromkeys(lacking.values()))}",
@@ -87,7 +80,7 @@ def _not_run(record: StudyRecord) -> Iterator[Notice]:
 
 
 def _speed_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
-    shared = trials[trials["shared"].astype(bool)]
+    shared = trials[trials["shared"]]
     if len(shared):
         yield Notice(
             f"{_trials(shared)} shared a device with other work.",
@@ -99,8 +92,8 @@ def _speed_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
             f"The study ran on {len(devices)} kinds of device ({', '.join(devices)}).",
             "Compare speeds within one device only; the precision table has a row for each.",
         )
-    utilization = pd.to_numeric(trials["device_utilization"]).dropna()
-    if len(utilization) and utilization.median() < LOW_UTILIZATION:
+    utilization = trials["device_utilization"].dropna()
+    if utilization.median() < LOW_UTILIZATION:
         yield Notice(
             f"The device was busy {utilization.median():.0%} of the time (median of {len(utilization)} "
             "trials).",
@@ -132,20 +125,19 @@ def _lost_text(record: StudyRecord) -> Iterator[Notice]:
     )
 
 
-def _comparison_caveats(record: StudyRecord, trials: pd.DataFrame) -> Iterator[Notice]:
-    complete = complete_trials(record)
+def _comparison_caveats(tables: StudyTables) -> Iterator[Notice]:
+    complete = complete_trials(tables.record)
     if not complete:
         yield Notice("No trial is complete.", "Nothing can be concluded from this study yet.")
         return
     without_seed = [{**trial.params, "seed": None} for trial in complete]
-    configurations = {json.dumps(params, sort_keys=True, default=str) for params in without_seed}
-    if len(configurations) == len(complete):
+    if len({json.dumps(params, sort_keys=True, default=str) for params in without_seed}) == len(complete):
         yield Notice(
             f"Each of the {len(complete)} complete configurations was trained with one seed only.",
             "Small differences may be chance: no interval can be given. To say that one precision is as "
             "good as another, train the same configurations under both with several seeds.",
         )
-    counted = trials[trials["outcome"].eq(Outcome.COMPLETE) & trials["counts"].astype(bool)]
+    counted = tables.complete[tables.complete["counts"]]
     settings = differing_settings(counted)
     tried = {
         frozenset(map(tuple, group[[f"param.{name}" for name in settings]].astype(str).to_numpy()))
@@ -156,7 +148,7 @@ def _comparison_caveats(record: StudyRecord, trials: pd.DataFrame) -> Iterator[N
             f"The precision table compares different configurations (settings: {', '.join(settings)}).",
             "It shows what the search found under each precision, not the effect of precision alone.",
         )
-    pruned = trials[trials["outcome"].eq(Outcome.PRUNED)]["precision"].value_counts()
+    pruned = tables.trials[tables.trials["outcome"].eq(Outcome.PRUNED)]["precision"].value_counts()
     if len(pruned) and counted["precision"].nunique() > 1:
         names = sorted(pruned.index, key=precision_order)
         by_precision = ", ".join(f"{name} {pruned[name]}" for name in names)
@@ -179,4 +171,4 @@ def _count(num_trials: int) -> str:
 
 
 def _names(values: Iterable[Any]) -> str:
-    return ", ".join(sorted(set(map(str, values)), key=precision_order)) or "this device"
+    return ", ".join(sorted(set(map(str, values)), key=precision_order))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -10,20 +10,15 @@ import pandas as pd
 from hpo.outcome import Outcome
 from hpo.report.figures import OTHER_STYLE, OUTCOME_COLORS, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_metric, format_number, format_seconds
-from hpo.report.importances import compared_trials, importance_table, num_top_trials, why_no_importances
 from hpo.report.tables import (
     OUTCOMES,
+    StudyTables,
     differing_settings,
-    evaluations_table,
     objective_column,
     precision_order,
     searched_parameters,
-    trials_table,
 )
-from hpo.study.study_record import best_trials, complete_trials, pareto_front
-
-if TYPE_CHECKING:
-    from hpo.study.study_record import StudyRecord
+from hpo.study.study_record import pareto_front
 
 LINE_COLOR = "#333333"
 """The colour of what is computed over several trials."""
@@ -46,40 +41,41 @@ CHART_KEYS = (
 )
 
 
-def all_charts(record: StudyRecord, max_timeline_rows: int = MAX_TIMELINE_ROWS) -> list[Chart]:
+def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) -> list[Chart]:
     """Every chart of the report, in its order; those that cannot be drawn say why.
 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
-    indices = range(len(record.metric_names))
-    charts = [objectives(record)] if len(indices) > 1 else []
-    for index in indices:
-        charts += [history(record, index), precision_metric(record, index)]
+    metrics = tables.record.metric_names
+    charts = [objectives(tables)] if len(metrics) > 1 else []
+    for index in range(len(metrics)):
+        charts += [history(tables, index), precision_metric(tables, index)]
         # Of the first two objectives, the chart of the objectives shows one against the other.
-        shown = record.metric_names[:2] if index < 2 else record.metric_names[index : index + 1]
+        shown = metrics[:2] if index < 2 else metrics[index : index + 1]
         if not {"train_examples_per_second", "train_tokens_per_second"} & set(shown):
-            charts.append(metric_throughput(record, index))
-    charts.append(importances(record))
-    for index in indices:
-        charts += [learning_curves(record, index, "epochs"), learning_curves(record, index, "seconds")]
-    return [*charts, timeline(record, max_timeline_rows)]
+            charts.append(metric_throughput(tables, index))
+    charts.append(importances(tables))
+    for index in range(len(metrics)):
+        charts += [learning_curves(tables, index, "epochs"), learning_curves(tables, index, "seconds")]
+    return [*charts, timeline(tables, max_timeline_rows)]
 
 
-def history(record: StudyRecord, index: int = 0) -> Chart:
+def history(tables: StudyTables, index: int = 0) -> Chart:
     """The metric of every complete trial by trial number, and the best so far."""
-    metric, direction = record.metric_names[index], record.directions[index]
-    chart: dict[str, Any] = {"key": _key("history", index), "title": f"{metric} by trial"}
-    rows = _complete_rows(record)
+    metric, direction = tables.record.metric_names[index], tables.record.directions[index]
+    key, title = _key("history", index), f"{metric} by trial"
+    rows = tables.complete
     if rows.empty:
-        return Chart(**chart, absent="No trial is complete yet.")
-    values = _shown(rows, metric)
+        return Chart(key, title, absent="No trial is complete yet.")
+    values = _objective(rows, metric)
     best = values.cummax() if direction == "maximize" else values.cummin()
     return Chart(
-        **chart,
+        key,
+        title,
         x_label="trial number",
-        y_label=_axis(metric)[1],
+        y_label=_label(metric),
         series=[
-            *_points(record, rows, rows["number"].astype(float), values),
+            *_points(rows, rows["number"].astype(float), values),
             Series("best so far", LINE_COLOR, list(rows["number"]), list(best), "steps_after"),
         ],
         caption=f"{len(rows)} complete trials. The line is the best so far ({direction}).",
@@ -87,16 +83,15 @@ def history(record: StudyRecord, index: int = 0) -> Chart:
     )
 
 
-def precision_metric(record: StudyRecord, index: int = 0) -> Chart:
+def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
     """The metric of every complete trial by the precision that was requested and ran."""
-    metric = record.metric_names[index]
-    chart: dict[str, Any] = {"key": _key("precision_metric", index), "title": f"{metric} by precision"}
-    rows = _complete_rows(record)
-    rows = rows[rows["counts"].astype(bool)]
+    metric = tables.record.metric_names[index]
+    key, title = _key("precision_metric", index), f"{metric} by precision"
+    rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
-        return Chart(**chart, absent="No complete trial ran the precision that it requested.")
+        return Chart(key, title, absent="No complete trial ran the precision that it requested.")
     groups = _by_precision(rows)
-    x, y = pd.Series(0.0, index=rows.index), _shown(rows, metric)
+    x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
     medians = []
     for position, (_, group) in enumerate(groups):
         # Spread sideways so that equal values stay visible.
@@ -106,125 +101,123 @@ def precision_metric(record: StudyRecord, index: int = 0) -> Chart:
         medians.append(Series("median", LINE_COLOR, *line, "line", in_legend=position == 0))
     differing = ", ".join(differing_settings(rows))
     return Chart(
-        **chart,
-        y_label=_axis(metric)[1],
-        series=[*_points(record, rows, x, y), *medians],
+        key,
+        title,
+        y_label=_label(metric),
+        series=[*_points(rows, x, y), *medians],
         x_ticks=[f"{precision} (n = {len(group)})" for precision, group in groups],
         caption=f"The trials differ in these settings too: {differing}." if differing else "",
     )
 
 
-def metric_throughput(record: StudyRecord, index: int = 0) -> Chart:
+def metric_throughput(tables: StudyTables, index: int = 0) -> Chart:
     """Metric against training throughput with the trials that no other beats in both."""
-    metric, direction = record.metric_names[index], record.directions[index]
-    title = f"{metric} against training throughput"
-    chart: dict[str, Any] = {"key": _key("metric_throughput", index), "title": title}
-    complete = _complete_rows(record)
-    rows = complete[complete["counts_for_speed"].astype(bool)]
+    metric, direction = tables.record.metric_names[index], tables.record.directions[index]
+    key, title = _key("metric_throughput", index), f"{metric} against training throughput"
+    rows = tables.complete[tables.complete["counts_for_speed"]]
     if rows.empty:
-        return Chart(**chart, absent="No complete trial has a throughput that may be compared.")
-    speed, values = rows["train_examples_per_second"].astype(float), _shown(rows, metric)
+        return Chart(key, title, absent="No complete trial has a throughput that may be compared.")
+    speed, values = rows["train_examples_per_second"], _objective(rows, metric)
     front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
     caption = _front_caption(rows, front)
-    if left_out := len(complete) - len(rows):
+    if left_out := len(tables.complete) - len(rows):
         caption += f" {left_out} left out: device shared, fell back, or no speed measured."
     return Chart(
-        **chart,
+        key,
+        title,
         x_label="training throughput (examples/s)",
-        y_label=_axis(metric)[1],
-        series=[*_points(record, rows, speed, values), _front_line(front, speed, values, "maximize")],
+        y_label=_label(metric),
+        series=[*_points(rows, speed, values), _front_line(front, speed, values, "maximize")],
         x_log=bool(speed.max() > 20 * speed.min() > 0),
         caption=caption,
     )
 
 
-def objectives(record: StudyRecord) -> Chart:
+def objectives(tables: StudyTables) -> Chart:
     """The first two objectives against each other with the Pareto front of all objectives."""
-    first, second = record.metric_names[:2]
-    chart: dict[str, Any] = {"key": "objectives", "title": f"{second} against {first}"}
-    rows = _complete_rows(record)
+    metrics, directions = tables.record.metric_names, tables.record.directions
+    key, title = "objectives", f"{metrics[1]} against {metrics[0]}"
+    rows = tables.complete
     if rows.empty:
-        return Chart(**chart, absent="No trial is complete yet.")
-    x, y = _shown(rows, first), _shown(rows, second)
-    front = rows[rows["number"].isin([trial.number for trial in best_trials(record)])]
-    series = _points(record, rows, x, y)
-    if len(record.metric_names) == 2:
-        series.append(_front_line(front, x, y, record.directions[0]))
+        return Chart(key, title, absent="No trial is complete yet.")
+    x, y = _objective(rows, metrics[0]), _objective(rows, metrics[1])
+    front = rows[rows["number"].isin([trial.number for trial in tables.best])]
+    series = _points(rows, x, y)
+    if len(metrics) == 2:
+        series.append(_front_line(front, x, y, directions[0]))
     return Chart(
-        **chart,
-        x_label=f"{_axis(first)[1]}, {record.directions[0]}",
-        y_label=f"{_axis(second)[1]}, {record.directions[1]}",
+        key,
+        title,
+        x_label=f"{_label(metrics[0])}, {directions[0]}",
+        y_label=f"{_label(metrics[1])}, {directions[1]}",
         series=series,
         caption=_front_caption(rows, front),
     )
 
 
-def importances(record: StudyRecord) -> Chart:
+def importances(tables: StudyTables) -> Chart:
     """PED-ANOVA importance of each searched parameter, one bar per metric."""
-    chart: dict[str, Any] = {"key": "importances", "title": "Importance of the parameters"}
-    if reason := why_no_importances(record):
-        return Chart(**chart, absent=reason)
-    table = importance_table(record)[::-1]
+    key, title, found = "importances", "Importance of the parameters", tables.importances
+    if found.why_none:
+        return Chart(key, title, absent=found.why_none)
+    table, metrics = found.table[::-1], tables.record.metric_names
     colors = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
-    num_metrics = len(record.metric_names)
-    bar_width = 0.66 / num_metrics
+    bar_width = 0.66 / len(metrics)
     series = [
         Series(
             metric,
             colors[index % len(colors)],
             list(table[metric].astype(float)),
-            [position - bar_width * (index - (num_metrics - 1) / 2) for position in range(len(table))],
+            [position - bar_width * (index - (len(metrics) - 1) / 2) for position in range(len(table))],
             "bars",
-            x_start=[0.0] * len(table),
-            in_legend=num_metrics > 1,
+            in_legend=len(metrics) > 1,
             hover=[f"{name}: {share:.1%}" for name, share in table[["parameter", metric]].to_numpy()],
         )
-        for index, metric in enumerate(record.metric_names)
+        for index, metric in enumerate(metrics)
     ]
-    count = len(compared_trials(record))
+    caption = (
+        f"PED-ANOVA: what sets the best {found.num_best} of {found.num_trials} complete trials apart."
+        + (" With so few trials the order is rough." if found.num_trials < 50 else "")
+    )
     return Chart(
-        **chart,
+        key,
+        title,
         x_label="share of importance",
         series=series,
         y_ticks=list(table["parameter"]),
-        caption=f"PED-ANOVA: what sets the best {num_top_trials(count)} of {count} complete trials apart."
-        + (" With so few trials the order is rough." if count < 50 else ""),
+        caption=caption,
         bar_width=bar_width,
         height=110 + 34 * len(table),
     )
 
 
-def learning_curves(record: StudyRecord, index: int, axis: Literal["epochs", "seconds"]) -> Chart:
+def learning_curves(tables: StudyTables, index: int, axis: Literal["epochs", "seconds"]) -> Chart:
     """The metric at every evaluation against epochs, or against seconds of the trial."""
-    metric, direction = record.metric_names[index], record.directions[index]
+    metric, direction = tables.record.metric_names[index], tables.record.directions[index]
     names = {"epochs": ("epoch", "epoch", "epoch"), "seconds": ("seconds", "time", "seconds in the trial")}
     column, by, x_label = names[axis]
-    title = f"{metric} while training, by {by}"
-    chart: dict[str, Any] = {"key": _key(f"learning_curves_{axis}", index), "title": title}
-    evaluations = evaluations_table(record)
+    key, title = _key(f"learning_curves_{axis}", index), f"{metric} while training, by {by}"
+    evaluations = tables.evaluations
     if metric in evaluations:
-        evaluations[metric] = pd.to_numeric(evaluations[metric])
         evaluations = evaluations.dropna(subset=[metric, column])
     if metric not in evaluations or evaluations.empty:
-        return Chart(**chart, absent=f"No evaluation with `{metric}` is stored.")
+        return Chart(key, title, absent=f"No evaluation with `{metric}` is stored.")
     reached = evaluations.groupby("number")[metric].agg("max" if direction == "maximize" else "min")
     chosen = reached.sort_values(ascending=direction == "minimize").index[:MAX_CURVES]
-    outcomes = trials_table(record).set_index("number")["outcome"]
-    scale, y_label = _axis(metric)
+    outcomes = tables.trials.set_index("number")["outcome"]
     series: list[Series] = []
     for precision, group in _by_precision(evaluations[evaluations["number"].isin(chosen)]):
         color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
-        curves = list(group.sort_values("step").groupby("number"))
         # The first curve stands in the legend: a complete one, if any.
-        curves.sort(key=lambda curve: outcomes[curve[0]] != Outcome.COMPLETE)
+        curves = sorted(group.groupby("number"), key=lambda curve: outcomes[curve[0]] != Outcome.COMPLETE)
         for place, (number, curve) in enumerate(curves):
             trial = f"trial {number}, {precision}, {outcomes[number]}"
             series.append(
                 Series(
                     precision,
                     color,
-                    list(curve[column].astype(float)),
-                    list(curve[metric].astype(float) / scale),
+                    list(curve[column]),
+                    list(_shown(curve[metric], metric)),
                     "line",
                     markers=markers,
                     with_markers=True,
@@ -235,20 +228,19 @@ def learning_curves(record: StudyRecord, index: int, axis: Literal["epochs", "se
             )
     best = f"The {len(chosen)} best of " if len(reached) > len(chosen) else ""
     caption = f"{best}{len(reached)} trials. Dashed: not complete."
-    return Chart(**chart, x_label=x_label, y_label=y_label, series=series, caption=caption)
+    return Chart(key, title, x_label=x_label, y_label=_label(metric), series=series, caption=caption)
 
 
-def timeline(record: StudyRecord, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
+def timeline(tables: StudyTables, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
     """When each trial ran, coloured by outcome: a row per trial, or per worker in a long study."""
-    chart: dict[str, Any] = {"key": "timeline", "title": "Trials over time"}
-    rows = trials_table(record).dropna(subset=["start_seconds"]).sort_values("number")
+    key, title = "timeline", "Trials over time"
+    rows = tables.trials.dropna(subset=["start_seconds"])
     if rows.empty:
-        return Chart(**chart, absent="No trial has started.")
-    starts, ends = rows["start_seconds"].astype(float), rows["end_seconds"].astype(float)
-    now = max(starts.max(), ends.max())
-    ends = ends.fillna(now)
+        return Chart(key, title, absent="No trial has started.")
+    now = rows[["start_seconds", "end_seconds"]].max(axis=None)
     units = ((1.0, "seconds", 300), (60.0, "minutes", 3 * 3600), (3600.0, "hours", np.inf))
     scale, unit = next((scale, unit) for scale, unit, limit in units if now < limit)
+    starts, ends = rows["start_seconds"] / scale, rows["end_seconds"].fillna(now) / scale
     if len(rows) <= max_rows:
         labels = [f"{row.number}  {row.precision}" for row in rows.itertuples()]
         caption = "One row per trial: its number and the precision requested."
@@ -262,17 +254,18 @@ def timeline(record: StudyRecord, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
         Series(
             outcome,
             OUTCOME_COLORS[outcome],
-            list(ends[bars.index] / scale),
+            list((ends - starts)[bars.index]),
             list(positions[bars.index].astype(float)),
             "bars",
-            x_start=list(starts[bars.index] / scale),
-            hover=_hover(record, bars),
+            x_start=list(starts[bars.index]),
+            hover=_hover(bars),
         )
         for outcome in OUTCOMES
-        if len(bars := rows[rows["outcome"] == outcome])
+        if len(bars := rows[rows["outcome"].eq(outcome)])
     ]
     return Chart(
-        **chart,
+        key,
+        title,
         x_label=f"{unit} since the first trial began",
         series=series,
         y_ticks=labels[::-1],
@@ -281,41 +274,39 @@ def timeline(record: StudyRecord, max_rows: int = MAX_TIMELINE_ROWS) -> Chart:
     )
 
 
-def _complete_rows(record: StudyRecord) -> pd.DataFrame:
-    numbers = [trial.number for trial in complete_trials(record)]
-    trials = trials_table(record)
-    return trials[trials["number"].isin(numbers)].sort_values("number")
+def _label(metric: str) -> str:
+    """Of a metric's axis."""
+    return f"{metric[: -len('_bytes')].replace('_', ' ')} (GiB)" if metric.endswith("_bytes") else metric
 
 
-def _axis(metric: str) -> tuple[float, str]:
-    """What an objective's values are divided by for display, and the axis label: bytes become GiB."""
-    if metric.endswith("_bytes"):
-        return 2.0**30, f"{metric.removesuffix('_bytes').replace('_', ' ')} (GiB)"
-    return 1.0, metric
+def _shown(values: pd.Series, metric: str) -> pd.Series:
+    """In the unit of the metric's axis."""
+    return values.astype(float) / (2**30 if metric.endswith("_bytes") else 1)
 
 
-def _shown(rows: pd.DataFrame, metric: str) -> pd.Series:
-    return rows[objective_column(metric)].astype(float) / _axis(metric)[0]
+def _objective(rows: pd.DataFrame, metric: str) -> pd.Series:
+    return _shown(rows[objective_column(metric)], metric)
 
 
 def _by_precision(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    return sorted(rows.groupby("precision", sort=False), key=lambda pair: precision_order(pair[0]))
+    return sorted(rows.groupby("precision"), key=lambda pair: precision_order(pair[0]))
 
 
-def _points(record: StudyRecord, rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> list[Series]:
+def _points(rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> list[Series]:
     """One series for each precision."""
     series = []
     for precision, group in _by_precision(rows):
         color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
         places = list(x[group.index]), list(y[group.index])
-        series.append(Series(precision, color, *places, markers=markers, hover=_hover(record, group)))
+        series.append(Series(precision, color, *places, markers=markers, hover=_hover(group)))
     return series
 
 
 def _front_line(front: pd.DataFrame, x: pd.Series, y: pd.Series, x_direction: str) -> Series:
     order = x[front.index].sort_values().index
-    steps: Any = "steps_before" if x_direction == "maximize" else "steps_after"
-    return Series("Pareto front", LINE_COLOR, list(x[order]), list(y[order]), steps, dashed=True)
+    line = list(x[order]), list(y[order])
+    draw: Any = "steps_before" if x_direction == "maximize" else "steps_after"
+    return Series("Pareto front", LINE_COLOR, *line, draw, dashed=True)
 
 
 def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
@@ -323,14 +314,16 @@ def _front_caption(rows: pd.DataFrame, front: pd.DataFrame) -> str:
     return f"{len(rows)} complete trials. On the Pareto front: {numbers}."
 
 
-def _hover(record: StudyRecord, rows: pd.DataFrame) -> list[str]:
+def _hover(rows: pd.DataFrame) -> list[str]:
+    """What is shown where the pointer is over a trial."""
+    metrics = [column.removeprefix("objective.") for column in rows if column.startswith("objective.")]
     texts = []
     for row in rows.to_dict("records"):
-        ran = row["effective"] if isinstance(row["effective"], str) else "nothing"
+        ran = "nothing" if pd.isna(row["effective"]) else row["effective"]
         lines = [
             f"trial {row['number']}: {row['outcome']}",
             f"requested {row['precision']}, ran {ran}",
-            *[f"{name} {format_metric(name, row[objective_column(name)])}" for name in record.metric_names],
+            *[f"{metric} {format_metric(metric, row[objective_column(metric)])}" for metric in metrics],
             f"{format_number(row['train_examples_per_second'])} examples/s",
             f"took {format_seconds(row['seconds'])}",
         ]

@@ -1,6 +1,6 @@
 """optuna-dashboard with our notes and charts in it.
 
-The dashboard reads, writes and deletes studies without authentication. It listens on loopback by default, and
+The dashboard reads, writes and deletes studies without authentication. It listens on loopback alone, and
 answers only requests that name this server as their host: a page on another site that points its own name
 at 127.0.0.1 (DNS rebinding) gets nothing. It runs inside our process because `optuna-dashboard URL` would
 show the database's password in the process list.
@@ -11,9 +11,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import warnings
-from pathlib import Path
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hpo.errors import InputError
@@ -22,14 +23,16 @@ from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
-from hpo.report.tables import precision_comparison
+from hpo.report.tables import StudyTables, precision_comparison
 from hpo.study.storage import open_storage
-from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
     import optuna
+    import pandas as pd
 
     from hpo.study.study_record import StudyRecord
+
+HOST = "127.0.0.1"
 
 NOTE_END = "*Above is written by `hpo` and replaced each time; what you write below this line is kept.*"
 
@@ -47,37 +50,39 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
     """
     from optuna_dashboard import get_note, save_note, save_plotly_graph_object
 
+    tables = StudyTables(record)
     with warnings.catch_warnings():
         # Optuna has called `set_metric_names` experimental since 3.2.
         warnings.simplefilter("ignore")
         study.set_metric_names(list(record.metric_names))
     before = get_note(study)
     theirs = before.partition(NOTE_END)[2] if NOTE_END in before else before
-    save_note(study, f"{study_note(record)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
-    for chart in all_charts(record, MAX_TIMELINE_ROWS):
+    save_note(study, f"{study_note(tables)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
+    for chart in all_charts(tables, MAX_TIMELINE_ROWS):
         figure = plotly_figure(chart)
         if sum(len(series.x) for series in chart.series) > MAX_HOVER_POINTS:
             figure.update_traces(hovertext=None, hoverinfo="x+y")
         save_plotly_graph_object(study, figure, graph_object_id=chart.key)
 
 
-def study_note(record: StudyRecord) -> str:
+def study_note(tables: StudyTables) -> str:
     """The best trials, the table by precision and how to read it, in Markdown."""
+    record = tables.record
     lines = [f"# {_escape(record.name)}", "", "## Best", ""]
-    for trial in best_trials(record):
+    for trial in tables.best:
         shown = objective_values(record, trial).items()
         values = ", ".join(f"{_escape(metric)} **{value}**" for metric, value in shown)
         parameters = ", ".join(f"{name} = {format_value(value)}" for name, value in trial.params.items())
         lines += [f"- Trial {trial.number}: {values}. {_escape(parameters)}."]
         lines += [f"  Precision: {_escape(precision_facts(trial))}"]
-    if not complete_trials(record):
+    if not tables.best:
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
-    lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(record)), ""]
+    lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(tables)), ""]
     lines += ["## How to read this", ""]
-    lines += [f"- {notice.text} {notice.advice}" for notice in caveats(record)]
+    lines += [f"- {notice.text} {notice.advice}" for notice in caveats(tables)]
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)
     lines.append(
-        f"- {len(complete_trials(record))} of {len(record.trials)} trials are complete. Trials that ended as "
+        f"- {len(tables.complete)} of {len(record.trials)} trials are complete. Trials that ended as "
         f"{infeasible} are PRUNED here; the user attribute `outcome` says which and `outcome_reason` why."
     )
     lines.append(
@@ -87,19 +92,17 @@ def study_note(record: StudyRecord) -> str:
     return "\n".join(lines)
 
 
-def _markdown_table(table: Any) -> str:
+def _markdown_table(table: pd.DataFrame) -> str:
     if table.empty:
         return "There is no trial yet."
-    header = [_escape(str(name)) for name in table.columns]
-    rows = [[_escape(str(cell)) for cell in row] for row in table.itertuples(index=False)]
-    lines = [header, [":---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    rows = [[_escape(cell) for cell in row] for row in [table.columns, *table.to_numpy()]]
+    rows.insert(1, [":---"] * len(table.columns))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def _escape(text: str) -> str:
     """Text without meaning in Markdown; line breaks would end a table's row."""
-    escaped = "".join(f"\\{character}" if character in r"\`*_{}[]<>|#~" else character for character in text)
-    return re.sub(r"[\r\n]+", " ", escaped)
+    return re.sub(r"[\r\n]+", " ", re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", text))
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -111,50 +114,35 @@ class _Handler(WSGIRequestHandler):
         """Requests are not news."""
 
 
-def dashboard_server(storage_url: str, host: str, port: int, artifact_dir: Path | None) -> WSGIServer:
-    """A server that is bound and listening, not yet serving; port 0 takes a free one.
+def dashboard_server(storage_url: str, port: int) -> WSGIServer:
+    """A server that is bound to loopback and listening, not yet serving; port 0 takes a free one.
 
-    Raises StorageError when the database cannot be used, InputError when the address cannot be bound.
+    Raises StorageError when the database cannot be used, InputError when the port cannot be bound.
     """
-    from optuna.artifacts import FileSystemArtifactStore
     from optuna_dashboard import wsgi
 
-    artifacts = None
-    if artifact_dir is not None:
-        artifact_dir.mkdir(parents=True, exist_ok=True)
-        artifacts = FileSystemArtifactStore(artifact_dir)
     storage = open_storage(storage_url, create=False)
-    app = wsgi(storage.optuna, artifact_store=artifacts)
-    try:
-        return make_server(host, port, _only_named(app, host), server_class=_Server, handler_class=_Handler)
-    except OSError as error:
-        storage.close()
-        raise InputError(
-            f"the dashboard must be able to listen on {host}:{port}, but: {error.strerror}. "
-            "Choose another --port."
-        ) from error
-
-
-def _only_named(app: Any, host: str) -> Any:
-    """`app`, for requests whose Host header names this server."""
+    app = wsgi(storage.optuna)
 
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
-        if is_named(environ.get("HTTP_HOST", ""), host):
+        if is_own_name(environ.get("HTTP_HOST", "")):
             return app(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [b"This server is asked for under a name that is not its own.\n"]
 
-    return guarded
-
-
-def is_named(header: str, host: str) -> bool:
-    """Whether a Host header names a server at `host`: by address, as localhost, or by that very name."""
-    name = header.rsplit(":", 1)[0] if not header.endswith("]") else header
-    name = name.strip("[]").lower()
-    if name in ("localhost", host.lower()):
-        return True
     try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return make_server(HOST, port, guarded, server_class=_Server, handler_class=_Handler)
+    except OSError as error:
+        storage.close()
+        raise InputError(
+            f"the dashboard must be able to listen on {HOST}:{port}, but: {error.strerror}. "
+            "Choose another --port."
+        ) from error
+
+
+def is_own_name(header: str) -> bool:
+    """Whether a Host header is `localhost` or an address: no other site can point these at this server."""
+    with suppress(ValueError):
+        name = urlsplit(f"//{header}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    return False

@@ -45,7 +45,7 @@ OUTCOME_COLORS = {
     "waiting": "#F0E442",
 }
 
-GRID_COLOR, TEXT_COLOR = "#E3E6EA", "#22272E"
+GRID_COLOR, AXIS_COLOR, TEXT_COLOR = "#E3E6EA", "#9AA4AF", "#22272E"
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
 
@@ -57,21 +57,17 @@ class Series:
     name: str
     color: str
     x: Sequence[float]
+    """The lengths of bars."""
     y: Sequence[float]
     draw: Literal["points", "line", "steps_after", "steps_before", "bars"] = "points"
     x_start: Sequence[float] = ()
-    """Where bars begin; they end at `x`."""
+    """Where bars begin, if not at 0."""
     markers: tuple[str, str] = ("circle", "o")
     hover: Sequence[str] = ()
     """Plain text about each point."""
     dashed: bool = False
     with_markers: bool = False
     in_legend: bool = True
-
-    @property
-    def lengths(self) -> list[float]:
-        """Of bars."""
-        return [end - start for start, end in zip(self.x_start, self.x, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -104,32 +100,8 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     """
     import plotly.graph_objects as go
 
-    figure = go.Figure()
-    for series in chart.series:
-        common: dict[str, Any] = {
-            "name": html.escape(series.name),
-            "x": list(series.x),
-            "y": list(series.y),
-            "legendgroup": html.escape(series.name),
-            "showlegend": series.in_legend,
-            "hovertext": [html.escape(text).replace("\n", "<br>") for text in series.hover] or None,
-            "hoverinfo": "text" if series.hover else "name+y",
-        }
-        if series.draw == "bars":
-            common |= {"x": series.lengths, "marker_color": series.color, "width": chart.bar_width}
-            figure.add_bar(**common, base=list(series.x_start), orientation="h")
-        elif series.draw == "points":
-            size = 12 if series.markers[0].startswith("triangle") else 10
-            marker = {"color": series.color, "symbol": series.markers[0], "size": size, "opacity": 0.9}
-            outline = {"width": 0.8, "color": "#333333"}
-            figure.add_scatter(**common, mode="markers", marker=marker, marker_line=outline)
-        else:
-            dash = "dash" if series.dashed else "solid"
-            line = {"color": series.color, "width": 1.8, "dash": dash, "shape": PLOTLY_STEPS[series.draw]}
-            mode = "lines+markers" if series.with_markers else "lines"
-            marker = {"symbol": series.markers[0], "size": 6}
-            figure.add_scatter(**common, mode=mode, marker=marker, line=line)
-    axis = {"gridcolor": GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": "#9AA4AF"}
+    figure = go.Figure([_plotly_trace(series, chart.bar_width) for series in chart.series])
+    axis = {"gridcolor": GRID_COLOR, "zeroline": False, "automargin": True, "linecolor": AXIS_COLOR}
     place = {"yref": "container", "y": 0} if standalone else {"y": 1.02}
     own = {"title": {"text": html.escape(chart.title), "x": 0.01}} if standalone else {"height": chart.height}
     figure.update_layout(
@@ -137,10 +109,8 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         barmode="overlay",
         font={"family": "system-ui, sans-serif", "size": 13, "color": TEXT_COLOR},
         hoverlabel={"align": "left"},
-        xaxis={**axis, "title": {"text": html.escape(chart.x_label)} if chart.x_label else None},
-        yaxis={**axis, "title": {"text": html.escape(chart.y_label)} if chart.y_label else None},
-        paper_bgcolor="white",
-        plot_bgcolor="white",
+        xaxis={**axis, "title": {"text": html.escape(chart.x_label) or None}},
+        yaxis={**axis, "title": {"text": html.escape(chart.y_label) or None}},
         margin={"l": 8, "r": 12, "t": 48 if standalone else 8, "b": 8},
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", **place},
         **own,
@@ -154,10 +124,39 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     if chart.x_whole:
         figure.update_xaxes(**_whole_axis(chart))
     if chart.x_ticks:
-        figure.update_xaxes(**_category_axis(chart.x_ticks), showgrid=False)
+        figure.update_xaxes(**_category_axis(chart.x_ticks))
     if chart.y_ticks:
-        figure.update_yaxes(**_category_axis(chart.y_ticks), showgrid=False, tickfont_size=11)
+        figure.update_yaxes(**_category_axis(chart.y_ticks), tickfont_size=11)
     return figure
+
+
+def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "name": html.escape(series.name),
+        "x": list(series.x),
+        "y": list(series.y),
+        "legendgroup": html.escape(series.name),
+        "showlegend": series.in_legend,
+        "hovertext": [html.escape(text).replace("\n", "<br>") for text in series.hover] or None,
+        "hoverinfo": "text" if series.hover else "name+y",
+    }
+    if series.draw == "bars":
+        bars = {"type": "bar", "orientation": "h", "base": list(series.x_start) or None, "width": bar_width}
+        return trace | bars | {"marker": {"color": series.color}}
+    marker: dict[str, Any] = {"symbol": series.markers[0], "size": 6}
+    if series.draw == "points":
+        size = 12 if series.markers[0].startswith("triangle") else 10
+        outline = {"width": 0.8, "color": "#333333"}
+        marker |= {"color": series.color, "size": size, "opacity": 0.9, "line": outline}
+        return trace | {"mode": "markers", "marker": marker}
+    dash, shape = "dash" if series.dashed else "solid", PLOTLY_STEPS[series.draw]
+    line = {"color": series.color, "width": 1.8, "dash": dash, "shape": shape}
+    return trace | {
+        "mode": "lines+markers" if series.with_markers else "lines",
+        "marker": marker,
+        "line": line,
+    }
 
 
 def _whole_axis(chart: Chart) -> dict[str, Any]:
@@ -176,6 +175,7 @@ def _category_axis(names: Sequence[str]) -> dict[str, Any]:
         "tickvals": list(range(len(names))),
         "ticktext": [html.escape(name) for name in names],
         "range": [-0.6, len(names) - 0.4],
+        "showgrid": False,
     }
 
 
@@ -186,23 +186,11 @@ def png(chart: Chart) -> bytes:
     from matplotlib.ticker import MaxNLocator
 
     # A `$` in a metric's name is a dollar sign, not the start of a formula.
-    with rc_context({"text.parse_math": False, "font.size": 11, "axes.edgecolor": "#9AA4AF"}):
+    with rc_context({"text.parse_math": False, "font.size": 11, "axes.edgecolor": AXIS_COLOR}):
         figure = Figure(figsize=(9, max(3.2, chart.height / 85)), dpi=160, layout="constrained")
         axes = figure.add_subplot()
         for series in chart.series:
-            label = series.name if series.in_legend else None
-            if series.draw == "bars":
-                style: dict[str, Any] = {"color": series.color, "height": chart.bar_width}
-                axes.barh(series.y, series.lengths, left=series.x_start, label=label, **style)
-            elif series.draw == "points":
-                style = {"s": 52, "alpha": 0.9, "color": series.color, "marker": series.markers[1]}
-                style |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
-                axes.scatter(series.x, series.y, label=label, linewidths=0.7, **style)
-            else:
-                style = {"color": series.color, "linewidth": 1.5, "drawstyle": MATPLOTLIB_STEPS[series.draw]}
-                style |= {"linestyle": "--" if series.dashed else "-", "markersize": 4}
-                style |= {"marker": series.markers[1]} if series.with_markers else {}
-                axes.plot(series.x, series.y, label=label, **style)
+            _draw(axes, series, chart.bar_width)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
         figure.suptitle(chart.title, x=0.01, horizontalalignment="left", fontsize=13)
         axes.set_axisbelow(True)
@@ -224,3 +212,16 @@ def png(chart: Chart) -> bytes:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def _draw(axes: Any, series: Series, bar_width: float) -> None:
+    look: dict[str, Any] = {"label": series.name if series.in_legend else None, "color": series.color}
+    if series.draw == "bars":
+        axes.barh(series.y, series.x, left=series.x_start or 0, height=bar_width, **look)
+    elif series.draw == "points":
+        look |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
+        axes.scatter(series.x, series.y, 52, marker=series.markers[1], alpha=0.9, linewidths=0.7, **look)
+    else:
+        look |= {"marker": series.markers[1], "markersize": 4} if series.with_markers else {}
+        look |= {"linestyle": "--" if series.dashed else "-", "drawstyle": MATPLOTLIB_STEPS[series.draw]}
+        axes.plot(series.x, series.y, linewidth=1.5, **look)

@@ -57,24 +57,23 @@ def format_seconds(value: Any) -> str:
 
 def precision_facts(trial: TrialRecord) -> str:
     """One sentence: what was requested, what ran, what was observed, and whether these agree."""
-    precision = trial.telemetry.get("precision") or {}
+    precision = trial.telemetry.get("precision")
     if not precision:
         return "Nothing about its precision is stored."
     observed = precision.get("observed") or {}
-    layers = observed.get("linear_dtypes") or {}
-    seen = [f"{count} linear layers gave {dtype}" for dtype, count in layers.items()]
+    layers = observed.get("linear_dtypes", {}).items()
+    seen = [f"{count} linear layers gave {dtype}" for dtype, count in layers]
     if observed.get("float8_linears"):
         seen.append(f"{observed['float8_linears']} float8 layers")
-    if "tf32" in observed:
-        seen.append(f"TF32 {'on' if observed['tf32'] else 'off'}")
-    if "compiled" in observed:
+    if observed:
+        seen.append("TF32 on" if observed["tf32"] else "TF32 off")
         seen.append("compiled" if observed["compiled"] else "not compiled")
     agrees = precision.get("agrees")
     verdict = "not compared" if agrees is None else "they agree" if agrees else "they do NOT agree"
     reason = f" ({precision['reason'].rstrip('.')})" if precision.get("reason") else ""
     return (
-        f"requested {precision.get('requested')}, effective {precision.get('effective')} "
-        f"({precision.get('support')}), observed: {', '.join(seen) or 'nothing'}; {verdict}{reason}."
+        f"requested {precision['requested']}, effective {precision['effective']} "
+        f"({precision['support']}), observed: {', '.join(seen) or 'nothing'}; {verdict}{reason}."
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,29 +26,31 @@ if TYPE_CHECKING:
 MIN_TRIALS_FOR_IMPORTANCES = 8
 
 
-def why_no_importances(record: StudyRecord) -> str:
-    """Empty when importances can be computed, else the reason why they cannot."""
-    trials = compared_trials(record)
-    if len(trials) < MIN_TRIALS_FOR_IMPORTANCES:
-        return (
-            f"Importances compare the best trials with the others and need at least "
-            f"{MIN_TRIALS_FOR_IMPORTANCES} complete trials; there are {len(trials)}."
-        )
-    if not any(trial.params for trial in trials):
-        return "No parameter was searched."
-    losses = np.sort(np.array([trial.values for trial in trials]) * loss_signs(record.directions), axis=0)
-    if (losses[num_top_trials(len(trials)) - 1] == losses[-1]).any():
-        return "The complete trials differ too little in their values to tell the best from the others."
-    return ""
+@dataclass(frozen=True)
+class Importances:
+    """The importances of a study's parameters, or why they cannot be computed."""
+
+    table: pd.DataFrame
+    """`parameter`, then for each metric the share (0 to 1) of its importance; empty with `why_none`."""
+    num_trials: int
+    """Complete trials that were compared."""
+    num_best: int
+    """Those of them that count as the best."""
+    why_none: str
 
 
-def num_top_trials(num_complete: int) -> int:
-    """How many trials count as the best for PED-ANOVA: a tenth, but at least five, at most half."""
-    return max(math.ceil(0.1 * num_complete), min(5, num_complete // 2))
+def compute_importances(record: StudyRecord) -> Importances:
+    trials = _complete_trials_as_losses(record)
+    num_best = max(math.ceil(0.1 * len(trials)), min(5, len(trials) // 2))
+    table = pd.DataFrame(columns=["parameter", *record.metric_names])
+    why_none = _why_none(trials, num_best)
+    if not why_none:
+        table = _ped_anova(trials, num_best / len(trials), record.metric_names)
+    return Importances(table, len(trials), num_best, why_none)
 
 
-def compared_trials(record: StudyRecord) -> list[optuna.trial.FrozenTrial]:
-    """The complete trials as Optuna has them.
+def _complete_trials_as_losses(record: StudyRecord) -> list[optuna.trial.FrozenTrial]:
+    """The complete trials as Optuna has them, with values of which the lower is better.
 
     Trials that were enqueued with a value outside the search space are left out: Optuna's distributions
     reject such a value.
@@ -56,35 +59,43 @@ def compared_trials(record: StudyRecord) -> list[optuna.trial.FrozenTrial]:
 
     trials = []
     for one in complete_trials(record):
+        losses = (loss_signs(record.directions) * np.array(one.values)).tolist()
         with suppress(ValueError):
-            trials.append(create_trial(params=one.params, distributions=one.distributions, values=one.values))
+            trials.append(create_trial(params=one.params, distributions=one.distributions, values=losses))
     return trials
 
 
-def importance_table(record: StudyRecord) -> pd.DataFrame:
-    """`parameter`, then for each metric the share (0 to 1) of its PED-ANOVA importance.
+def _why_none(trials: list[optuna.trial.FrozenTrial], num_best: int) -> str:
+    if len(trials) < MIN_TRIALS_FOR_IMPORTANCES:
+        return (
+            f"Importances compare the best trials with the others and need at least "
+            f"{MIN_TRIALS_FOR_IMPORTANCES} complete trials; there are {len(trials)}."
+        )
+    if not any(trial.params for trial in trials):
+        return "No parameter was searched."
+    losses = np.sort([trial.values for trial in trials], axis=0)
+    if (losses[num_best - 1] == losses[-1]).any():
+        return "The complete trials differ too little in their values to tell the best from the others."
+    return ""
 
-    Empty where `why_no_importances` gives a reason.
-    """
-    if why_no_importances(record):
-        return pd.DataFrame(columns=["parameter", *record.metric_names])
+
+def _ped_anova(
+    trials: list[optuna.trial.FrozenTrial], top_share: float, metrics: tuple[str, ...]
+) -> pd.DataFrame:
     import optuna
 
-    trials = compared_trials(record)
-    directions = [optuna.study.StudyDirection[direction.upper()] for direction in record.directions]
-    study = optuna.create_study(directions=directions)
+    study = optuna.create_study(directions=["minimize"] * len(metrics))
     study.add_trials(trials)
-    top_share = num_top_trials(len(trials)) / len(trials)
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=top_share)
-    signs, table = loss_signs(record.directions), {}
+    table = {}
     with warnings.catch_warnings():
         # That a lower target is better, and that few trials have a conditional parameter.
         warnings.simplefilter("ignore", UserWarning)
-        for index, metric in enumerate(record.metric_names):
+        for index, metric in enumerate(metrics):
 
             def loss(trial: optuna.trial.FrozenTrial, index: int = index) -> float:
-                return float(trial.values[index] * signs[index])
+                return float(trial.values[index])
 
             table[metric] = optuna.importance.get_param_importances(study, evaluator=evaluator, target=loss)
     frame = pd.DataFrame(table).rename_axis("parameter").reset_index()
-    return frame.sort_values(record.metric_names[0], ascending=False, ignore_index=True)
+    return frame.sort_values(metrics[0], ascending=False, ignore_index=True)

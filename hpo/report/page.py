@@ -28,22 +28,20 @@ from hpo.report.formats import (
     objective_values,
     precision_facts,
 )
+from hpo.report.status import trial_seconds
 from hpo.report.tables import (
+    StudyTables,
     objective_column,
     precision_comparison,
-    reasons_table,
     searched_parameters,
     task_metrics_table,
-    trial_seconds,
-    trials_table,
 )
-from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
 
 
-def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None = None) -> str:
+def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None = None) -> str:
     """The page. Sections without data say so in a sentence.
 
     `study_file` is the study in the command that trains a trial again: STUDY as `hpo train` takes it.
@@ -58,50 +56,48 @@ def report_html(record: StudyRecord, charts: list[Chart], study_file: str | None
         lstrip_blocks=True,
     )
     templates.filters["inline"] = _inline
-    best = best_trials(record)
-    counts = Counter(trial.outcome for trial in record.trials)
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    reasons = reasons_table(record)
-    reasons["time"] = reasons["seconds"].map(format_seconds)
+    cards = [_cards(tables.record, trial) for trial in tables.best]
+    outcomes = Counter(tables.trials["outcome"]).most_common()
+    reasons = tables.not_complete.assign(time=tables.not_complete["seconds"].map(format_seconds))
     return templates.get_template("report.html.j2").render(
-        name=record.name,
+        name=tables.record.name,
         plotly=Markup(get_plotlyjs()),
-        facts=_facts(record),
-        num_objectives=len(record.metric_names),
-        num_complete=len(complete_trials(record)),
-        outcomes=outcomes,
-        cards=_cards(record, best[0]) if best else {},
-        front=pd.DataFrame([{"trial": ""} | _cards(record, trial) for trial in best]),
-        best=[_trial(record, trial, study_file) for trial in best],
+        facts=_facts(tables),
+        num_objectives=len(tables.record.metric_names),
+        num_complete=len(tables.complete),
+        outcomes=", ".join(f"{count} {outcome}" for outcome, count in outcomes),
+        cards=cards,
+        front=pd.DataFrame([{"trial": ""} | card for card in cards]),
+        best=[_trial(tables.record, trial, study_file) for trial in tables.best],
         study_file=study_file,
-        caveats=caveats(record),
-        precisions=precision_comparison(record),
+        caveats=caveats(tables),
+        precisions=precision_comparison(tables),
         charts=[(chart, None if chart.absent else _plot(chart)) for chart in charts],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
-        trials=_all_trials(record),
+        trials=_all_trials(tables),
     )
 
 
-def _facts(record: StudyRecord) -> list[str]:
+def _facts(tables: StudyTables) -> list[str]:
     """The lines under the name of the study."""
+    record = tables.record
     goals = ", ".join(map(" ".join, zip(record.directions, record.metric_names, strict=True)))
-    seconds = pd.to_numeric(trials_table(record)["seconds"]).sum()
-    environments = {text for trial in record.trials if (text := _environment(trial))}
+    environments = sorted({_environment(trial) for trial in record.trials} - {""})
     return [
-        f"{len(record.trials)} trials, {len(complete_trials(record))} complete. Objective: {goals}.",
-        f"Planned: {sum(record.slots.values())}, of which {record.slots.get('done', 0)} are done.",
-        f"Time in trials: {format_seconds(float(seconds))}.",
-        f"Ran on: {'; '.join(sorted(environments)) or 'not known'}.",
+        f"{len(record.trials)} trials, {len(tables.complete)} complete. Objective: {goals}.",
+        f"Planned: {sum(record.slots.values())}, of which {record.slots['done']} are done.",
+        f"Time in trials: {format_seconds(float(tables.trials['seconds'].sum()))}.",
+        f"Ran on: {'; '.join(environments) or 'not known'}.",
         f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
     ]
 
 
 def _environment(trial: TrialRecord) -> str:
-    device = trial.telemetry.get("device") or {}
-    if not device.get("name"):
+    device = trial.telemetry.get("device")
+    if not device:
         return ""
-    parts = [str(device["name"])]
-    if device.get("type") == "cpu" and (threads := device.get("num_threads")):
+    parts = [device["name"]]
+    if device["type"] == "cpu" and (threads := device.get("num_threads")):
         parts.append(f"{threads} thread{'s' if threads > 1 else ''}")
     parts += [f"{name} {device[name]}" for name in ("torch", "transformers", "cuda") if device.get(name)]
     return ", ".join(parts)
@@ -123,11 +119,10 @@ def _cards(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
 def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> dict[str, Any]:
     """One of the best trials below its headline."""
     searched = {name: format_value(value) for name, value in trial.params.items()}
-    training = record.definition.get("training") or {}
     # A None stands for a default that is decided elsewhere.
     fixed = {
         name: format_value(value)
-        for name, value in training.items()
+        for name, value in record.definition.get("training", {}).items()
         if value is not None and name not in trial.params
     }
     arguments = [f"--param {shlex.quote(f'{name}={value}')}" for name, value in searched.items()]
@@ -153,11 +148,10 @@ def _plot(chart: Chart) -> Markup:
     return Markup(html)
 
 
-def _all_trials(record: StudyRecord) -> pd.DataFrame:
-    trials = trials_table(record)
-    table = trials[["number", "outcome", "precision"]].copy()
-    table["effective"] = trials["effective"].fillna("–")
-    for metric in record.metric_names:
+def _all_trials(tables: StudyTables) -> pd.DataFrame:
+    trials = tables.trials
+    table = trials[["number", "outcome", "precision"]].assign(effective=trials["effective"].fillna("–"))
+    for metric in tables.record.metric_names:
         table[metric] = [format_metric(metric, value) for value in trials[objective_column(metric)]]
     table["examples/s"] = trials["train_examples_per_second"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hpo.study.study_record import StudyRecord, TrialRecord
+from hpo.study.study_record import StudyRecord, TrialRecord, best_trials
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
@@ -13,18 +15,12 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
 
     Rate and estimated end are those of trials that trained: one that ends at once says nothing of the others.
     """
-    from collections import Counter
-    from datetime import UTC, datetime, timedelta
-
-    from hpo.study.study_record import best_trials
-
     remaining = record.slots["open"] + record.slots["running"]
     trained = [trial for trial in record.trials if trial.ended and (trial.evaluations or trial.values)]
     hours = _busy_seconds(trained) / 3600
     rate = len(trained) / hours if hours else None
-    end = None
-    if rate and remaining and any(worker.alive for worker in record.workers):
-        end = (datetime.now(UTC) + timedelta(hours=remaining / rate)).isoformat(timespec="seconds")
+    workers = [worker for worker in record.workers if worker.alive]
+    end = datetime.now(UTC) + timedelta(hours=remaining / rate) if rate and remaining and workers else None
     return {
         "study": record.name,
         "n_trials": sum(record.slots.values()),
@@ -46,18 +42,23 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
                 "trial": worker.trial_number,
                 "last_seen": worker.last_seen.isoformat(timespec="seconds"),
             }
-            for worker in record.workers
-            if worker.alive
+            for worker in workers
         ],
         "trials_per_hour": rate,
-        "estimated_end": end,
+        "estimated_end": end and end.isoformat(timespec="seconds"),
     }
+
+
+def trial_seconds(trial: TrialRecord) -> float | None:
+    """Seconds of work in the trial; of one that was interrupted, without the time that it waited."""
+    if trial.telemetry.get("resumed_from_step") is None:
+        return trial.seconds
+    parts = [trial.telemetry.get(f"{part}_seconds") or 0.0 for part in ("train", "evaluation")]
+    return sum(parts) or trial.seconds
 
 
 def _busy_seconds(trials: Iterable[TrialRecord]) -> float:
     """Seconds in which at least one of these trials was running: pauses of a study do not count."""
-    from hpo.report.tables import trial_seconds
-
     ends = [(trial.ended.timestamp(), trial_seconds(trial) or 0.0) for trial in trials if trial.ended]
     busy, until = 0.0, 0.0
     for begin, end in sorted((end - seconds, end) for end, seconds in ends):

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -24,7 +23,9 @@ from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
-from hpo.study.study_record import is_number
+from hpo.report.importances import Importances, compute_importances
+from hpo.report.status import trial_seconds
+from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
@@ -53,64 +54,173 @@ _TELEMETRY = {
     "fp32_fallbacks": "fp32_fallbacks",
     "num_steps": "num_steps",
 }
+_NUMBERS = (*QUANTITIES, "device_utilization", "skipped_steps", "fp32_fallbacks", "seconds")
 
 
-def trials_table(record: StudyRecord) -> pd.DataFrame:
-    """One row per trial: outcome, precision facts, cost, `objective.<metric>`, `param.<name>`.
+class StudyTables:
+    """The tables of one study, each made when it is first read and then kept. Do not change them."""
 
-    `counts` says whether the trial stands for its requested precision, `counts_for_speed` whether its
-    throughput may be compared. `start_seconds` and `end_seconds` are relative to the study's first trial.
-    """
-    first_start = min((trial.started for trial in record.trials if trial.started), default=None)
-    rows = [_trial_row(record, trial, first_start) for trial in record.trials]
-    columns = [
-        "number",
-        "outcome",
-        "reason",
-        "precision",
-        *_TELEMETRY,
-        "counts",
-        "counts_for_speed",
-        "worker",
-    ]
-    columns += ["start_seconds", "end_seconds", "seconds", *map(objective_column, record.metric_names)]
-    params = {key: None for row in rows for key in row if key.startswith("param.")}
-    return pd.DataFrame(rows, columns=[*columns, *params])
+    def __init__(self, record: StudyRecord) -> None:
+        self.record = record
+
+    @cached_property
+    def trials(self) -> pd.DataFrame:
+        """One row per trial: outcome, precision facts, cost, `objective.<metric>`, `param.<name>`.
+
+        `counts` says whether the trial stands for its requested precision, `counts_for_speed` whether its
+        throughput may be compared. `start_seconds` and `end_seconds` are relative to the study's first trial.
+        """
+        trials = self.record.trials
+        started = pd.to_datetime([trial.started for trial in trials], utc=True)
+        ended = pd.to_datetime([trial.ended for trial in trials], utc=True)
+        facts = {
+            name: [_look_up(trial.telemetry, path) for trial in trials] for name, path in _TELEMETRY.items()
+        }
+        columns: dict[str, Any] = {
+            "number": [trial.number for trial in trials],
+            "outcome": [trial.outcome for trial in trials],
+            "reason": [trial.reason for trial in trials],
+            "precision": [self._requested_precision(trial) for trial in trials],
+            **facts,
+            "counts": False,
+            "counts_for_speed": False,
+            "worker": [trial.attributes.get("worker", "") for trial in trials],
+            "start_seconds": (started - started.min()).total_seconds(),
+            "end_seconds": (ended - started.min()).total_seconds(),
+            "seconds": [trial_seconds(trial) for trial in trials],
+        }
+        for index, metric in enumerate(self.record.metric_names):
+            column = [trial.values[index] if trial.values else None for trial in trials]
+            columns[objective_column(metric)] = column
+        for name in dict.fromkeys(name for trial in trials for name in trial.params):
+            columns[f"param.{name}"] = [trial.params.get(name) for trial in trials]
+        table = pd.DataFrame(columns)
+        for name in _NUMBERS:
+            table[name] = pd.to_numeric(table[name])
+        table.loc[table["outcome"].eq(Outcome.UNSUPPORTED), "support"] = "unsupported"
+        table["disagreement"] = table["disagreement"].fillna("")
+        table["shared"] = table["shared"].eq(True)
+        table["counts"] = table["effective"].eq(table["precision"]) & table["agrees"].ne(False)
+        measured = table["train_examples_per_second"].notna()
+        table["counts_for_speed"] = table["counts"] & ~table["shared"] & measured
+        return table
+
+    def _requested_precision(self, trial: TrialRecord) -> str:
+        return (
+            _look_up(trial.telemetry, "precision.requested")
+            or trial.params.get(PRECISION)
+            or _look_up(self.record.definition, f"training.{PRECISION}")
+            or "auto"
+        )
+
+    @cached_property
+    def complete(self) -> pd.DataFrame:
+        """The rows of `trials` that were trained and evaluated, each with finite values."""
+        numbers = [trial.number for trial in complete_trials(self.record)]
+        return self.trials[self.trials["number"].isin(numbers)]
+
+    @cached_property
+    def best(self) -> list[TrialRecord]:
+        """The best complete trial; with several objectives the Pareto front. Maybe none."""
+        return best_trials(self.record)
+
+    @cached_property
+    def importances(self) -> Importances:
+        return compute_importances(self.record)
+
+    @cached_property
+    def undrawn(self) -> dict[str, str]:
+        """The study's choices of precision that no trial asked for, each with the reason why no device that
+        worked on the study can run it. The reason is empty where one can, or where that is not known."""
+        devices = [device for trial in self.record.trials if (device := trial.telemetry.get("device"))]
+        choices = _look_up(self.record.definition, f"search_space.{PRECISION}.choices") if devices else None
+        allow_emulated = bool(_look_up(self.record.definition, "amp.allow_emulated"))
+        undrawn = {}
+        for name in sorted(set(choices or ()) - set(self.trials["precision"]), key=precision_order):
+            reasons = {_why_not(name, device, allow_emulated) for device in devices}
+            undrawn[name] = "" if "" in reasons else " ".join(sorted(reasons))
+        return undrawn
+
+    @cached_property
+    def by_precision(self) -> pd.DataFrame:
+        """One row per requested precision, and per device where the study ran on several.
+
+        Columns: `precision`, `device`, `support` (native, emulated, unsupported; for a choice of the study
+        that no trial drew, `not run here` where no device can run it, else `not drawn`), `trials`, one count
+        per outcome, `fell_back`, `best_<metric>` and `median_<metric>` over the `complete` trials that count,
+        `measured` (trials that speed and memory are from), median, min and max of
+        `train_examples_per_second`, `train_tokens_per_second` and `peak_memory_bytes`, `skipped_steps` and
+        `fp32_fallbacks` (sums), `seconds`, `wasted_seconds`, `share_of_time` (of the study's, 0 to 1).
+        Missing numbers are NaN.
+        """
+        devices = sorted(self.trials["device"].dropna().unique())
+        several = len(devices) > 1
+        device = self.trials["device"].fillna("not known") if several else "".join(devices)
+        trials = self.trials.assign(device=device)
+        nothing = self._summary(trials.iloc[:0])
+        rows = [
+            {"precision": precision, "device": device, **self._summary(group)}
+            for (precision, device), group in trials.groupby(["precision", "device"])
+        ]
+        for precision, reason in self.undrawn.items():
+            named = {"precision": precision, "device": "" if several else "".join(devices)}
+            rows.append({**named, **nothing, "support": "not run here" if reason else "not drawn"})
+        rows.sort(key=lambda row: (precision_order(row["precision"]), row["device"]))
+        return pd.DataFrame(rows, columns=["precision", "device", *nothing])
+
+    def _summary(self, group: pd.DataFrame) -> dict[str, Any]:
+        """The columns of `by_precision` after the first two, over these trials."""
+        counted = group[group["counts"]]
+        complete = counted[counted["outcome"].eq(Outcome.COMPLETE)]
+        trained = counted[counted["train_examples_per_second"].notna()]
+        for_speed = counted[counted["counts_for_speed"]]
+        row: dict[str, Any] = {
+            "support": ", ".join(sorted(group["support"].dropna().unique())),
+            "trials": len(group),
+            **{str(outcome): int(group["outcome"].eq(outcome).sum()) for outcome in OUTCOMES},
+            "fell_back": int(fell_back(group).sum()),
+        }
+        for metric, direction in zip(self.record.metric_names, self.record.directions, strict=True):
+            values = pd.to_numeric(complete[objective_column(metric)])
+            row[f"best_{metric}"] = values.max() if direction == "maximize" else values.min()
+            row[f"median_{metric}"] = values.median()
+        row["measured"] = len(for_speed)
+        for quantity in QUANTITIES:
+            values = (trained if quantity == "peak_memory_bytes" else for_speed)[quantity]
+            row |= {f"{quantity}_{name}": values.agg(name) for name in ("median", "min", "max")}
+        row |= {name: int(counted[name].sum()) for name in ("skipped_steps", "fp32_fallbacks")}
+        wasted = group["outcome"].isin([outcome for outcome in Outcome if outcome.wasted])
+        row["seconds"] = float(group["seconds"].sum())
+        row["wasted_seconds"] = float(group["seconds"][wasted].sum())
+        row["share_of_time"] = row["seconds"] / (self.trials["seconds"].sum() or math.nan)
+        return row
+
+    @cached_property
+    def evaluations(self) -> pd.DataFrame:
+        """One row per evaluation of a trial: trial, precision, step, epoch, seconds, speed, every metric.
+
+        A metric of a task is in the column `<task>/<metric>`.
+        """
+        rows = [
+            {"number": trial.number, "precision": precision}
+            | {name: value for name, value in vars(row).items() if name != "metrics"}
+            | dict(row.metrics)
+            for trial, precision in zip(self.record.trials, self.trials["precision"], strict=True)
+            for row in trial.evaluations
+        ]
+        nothing = pd.DataFrame(columns=["number", "precision", "step", "epoch"])
+        return pd.json_normalize(rows, sep="/") if rows else nothing
+
+    @cached_property
+    def not_complete(self) -> pd.DataFrame:
+        """Every trial that is not complete, and why."""
+        rest = self.trials[self.trials["outcome"].ne(Outcome.COMPLETE)]
+        return rest[["number", "precision", "outcome", "seconds", "reason"]]
 
 
 def objective_column(metric: str) -> str:
     """The column of an objective's values: its name alone may be that of a measured quantity."""
     return f"objective.{metric}"
-
-
-def _trial_row(record: StudyRecord, trial: TrialRecord, first_start: datetime | None) -> dict[str, Any]:
-    row = {column: _look_up(trial.telemetry, path) for column, path in _TELEMETRY.items()}
-    requested = (
-        _look_up(trial.telemetry, "precision.requested")
-        or trial.params.get(PRECISION)
-        or _look_up(record.definition, f"training.{PRECISION}")
-        or "auto"
-    )
-    counts = row["effective"] == requested and row["agrees"] is not False
-    shared = bool(row["shared"])
-    row |= {
-        "number": trial.number,
-        "outcome": trial.outcome,
-        "reason": trial.reason or "",
-        "precision": requested,
-        "support": "unsupported" if trial.outcome == Outcome.UNSUPPORTED else row["support"],
-        "disagreement": row["disagreement"] or "",
-        "shared": shared,
-        "counts": counts,
-        "counts_for_speed": counts and not shared and is_number(row["train_examples_per_second"]),
-        "worker": str(trial.attributes.get("worker") or ""),
-        "start_seconds": _seconds_between(first_start, trial.started),
-        "end_seconds": _seconds_between(first_start, trial.ended),
-        "seconds": trial_seconds(trial),
-    }
-    values = trial.values or (None,) * len(record.metric_names)
-    row.update(zip(map(objective_column, record.metric_names), values, strict=True))
-    return row | {f"param.{name}": value for name, value in trial.params.items()}
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:
@@ -120,37 +230,21 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
     return _look_up(value or {}, rest) if rest else value
 
 
-def trial_seconds(trial: TrialRecord) -> float | None:
-    """Seconds of work in the trial; of one that was interrupted, without the time that it waited."""
-    if trial.telemetry.get("resumed_from_step") is None:
-        return trial.seconds
-    parts = [trial.telemetry.get(f"{part}_seconds") or 0.0 for part in ("train", "evaluation")]
-    return sum(parts) or trial.seconds
+def fell_back(trials: pd.DataFrame) -> pd.Series:
+    """Which rows of `trials` ran another precision than the one requested."""
+    return trials["effective"].notna() & trials["effective"].ne(trials["precision"])
 
 
 def differing_settings(trials: pd.DataFrame) -> list[str]:
-    """The searched settings, but precision and seed, that have several values in rows of `trials_table`."""
+    """The searched settings, but precision and seed, that have several values in these rows of `trials`."""
     names = [name for name in searched_parameters(trials) if name != "seed"]
     return sorted(name for name in names if trials[f"param.{name}"].nunique(dropna=False) > 1)
 
 
 def searched_parameters(trials: pd.DataFrame) -> list[str]:
-    """The parameters, but the precision, that `trials_table` has a column `param.<name>` of."""
+    """The parameters, but the precision, that have a column `param.<name>`."""
     names = (column.removeprefix("param.") for column in trials if column.startswith("param."))
     return [name for name in names if name != PRECISION]
-
-
-def undrawn_precisions(record: StudyRecord) -> dict[str, str]:
-    """The study's choices of precision that no trial asked for, each with the reason why no device that
-    worked on the study can run it. The reason is empty where one can, or where that is not known."""
-    devices = [device for trial in record.trials if (device := trial.telemetry.get("device"))]
-    choices = _look_up(record.definition, "search_space.fp_precision.choices") if devices else None
-    emulated = bool(_look_up(record.definition, "amp.allow_emulated"))
-    undrawn = {}
-    for name in sorted(set(choices or ()) - set(trials_table(record)["precision"]), key=precision_order):
-        reasons = {_why_not(name, device, emulated) for device in devices}
-        undrawn[name] = "" if "" in reasons else " ".join(sorted(reasons))
-    return undrawn
 
 
 def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
@@ -158,95 +252,14 @@ def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
     capability = facts.get("compute_capability")
     major, _, minor = (capability or "0.0").partition(".")
     device = DeviceInfo(
-        type=str(facts.get("type")),
-        name=str(facts.get("name")),
+        type=facts["type"],
+        name=facts["name"],
         compute_capability=(int(major), int(minor)) if capability else None,
         cpu_features=frozenset(facts.get("cpu_features") or ()),
     )
     found = support(name, device)
-    is_known = bool(capability) or "cpu_features" in facts or found.level == "unsupported"
     runs = found.level == "native" or (found.level == "emulated" and allow_emulated)
-    return found.reason if is_known and not runs else ""
-
-
-def summary_by_precision(record: StudyRecord) -> pd.DataFrame:
-    """One row per requested precision, and per device where the study ran on several.
-
-    Columns: `precision`, `device`, `support` (native, emulated, unsupported; for a choice of the study
-    that no trial drew, `not run here` where no device can run it, else `not drawn`), `trials`, one count per
-    outcome, `fell_back`, `best_<metric>` and `median_<metric>` over the `complete` trials that count,
-    `measured` (trials that speed and memory are from), median, min and max of
-    `train_examples_per_second`, `train_tokens_per_second` and `peak_memory_bytes`, `skipped_steps` and
-    `fp32_fallbacks` (sums), `seconds`, `wasted_seconds`, `share_of_time` (of the study's, 0 to 1).
-    Missing numbers are NaN.
-    """
-    trials = trials_table(record)
-    devices = sorted(trials["device"].dropna().unique())
-    trials["device"] = trials["device"].fillna("not known") if len(devices) > 1 else "".join(devices)
-    total_seconds = float(pd.to_numeric(trials["seconds"]).sum())
-    nothing = _summary_row(record, trials.iloc[:0], total_seconds)
-    rows = [
-        {"precision": precision, "device": device, **_summary_row(record, group, total_seconds)}
-        for (precision, device), group in trials.groupby(["precision", "device"])
-    ]
-    for precision, reason in undrawn_precisions(record).items():
-        named = {"precision": precision, "device": "".join(devices) if len(devices) == 1 else ""}
-        rows.append({**named, **nothing, "support": "not run here" if reason else "not drawn"})
-    rows.sort(key=lambda row: (precision_order(row["precision"]), row["device"]))
-    return pd.DataFrame(rows, columns=["precision", "device", *nothing])
-
-
-def _summary_row(record: StudyRecord, group: pd.DataFrame, total_seconds: float) -> dict[str, Any]:
-    counted = group[group["counts"].astype(bool)]
-    complete = counted[counted["outcome"] == Outcome.COMPLETE]
-    trained = counted[counted["train_examples_per_second"].notna()]
-    for_speed = counted[counted["counts_for_speed"].astype(bool)]
-    seconds = pd.to_numeric(group["seconds"])
-    row: dict[str, Any] = {
-        "support": ", ".join(sorted(group["support"].dropna().unique())),
-        "trials": len(group),
-        **{str(outcome): int((group["outcome"] == outcome).sum()) for outcome in OUTCOMES},
-        "fell_back": int((group["effective"].notna() & (group["effective"] != group["precision"])).sum()),
-    }
-    for metric, direction in zip(record.metric_names, record.directions, strict=True):
-        values = pd.to_numeric(complete[objective_column(metric)])
-        row[f"best_{metric}"] = values.max() if direction == "maximize" else values.min()
-        row[f"median_{metric}"] = values.median()
-    row["measured"] = len(for_speed)
-    for quantity in QUANTITIES:
-        values = pd.to_numeric((trained if quantity == "peak_memory_bytes" else for_speed)[quantity])
-        row |= {f"{quantity}_{name}": getattr(values, name)() for name in ("median", "min", "max")}
-    for count in ("skipped_steps", "fp32_fallbacks"):
-        row[count] = int(pd.to_numeric(counted[count]).sum())
-    wasted = [outcome for outcome in Outcome if outcome.wasted]
-    row["seconds"] = float(seconds.sum())
-    row["wasted_seconds"] = float(seconds[group["outcome"].isin(wasted)].sum())
-    row["share_of_time"] = row["seconds"] / total_seconds if total_seconds else math.nan
-    return row
-
-
-def evaluations_table(record: StudyRecord) -> pd.DataFrame:
-    """One row per evaluation of a trial: trial, precision, step, epoch, seconds, speed, every metric."""
-    precision = trials_table(record).set_index("number")["precision"]
-    rows = [
-        {"number": trial.number, "precision": precision[trial.number]}
-        | {field.name: getattr(row, field.name) for field in fields(row) if field.name != "metrics"}
-        | flat_metrics(row.metrics)
-        for trial in record.trials
-        for row in trial.evaluations
-    ]
-    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["number", "precision", "step", "epoch"])
-
-
-def flat_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"criteria": {"f1_macro": 0.5}, "score": 0.5}` -> `{"criteria/f1_macro": 0.5, "score": 0.5}`."""
-    flat: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}/{metric}": number for metric, number in value.items()}
-        else:
-            flat[name] = value
-    return flat
+    return "" if runs else found.reason
 
 
 def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
@@ -256,67 +269,60 @@ def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["task", "metric", "value"])
 
 
-def reasons_table(record: StudyRecord) -> pd.DataFrame:
-    """Every trial that is not complete, and why."""
-    trials = trials_table(record)
-    rest = trials[trials["outcome"] != Outcome.COMPLETE]
-    return rest[["number", "precision", "outcome", "seconds", "reason"]].reset_index(drop=True)
-
-
 def precision_order(precision: str) -> tuple[int, str]:
     """Sorts precisions as in the table of precisions, unknown names last."""
     known = precision in PRECISION_NAMES
     return (PRECISION_NAMES.index(precision) if known else len(PRECISION_NAMES), precision)
 
 
-def _seconds_between(start: datetime | None, end: datetime | None) -> float | None:
-    return (end - start).total_seconds() if start and end else None
-
-
-def readable_summary(record: StudyRecord, brief: bool = False) -> pd.DataFrame:
-    """`summary_by_precision` as text for people; `brief` keeps what fits a terminal of 100 columns."""
-    summary = summary_by_precision(record)
+def precision_comparison(tables: StudyTables) -> pd.DataFrame:
+    """`by_precision` as text for people, on its side: a row per quantity, a column per precision."""
+    summary = tables.by_precision
     several_devices = summary["device"].nunique() > 1
-    occurring = [outcome for outcome in OUTCOMES if summary[outcome].any()]
+    outcomes = [outcome for outcome in OUTCOMES if summary[outcome].any()]
+    columns = {}
+    for row in summary.to_dict("records"):
+        cells = {"support": row["support"] or "–", "trials": str(row["trials"])}
+        cells |= {name: str(row[name]) for name in outcomes} | {"fell back": str(row["fell_back"])}
+        for metric in tables.record.metric_names:
+            cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
+            cells[f"{metric}, median"] = format_metric(metric, row[f"median_{metric}"])
+        cells["train examples/s"] = _spread(row, "train_examples_per_second", format_number)
+        cells["train tokens/s"] = _spread(row, "train_tokens_per_second", format_number)
+        cells["trials measured"] = str(row["measured"])
+        cells["peak memory"] = _spread(row, "peak_memory_bytes", format_bytes)
+        cells["skipped steps"] = str(row["skipped_steps"])
+        cells["fp32 fallbacks"] = str(row["fp32_fallbacks"])
+        cells["time"] = format_seconds(row["seconds"])
+        cells["share of time"] = _percent(row["share_of_time"])
+        cells["wasted"] = format_seconds(row["wasted_seconds"])
+        header = (row["precision"], row["device"] if several_devices else "")
+        columns[" on ".join(filter(None, header))] = cells
+    return pd.DataFrame(columns).reset_index(names="requested precision")
+
+
+def brief_summary(tables: StudyTables) -> pd.DataFrame:
+    """What of `precision_comparison` fits a terminal of 100 columns, with a row per precision."""
+    summary = tables.by_precision
+    several_devices = summary["device"].nunique() > 1
     rows = []
     for row in summary.to_dict("records"):
         cells = {"precision": row["precision"]} | ({"device": row["device"]} if several_devices else {})
-        cells |= {"support": row["support"] or "–", "trials": str(row["trials"])}
-        if brief:
-            cells["outcomes"] = ", ".join(f"{row[name]} {name}" for name in occurring if row[name])
-        else:
-            cells |= {name.replace("_", " "): str(row[name]) for name in (*occurring, "fell_back")}
-        for metric in record.metric_names:
+        cells["support"] = row["support"] or "–"
+        cells["outcomes"] = ", ".join(f"{row[name]} {name}" for name in OUTCOMES if row[name])
+        for metric in tables.record.metric_names:
             cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
-            cells[f"{metric}, median"] = format_metric(metric, row[f"median_{metric}"])
-        if brief:
-            cells["examples/s"] = format_number(row["train_examples_per_second_median"])
-            cells["memory"] = format_bytes(row["peak_memory_bytes_median"])
-        else:
-            cells["train examples/s"] = _spread(row, "train_examples_per_second", format_number)
-            cells["train tokens/s"] = _spread(row, "train_tokens_per_second", format_number)
-            cells["trials measured"] = str(row["measured"])
-            cells["peak memory"] = _spread(row, "peak_memory_bytes", format_bytes)
-            cells |= {name.replace("_", " "): str(row[name]) for name in ("skipped_steps", "fp32_fallbacks")}
-            cells["time"] = format_seconds(row["seconds"])
-        cells["share of time"] = "–" if math.isnan(row["share_of_time"]) else f"{row['share_of_time']:.1%}"
-        cells["wasted"] = format_seconds(row["wasted_seconds"])
+        cells["examples/s"] = format_number(row["train_examples_per_second_median"])
+        cells["memory"] = format_bytes(row["peak_memory_bytes_median"])
+        cells["share of time"] = _percent(row["share_of_time"])
         rows.append(cells)
     return pd.DataFrame(rows)
 
 
-def precision_comparison(record: StudyRecord) -> pd.DataFrame:
-    """`readable_summary` on its side, to compare: a row per quantity, a column per precision."""
-    table = readable_summary(record)
-    if table.empty:
-        return table
-    names = list(table.columns[: 2 if "device" in table else 1])
-    header = [" on ".join(filter(None, row)) for row in table[names].itertuples(index=False)]
-    return table.drop(columns=names).T.set_axis(header, axis=1).reset_index(names="requested precision")
-
-
 def _spread(row: Mapping[str, Any], quantity: str, show: Callable[[Any], str]) -> str:
-    low, middle, high = (row[f"{quantity}_{name}"] for name in ("min", "median", "max"))
-    if not is_number(middle):
-        return "–"
-    return str(show(middle)) if low == high else f"{show(middle)} ({show(low)} to {show(high)})"
+    low, middle, high = (show(row[f"{quantity}_{name}"]) for name in ("min", "median", "max"))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _percent(share: float) -> str:
+    return "–" if math.isnan(share) else f"{share:.1%}"

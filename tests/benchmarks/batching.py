@@ -1,19 +1,18 @@
 """How often two texts of a batch meet again in the next epoch, and what share of a batch is padding.
 
-    python tests/benchmarks/batching.py [rule ...]
+    python tests/benchmarks/batching.py
 
-Rules are `ours` (`hpo.data.batches.training_batches`), `random`, `sorted` (chunks of 50 batches, sorted by
-length), `trainer` (transformers' LengthGroupedSampler) and `jitter:20` or `jitter:20:50` (sorted by the
-length times a random factor of up to 20 % more or less, all texts together or in chunks of 50 batches).
-Lengths are those of the sets `sgd` (long) and `nlupp` (short) in MiniLM's tokens, drawn with replacement
-where a set is smaller; without the sets, of generated posts. Nothing is timed.
+Batches are `ours` (`hpo.data.batches.training_batches`), `sorted` (chunks of 50 batches, sorted by length),
+`trainer` (transformers' LengthGroupedSampler) and `random`. Lengths are those of the sets `sgd` (long) and
+`nlupp` (short) in MiniLM's tokens, drawn with replacement where a set is smaller; without the sets, of
+generated posts. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +29,14 @@ Rule = Callable[[Lengths, int, int], list[NDArray[np.int64]]]
 CASES = ((160, 16), (320, 16), (1000, 32), (1600, 16), (20000, 32))
 """Number of texts and batch size."""
 EPOCHS = 8
-RULES = ("ours", "random", "sorted", "trainer", "jitter:10", "jitter:20", "jitter:30", "jitter:20:50")
 
 
 def lengths_of(workload: Workload) -> Lengths:
     """Lengths in tokens of the workload's training texts."""
     path = REAL_SETS / workload.real_set / "train.jsonl"
     if path.exists():
-        texts = [json.loads(line)["text"] for line in path.open(encoding="utf-8")][:5000]
+        with path.open(encoding="utf-8") as lines:
+            texts = [json.loads(line)["text"] for line in islice(lines, 5000)]
     else:
         low, high = workload.synthetic_sentences
         texts = [row.text for row in SyntheticRows("train", 2000, min_sentences=low, max_sentences=high)]
@@ -46,57 +45,34 @@ def lengths_of(workload: Workload) -> Lengths:
     return np.array([len(row) for row in ids])
 
 
+def random_order(lengths: Lengths, batch_size: int, epoch: int) -> list[Lengths]:
+    return cut(np.random.default_rng([0, epoch]).permutation(len(lengths)), batch_size)
+
+
+def trainer(lengths: Lengths, batch_size: int, epoch: int) -> list[Lengths]:
+    """As `transformers.trainer_pt_utils.get_length_grouped_indices`."""
+    chunk_batches = max(1, min(len(lengths) // (batch_size * 4), 50))
+    return sorted_chunks(-lengths, batch_size, epoch, chunk_batches)
+
+
+def sorted_chunks(keys: Lengths, batch_size: int, epoch: int, chunk_batches: int = 50) -> list[Lengths]:
+    """Chunks of so many batches in random order, each sorted by a key."""
+    chunks = random_order(keys, chunk_batches * batch_size, epoch)
+    order = np.concatenate([chunk[np.argsort(keys[chunk], kind="stable")] for chunk in chunks])
+    return cut(order, batch_size)
+
+
 def cut(order: Lengths, batch_size: int) -> list[Lengths]:
     """Successive batches of an order."""
     return np.split(order, range(batch_size, len(order), batch_size))
 
 
-def sorted_chunks(keys: Lengths, order: Lengths, chunk_size: int) -> Lengths:
-    """The order, sorted by a key in each chunk."""
-    chunks = cut(order, chunk_size)
-    return np.concatenate([chunk[np.argsort(keys[chunk], kind="stable")] for chunk in chunks])
-
-
-def jittered(percent: float, chunk_batches: int | None) -> Rule:
-    """Sort by the length times a random factor; what does not fill a batch is drawn before."""
-
-    def rule(lengths: Lengths, batch_size: int, epoch: int) -> list[Lengths]:
-        generator = np.random.default_rng([0, epoch])
-        order = generator.permutation(len(lengths))
-        keys = lengths * generator.uniform(1 - percent / 100, 1 + percent / 100, len(lengths))
-        full = len(order) - len(order) % batch_size
-        chunk_size = (chunk_batches or len(order)) * batch_size
-        batches = cut(sorted_chunks(keys, order[:full], chunk_size), batch_size)
-        return [*batches, order[full:]] if full < len(order) else batches
-
-    return rule
-
-
-def trainer(lengths: Lengths, batch_size: int, epoch: int) -> list[Lengths]:
-    """As `transformers.trainer_pt_utils.get_length_grouped_indices`."""
-    order = np.random.default_rng([0, epoch]).permutation(len(lengths))
-    chunk_size = max(1, min(len(lengths) // (batch_size * 4), 50)) * batch_size
-    return cut(sorted_chunks(-lengths, order, chunk_size), batch_size)
-
-
-def sorted_by_length(lengths: Lengths, batch_size: int, epoch: int) -> list[Lengths]:
-    """Chunks of 50 batches, sorted by length, and equal lengths in random order."""
-    order = np.random.default_rng([0, epoch]).permutation(len(lengths))
-    return cut(sorted_chunks(lengths, order, 50 * batch_size), batch_size)
-
-
-def rule_of(name: str) -> Rule:
-    kind, *numbers = name.split(":")
-    if kind == "jitter":
-        return jittered(float(numbers[0]), int(numbers[1]) if len(numbers) > 1 else None)
-    return {
-        "ours": lambda lengths, size, epoch: training_batches(lengths, size, 0, epoch),
-        "random": lambda lengths, size, epoch: cut(
-            np.random.default_rng([0, epoch]).permutation(len(lengths)), size
-        ),
-        "sorted": sorted_by_length,
-        "trainer": trainer,
-    }[kind]
+RULES: dict[str, Rule] = {
+    "ours": lambda lengths, batch_size, epoch: training_batches(lengths, batch_size, 0, epoch),
+    "sorted": sorted_chunks,
+    "trainer": trainer,
+    "random": random_order,
+}
 
 
 def meeting_again(rule: Rule, lengths: Lengths, batch_size: int) -> float:
@@ -122,17 +98,16 @@ def padding_share(rule: Rule, lengths: Lengths, batch_size: int) -> float:
 
 
 def main() -> None:
-    names = sys.argv[1:] or RULES
     for workload in WORKLOADS.values():
         known = lengths_of(workload)
         print(f"\n{workload.name} texts: {known.mean():.0f} tokens, {known.min()} to {known.max()}")
-        print(f"{'texts/batch':14}" + "".join(f"{name:>16}" for name in names))
+        print(f"{'texts/batch':14}" + "".join(f"{name:>16}" for name in RULES))
         for num_texts, batch_size in CASES:
             lengths = np.random.default_rng(1).choice(known, num_texts, replace=num_texts > len(known))
             cells = [
-                f"{meeting_again(rule_of(name), lengths, batch_size):.2f}, "
-                f"{padding_share(rule_of(name), lengths, batch_size):.1%}"
-                for name in names
+                f"{meeting_again(rule, lengths, batch_size):.2f}, "
+                f"{padding_share(rule, lengths, batch_size):.1%}"
+                for rule in RULES.values()
             ]
             print(f"{num_texts:>8}/{batch_size:<5}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 

@@ -34,11 +34,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from trial_parts import config_of, executor_of
 from workload import Workload, study_content, write_workload
 
+from hpo.data.tokenized_split import TokenizedSplit
+from hpo.device import cuda_devices, probe_device
+from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
+from hpo.precision.table import PRECISIONS
+from hpo.study.storage import open_storage
+from hpo.training.throughput import peak_flops, training_flops
+from hpo.trial.executor import Executor
+
 ROOT = Path(__file__).parents[2]
-PRECISIONS = ("fp32", "tf32", "bf16", "bf16-true", "fp16", "fp8")
+SEED = 42
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 TRAINER_PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 TRAINER_COMPILE_MODES = ("none", "default")
@@ -115,13 +125,9 @@ def _measure_hpo(folder: Path, device: str, cell: Cell) -> dict[str, Any]:
 
 
 def _measure_trainer(folder: Path, device: str, cell: Cell) -> dict[str, Any]:
-    import torch._dynamo
-    from contenders import run_trainer
+    from peers import run_trainer
 
-    from hpo.device import probe_device
-    from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
-
-    torch._dynamo.reset()  # graphs of what was measured before would count towards its limit
+    torch.compiler.reset()  # graphs of what was measured before would count towards its limit
     probed = probe_device(device)
     split = _train_split(folder, device, cell.encoder)
     release_free_memory(probed)
@@ -144,45 +150,29 @@ def _workload(encoder: str) -> Workload:
     return (WORKLOADS | QUICK)[encoder]
 
 
-def _executor(folder: Path, device: str, encoder: str, precision: str, mode: str) -> Any:
-    from hpo.config.study_config import load_study
-    from hpo.device import probe_device
-    from hpo.trial.executor import Executor
-
-    path = folder / f"{encoder}-{precision}-{mode}.yaml"
-    content = study_content(_workload(encoder), folder / encoder, precision, device=device, compile=mode)
-    path.write_text(yaml.safe_dump(content))
-    return Executor(load_study(str(path)), probe_device(device), folder / "runs")
+def _executor(
+    folder: Path, device: str, encoder: str, precision: str = "fp32", mode: str = "none"
+) -> Executor:
+    data, workload = folder / encoder, _workload(encoder)
+    return executor_of(data, workload, precision, work=folder, device=device, compile=mode)
 
 
-def _train_split(folder: Path, device: str, encoder: str) -> Any:
-    executor = _executor(folder, device, encoder, "fp32", "none")
-    return executor.tokens("train", _config(executor))
-
-
-def _config(executor: Any) -> Any:
-    from hpo.config.trial_config import build_trial_config
-
-    return build_trial_config(executor.study, {}, "fp32", executor.amp)
+def _train_split(folder: Path, device: str, encoder: str) -> TokenizedSplit:
+    executor = _executor(folder, device, encoder)
+    return executor.tokens("train", config_of(executor, SEED))
 
 
 @cache
 def _flops_per_token(folder: Path, device: str, encoder: str) -> float:
-    from hpo.training.throughput import training_flops
-
-    executor = _executor(folder, device, encoder, "fp32", "none")
-    split = executor.tokens("train", _config(executor))
-    flops = training_flops(executor.build_model(_config(executor)), split.num_tokens, split.num_windows)
+    executor, split = _executor(folder, device, encoder), _train_split(folder, device, encoder)
+    model = executor.build_model(config_of(executor, SEED))
+    flops = training_flops(model, split.num_tokens, split.num_windows)
     assert flops is not None
     return flops / split.num_tokens
 
 
 def _utilization(folder: Path, device: str, cell: Cell, tokens_per_second: float) -> float | None:
-    from hpo.device import probe_device
-    from hpo.precision.table import PRECISIONS as TABLE
-    from hpo.training.throughput import peak_flops
-
-    precision = TABLE[cell.precision]
+    precision = PRECISIONS[cell.precision]
     kind = "float8" if precision.float8 else "tf32" if precision.tf32 else precision.linear_dtype
     peak = peak_flops(probe_device(device), kind)
     return None if peak is None else _flops_per_token(folder, device, cell.encoder) * tokens_per_second / peak
@@ -203,8 +193,6 @@ def serve(folder: Path, device: str, wanted: Sequence[Cell]) -> None:
 
 def one_device(kind: str) -> dict[str, str]:
     """The environment of a process that sees one GPU, or none: Trainer takes all that it sees at once."""
-    from hpo.device import cuda_devices
-
     return {**os.environ, "CUDA_VISIBLE_DEVICES": next(iter(cuda_devices(kind)), "")}
 
 
@@ -297,8 +285,6 @@ def trials_per_hour(
     folder: Path, device: str, workload: Workload, num_workers: int, num_trials: int, seconds: float
 ) -> dict[str, Any]:
     """A study with `hpo run --workers-per-device`, from its first trial's start to its last one's end."""
-    from hpo.study.storage import open_storage
-
     work = folder / f"workers-{num_workers}"
     work.mkdir()
     precision = "bf16" if device == "cuda" else "fp32"
@@ -349,6 +335,27 @@ def show(*lines: str) -> None:
         print(line, flush=True)
 
 
+def print_training(
+    folder: Path, arguments: argparse.Namespace, clock: Clock, encoders: Sequence[str], modes: Sequence[str]
+) -> None:
+    show("", *TRAINING_HEAD)
+    wanted = cells(encoders, ("fp32",) if arguments.quick else tuple(PRECISIONS), modes)
+    for cell, measured in measure_apart(folder, arguments.device, wanted, clock, arguments.cell_seconds):
+        show(training_row(cell, measured))
+
+
+def print_sharing(folder: Path, arguments: argparse.Namespace, clock: Clock, workload: Workload) -> None:
+    show("", *SHARING_HEAD)
+    alone = None
+    for number in (1, 2) if arguments.quick else (1, 2, 4, 8):
+        num_trials = 2 if arguments.quick else max(6, 3 * number)
+        measured = {"failed": "out of time"}
+        if clock.left > 0:
+            measured = trials_per_hour(folder, arguments.device, workload, number, num_trials, clock.left)
+        alone = measured.get("per_hour") if number == 1 else alone
+        show(sharing_row(number, num_trials, measured, alone))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=1500.0, metavar="SECONDS", help="for all of it")
@@ -362,47 +369,22 @@ def main() -> None:
         serve(arguments.folder, arguments.device, [Cell(**cell) for cell in json.loads(arguments.serve)])
         return
     clock = Clock(arguments.budget)
-    from hpo.device import probe_device
-
     device = probe_device(arguments.device)
-    encoders = QUICK if arguments.quick else WORKLOADS
-    precisions = ("fp32",) if arguments.quick else PRECISIONS
-    modes = () if arguments.quick else COMPILE_MODES
-    numbers = (1, 2) if arguments.quick else (1, 2, 4, 8)
-    command = " ".join(["python", "tests/benchmarks/gpu.py", *sys.argv[1:]])
     cuda = f", CUDA {device.cuda_version}" if device.cuda_version else ""
+    command = " ".join(["python", "tests/benchmarks/gpu.py", *sys.argv[1:]])
     show(
-        f"{device.describe()}; torch {device.torch_version}{cuda}; {datetime.now(UTC):%Y-%m-%d}; `{command}`",
+        f"{device.describe()}; torch {device.torch_version}{cuda}; {datetime.now(UTC):%Y-%m-%d}; `{command}`"
     )
+    encoders = QUICK if arguments.quick else WORKLOADS
+    shared = next(iter(encoders.values()))
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        for name, workload in encoders.items():
-            write_workload(workload, folder / name, generated=True)
-        shared = next(iter(encoders.values()))
-        write_workload(shared, folder / "sharing", generated=True)
-
-        def train(some_modes: Sequence[str]) -> None:
-            show("", *TRAINING_HEAD)
-            wanted = cells(list(encoders), precisions, some_modes)
-            for cell, measured in measure_apart(
-                folder, arguments.device, wanted, clock, arguments.cell_seconds
-            ):
-                show(training_row(cell, measured))
-
-        train(("none",))
-        show("", *SHARING_HEAD)
-        alone = None
-        for number in numbers:
-            num_trials = 2 if arguments.quick else max(6, 3 * number)
-            measured = (
-                trials_per_hour(folder, arguments.device, shared, number, num_trials, clock.left)
-                if clock.left > 0
-                else {"failed": "out of time"}
-            )
-            alone = measured.get("per_hour") if number == 1 else alone
-            show(sharing_row(number, num_trials, measured, alone))
-        if modes:
-            train(modes)
+        for name, workload in (*encoders.items(), ("sharing", shared)):
+            write_workload(workload, folder / name)
+        print_training(folder, arguments, clock, list(encoders), ("none",))
+        print_sharing(folder, arguments, clock, shared)
+        if not arguments.quick:
+            print_training(folder, arguments, clock, list(encoders), COMPILE_MODES)
 
 
 if __name__ == "__main__":

@@ -21,23 +21,24 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from contenders import PeerModel, pad, read_split, read_tasks, trainer_arguments
+from peers import PeerModel, pad, read_split, read_tasks, trainer_arguments
 from sklearn.metrics import f1_score
 from torch import Tensor, nn
-from trial_parts import assemble, config_of, executor_of
+from transformers import PrinterCallback, Trainer
+from trial_parts import TrialParts, assemble, config_of, executor_of
 from workload import LEARNING_RATE, WEIGHT_DECAY, WORKLOADS, write_workload
 
 from hpo.config.trial_config import TrialConfig
 from hpo.data.batches import training_batches
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.amp import MixedPrecision
-from hpo.precision.table import PRECISIONS
 from hpo.training.evaluate import predict_logits
 from hpo.training.loop import TrainingClock, TrainState, train
 from hpo.training.throughput import ThroughputMeter
@@ -56,54 +57,34 @@ class Peer(PeerModel):
     """The peers' model with our definition of the loss, a sum over the classes of a multi-label row where
     theirs is a mean: it is how the same loss is learnt that is compared."""
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Sequence[Tensor] | None = None, **_: Any
-    ) -> dict[str, Any]:
-        outputs = super().forward(input_ids, attention_mask)
-        if labels is None:
-            return outputs
-        losses = [
-            F.cross_entropy(output, target)
-            if task["kind"] == "single_label"
-            else F.binary_cross_entropy_with_logits(output, target, reduction="sum") / len(target)
-            for output, target, task in zip(outputs["logits"], labels, self.tasks.values(), strict=True)
-        ]
-        return {"loss": torch.stack(losses).sum(), **outputs}
-
-
-class LossRecorder(MixedPrecision):
-    """Keeps the loss of every step."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.losses: list[float] = []
-
-    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> None:
-        self.losses.append(loss.item())
-        super().record_step(loss, gradient_norm)
+    def multi_label_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, target, reduction="sum") / len(target)
 
 
 def train_ours(
     executor: Executor, config: TrialConfig, weights_of: PeerModel | None = None
-) -> tuple[MultitaskModel, list[float]]:
-    """Train as the executor does, from the peer's weights where given; the model and each step's loss."""
+) -> tuple[TrialParts, list[float]]:
+    """Train as the executor does, from the peer's weights where given; the parts and each step's loss."""
+    parts = assemble(executor, config, partial(copy_weights, weights_of) if weights_of else None)
+    losses: list[float] = []
+    record_step = parts.mixed_precision.record_step
 
-    def change_weights(model: MultitaskModel) -> None:
-        if weights_of is not None:
-            copy_weights(weights_of, model)
+    def record_loss(loss: Tensor, gradient_norm: Tensor) -> None:
+        losses.append(loss.item())
+        record_step(loss, gradient_norm)
 
-    parts = assemble(executor, config, change_weights=change_weights, mixed_precision=LossRecorder)
-    for _ in train(
-        parts.model,
-        parts.optimizer,
-        parts.loss_fn,
-        parts.mixed_precision,
-        parts.data,
-        executor.training_args(config),
-        TrainingClock(TrainState(), ThroughputMeter(executor.device)),
-    ):
-        pass
-    return parts.model, cast(LossRecorder, parts.mixed_precision).losses
+    with mock.patch.object(parts.mixed_precision, "record_step", record_loss):
+        for _ in train(
+            parts.model,
+            parts.optimizer,
+            parts.loss_fn,
+            parts.mixed_precision,
+            parts.data,
+            executor.training_args(config),
+            TrainingClock(TrainState(), ThroughputMeter(executor.device)),
+        ):
+            pass
+    return parts, losses
 
 
 def copy_weights(peer: PeerModel, ours: MultitaskModel) -> None:
@@ -113,7 +94,7 @@ def copy_weights(peer: PeerModel, ours: MultitaskModel) -> None:
     if missing or loaded.unexpected_keys:
         raise RuntimeError(f"encoders differ: {missing} {loaded.unexpected_keys}")
     for head, plain in zip(ours.heads, peer.heads, strict=True):
-        head[-1].load_state_dict(plain.state_dict())  # type: ignore[index, union-attr]
+        head[-1].load_state_dict(plain.state_dict())
 
 
 def train_plainly(
@@ -142,8 +123,7 @@ def train_plainly(
 
 def compare_same_batches(folder: Path) -> bool:
     """Print how far the losses of two runs on the same batches are apart."""
-    nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
-    executor = executor_of(folder, WORKLOAD, **nothing)
+    executor = executor_of(folder, WORKLOAD, dropout=0.0, attention_dropout=0.0, head_dropout=0.0)
     config = config_of(executor, SAME_BATCHES_SEED)
     peer = Peer(read_tasks(folder))
     for module in peer.modules():
@@ -179,11 +159,11 @@ def f1_of(
 def our_scores(
     executor: Executor, seed: int, rows: Sequence[Any], tasks: Mapping[str, Any]
 ) -> dict[str, float]:
-    config = config_of(executor, seed)
-    model, _ = train_ours(executor, config)
-    mixed_precision = MixedPrecision(PRECISIONS["fp32"], executor.amp, executor.device)
-    split = executor.tokens("validation", config)
-    logits = predict_logits(model, split, executor.tasks, mixed_precision, 4096, executor.pad_id(config))
+    parts, _ = train_ours(executor, config_of(executor, seed))
+    data = parts.data
+    logits = predict_logits(
+        parts.model, data.validation, executor.tasks, parts.mixed_precision, 4096, data.pad_id
+    )
     return f1_of([logits[name] for name in tasks], rows, tasks)
 
 
@@ -192,13 +172,11 @@ def trainer_scores(
 ) -> dict[str, float]:
     """From the heads that our training of this seed starts with: their biases are `initial_bias`, which
     would otherwise decide this comparison of how they are trained."""
-    from transformers import PrinterCallback, Trainer
-
     model = Peer(tasks)
     torch.manual_seed(seed)
     ours = executor.build_model(config_of(executor, seed))
     for plain, head in zip(model.heads, ours.heads, strict=True):
-        plain.load_state_dict(head[-1].state_dict())  # type: ignore[index, union-attr]
+        plain.load_state_dict(head[-1].state_dict())
     with tempfile.TemporaryDirectory() as output:
         arguments = trainer_arguments(WORKLOAD, "fp32", output, learning_rate=SEEDS_LEARNING_RATE)
         arguments.seed, arguments.num_train_epochs = seed, EPOCHS

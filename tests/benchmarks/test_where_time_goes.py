@@ -12,7 +12,7 @@ from workload import write_workload
 
 
 def test_the_shares_are_those_of_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_workload(QUICK["tiny"], tmp_path, generated=True)
+    write_workload(QUICK["tiny"], tmp_path)
     executor = executor_of(tmp_path, QUICK["tiny"])
     parts = assemble(executor, config_of(executor, seed=1))
     steps = where_time_goes.training_steps(parts)

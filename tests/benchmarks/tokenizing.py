@@ -1,6 +1,4 @@
-"""Tokenising generated posts once, as a study does before its first trial; one line of JSON.
-
-    python tests/benchmarks/tokenizing.py hpo|datasets NUM_ROWS FOLDER
+"""Tokenising generated posts once, as a study does before its first trial.
 
 hpo        `hpo.data.token_cache.load_tokenized`: ids, characters and truth of all tasks, written to the disk
 datasets   `Dataset.map` of Hugging Face in batches on 2 processes with the same tokenizer: ids alone,
@@ -34,6 +32,7 @@ from typing import Any
 MAX_LENGTH = 256
 NUM_PROCESSES = 2
 SAMPLE_SECONDS = 0.5
+TEXTS = "texts"
 
 
 class TimedRows(Sequence[Any]):
@@ -80,10 +79,6 @@ def run_hpo(num_rows: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def texts_folder(num_rows: int, folder: Path) -> Path:
-    return folder / f"texts-{num_rows}"
-
-
 def write_texts(num_rows: int, folder: Path) -> None:
     """The same posts as a data set of Hugging Face, where it is not there yet."""
     from datasets import Dataset, disable_progress_bars
@@ -94,14 +89,10 @@ def write_texts(num_rows: int, folder: Path) -> None:
         for row in SyntheticRows("train", num_rows):
             yield {"text": row.text}
 
-    made = texts_folder(num_rows, folder)
-    if made.exists():
-        return
     disable_progress_bars()
-    with tempfile.TemporaryDirectory(dir=folder) as unfinished:
-        dataset = Dataset.from_generator(texts, cache_dir=f"{unfinished}/cache")
-        dataset.save_to_disk(f"{unfinished}/texts")
-        Path(unfinished, "texts").rename(made)
+    if not (folder / TEXTS).exists():
+        with tempfile.TemporaryDirectory(dir=folder) as cache:
+            Dataset.from_generator(texts, cache_dir=cache).save_to_disk(folder / TEXTS)
 
 
 def run_datasets(num_rows: int, folder: Path) -> dict[str, Any]:
@@ -123,7 +114,7 @@ def run_datasets(num_rows: int, folder: Path) -> dict[str, Any]:
             return_token_type_ids=False,
         )
 
-    dataset = load_from_disk(str(texts_folder(num_rows, folder)))
+    dataset = load_from_disk(str(folder / TEXTS))
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         started = time.perf_counter()
         made = dataset.map(
@@ -166,7 +157,7 @@ def measured(name: str, num_rows: int, folder: Path) -> dict[str, Any]:
     """Run a contender in a process of its own and add its peak memory to what it says."""
     if name == "datasets":
         write_texts(num_rows, folder)
-    command = [sys.executable, __file__, name, str(num_rows), str(folder), "--here"]
+    command = [sys.executable, __file__, name, str(num_rows), str(folder)]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     peak = 0
@@ -183,13 +174,8 @@ def measured(name: str, num_rows: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    name, rows, path, *here = sys.argv[1:]
-    num_rows, folder = int(rows), Path(path).resolve()
-    if here:
-        print(json.dumps(CONTENDERS[name](num_rows, folder) | {"cpu_seconds": sum(os.times()[:4])}))
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    print(json.dumps(measured(name, num_rows, folder)))
+    name, num_rows, folder = sys.argv[1:]
+    print(json.dumps(CONTENDERS[name](int(num_rows), Path(folder)) | {"cpu_seconds": sum(os.times()[:4])}))
 
 
 if __name__ == "__main__":

@@ -34,11 +34,20 @@ class TrialParts:
     data: TrainingData
 
 
-def executor_of(folder: Path, workload: Workload, precision: str = "fp32", **training: Any) -> Executor:
-    """The executor of the workload's study with these settings of a trial."""
-    path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump(study_content(workload, folder, precision, **training)))
-    return Executor(load_study(str(path)), probe_device("cpu"), folder / "runs")
+def executor_of(
+    data: Path,
+    workload: Workload,
+    precision: str = "fp32",
+    *,
+    work: Path | None = None,
+    device: str = "cpu",
+    **training: Any,
+) -> Executor:
+    """The executor of the workload's study with these settings of a trial, working in `work` or in `data`."""
+    work = work or data
+    path = work / "study.yaml"
+    path.write_text(yaml.safe_dump(study_content(workload, data, precision, device=device, **training)))
+    return Executor(load_study(str(path)), probe_device(device), work / "runs")
 
 
 def config_of(executor: Executor, seed: int, precision: str = "fp32") -> TrialConfig:
@@ -48,15 +57,14 @@ def config_of(executor: Executor, seed: int, precision: str = "fp32") -> TrialCo
 def assemble(
     executor: Executor,
     config: TrialConfig,
-    *,
-    change_weights: Callable[[MultitaskModel], None] = lambda _: None,
-    mixed_precision: type[MixedPrecision] = MixedPrecision,
+    change_weights: Callable[[MultitaskModel], None] | None = None,
 ) -> TrialParts:
     """The parts of a trial, at its first step. `change_weights` gets the model before its precision."""
     train_split, validation_split = (executor.tokens(name, config) for name in ("train", "validation"))
     torch.manual_seed(config.seed)
     model = executor.build_model(config)
-    change_weights(model)
+    if change_weights:
+        change_weights(model)
     loss_fn = executor.loss_fn(config, model, train_split)
     precision = PRECISIONS[config.fp_precision]
     return TrialParts(
@@ -64,6 +72,6 @@ def assemble(
         model,
         executor.prepare(model, precision, config, executor.used_ids(config)),
         loss_fn,
-        mixed_precision(precision, executor.amp, executor.device),
+        MixedPrecision(precision, executor.amp, executor.device),
         TrainingData(train_split, validation_split, executor.pad_id(config)),
     )

@@ -1,6 +1,6 @@
 """Where the time of a training step and of an evaluation goes, and what would be left at the least.
 
-    python tests/benchmarks/where_time_goes.py [--precision bf16] [--steps 30] [long] [short]
+    python tests/benchmarks/where_time_goes.py [--precision bf16] [long] [short]
 
 Wall-clock seconds are measured without the profiler, shares by operator with it. The floor keeps what this
 step computes and no peer computes without: matrix products, attention and the optimiser's own pass; copies,
@@ -31,6 +31,7 @@ from hpo.training.loop import TrainState, accumulate_gradients, apply_gradients
 
 SEED = 42
 NUM_WARMUP_STEPS = 3
+NUM_STEPS = 30
 
 OPERATORS = {
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "mkldnn_linear", "_mkl_linear"),
@@ -45,14 +46,7 @@ OPERATORS = {
     "optimiser": ("_fused_adamw_",),
     "copies and conversions": ("copy_",),
     "norm of the gradients": ("dot",),
-    "dropout": (
-        "lt",
-        "neg_",
-        "bitwise_and",
-        "mul_",
-        "_MaskAndScale",
-        "_MaskAndScaleBackward",
-    ),
+    "dropout": ("lt", "neg_", "bitwise_and", "mul_", "_MaskAndScale", "_MaskAndScaleBackward"),
     "GELU": ("gelu", "gelu_backward"),
     "layer norm": ("native_layer_norm", "native_layer_norm_backward"),
 }
@@ -78,15 +72,9 @@ def training_steps(parts: TrialParts) -> Iterator[int]:
 
 def evaluate_once(parts: TrialParts, max_tokens: int) -> int:
     """Predict the validation split; its number of texts."""
-    predict_logits(
-        parts.model,
-        parts.data.validation,
-        parts.loss_fn.tasks,
-        parts.mixed_precision,
-        max_tokens,
-        parts.data.pad_id,
-    )
-    return parts.data.validation.num_windows
+    split, tasks = parts.data.validation, parts.loss_fn.tasks
+    predict_logits(parts.model, split, tasks, parts.mixed_precision, max_tokens, parts.data.pad_id)
+    return split.num_windows
 
 
 def report(title: str, work: Callable[[], int]) -> None:
@@ -121,16 +109,14 @@ def main() -> None:
     )
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument(
-        "--precision", choices=PRECISION_NAMES, help="default: bf16, or fp32 on a CPU without"
+        "--precision", choices=PRECISION_NAMES, help="default: bf16, or fp32 where not native"
     )
-    parser.add_argument("--steps", type=int, default=30, help="training steps that are measured")
     arguments = parser.parse_args()
     names = arguments.workloads or list(WORKLOADS)
     if unknown := set(names) - set(WORKLOADS):
         parser.error(f"there is no workload {', '.join(sorted(unknown))}; there are {', '.join(WORKLOADS)}")
-    precision = arguments.precision or (
-        "bf16" if support("bf16", probe_device("cpu")).level == "native" else "fp32"
-    )
+    is_native = support("bf16", probe_device("cpu")).level == "native"
+    precision = arguments.precision or ("bf16" if is_native else "fp32")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     warnings.simplefilter("ignore")
     for name in names:
@@ -144,7 +130,7 @@ def main() -> None:
             parts = assemble(executor, config)
             steps = training_steps(parts)
             sum(islice(steps, NUM_WARMUP_STEPS))
-            report("training", lambda steps=steps: sum(islice(steps, arguments.steps)))
+            report("training", lambda steps=steps: sum(islice(steps, NUM_STEPS)))
             max_tokens = executor.training_args(config).evaluation_tokens
             report("evaluation", lambda parts=parts, size=max_tokens: evaluate_once(parts, size))
 

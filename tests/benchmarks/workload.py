@@ -10,14 +10,13 @@ that a peer needs no more than a linear layer on the mean of the tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from real_sets import REAL_SETS
 
-from hpo.data.examples import Example
 from hpo.data.synthetic import TASKS_JSON, SyntheticRows
 
 
@@ -27,7 +26,9 @@ class Workload:
 
     name: str
     real_set: str
+    """Empty: generated posts."""
     tasks: tuple[str, ...]
+    """Of the real set."""
     max_length: int
     synthetic_sentences: tuple[int, int]
     num_train: int
@@ -45,42 +46,35 @@ SYNTHETIC_TASKS = ("criteria", "severity")
 DROPOUT = 0.1
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
+STUDY_LEARNING_RATES = (2e-5, 4e-5, 6e-5, 8e-5, 1e-4, 2e-4)
+FIRST_STEP_ROWS = 64
+NUM_ROWS = 1_000_000
+"""Generated posts that are tokenised."""
 
 
-def write_workload(workload: Workload, folder: Path, *, generated: bool = False) -> str:
-    """Write the workload's rows into `folder` and say where they come from.
-
-    `generated` leaves a real set that is there out.
-    """
+def write_workload(workload: Workload, folder: Path) -> str:
+    """Write the workload's rows into `folder` and say where they come from."""
     folder.mkdir(parents=True, exist_ok=True)
     source = REAL_SETS / workload.real_set
-    if (source / "tasks.json").exists() and not generated:
-        specs = json.loads((source / "tasks.json").read_text())["tasks"]
-        names, origin = workload.tasks, f"the set {workload.real_set}"
-        splits = {
-            split: [json.loads(line) for line in (source / f"{split}.jsonl").open(encoding="utf-8")]
-            for split in ("train", "validation")
-        }
-    else:
-        specs, names, origin = TASKS_JSON["tasks"], SYNTHETIC_TASKS, "generated posts"
-        low, high = workload.synthetic_sentences
-        splits = {
-            split: _plain(SyntheticRows(split, size, min_sentences=low, max_sentences=high))
-            for split, size in (("train", workload.num_train), ("validation", workload.num_validation))
-        }
+    is_real = bool(workload.real_set) and (source / "tasks.json").exists()
+    specs = json.loads((source / "tasks.json").read_text()) if is_real else TASKS_JSON
+    names = workload.tasks if is_real else SYNTHETIC_TASKS
     for split, size in (("train", workload.num_train), ("validation", workload.num_validation)):
-        rows = (
+        if is_real:
+            with (source / f"{split}.jsonl").open(encoding="utf-8") as lines:
+                rows = [json.loads(line) for line in islice(lines, size)]
+        else:
+            low, high = workload.synthetic_sentences
+            posts = SyntheticRows(split, size, min_sentences=low, max_sentences=high)
+            rows = [{"id": post.id, "text": post.text, "labels": post.labels} for post in posts]
+        kept = (
             {"id": row["id"], "text": row["text"], "labels": {name: row["labels"][name] for name in names}}
-            for row in splits[split][:size]
+            for row in rows
         )
-        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    tasks = {"tasks": {name: specs[name] for name in names}}
+        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+    tasks = {"tasks": {name: specs["tasks"][name] for name in names}}
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    return origin
-
-
-def _plain(rows: Iterable[Example]) -> list[dict[str, Any]]:
-    return [{"id": row.id, "text": row.text, "labels": row.labels} for row in rows]
+    return f"the set {workload.real_set}" if is_real else "generated posts"
 
 
 def study_content(

@@ -71,7 +71,7 @@ def test_the_peer_follows_in_what_it_has(gpu: Any) -> None:
 
 def test_what_fails_is_a_row_with_its_reason(gpu: Any, tmp_path: Path) -> None:
     cell = gpu.Cell("hpo", "tiny", "tf32", "none")
-    gpu.write_workload(gpu.QUICK["tiny"], tmp_path / "tiny", generated=True)
+    gpu.write_workload(gpu.QUICK["tiny"], tmp_path / "tiny")
     (measured,) = gpu.measure(tmp_path, "cpu", [cell])
     assert measured["failed"].startswith("unsupported: `tf32` needs CUDA")
     assert "| hpo | tiny | tf32 | none | unsupported: `tf32` needs" in gpu.training_row(cell, measured)

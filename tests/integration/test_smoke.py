@@ -8,7 +8,7 @@ from tiny import tiny_study
 
 from hpo.config.study_config import EvaluationConfig, load_study
 from hpo.report.report import write_report
-from hpo.report.tables import summary_by_precision
+from hpo.report.tables import StudyTables
 from hpo.study.run import open_study, run_study
 from hpo.study.storage import open_storage
 from hpo.study.study_record import best_trials
@@ -36,7 +36,7 @@ def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
         assert {"score", "criteria", "evidence", "severity", "burden"} <= set(trial.evaluations[0].metrics)
     (best,) = best_trials(record)
     assert best.values == (max(trial.values[0] for trial in record.trials if trial.values),)
-    assert summary_by_precision(record)["trials"].sum() == 6
+    assert StudyTables(record).by_precision["trials"].sum() == 6
     page = write_report(record, tmp_path / "report").read_text()
     assert "score while training" in page
     assert "No evaluation with" not in page

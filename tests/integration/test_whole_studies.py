@@ -10,7 +10,7 @@ import pytest
 from command_line import hpo_command, ok
 from tiny import write_study
 
-from hpo.report.tables import summary_by_precision, trials_table
+from hpo.report.tables import StudyTables
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
 from hpo.study.worker import RunSummary
@@ -63,14 +63,14 @@ def test_two_workers_on_one_device(tmp_path: Path) -> None:
     record = stored(tmp_path)
     assert [trial.outcome for trial in record.trials] == ["complete"] * 4
     assert {path.name for path in tmp_path.glob("runs/tiny/*.log")} == {"worker-0.log", "worker-1.log"}
-    trials = trials_table(record)
-    assert trials["shared"].all()
-    assert not trials["counts_for_speed"].any()
-    assert summary_by_precision(record)["measured"].tolist() == [0]
+    tables = StudyTables(record)
+    assert tables.trials["shared"].all()
+    assert not tables.trials["counts_for_speed"].any()
+    assert tables.by_precision["measured"].tolist() == [0]
 
     write_study(tmp_path, n_trials=5, device="cpu")
     ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "1"))
-    last = trials_table(stored(tmp_path)).iloc[-1]
+    last = StudyTables(stored(tmp_path)).trials.iloc[-1]
     assert (last["shared"], last["counts_for_speed"]) == (False, True)
 
 

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from study_records import fake_record, fake_trial, record_of, with_values
+from study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
 
 from hpo.precision.table import PRECISION_NAMES
 from hpo.report.charts import (
@@ -25,8 +25,8 @@ from hpo.report.charts import (
     timeline,
 )
 from hpo.report.figures import plotly_figure
-from hpo.report.tables import OUTCOMES, trials_table
-from hpo.study.study_record import StudyRecord
+from hpo.report.tables import OUTCOMES, StudyTables
+from hpo.study.study_record import TrialRecord
 
 
 def points(chart: Chart) -> int:
@@ -47,7 +47,7 @@ def test_every_precision_has_a_look_of_its_own_and_every_outcome_a_colour() -> N
 
 
 def test_a_precision_looks_the_same_in_every_chart() -> None:
-    looks = {(one.name, one.color) for chart in all_charts(fake_record()) for one in chart.series}
+    looks = {(one.name, one.color) for chart in all_charts(fake_tables()) for one in chart.series}
     expected = {(name, PRECISION_STYLES[name][0]) for name in ("fp32", "bf16", "fp16")}
     assert {look for look in looks if look[0] in PRECISION_NAMES} == expected
 
@@ -55,7 +55,7 @@ def test_a_precision_looks_the_same_in_every_chart() -> None:
 @pytest.mark.parametrize(("direction", "best_of"), [("maximize", max), ("minimize", min)])
 def test_history_shows_complete_trials_and_the_best_so_far(direction: str, best_of: Any) -> None:
     record = dataclasses.replace(fake_record(), directions=(direction,))
-    chart = history(record)
+    chart = history(StudyTables(record))
     scores = {trial.number: trial.values[0] for trial in record.trials if trial.values}
     assert points(chart) == len(scores)
     best = series(chart, "best so far")
@@ -64,14 +64,14 @@ def test_history_shows_complete_trials_and_the_best_so_far(direction: str, best_
 
 
 def test_metric_by_precision_leaves_out_what_ran_something_else() -> None:
-    chart = precision_metric(fake_record())
-    counts = trials_table(fake_record()).query("outcome == 'complete' and counts")["precision"].value_counts()
+    chart, trials = precision_metric(fake_tables()), fake_tables().trials
+    counts = trials.query("outcome == 'complete' and counts")["precision"].value_counts()
     assert list(chart.x_ticks) == [f"{name} (n = {counts[name]})" for name in ("fp32", "bf16", "fp16")]
     assert points(chart) == counts.sum()
 
 
 def test_throughput_front_is_what_no_other_trial_beats() -> None:
-    chart = metric_throughput(fake_record())
+    chart = metric_throughput(fake_tables())
     shown = [point for s in chart.series if s.draw == "points" for point in zip(s.x, s.y, strict=True)]
     front = series(chart, "Pareto front")
     for x, y in zip(front.x, front.y, strict=True):
@@ -84,14 +84,14 @@ def test_throughput_axis_is_logarithmic_where_an_emulated_precision_is_far_slowe
     slow, fast = fake_trial(0, "fp16"), fake_trial(1, "fp32")
     slow.telemetry["throughput"]["train_examples_per_second"] = 1.0
     fast.telemetry["throughput"]["train_examples_per_second"] = 25.0
-    chart = metric_throughput(record_of([slow, fast]))
+    chart = metric_throughput(tables_of([slow, fast]))
     assert chart.x_log
     assert plotly_figure(chart).layout.xaxis.type == "log"
-    assert not metric_throughput(record_of([fast])).x_log
+    assert not metric_throughput(tables_of([fast])).x_log
 
 
 def test_importances_contain_fp_precision() -> None:
-    chart = importances(fake_record())
+    chart = importances(fake_tables())
     assert "fp_precision" in chart.y_ticks
     assert sum(chart.series[0].x) == pytest.approx(1)
     assert "best 5 of 27 complete trials" in chart.caption
@@ -99,7 +99,7 @@ def test_importances_contain_fp_precision() -> None:
 
 def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
     record = fake_record()
-    chart = learning_curves(record, 0, "seconds")
+    chart = learning_curves(StudyTables(record), 0, "seconds")
     assert len(chart.series) == MAX_CURVES
     assert f"{MAX_CURVES} best of 32" in chart.caption
     best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
@@ -108,42 +108,42 @@ def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
 
 
 def test_curves_of_trials_that_did_not_complete_are_dashed() -> None:
-    chart = learning_curves(record_of([fake_trial(0, "fp32"), fake_trial(1, "fp32", "pruned")]), 0, "epochs")
+    chart = learning_curves(tables_of([fake_trial(0, "fp32"), fake_trial(1, "fp32", "pruned")]), 0, "epochs")
     assert sorted(series.dashed for series in chart.series) == [False, True]
 
 
 @pytest.mark.parametrize(("max_rows", "num_rows"), [(48, 40), (10, 3)])
 def test_timeline_has_every_trial_once_and_no_bars_overlap(max_rows: int, num_rows: int) -> None:
-    chart = timeline(fake_record(), max_rows)
+    chart = timeline(fake_tables(), max_rows)
     assert {series.name for series in chart.series} == {trial.outcome for trial in fake_record().trials}
     assert len(chart.y_ticks) == num_rows
     bars = [bar for series in chart.series for bar in zip(series.y, series.x_start, series.x, strict=True)]
     assert len(bars) == 40
-    assert all(start <= end for _, start, end in bars)
-    for (row, _, end), (next_row, start, _) in pairwise(sorted(bars)):
-        assert row != next_row or end <= start
+    assert all(length >= 0 for _, _, length in bars)
+    for (row, start, length), (next_row, next_start, _) in pairwise(sorted(bars)):
+        assert row != next_row or start + length <= next_start + 1e-9
 
 
 def test_two_objectives_are_drawn_against_each_other_with_bytes_as_gib() -> None:
     trials = [with_values(number, (0.5 + number / 100, (number + 1) * 2**28)) for number in range(12)]
     metrics, directions = ("score", "peak_memory_bytes"), ("maximize", "minimize")
-    record = record_of(trials, metric_names=metrics, directions=directions)
-    chart = objectives(record)
+    tables = tables_of(trials, metric_names=metrics, directions=directions)
+    chart = objectives(tables)
     assert chart.y_label == "peak memory (GiB), minimize"
     assert max(max(series.y) for series in chart.series) < 10
-    keys = [chart.key for chart in all_charts(record)]
+    keys = [chart.key for chart in all_charts(tables)]
     assert keys[0] == "objectives"
     assert {"history", "history_2", "metric_throughput_2"} <= set(keys)
     assert len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize(
-    "record",
-    [record_of([]), record_of([fake_trial(0, "fp32", "unsupported")]), record_of([fake_trial(0, "fp32")])],
+    "trials",
+    [[], [fake_trial(0, "fp32", "unsupported")], [fake_trial(0, "fp32")]],
     ids=["no trial", "none complete", "one trial"],
 )
-def test_a_chart_that_cannot_be_drawn_says_why(record: StudyRecord) -> None:
-    for chart in all_charts(record):
+def test_a_chart_that_cannot_be_drawn_says_why(trials: list[TrialRecord]) -> None:
+    for chart in all_charts(tables_of(trials)):
         assert bool(chart.absent) != bool(chart.series)
         assert chart.key in CHART_KEYS
 
@@ -152,7 +152,7 @@ def test_learning_curves_of_memory_are_in_the_unit_of_their_axis() -> None:
     trial = fake_trial(0, "fp32")
     for row in trial.evaluations:
         row.metrics["peak_memory_bytes"] = 1.5 * 2**30
-    chart = learning_curves(record_of([trial], metric_names=("peak_memory_bytes",)), 0, "epochs")
+    chart = learning_curves(tables_of([trial], metric_names=("peak_memory_bytes",)), 0, "epochs")
     assert chart.y_label == "peak memory (GiB)"
     assert list(chart.series[0].y) == [1.5] * 4
     assert "1.5 GiB" in chart.series[0].hover[0]
@@ -160,7 +160,7 @@ def test_learning_curves_of_memory_are_in_the_unit_of_their_axis() -> None:
 
 @pytest.mark.parametrize(("numbers", "step"), [(range(3), 1), (range(0, 60, 7), 10)])
 def test_trial_numbers_have_whole_ticks(numbers: range, step: int) -> None:
-    chart = history(record_of([fake_trial(number, "fp32") for number in numbers]))
+    chart = history(tables_of([fake_trial(number, "fp32") for number in numbers]))
     assert plotly_figure(chart).layout.xaxis.dtick == step
 
 
@@ -177,15 +177,17 @@ THREE_KEYS = ["objectives", "metric_throughput", "metric_throughput_2"]
         (("score", "peak_memory_bytes", "train_tokens_per_second"), THREE_KEYS),
     ],
 )
-def test_no_objective_is_drawn_against_throughput_twice(metrics: tuple[str, ...], keys: list[str]) -> None:
+def test_no_chart_shows_an_objective_against_throughput_twice(
+    metrics: tuple[str, ...], keys: list[str]
+) -> None:
     trial = dataclasses.replace(fake_trial(0, "fp32"), values=(1.0,) * len(metrics))
-    record = record_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))
-    drawn = [chart.key for chart in all_charts(record)]
+    tables = tables_of([trial], metric_names=metrics, directions=("maximize",) * len(metrics))
+    drawn = [chart.key for chart in all_charts(tables)]
     assert [key for key in drawn if key.startswith(("objectives", "metric_throughput"))] == keys
 
 
 def test_the_caption_names_the_settings_that_differ_too() -> None:
-    assert "batch_size, head_type, init_scale, learning_rate" in precision_metric(fake_record()).caption
+    assert "batch_size, head_type, init_scale, learning_rate" in precision_metric(fake_tables()).caption
     alike = [fake_trial(0, "fp32"), fake_trial(1, "bf16")]
     alike[1].params.update({**alike[0].params, "fp_precision": "bf16"})
-    assert "differ" not in precision_metric(record_of(alike)).caption
+    assert "differ" not in precision_metric(tables_of(alike)).caption

@@ -4,14 +4,14 @@ import json
 import struct
 
 import pytest
-from study_records import fake_record
+from study_records import fake_tables
 
 from hpo.report.charts import Chart, Series, all_charts, history, timeline
 from hpo.report.figures import plotly_figure, png
 
 
 def test_png_is_a_picture_of_1440_pixels_width() -> None:
-    for chart in all_charts(fake_record()):
+    for chart in all_charts(fake_tables()):
         content = png(chart)
         assert content.startswith(b"\x89PNG\r\n\x1a\n")
         assert struct.unpack(">I", content[16:20]) == (1440,)
@@ -23,7 +23,7 @@ def test_png_takes_names_that_look_like_formulas() -> None:
 
 @pytest.mark.parametrize("standalone", [True, False])
 def test_plotly_draws_the_same_numbers(standalone: bool) -> None:
-    chart = history(fake_record())
+    chart = history(fake_tables())
     figure = json.loads(plotly_figure(chart, standalone).to_json())
     assert [trace["x"] for trace in figure["data"]] == [list(series.x) for series in chart.series]
     assert [trace["y"] for trace in figure["data"]] == [list(series.y) for series in chart.series]
@@ -31,10 +31,9 @@ def test_plotly_draws_the_same_numbers(standalone: bool) -> None:
 
 
 def test_plotly_bars_begin_and_end_where_the_chart_says() -> None:
-    chart = timeline(fake_record())
+    chart = timeline(fake_tables())
     for trace, bars in zip(plotly_figure(chart).data, chart.series, strict=True):
-        ends = [base + length for base, length in zip(trace.base, trace.x, strict=True)]
-        assert ends == pytest.approx(list(bars.x))
+        assert (list(trace.base), list(trace.x)) == (bars.x_start, bars.x)
 
 
 def test_plotly_shows_names_as_text() -> None:

@@ -10,7 +10,7 @@ from study_records import record_of, with_values
 from tiny import tiny_study
 
 from hpo.config.search_space import suggest
-from hpo.report.importances import importance_table, why_no_importances
+from hpo.report.importances import compute_importances
 from hpo.study.storage import open_storage
 from hpo.study.study_record import TrialRecord
 
@@ -21,7 +21,7 @@ def test_importances_find_the_parameter_that_decides() -> None:
         precision = ("fp32", "bf16", "fp16")[number % 3]
         score = {"fp32": 0.5, "bf16": 0.9, "fp16": 0.1}[precision] + number / 1e5
         trials.append(with_values(number, (score,), fp_precision=precision))
-    table = importance_table(record_of(trials))
+    table = compute_importances(record_of(trials)).table
     assert table.loc[0, "parameter"] == "fp_precision"
     assert table["score"].sum() == pytest.approx(1)
     assert table.loc[0, "score"] > 1.5 * table.loc[1, "score"]
@@ -30,9 +30,8 @@ def test_importances_find_the_parameter_that_decides() -> None:
 def test_trials_with_a_value_outside_the_space_are_not_compared() -> None:
     trials = [with_values(number, (number / 20,)) for number in range(20)]
     outside = with_values(20, (5.0,), learning_rate=0.5)
-    pd.testing.assert_frame_equal(
-        importance_table(record_of([*trials, outside])), importance_table(record_of(trials))
-    )
+    with_it, without = (compute_importances(record_of(some)) for some in ([*trials, outside], trials))
+    pd.testing.assert_frame_equal(with_it.table, without.table)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +47,9 @@ def test_trials_with_a_value_outside_the_space_are_not_compared() -> None:
     ids=["too few", "all equal", "nothing searched"],
 )
 def test_why_there_are_no_importances(trials: list[TrialRecord], reason: str) -> None:
-    assert reason in why_no_importances(record_of(trials))
-    assert importance_table(record_of(trials)).empty
+    found = compute_importances(record_of(trials))
+    assert reason in found.why_none
+    assert found.table.empty
 
 
 def test_choices_that_are_lists_count_once(tmp_path: Path, sqlite_url: str) -> None:
@@ -68,5 +68,5 @@ def test_choices_that_are_lists_count_once(tmp_path: Path, sqlite_url: str) -> N
             trial = study.ask()
             suggest(config.search_space, trial)
             study.tell(trial, number % 2 + number / 100)
-        table = importance_table(storage.read_study(config.name)).set_index("parameter")
+        table = compute_importances(storage.read_study(config.name)).table
     assert list(table["score"]) == pytest.approx([0.5, 0.5])

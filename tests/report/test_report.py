@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
@@ -20,7 +21,8 @@ from tiny import write_study
 from hpo.errors import RunError
 from hpo.report.charts import CHART_KEYS
 from hpo.report.report import write_report
-from hpo.report.tables import summary_by_precision
+from hpo.report.status import trial_seconds
+from hpo.report.tables import StudyTables
 from hpo.study.study_record import StudyRecord
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror='window.hacked=1'>\"'&`$"
@@ -50,8 +52,16 @@ def test_a_report_is_one_page_with_its_pictures_and_tables(full_report: Path) ->
     tables = {file.stem: pd.read_csv(file) for file in (full_report.parent / "tables").glob("*.csv")}
     names = ["best_task_metrics", "evaluations", "importances", "not_complete", "precision", "trials"]
     assert sorted(tables) == names
-    pd.testing.assert_frame_equal(tables["precision"], summary_by_precision(fake_record()), check_dtype=False)
+    by_precision = StudyTables(fake_record()).by_precision
+    pd.testing.assert_frame_equal(tables["precision"], by_precision, check_dtype=False)
     assert len(tables["trials"]) == 40
+
+
+def test_the_trials_are_read_once_for_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = Mock(side_effect=trial_seconds)
+    monkeypatch.setattr("hpo.report.tables.trial_seconds", seconds)
+    write_report(fake_record(), tmp_path)
+    assert seconds.call_count == 40
 
 
 def test_the_page_says_what_matters_first(full_report: Path) -> None:
@@ -155,7 +165,7 @@ def test_a_full_disk_leaves_the_old_report_whole(tmp_path: Path, monkeypatch: py
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("hpo.report.report.os.fdopen", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(RunError, match=r"could not be written to .*: No space left on device"):
         write_report(fake_record(), tmp_path)
     assert path.read_bytes() == before

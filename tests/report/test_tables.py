@@ -9,36 +9,41 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import hpo_command, ok
-from study_records import ENDINGS, fake_record, fake_trial, record_of, with_values
+from study_records import (
+    ENDINGS,
+    fake_record,
+    fake_tables,
+    fake_trial,
+    tables_of,
+    with_values,
+)
 from tiny import write_study
 
 from hpo.device import probe_device
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION_NAMES, support
-from hpo.report.importances import importance_table
 from hpo.report.tables import (
     OUTCOMES,
-    evaluations_table,
-    flat_metrics,
+    StudyTables,
+    brief_summary,
     precision_comparison,
-    readable_summary,
-    reasons_table,
-    summary_by_precision,
     task_metrics_table,
-    trials_table,
-    undrawn_precisions,
 )
-from hpo.study.study_record import StudyRecord, best_trials, pareto_front
+from hpo.study.study_record import best_trials, pareto_front
 
 
-def row_of(record: StudyRecord, precision: str) -> dict[str, Any]:
-    summary = summary_by_precision(record)
-    return summary[summary["precision"] == precision].iloc[0].to_dict()
+def row_of(tables: StudyTables, precision: str) -> dict[str, Any]:
+    return tables.by_precision.set_index("precision").loc[precision].to_dict()
+
+
+def choosing(precisions: list[str], **definition: Any) -> dict[str, Any]:
+    """A study's definition with these choices of precision."""
+    return {**definition, "search_space": {"fp_precision": {"type": "categorical", "choices": precisions}}}
 
 
 def test_trials_table_has_a_row_for_each_trial_with_its_facts() -> None:
     record = fake_record()
-    table = trials_table(record)
+    table = StudyTables(record).trials
     assert list(table["number"]) == list(range(40))
     assert list(table["outcome"]) == [ENDINGS.get(number, ("complete", ""))[0] for number in range(40)]
     row = table.iloc[2]
@@ -67,7 +72,7 @@ def test_which_trials_stand_for_their_precision(
 ) -> None:
     trial = fake_trial(1, "bf16")
     trial.telemetry.update(change)
-    row = trials_table(record_of([trial])).iloc[0]
+    row = tables_of([trial]).trials.iloc[0]
     assert (row["counts"], row["counts_for_speed"]) == (counts, counts_for_speed)
 
 
@@ -79,13 +84,12 @@ def test_requested_precision_of_a_trial_that_stored_nothing(
     params: dict[str, Any], training: dict[str, Any], expected: str
 ) -> None:
     trial = dataclasses.replace(fake_trial(0, "fp32", "failed"), params=params, telemetry={})
-    record = record_of([trial], definition={"training": training})
-    assert list(trials_table(record)["precision"]) == [expected]
+    assert list(tables_of([trial], definition={"training": training}).trials["precision"]) == [expected]
 
 
 def test_summary_agrees_with_a_count_by_hand() -> None:
     record = fake_record()
-    row = row_of(record, "fp32")
+    row = row_of(StudyTables(record), "fp32")
     mine = [trial for trial in record.trials if trial.params["fp_precision"] == "fp32"]
     scores = [trial.values[0] for trial in mine if trial.values]
     speed = "train_examples_per_second"
@@ -99,31 +103,30 @@ def test_summary_agrees_with_a_count_by_hand() -> None:
 
 
 def test_summary_accounts_for_every_trial_and_every_second() -> None:
-    record = fake_record()
-    summary = summary_by_precision(record)
+    summary = fake_tables().by_precision
     assert list(summary["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
     assert summary["trials"].sum() == 40
     assert summary[list(OUTCOMES)].sum().sum() == 40
     assert summary["share_of_time"].sum() == pytest.approx(1)
     wasted = [outcome for outcome in Outcome if outcome.wasted]
-    seconds = sum(trial.seconds for trial in record.trials if trial.outcome in wasted)
+    seconds = sum(trial.seconds for trial in fake_record().trials if trial.outcome in wasted)
     assert summary["wasted_seconds"].sum() == pytest.approx(seconds)
     assert list(summary["support"]) == ["native", "unsupported", "native", "emulated"]
 
 
 def test_best_follows_the_direction() -> None:
     record = dataclasses.replace(fake_record(), directions=("minimize",))
-    scores = [trial.values[0] for trial in record.trials if trial.values]
-    assert best_trials(record)[0].values == (min(scores),)
-    assert summary_by_precision(record)["best_score"].min() == min(scores)
+    lowest = min(trial.values[0] for trial in record.trials if trial.values)
+    assert best_trials(record)[0].values == (lowest,)
+    assert StudyTables(record).by_precision["best_score"].min() == lowest
 
 
 def test_a_fallback_counts_as_a_trial_and_not_in_the_statistics() -> None:
     trials = [fake_trial(0, "fp16"), fake_trial(1, "fp16")]
-    before = row_of(record_of(trials[:1]), "fp16")
+    before = row_of(tables_of(trials[:1]), "fp16")
     trials[1].telemetry["precision"]["effective"] = "fp32"
     trials[1].telemetry["scaler"]["skipped_steps"] = 1000
-    after = row_of(record_of(trials), "fp16")
+    after = row_of(tables_of(trials), "fp16")
     assert (after["trials"], after["complete"], after["fell_back"]) == (2, 2, 1)
     for name in ("best_score", "median_score", "measured", "peak_memory_bytes_max", "skipped_steps"):
         assert after[name] == before[name]
@@ -133,12 +136,11 @@ def test_devices_are_not_mixed() -> None:
     trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32"), fake_trial(2, "fp32", "failed")]
     trials[1].telemetry["device"]["name"] = "Example GPU"
     trials[2].telemetry.clear()
-    record = record_of(trials, definition={})
-    summary = summary_by_precision(record)
-    assert list(summary["device"]) == ["Example CPU", "Example GPU", "not known"]
-    assert list(summary["measured"]) == [1, 1, 0]
-    assert "device" in readable_summary(record)
-    assert "fp32 on Example GPU" in precision_comparison(record)
+    tables = tables_of(trials, definition={})
+    assert list(tables.by_precision["device"]) == ["Example CPU", "Example GPU", "not known"]
+    assert list(tables.by_precision["measured"]) == [1, 1, 0]
+    assert "device" in brief_summary(tables)
+    assert "fp32 on Example GPU" in precision_comparison(tables)
 
 
 def test_a_resumed_trial_is_not_charged_for_the_time_it_waited() -> None:
@@ -146,32 +148,35 @@ def test_a_resumed_trial_is_not_charged_for_the_time_it_waited() -> None:
     trial.telemetry.update(resumed_from_step=40, train_seconds=50.0, evaluation_seconds=5.0)
     ended = trial.ended + timedelta(days=1)
     waited = dataclasses.replace(trial, ended=ended, seconds=trial.seconds + 86400)
-    assert list(trials_table(record_of([waited]))["seconds"]) == [55.0]
+    assert list(tables_of([waited]).trials["seconds"]) == [55.0]
 
 
 def test_an_empty_study_gives_empty_tables() -> None:
-    record = record_of([])
-    tables = (trials_table, summary_by_precision, readable_summary, evaluations_table, reasons_table)
-    for table in (*tables, importance_table, precision_comparison):
-        assert table(record).empty
-    assert best_trials(record) == []
-    assert "best_score" in summary_by_precision(record)
+    tables = tables_of([])
+    for name in ("trials", "complete", "by_precision", "evaluations", "not_complete"):
+        assert getattr(tables, name).empty
+    assert tables.importances.table.empty
+    assert precision_comparison(tables).empty
+    assert brief_summary(tables).empty
+    assert tables.best == []
+    assert "best_score" in tables.by_precision
 
 
 def test_reasons_of_every_trial_that_is_not_complete() -> None:
-    table = reasons_table(fake_record()).set_index("number")[["outcome", "reason"]]
+    table = fake_tables().not_complete.set_index("number")[["outcome", "reason"]]
     assert {number: tuple(row) for number, row in table.iterrows()} == ENDINGS
 
 
 def test_evaluations_and_task_metrics() -> None:
     record = fake_record()
-    table = evaluations_table(record)
+    table = StudyTables(record).evaluations
     assert len(table) == sum(len(trial.evaluations) for trial in record.trials)
-    assert {"score", "criteria/f1_macro", "evidence/span_f1"} <= set(table)
+    first = record.trials[0].evaluations[0]
+    assert table.loc[0, "score"] == first.metrics["score"]
+    assert table.loc[0, "evidence/span_f1"] == first.metrics["evidence"]["span_f1"]
     metrics = task_metrics_table(record.trials[0])
     assert list(metrics["task"]) == ["criteria", "criteria", "evidence", "evidence"]
     assert list(metrics["metric"]) == ["f1_macro", "f1_micro", "span_f1", "span_overlap_f1"]
-    assert flat_metrics({"a": {"r2": 0.5}, "score": 0.4}) == {"a/r2": 0.5, "score": 0.4}
 
 
 @pytest.mark.parametrize(
@@ -191,60 +196,53 @@ def test_pareto_front(values: list[list[float]], directions: tuple[str, ...], fr
 
 def test_several_objectives_have_a_front_instead_of_a_best() -> None:
     trials = [with_values(number, values) for number, values in enumerate([(0.5, 10), (0.6, 20), (0.4, 30)])]
-    record = record_of(trials, metric_names=("score", "memory"), directions=("maximize", "minimize"))
-    assert [trial.number for trial in best_trials(record)] == [1, 0], "the best by the first objective first"
-    summary = summary_by_precision(record)
-    assert (summary.loc[0, "best_score"], summary.loc[0, "best_memory"]) == (0.6, 10)
+    tables = tables_of(trials, metric_names=("score", "memory"), directions=("maximize", "minimize"))
+    assert [trial.number for trial in tables.best] == [1, 0], "the best by the first objective first"
+    assert list(tables.by_precision.loc[0, ["best_score", "best_memory"]]) == [0.6, 10]
 
 
 def test_an_objective_may_be_a_measured_quantity() -> None:
     trials = [with_values(0, (12.0,)), fake_trial(1, "fp32", "pruned")]
-    record = record_of(trials, metric_names=("train_examples_per_second",))
-    row = row_of(record, "fp32")
-    assert row["best_train_examples_per_second"] == 12.0
-    assert row["measured"] == 2
+    row = row_of(tables_of(trials, metric_names=("train_examples_per_second",)), "fp32")
+    assert (row["best_train_examples_per_second"], row["measured"]) == (12.0, 2)
 
 
 def test_choices_that_no_trial_drew_are_in_the_table() -> None:
-    space = {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32", "bf16", "fp16", "fp8"]}}
-    definition = {"search_space": space}
+    definition = choosing(["fp32", "tf32", "bf16", "fp16", "fp8"])
     trials = [fake_trial(0, "fp32"), fake_trial(1, "fp32")]
     trials[0].telemetry["device"] |= {"cpu_features": ["avx2"]}
     trials[1].telemetry["device"] |= {"type": "cuda", "name": "Example GPU", "compute_capability": "7.5"}
-    record = record_of(trials, definition=definition)
-    support = summary_by_precision(record).drop_duplicates("precision").set_index("precision")["support"]
+    tables = tables_of(trials, definition=definition)
+    support = tables.by_precision.drop_duplicates("precision").set_index("precision")["support"]
     not_run = dict.fromkeys(("tf32", "bf16", "fp8"), "not run here")
     assert dict(support) == {"fp32": "native", "fp16": "not drawn", **not_run}
-    reasons = undrawn_precisions(record)
-    assert reasons["fp16"] == ""
-    assert "needs compute capability >= 8.0, but this Example GPU has 7.5" in reasons["bf16"]
-    assert "needs a CPU with AMX or AVX512-BF16, which this Example CPU lacks" in reasons["bf16"]
-    unknown = record_of(trials[:1], definition={**definition, "amp": {"allow_emulated": True}})
-    assert undrawn_precisions(unknown)["bf16"] == ""
-    assert undrawn_precisions(record_of([], definition=definition)) == {}
+    assert tables.undrawn["fp16"] == ""
+    assert "needs compute capability >= 8.0, but this Example GPU has 7.5" in tables.undrawn["bf16"]
+    assert "a CPU with AMX or AVX512-BF16, which this Example CPU lacks" in tables.undrawn["bf16"]
+    emulating = choosing(["fp32", "bf16"], amp={"allow_emulated": True})
+    assert tables_of(trials[:1], definition=emulating).undrawn == {"bf16": ""}
+    assert tables_of([], definition=definition).undrawn == {}
 
 
 def test_a_crashed_trial_is_wasted_time() -> None:
     crashed = fake_trial(0, "fp32", "crashed")
-    row = row_of(record_of([crashed, fake_trial(1, "fp32")]), "fp32")
+    row = row_of(tables_of([crashed, fake_trial(1, "fp32")]), "fp32")
     assert (row["crashed"], row["wasted_seconds"]) == (1, pytest.approx(crashed.seconds))
 
 
-def test_readable_summary_fits_a_terminal() -> None:
-    record = fake_record()
-    brief = readable_summary(record, brief=True)
+def test_the_brief_summary_fits_a_terminal() -> None:
+    brief = brief_summary(fake_tables())
     assert list(brief["precision"]) == ["fp32", "tf32", "bf16", "fp16"]
     assert brief.loc[1, "outcomes"] == "3 unsupported"
     assert brief.loc[1, "score, best"] == "–"
     widths = [max(len(name), brief[name].str.len().max()) for name in brief if name != "outcomes"]
-    assert sum(widths) + 2 * len(widths) <= 110
+    assert sum(widths) + 2 * len(widths) <= 90
 
 
 def test_what_a_trial_stores_tells_what_its_device_can_run(tmp_path: Path) -> None:
     write_study(tmp_path, training={"max_steps": 1, "batch_size": 8, "max_length": 64}, device="cpu")
     stored = ok(hpo_command(tmp_path, "train", "tiny.yaml", "--param", "fp_precision=fp32", "--json")).json
     trial = dataclasses.replace(fake_trial(0, "fp32"), telemetry=stored["telemetry"])
+    undrawn = tables_of([trial], definition=choosing(list(PRECISION_NAMES))).undrawn
     names = [name for name in PRECISION_NAMES if name != "fp32"]
-    space = {"fp_precision": {"type": "categorical", "choices": ["fp32", *names]}}
-    found = undrawn_precisions(record_of([trial], definition={"search_space": space}))
-    assert found == {name: support(name, probe_device("cpu")).reason for name in names}
+    assert undrawn == {name: support(name, probe_device("cpu")).reason for name in names}

