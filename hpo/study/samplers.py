@@ -155,6 +155,10 @@ class SharedGrid(BaseSampler):
             trials = study._get_trials(deepcopy=False)
             if (failed := trial.user_attrs.get("retry_of")) is not None:
                 point = trials[failed].system_attrs[POINT_ATTR]
+            elif enqueued := trial.system_attrs.get("fixed_params"):
+                # As it was asked for, even where that was tried before.
+                asked = (p for p in self._untried(trials) + self._points if enqueued.items() <= p.items())
+                point = next(asked, self._points[0]) | enqueued
             else:
                 runnable = (p for p in self._untried(trials) if p.get(PRECISION) not in self._skipped)
                 point = next(runnable, None)

@@ -236,6 +236,24 @@ def test_a_trial_that_fails_before_it_has_all_parameters_is_retried_at_its_point
     assert len({str(point) for point in points}) == 8
 
 
+def test_an_enqueued_point_of_a_grid_is_run_first_and_once(sqlite_url: str) -> None:
+    config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
+    asked: list[dict[str, Any]] = [
+        {"fp_precision": "fp16", "weight_decay": 0.2},
+        {"weight_decay": 0.1},
+        {"fp_precision": "fp16", "weight_decay": 0.2},
+    ]
+    with open_storage(sqlite_url) as storage:
+        opened = storage.create_or_resume_study(config)
+        for params in asked:
+            opened.enqueue_trial(params)
+    assert Worker(config, VOLTA).run(sqlite_url).elsewhere == ("bf16",)
+    with open_storage(sqlite_url) as storage:
+        ran = [trial.params for trial in storage.read_study("tiny").trials]
+    assert all(params.items() <= trial.items() for params, trial in zip(asked, ran, strict=False))
+    assert len({str(sorted(params.items())) for params in ran}) == len(ran) - 1
+
+
 @pytest.mark.parametrize("name", ["tpe", "gp", "random", "grid"])
 def test_a_device_that_can_run_nothing_of_a_study_leaves_it(sqlite_url: str, name: str) -> None:
     space = {"fp_precision": {"type": "categorical", "choices": ["bf16", "tf32"]}, **STEPS}
