@@ -127,10 +127,11 @@ def best(
     With several objectives it shows the Pareto front, and scores or exports the best by the first of them.
     """
     from hpo.cli.display import print_best, print_metrics
-    from hpo.models.export import check_export_folder
     from hpo.study.study_record import best_trials
 
     if export is not None:
+        from hpo.models.export import check_export_folder  # imports PyTorch
+
         check_export_folder(export)
     with existing_study(study, storage) as (database, record):
         trials = best_trials(record)

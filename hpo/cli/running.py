@@ -243,7 +243,7 @@ def _say_how_to_go_on(slots: Mapping[str, int], summary: RunSummary) -> None:
 
 
 def _why_nothing_came_out(record: StudyRecord) -> str:
-    last = record.trials[-1]
+    last = next(trial for trial in reversed(record.trials) if trial.state != "WAITING")
     trace = last.attributes.get("traceback")
     return (
         f"the study has ended without a complete trial. The last one ended as {last.outcome}: "

@@ -235,7 +235,8 @@ def _parse_distribution(name: str, value: Any) -> Distribution:
         raise ValueError(f"must be a mapping such as {example}, but got {show(value)}.")
     kind = str(value.get("type"))
     if kind not in DISTRIBUTIONS:
-        refuse(Problem(("type",), one_of(tuple(DISTRIBUTIONS), value.get("type"))))
+        missing = f"must be given: one of {', '.join(DISTRIBUTIONS)}."
+        refuse(Problem(("type",), one_of(tuple(DISTRIBUTIONS), kind) if "type" in value else missing))
     distribution = DISTRIBUTIONS[kind].model_validate(value)
     if isinstance(distribution, CategoricalDistribution):
         return distribution.model_copy(update={"choices": _choices(name, distribution.choices)})

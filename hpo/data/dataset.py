@@ -150,7 +150,7 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
     listed: list[str] = []
     num_bad = 0
     splits: dict[str, list[Example]] = {}
-    first_seen: dict[str, str] = {}
+    first_seen: dict[str, tuple[str, str]] = {}
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
         splits[split] = []
@@ -158,8 +158,9 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
             example, found = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
                 name, group = example.id, example.group
-                if (other := first_seen.setdefault(name, row.where)) != row.where:
-                    found = [f"`id` must be unique, but `{name}` is that of {other} too"]
+                here = (split, row.where)
+                if (first := first_seen.setdefault(name, here)) != here:
+                    found = [f"`id` must be unique, but `{name}` is that of {first[1]} too"]
                 elif group is not None and (other := group_split.setdefault(group, split)) != split:
                     found = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
                 else:
@@ -170,8 +171,8 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
                     listed.append(f"{row.where}: {'; '.join(found)}")
     if num_bad:
         rows = "1 bad row" if num_bad == 1 else f"{num_bad} bad rows"
-        first = f" (the first {MAX_LISTED} are listed)" if num_bad > MAX_LISTED else ""
-        raise DataError("\n  ".join([f"{rows} in the data{first}; mend or remove:", *listed]))
+        limit = f" (the first {MAX_LISTED} are listed)" if num_bad > MAX_LISTED else ""
+        raise DataError("\n  ".join([f"{rows} in the data{limit}; mend or remove:", *listed]))
     for split, examples in splits.items():
         if not examples:
             raise DataError(f"{readers[split].name}: the {split} split must have rows, but it is empty.")

@@ -116,14 +116,8 @@ def tokenize_chunks(
     """Tokenise every example and place its truth on the tokens; see the head of this file.
 
     Yields the split in chunks of `_CHUNK` examples, each of which counts its examples, tokens and spans from
-    0. Raises ModelError for a tokenizer without offsets, and DataError where `max_length` leaves no room for
-    text or `stride` no progress.
+    0. Raises DataError where `max_length` leaves no room for text or `stride` no progress.
     """
-    if not tokenizer.is_fast:
-        raise ModelError(
-            f"the tokenizer must be a fast one, which knows the characters of its tokens, "
-            f"but {type(tokenizer).__name__} is not. Use an encoder with a tokenizer.json."
-        )
     layout = probe_layout(tokenizer, windowing.pair_segments is not None)
     num_special = len(layout.special.ids_T)
     if windowing.max_length < num_special + 2:

@@ -95,7 +95,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Return the encoder's tokenizer.
 
-    Raises ModelError where there is none, or where it has more tokens than the encoder has embeddings.
+    Raises ModelError where there is none, where it does not know the characters of its tokens, or where it
+    has more tokens than the encoder has embeddings.
     """
     source = encoder if isinstance(encoder, str) else encoder.get("tokenizer", "minilm")
     if not isinstance(source, str):
@@ -112,6 +113,11 @@ def load_tokenizer(
         raise ModelError(
             f"{source}: a tokenizer must have a vocabulary, but there is none here. The folder needs "
             f"a tokenizer.json (`tokenizer.save_pretrained(folder)` writes it)."
+        )
+    if not tokenizer.is_fast:
+        raise ModelError(
+            f"the tokenizer of {source} must be a fast one, which knows the characters of its tokens, "
+            f"but {type(tokenizer).__name__} is not. Use an encoder with a tokenizer.json."
         )
     if isinstance(vocab_size, int) and len(tokenizer) > vocab_size:
         raise ModelError(

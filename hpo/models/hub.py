@@ -32,10 +32,10 @@ def download(name: str, revision: str | None = None) -> Path:
 
     Raises ModelError where the hub is out of reach or does not give the model.
     """
-    config = try_to_load_from_cache(name, "config.json", revision=revision)
-    if isinstance(config, str) and _has_tokenizer_and_weights(Path(config).parent):
-        return Path(config).parent
     try:
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(config, str) and _has_tokenizer_and_weights(Path(config).parent):
+            return Path(config).parent
         # One question with a short timeout: transformers would retry each of several files for 20 s.
         info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT_SECONDS)
         _logger.info("downloading the encoder %s", name)

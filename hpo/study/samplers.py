@@ -121,7 +121,8 @@ class SharedGrid(BaseSampler):
     """The points of a grid in a random order, each for one trial of the workers that share the grid.
 
     A trial keeps its point whoever goes on with it, and its retry has the same. A point is done when its
-    trial is, unless that FAILed without having run, as when `n_trials` is lowered.
+    trial is, unless that FAILed without having run, as when `n_trials` is lowered. Where all points have been
+    tried and a slot is still open, they are tried again.
     """
 
     def __init__(self, space: SearchSpace, seed: int, skipped: Container[str], lock: Lock) -> None:
@@ -134,8 +135,8 @@ class SharedGrid(BaseSampler):
         self._lock = lock
 
     def precisions_left(self, study: Study) -> list[str]:
-        """Of the points that no trial has, the precisions."""
-        untried = self._untried(study._get_trials(deepcopy=False))
+        """Of the points that are left to try, the precisions."""
+        untried = self._untried(study._get_trials(deepcopy=False)) or self._points
         return list(dict.fromkeys(point[PRECISION] for point in untried if PRECISION in point))
 
     def _untried(self, trials: Sequence[FrozenTrial]) -> list[dict[str, Any]]:
@@ -153,18 +154,25 @@ class SharedGrid(BaseSampler):
             return
         with self._lock():
             trials = study._get_trials(deepcopy=False)
-            if (failed := trial.user_attrs.get("retry_of")) is not None:
-                point = trials[failed].system_attrs[POINT_ATTR]
-            elif enqueued := trial.system_attrs.get("fixed_params"):
-                # As it was asked for, even where that was tried before.
-                asked = (p for p in self._untried(trials) + self._points if enqueued.items() <= p.items())
-                point = next(asked, self._points[0]) | enqueued
-            else:
-                runnable = (p for p in self._untried(trials) if p.get(PRECISION) not in self._skipped)
-                point = next(runnable, None)
+            failed = trial.user_attrs.get("retry_of")
+            point = trials[failed].system_attrs.get(POINT_ATTR) if failed is not None else None
+            if point is None:
+                point = self._choose(trials, trial.system_attrs.get("fixed_params", {}))
             if point is None:
                 raise NoPointLeft
             study._storage.set_trial_system_attr(trial._trial_id, POINT_ATTR, point)
+
+    def _choose(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The first point left to try that this worker can run; None: there is none.
+
+        `fixed` are the parameters that a trial was enqueued with: it has them, whatever was tried before.
+        """
+        untried = self._untried(trials)
+        for point in untried + self._points if fixed or not untried else untried:
+            runnable = PRECISION in fixed or point.get(PRECISION) not in self._skipped
+            if runnable and fixed.items() <= point.items():
+                return point
+        return {**self._points[0], **fixed} if fixed else None
 
     def infer_relative_search_space(self, *_: object) -> dict[str, BaseDistribution]:
         return {}

@@ -319,17 +319,9 @@ def test_a_stride_is_no_matter_where_no_text_is_long() -> None:
     assert split.owned_T.tolist() == [False, True, True, True, False]
 
 
-def test_tokenizers_that_cannot_be_used_are_refused() -> None:
+def test_a_tokenizer_without_a_place_for_no_answer_is_refused() -> None:
     with pytest.raises(ModelError, match="puts none before a text"):
         tokenize_split([example("a")], [ANSWER], tiny_tokenizer("suffix_only"), Windowing(16))
-
-    class Slow:
-        is_fast = False
-
-    with pytest.raises(
-        ModelError, match="must be a fast one, which knows the characters of its tokens, but Slow"
-    ):
-        tokenize_split([example("a")], [NAMES], Slow(), Windowing(16))  # type: ignore[arg-type]
 
 
 # Real sets

@@ -155,6 +155,12 @@ def test_an_id_or_group_in_two_splits_is_refused(tmp_path: Path) -> None:
     assert second == f"  {path}:2: a group must stay in one split, but `g` is in train and validation"
 
 
+def test_one_file_for_two_splits_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    message = "`id` must be unique, but `a` is that of .*train.jsonl:1 too"
+    refused(message, tmp_path, files={"validation": str(tmp_path / "train.jsonl")})
+
+
 def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
     write(tmp_path, changed(segments={"questions": [0, 10], "context": [11, 29]}))
     message = r"must have `question` .data.pair_segments names it.. Did you mean `questions`"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_encoders import BERT, SIZES, make_model, save_encoder
+from transformers import CanineTokenizer
 
 from hpo.errors import ModelError
 from hpo.models.encoder import load_encoder, load_tokenizer
@@ -90,6 +91,14 @@ def test_a_damaged_folder_is_refused(damage: Callable[[Path], Any], message: str
 def test_weights_without_a_pooler_are_fine(folder: Path) -> None:
     without_tensors(folder, "pooler")
     make_model(str(folder))
+
+
+def test_a_tokenizer_that_does_not_know_its_characters(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+    CanineTokenizer().save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"must be a fast one, .* but CanineTokenizer is not"):
+        load_tokenizer(str(folder))
 
 
 def test_a_folder_without_tokenizer(folder: Path) -> None:

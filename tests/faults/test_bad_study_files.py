@@ -157,7 +157,7 @@ search_space: {learning_rate: 3}
   => 3: search_space.learning_rate: must be a mapping such as `{type: categorical, choices: [...]}`, but got
      `3`.
 search_space: {learning_rate: {low: 1, high: 2}}
-  => 3: search_space.learning_rate.type: must be one of categorical, float, int, but got `null`.
+  => 3: search_space.learning_rate.type: must be given: one of categorical, float, int.
 search_space: {learning_rate: {type: flaot, low: 1}}
   => 3: search_space.learning_rate.type: must be one of categorical, float, int, but got `flaot`. Did you
      mean `float`?

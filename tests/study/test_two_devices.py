@@ -20,7 +20,7 @@ from hpo.precision.table import AmpConfig, left_out
 from hpo.study.device_sampler import WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
 from hpo.study.samplers import POINT_ATTR
-from hpo.study.schema import workers
+from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import RunSummary, run_worker
 
@@ -236,22 +236,45 @@ def test_a_trial_that_fails_before_it_has_all_parameters_is_retried_at_its_point
     assert len({str(point) for point in points}) == 8
 
 
-def test_an_enqueued_point_of_a_grid_is_run_first_and_once(sqlite_url: str) -> None:
+def test_enqueued_points_of_a_grid_are_run_first(sqlite_url: str) -> None:
+    """Also those that are tried again; a precision that is left open is one that the device runs."""
     config = study(12, sampler={"name": "grid", "seed": 1}, search_space=SPACES["grid"])
     asked: list[dict[str, Any]] = [
         {"fp_precision": "fp16", "weight_decay": 0.2},
-        {"weight_decay": 0.1},
         {"fp_precision": "fp16", "weight_decay": 0.2},
+        *[{"weight_decay": 0.1}] * 3,
     ]
     with open_storage(sqlite_url) as storage:
         opened = storage.create_or_resume_study(config)
         for params in asked:
             opened.enqueue_trial(params)
-    assert Worker(config, VOLTA).run(sqlite_url).elsewhere == ("bf16",)
+    worker = Worker(config, VOLTA)
+    assert worker.run(sqlite_url).elsewhere == ("bf16",)
+    assert set(worker.drawn) == RUNS["V100"]
     with open_storage(sqlite_url) as storage:
         ran = [trial.params for trial in storage.read_study("tiny").trials]
     assert all(params.items() <= trial.items() for params, trial in zip(asked, ran, strict=False))
-    assert len({str(sorted(params.items())) for params in ran}) == len(ran) - 1
+    assert len({str(sorted(params.items())) for params in ran}) == len(ran) - 2
+
+
+def test_a_new_slot_of_a_grid_of_which_every_point_was_tried_tries_one_again(sqlite_url: str) -> None:
+    """As after a kill between the end of a trial and that of its slot, with fewer and again more trials."""
+
+    def config(n_trials: int) -> Any:
+        return study(n_trials, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
+
+    with open_storage(sqlite_url) as storage:
+        storage.create_or_resume_study(config(3))
+        worker = Worker(config(3), AMX)
+        run_worker(config(3), storage, worker.execute)
+        with storage.engine.begin() as connection:
+            killed = sa.update(slots).where(slots.c.slot == 1)
+            connection.execute(killed.values(state="running", owner="gone"))
+        for n_trials in (2, 3):
+            storage.create_or_resume_study(config(n_trials))
+        assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+        assert run_worker(config(3), storage, worker.execute).outcomes == {"complete": 1}
+        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 3}
 
 
 @pytest.mark.parametrize("name", ["tpe", "gp", "random", "grid"])
