@@ -156,13 +156,6 @@ def finish(*processes: Any) -> None:
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
-def open_and_create(url: str, config: StudyConfig, log: Path) -> None:
-    """Open the database and create the study, as every worker does first."""
-    with open_storage(url) as storage:
-        storage.create_or_resume_study(config)
-        note(log, slots=storage.slot_counts(config.name))
-
-
 def join(url: str, config: StudyConfig, log: Path) -> None:
     """Join the study as a worker and leave again."""
     with open_storage(url) as storage:
