@@ -169,16 +169,6 @@ def test_joining_worker_does_not_resize(storage: Storage) -> None:
 # A study that goes
 
 
-def test_deleted_study_begins_anew(storage: Storage) -> None:
-    """optuna-dashboard deletes Optuna's tables of a study and knows nothing of ours."""
-    run_trials(storage, study(2), result("complete"), result("complete"))
-    before = storage.study_token("tiny")
-    optuna.delete_study(study_name="tiny", storage=storage.optuna)
-    storage.create_or_resume_study(study(2))
-    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
-    assert storage.study_token("tiny") != before
-
-
 @pytest.mark.parametrize("outcome", ["unsupported", "incompatible", "oom", "crashed", "failed", "preempted"])
 def test_study_that_never_trained_is_replaced_with_a_word(
     storage: Storage, caplog: pytest.LogCaptureFixture, outcome: str
