@@ -71,18 +71,12 @@ def test_data_that_were_edited_since_the_study_was_made(tmp_path: Path) -> None:
 # Storage: more of it is in test_bad_storage.py.
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("sqlite:///tiny.yaml", r"must be a SQLite database"),
-        ("postgresql://me:secret@host.invalid/db", r"the host cannot be found"),
-    ],
-)
 @pytest.mark.parametrize("command", ["run", "status"])
-def test_storage_url(tmp_path: Path, command: str, url: str, message: str) -> None:
+def test_storage_url(tmp_path: Path, command: str) -> None:
     write_study(tmp_path)
+    url = "postgresql://me:secret@host.invalid/db"
     finished = hpo_command(tmp_path, command, "tiny.yaml", "--storage", url)
-    check_refused(tmp_path, finished, message)
+    check_refused(tmp_path, finished, "the host cannot be found")
     assert "secret" not in finished.err
 
 
