@@ -270,17 +270,6 @@ def test_complete_trial_must_have_finite_values(storage: Storage, values: Any) -
         run_trials(storage, study(1), result("complete", values=values))
 
 
-def test_infeasible_trial_is_never_best(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(3))
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        for value, outcome in ((0.9, "nonfinite"), (0.1, "complete"), (0.2, "pruned")):
-            lease = worker.claim()
-            trial = worker.open_trial(lease)
-            evaluate(storage, trial, value=value)
-            worker.record_outcome(lease, trial, result(outcome, values=(value,)))
-    assert opened.best_trial.number == 1
-
-
 def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
     opened = storage.create_or_resume_study(study(1))
     with WorkerLease(storage, opened, max_retries=0) as worker:
