@@ -103,6 +103,12 @@ def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> 
     assert both | own | of_hidden | of_weights == both
 
 
+def test_the_encoders_own_pooler_is_frozen() -> None:
+    trained = {name for name, parameter in load_encoder(BERT).named_parameters() if parameter.requires_grad}
+    assert trained
+    assert not any(name.startswith("pooler.") for name in trained)
+
+
 # What an encoder says about itself.
 
 

@@ -17,6 +17,7 @@ from hpo.config.search_space import suggest
 from hpo.errors import DataError
 from hpo.outcome import Outcome
 from hpo.study import worker as worker_module
+from hpo.study.device_sampler import WorkerDevice
 from hpo.study.leases import Lease
 from hpo.study.process import process_start, this_machine
 from hpo.study.schema import workers
@@ -240,3 +241,24 @@ def test_trial_knows_of_other_workers_on_its_machine(
         run_worker(config, storage, trial_runner(executor, storage, threading.Event()))
         peer.kill()
     assert storage.read_study("tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
+
+
+def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(storage: Storage) -> None:
+    space = {"batch_size": {"type": "categorical", "choices": [8, 16]}}
+    config = study(3, sampler={"name": "tpe", "seed": 1}, search_space=space)
+    sizes = []
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        sizes.append(suggest(config.search_space, trial)["batch_size"])
+        if len(sizes) == 1:
+            return result("oom", telemetry={"device": {"memory_limit_bytes": 20 * 2**30}})
+        if len(sizes) == 2:
+            stop.set()
+        return result("complete")
+
+    storage.create_or_resume_study(config)
+    stop = threading.Event()
+    run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=20 * 2**30), stop=stop)
+    run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=80 * 2**30))
+    first, second, third = sizes
+    assert first == third != second
