@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Finished, hpo_command, ok
+from command_line import Finished, hpo_command, ok, stored
 from jsonl_sets import write_set
 from tiny import write_study
-
-from hpo.study.storage import open_storage
 
 TASKS: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
 ROW: dict[str, Any] = {"id": "b", "text": "Ann works.", "labels": {"tone": "calm"}}
@@ -106,5 +104,4 @@ def test_full_disk_during_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.undo()
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
-        assert [trial.outcome for trial in storage.read_study("tiny").trials] == ["complete", "complete"]
+    assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete", "complete"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from command_line import finish, hpo_command, ok, start_hpo, wait_until
+from command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
 from tiny import write_study
 
 from hpo.study.process import process_start
@@ -41,11 +41,6 @@ def resume(folder: Path) -> str:
     """Run the study to its end; what may change does: without the many checkpoints it is faster."""
     write(folder, every_seconds=30)
     return ok(hpo_command(folder, "run", "tiny.yaml")).out
-
-
-def stored(folder: Path) -> StudyRecord:
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
-        return storage.read_study("tiny")
 
 
 def checkpoints(folder: Path, trial: int) -> list[str]:

@@ -7,21 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import hpo_command, ok
+from command_line import hpo_command, ok, stored
 from tiny import write_study
 
 from hpo.report.tables import StudyTables
-from hpo.study.storage import open_storage
-from hpo.study.study_record import StudyRecord
 from hpo.study.worker import RunSummary
 
 SPACE: dict[str, Any] = {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3, "log": True}}
 TRAINING: dict[str, Any] = {"max_steps": 4, "batch_size": 8, "max_length": 64, "dropout": 0.0}
-
-
-def stored(folder: Path) -> StudyRecord:
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
-        return storage.read_study("tiny")
 
 
 def kept(folder: Path) -> list[int]:
