@@ -21,25 +21,6 @@ from hpo.study.storage import Storage
 TWO = place_workers(2, ())
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "devices", "expected"),
-    [
-        (1, (), [(1, None)]),
-        (3, (), [(3, None)] * 3),
-        (2, ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
-        (2, ("0", "1"), [(1, "0"), (1, "1")]),
-        (3, ("GPU-a", "GPU-b"), [(2, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")]),
-        (4, ("MIG-a", "MIG-b"), [(2, "MIG-a"), (2, "MIG-b")] * 2),
-        (1, ("0", "1"), [(1, "0")]),
-    ],
-)
-def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
-    num_workers: int, devices: tuple[str, ...], expected: list[tuple[int, str | None]]
-) -> None:
-    places = place_workers(num_workers, devices)
-    assert places == [WorkerPlace(mates, gpu) for mates, gpu in expected]
-
-
 def test_place_as_environment() -> None:
     assert WorkerPlace(2).environment == {"HPO_WORKERS_ON_DEVICE": "2"}
     assert WorkerPlace(1, "MIG-a").environment == {

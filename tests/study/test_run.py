@@ -305,11 +305,15 @@ def test_the_contexts_of_workers_need_room_too(
         ((1, 2), ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
         ((1, 1), ("0", "1"), [(1, "0"), (1, "1")]),
         ((1, 3), (), [(3, None)] * 3),
-        ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
         ((1, None), ("0", "1"), [(1, None)]),  # in this process
+        ((3, None), (), [(3, None)] * 3),
+        ((2, None), ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
+        ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((3, None), ("GPU-a", "GPU-b"), [(2, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")]),
+        ((4, None), ("MIG-a", "MIG-b"), [(2, "MIG-a"), (2, "MIG-b")] * 2),
     ],
 )
-def test_workers_of_a_run(
+def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
     monkeypatch: pytest.MonkeyPatch,
     given: tuple[int, int | None],
     devices: tuple[str, ...],
