@@ -83,10 +83,10 @@ def make_batch(lengths: tuple[int, ...] = (12, 7)) -> tuple[Tensor, Tensor]:
     return torch.randint(1000, 20000, mask.shape, generator=generator) * mask, mask
 
 
-def scalar_loss(model: MultitaskModel) -> Tensor:
+def scalar_loss(model: MultitaskModel, lengths: tuple[int, ...] = (12, 7)) -> Tensor:
     """A loss that every parameter has a part in."""
     torch.manual_seed(0)
-    return torch.stack([logits.square().mean() for logits in model(*make_batch()).values()]).sum()
+    return torch.stack([logits.square().mean() for logits in model(*make_batch(lengths)).values()]).sum()
 
 
 def dropout_rates(model: nn.Module) -> dict[str, float]:
