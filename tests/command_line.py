@@ -19,6 +19,8 @@ from typer.main import get_command
 
 import hpo
 from hpo.cli.commands import app, main
+from hpo.study.storage import open_storage
+from hpo.study.study_record import StudyRecord
 
 ROOT = Path(hpo.__file__).parents[1]
 COMMANDS: dict[str, Any] = dict(get_command(app).commands)  # type: ignore[attr-defined]
@@ -55,6 +57,12 @@ def hpo_command(folder: Path, *arguments: str, width: int = 100) -> Finished:
         except SystemExit as end:
             exit_code = int(end.code or 0)
     return Finished(exit_code, out.getvalue(), err.getvalue())
+
+
+def stored(folder: Path) -> StudyRecord:
+    """The tiny study in the default database of a folder."""
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
+        return storage.read_study("tiny")
 
 
 def ok(finished: Finished) -> Finished:

@@ -16,6 +16,15 @@ from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 LABEL = Task("label", "single_label", ("a", "b", "c"))
 SPANS = Task("spans", "token_classification", ("x", "y"))
 TASKS = (LABEL, SPANS)
+KIND_TASKS = (  # one of every kind
+    Task("single", "single_label", ("a", "b", "c")),
+    Task("multi", "multi_label", ("a", "b")),
+    Task("number", "regression"),
+    Task("joint", "token_classification", ("x", "y")),
+    Task("overlapping", "token_classification", ("x", "y"), spans_may_overlap=True),
+    Task("answer", "span_extraction", ("answer",)),
+    Task("evidence", "span_per_label", ("a", "b"), evidence_for="multi"),
+)
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 32, **SIZES, "max_position_embeddings": 64}
@@ -74,7 +83,11 @@ def make_batch(lengths: tuple[int, ...] = (12, 7)) -> tuple[Tensor, Tensor]:
     return torch.randint(1000, 20000, mask.shape, generator=generator) * mask, mask
 
 
-def scalar_loss(model: MultitaskModel) -> Tensor:
+def scalar_loss(model: MultitaskModel, lengths: tuple[int, ...] = (12, 7)) -> Tensor:
     """A loss that every parameter has a part in."""
     torch.manual_seed(0)
-    return torch.stack([logits.square().mean() for logits in model(*make_batch()).values()]).sum()
+    return torch.stack([logits.square().mean() for logits in model(*make_batch(lengths)).values()]).sum()
+
+
+def dropout_rates(model: nn.Module) -> dict[str, float]:
+    return {name: part.p for name, part in model.named_modules() if isinstance(part, nn.Dropout)}

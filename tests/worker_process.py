@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study.leases import Lease, WorkerLease
-from hpo.study.processes import stop_on_signals
 from hpo.study.schema import workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
@@ -98,7 +96,6 @@ def work(
     kill_at: int = 3,
     crash: int = 0,
     trial_seconds: float = 0.0,
-    stop: threading.Event | None = None,
 ) -> RunSummary:
     """Be a worker until the study is done; killed at the `kill_at`-th time that `kill` happens.
 
@@ -119,8 +116,6 @@ def work(
             deadline = time.monotonic() + trial_seconds
             while time.monotonic() < deadline:
                 lease.check()
-                if stop is not None and stop.is_set():
-                    return result("preempted")
                 time.sleep(0.01)
             if kill == "training":
                 die()
@@ -128,7 +123,7 @@ def work(
             bug = "Traceback" if outcome == "failed" else None
             return result(outcome, telemetry={"pid": os.getpid()}, traceback=bug)
 
-        return run_worker(config, storage, execute, stop=stop, poll_seconds=0.05)
+        return run_worker(config, storage, execute, poll_seconds=0.05)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -154,13 +149,6 @@ def finish(*processes: Any) -> None:
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * len(processes)
-
-
-def open_and_create(url: str, config: StudyConfig, log: Path) -> None:
-    """Open the database and create the study, as every worker does first."""
-    with open_storage(url) as storage:
-        storage.create_or_resume_study(config)
-        note(log, slots=storage.slot_counts(config.name))
 
 
 def join(url: str, config: StudyConfig, log: Path) -> None:
@@ -238,18 +226,9 @@ def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Sequen
             assert trial.params == by_number[trial.attributes["retry_of"]].params
 
 
-def main(log: str, n_trials: str, trial_seconds: str, crash: str = "0") -> int:
-    """Be what `hpo worker` is, with trials that only wait."""
-    with stop_on_signals() as stop:
-        done = work(
-            os.environ["HPO_STORAGE"],
-            study(int(n_trials)),
-            Path(log),
-            trial_seconds=float(trial_seconds),
-            crash=int(crash),
-            stop=stop,
-        )
-    return done.exit_code
+def main(log: str, n_trials: str, crash: str) -> int:
+    """Be what `hpo worker` is, with trials that are not trained."""
+    return work(os.environ["HPO_STORAGE"], study(int(n_trials)), Path(log), crash=int(crash)).exit_code
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 
 import optuna
 
-from hpo.config.search_space import Distribution, decode, grid, parse_search_space, suggest
+from hpo.config.search_space import Distribution, grid, parse_search_space, suggest
 from hpo.config.study_config import StudyConfig
 
 RAW: dict[str, Any] = {
@@ -73,16 +73,6 @@ def test_optuna_holds_numbers_as_such_and_lists_and_mappings_as_json() -> None:
     assert held["learning_rate"] == optuna.distributions.FloatDistribution(1e-5, 1e-3, log=True)
     assert held["batch_size"] == optuna.distributions.IntDistribution(8, 32, step=8)
     assert held["head_dropout"] == optuna.distributions.FloatDistribution(0.0, 0.5, step=0.1)
-
-
-def test_params_that_optuna_holds_are_read_back() -> None:
-    space = parse({"betas": RAW["betas"], "learning_rate": RAW["learning_rate"]})
-    study = optuna.create_study()
-    study.enqueue_trial({"betas": "[0.9, 0.999]", "learning_rate": 3e-4})
-    params = {"betas": (0.9, 0.999), "learning_rate": 3e-4}
-    trial = study.ask()
-    assert suggest(space, trial) == params
-    assert decode(space, trial.params) == decode(space, params) == params
 
 
 def test_the_grid_is_what_optunas_grid_sampler_takes() -> None:

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import optuna
 import pytest
@@ -26,15 +26,6 @@ def load(folder: Path, text: str) -> StudyConfig:
     path = folder / "study.yaml"
     path.write_text(text)
     return load_study(path)
-
-
-def test_a_study_of_the_project_loads() -> None:
-    study = load_study("multitask")
-    assert (study.name, study.n_trials, study.path.name) == ("multitask", 12, "multitask.yaml")
-    assert [objective.metric for objective in study.objective] == ["score"]
-    assert study.training.max_seconds == 20.0
-    assert study.search_space["learning_rate"].low == 1e-5  # type: ignore[union-attr]
-    assert study.search_space["init_scale"].when == {"fp_precision": ("fp16",)}
 
 
 def test_a_study_needs_a_name_and_data_only(tmp_path: Path) -> None:
@@ -163,33 +154,6 @@ def test_the_default_stride_adapts_to_the_length(tmp_path: Path) -> None:
     data = load(tmp_path, text % "").data
     assert [data.stride_of(length) for length in (48, 128, 256, 512)] == [12, 32, 64, 64]
     assert load(tmp_path, text % ", stride: 24").data.stride_of(48) == 24
-
-
-@pytest.mark.parametrize(
-    ("given", "options"),
-    [
-        ({"name": "tpe"}, {"n_startup_trials": 5}),
-        (
-            {"name": "tpe", "n_startup_trials": 4, "multivariate": False},
-            {"n_startup_trials": 4, "multivariate": False},
-        ),
-        ({"name": "nsga2", "population_size": 8}, {"population_size": 8}),
-        ({"name": "gp"}, {}),
-        (
-            {"name": "cmaes", "popsize": 8, "use_separable_cma": True},
-            {"popsize": 8, "use_separable_cma": True},
-        ),
-    ],
-)
-def test_sampler_options_are_those_given_and_our_defaults(
-    given: dict[str, Any], options: dict[str, Any]
-) -> None:
-    assert SamplerConfig.model_validate(given).options == options
-
-
-def test_pruners_that_need_an_option_have_a_default() -> None:
-    assert PrunerConfig(name="percentile").options == {"percentile": 25.0}
-    assert PrunerConfig(name="patient").options == {"patience": 2}
 
 
 def test_every_sampler_and_pruner_is_one_of_optunas() -> None:

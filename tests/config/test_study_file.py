@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpo.config.study_file import Problem, parse_yaml_value, read_study_file, show
+from hpo.config.study_file import parse_yaml_value, read_study_file, show
 from hpo.errors import StudyFileError
 
 
@@ -24,14 +24,6 @@ def test_line_of_every_key_is_known(tmp_path: Path) -> None:
     file = read_study_file(path)
     assert file.content == {"a": 1, "b": {"c": [1, 2], "d": {"e": 3}}}
     assert file.lines == {"a": 2, "b": 3, "b.c": 4, "b.c.0": 4, "b.c.1": 4, "b.d": 5, "b.d.e": 5}
-
-
-def test_error_has_a_line_for_each_problem_in_the_order_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "study.yaml"
-    path.write_text("a: 1\nb:\n  c: 2\n")
-    problems = [Problem(("b", "missing"), "second."), Problem(("a",), "first.")]
-    error = read_study_file(path).error(problems)
-    assert str(error) == f"{path}:1: a: first.\n{path}:2: b.missing: second."
 
 
 def test_anchors_and_merge_keys_are_not_taken_for_keys_written_twice(tmp_path: Path) -> None:

@@ -265,33 +265,6 @@ def test_a_long_question_takes_at_most_half_of_the_room() -> None:
     assert row.text[split.char_start_T[start] : split.char_end_T[end]] == "g"
 
 
-def test_all_targets_of_a_window_are_those_of_its_example() -> None:
-    tasks = [
-        Task("tone", "single_label", ("calm", "angry")),
-        Task("topics", "multi_label", ("work", "home", "garden")),
-        Task("proof", "span_per_label", ("home", "work"), evidence_for="topics"),
-        Task("grade", "regression"),
-    ]
-    rows = [
-        Example(
-            "a",
-            "a b c d e f",
-            {"tone": "angry", "topics": ["work", "home"], "grade": 2.5},
-            {"work": [(0, 3)]},
-            annotated=frozenset(["tone", "topics", "proof", "grade"]),
-        ),
-        Example("b", "a b", {"topics": []}, {}, annotated=frozenset(["topics"])),
-        Example("c", "a b", {}, {}),
-    ]
-    split = windows_of(rows, tasks, max_length=5, **WINDOWED)
-    assert split.window_example_W.tolist() == [0, 0, 1, 2]
-    assert split.targets["tone"].tolist() == [1, 1, -100, -100]
-    assert split.targets["topics"].tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 0], [-1, -1, -1]]
-    assert split.targets["proof"].tolist() == [[0, 1], [0, 1], [0, 0], [0, 0]]
-    np.testing.assert_array_equal(split.targets["grade"], [2.5, 2.5, np.nan, np.nan])
-    assert split.annotated["proof"].tolist() == [True, True, False, False]
-
-
 def test_a_text_without_tokens_is_a_window_of_special_tokens() -> None:
     split = windows_of([example("\u200b"), example("a", 1)], [NAMES], 16)
     assert split.lengths_W.tolist() == [2, 3]

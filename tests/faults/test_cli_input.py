@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Finished, hpo_command, ok
+from command_line import Finished, hpo_command, ok, stored
+from jsonl_sets import write_set
 from tiny import write_study
 
-from hpo.study.storage import open_storage
-
-TASKS: dict[str, Any] = {"tasks": {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}}
+TASKS: dict[str, Any] = {"tone": {"kind": "single_label", "classes": ["calm", "angry"]}}
 ROW: dict[str, Any] = {"id": "b", "text": "Ann works.", "labels": {"tone": "calm"}}
 
 
@@ -30,10 +28,7 @@ def check_refused(folder: Path, finished: Finished, message: str, exit_code: int
 
 def write_data(folder: Path, *rows: Any) -> None:
     """A study on a JSONL data set of a good row and `rows`."""
-    (folder / "tasks.json").write_text(json.dumps(TASKS))
-    lines = [json.dumps(row) for row in ({**ROW, "id": "a"}, *rows)]
-    (folder / "train.jsonl").write_text("\n".join(lines))
-    (folder / "validation.jsonl").write_text(json.dumps({**ROW, "id": "v"}))
+    write_set(folder, TASKS, train=[{**ROW, "id": "a"}, *rows], validation=[{**ROW, "id": "v"}])
     write_study(folder, data={"source": "jsonl", "path": "."})
 
 
@@ -74,36 +69,21 @@ def test_data_that_were_edited_since_the_study_was_made(tmp_path: Path) -> None:
 # Storage: more of it is in test_bad_storage.py.
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("nonsense", r"The storage must be a URL such as .*, but it is `nonsense`"),
-        ("sqlite:////no/such/folder/hpo.db", r"The folder `/no/such/folder` .* must exist"),
-        ("sqlite:///tiny.yaml", r"must be a SQLite database"),
-        ("postgresql://me:secret@host.invalid/db", r"the host cannot be found"),
-    ],
-)
 @pytest.mark.parametrize("command", ["run", "status"])
-def test_storage_url(tmp_path: Path, command: str, url: str, message: str) -> None:
+def test_storage_url(tmp_path: Path, command: str) -> None:
     write_study(tmp_path)
+    url = "postgresql://me:secret@host.invalid/db"
     finished = hpo_command(tmp_path, command, "tiny.yaml", "--storage", url)
-    if command == "status" and "folder" in url:
-        message = "There is no study database"
-    check_refused(tmp_path, finished, message)
+    check_refused(tmp_path, finished, "the host cannot be found")
     assert "secret" not in finished.err
 
 
-def test_read_only_file(tmp_path: Path) -> None:
+def test_reading_needs_no_right_to_write(tmp_path: Path) -> None:
     write_study(tmp_path)
-    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    before = (tmp_path / "runs" / "hpo.db").read_bytes()
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
     url = f"sqlite:///file:{tmp_path}/runs/hpo.db?mode=ro&uri=true"
-    refused = hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "5", "--storage", url)
-    assert refused.exit_code == 2
-    assert "the database must be writable" in refused.err
-    assert (tmp_path / "runs" / "hpo.db").read_bytes() == before
     status = ok(hpo_command(tmp_path, "status", "tiny.yaml", "--storage", url, "--json")).json
-    assert status["trials"]["done"] == 2, "reading needs no right to write"
+    assert status["trials"]["open"] == 2
 
 
 def test_full_disk_during_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +104,4 @@ def test_full_disk_during_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.undo()
     ok(hpo_command(tmp_path, "run", "tiny.yaml"))
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
-        assert [trial.outcome for trial in storage.read_study("tiny").trials] == ["complete", "complete"]
+    assert [trial.outcome for trial in stored(tmp_path).trials] == ["complete", "complete"]

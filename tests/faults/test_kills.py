@@ -37,21 +37,6 @@ def test_killed_worker_is_continued(storage_url: str, tmp_path: Path, place: str
         assert {line["number"] for line in before} <= set(runs)
 
 
-def test_peer_takes_over_at_once(storage_url: str, tmp_path: Path) -> None:
-    """On one machine nobody waits for the lease of a dead process."""
-    config, log = study(3), tmp_path / "log"
-    victim = start(storage_url, config, log, trial_seconds=600)
-    wait_for(lambda: bool(notes(log)))
-    peer = start(storage_url, config, log)
-    os.kill(victim.pid, signal.SIGKILL)
-    finish(peer)
-    with open_storage(storage_url) as storage:
-        check_done(storage, config, log)
-    first = notes(log)[0]
-    assert [line["pid"] for line in notes(log) if line["number"] == first["number"]] == [victim.pid, peer.pid]
-    victim.join()
-
-
 def test_all_workers_killed_ten_times_in_one_trial(storage_url: str, tmp_path: Path) -> None:
     """Neither trial is to blame, though none gets further between two deaths."""
     config, log = study(3), tmp_path / "log"

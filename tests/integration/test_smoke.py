@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiny import tiny_study
-
-from hpo.config.study_config import EvaluationConfig, load_study
+from hpo.config.study_config import load_study
 from hpo.report.report import write_report
 from hpo.report.tables import StudyTables
 from hpo.study.run import open_study, run_study
-from hpo.study.storage import open_storage
 from hpo.study.study_record import best_trials
 
 STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
@@ -20,9 +17,7 @@ def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
     study = load_study(STUDY)
     with open_study(study, storage_url, tmp_path) as opened:
         summary = run_study(opened)
-    with open_study(study, storage_url, tmp_path) as opened:
-        record = opened.record
-        assert run_study(opened).outcomes == {}  # finished: nothing is run again
+        record = opened.storage.read_study(study.name)
     assert summary.ended == "finished"
     assert sum(summary.outcomes.values()) == len(record.trials) == study.n_trials == 6
     assert set(summary.outcomes) <= {"complete", "pruned"}
@@ -40,16 +35,3 @@ def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
     page = write_report(record, tmp_path / "report").read_text()
     assert "score while training" in page
     assert "No evaluation with" not in page
-
-
-def test_a_resumed_study_trains_with_the_defaults_that_it_was_made_with(tmp_path: Path) -> None:
-    today = tiny_study(tmp_path, n_trials=1)
-    assert today.evaluation == EvaluationConfig(per_epoch=1)
-    made = today.model_copy(update={"evaluation": EvaluationConfig(per_epoch=2)})  # as in another version
-    url = f"sqlite:///{tmp_path}/hpo.db"
-    with open_storage(url) as storage:
-        storage.create_or_resume_study(made)
-    with open_study(today, url, tmp_path / "runs") as opened:
-        run_study(opened)
-        (trial,) = opened.storage.read_study("tiny").trials
-    assert len(trial.evaluations) == 2

@@ -12,11 +12,9 @@ from tiny_encoders import BERT, FAMILIES, family_encoder, make_batch, save_encod
 from torch import nn
 
 from hpo.data.token_cache import tokenizer_fingerprint
-from hpo.models.attention import NAME as DROPOUT_ATTENTION
 from hpo.models.encoder import (
     MINILM_HUB_ID,
     encoder_folder,
-    encoder_layers,
     load_encoder,
     load_tokenizer,
     max_positions,
@@ -73,15 +71,6 @@ def test_sharded_weights_load(bert_folder: Path, tmp_path: Path) -> None:
         assert torch.equal(whole[name], value)
 
 
-def test_a_fresh_encoder_depends_on_the_seed_alone() -> None:
-    def weights(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return next(load_encoder(BERT).parameters())
-
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
-
-
 def test_a_fresh_encoder_takes_vocabulary_and_special_tokens_from_the_tokenizer() -> None:
     # RoBERTa's own padding id is 1; with it positions of minilm's padding (id 0) would be counted.
     config: Any = load_encoder({**BERT, "model_type": "roberta"}).config
@@ -114,17 +103,6 @@ def test_dropout_settings_change_their_own_kind_of_dropout_only(family: str) -> 
     assert both | own | of_hidden | of_weights == both
 
 
-def test_attention_implementations_agree_and_are_what_was_asked_for() -> None:
-    outputs = {}
-    input_ids, mask = make_batch()
-    for attention, implementation in (("sdpa", DROPOUT_ATTENTION), ("eager", "eager")):
-        torch.manual_seed(0)
-        module: Any = load_encoder(BERT, attention=attention)
-        assert module.config._attn_implementation == implementation
-        outputs[attention] = module(input_ids, mask).last_hidden_state[mask.bool()]
-    torch.testing.assert_close(outputs["sdpa"], outputs["eager"], rtol=1e-5, atol=1e-5)
-
-
 def test_the_encoders_own_pooler_is_frozen() -> None:
     trained = {name for name, parameter in load_encoder(BERT).named_parameters() if parameter.requires_grad}
     assert trained
@@ -132,15 +110,6 @@ def test_the_encoders_own_pooler_is_frozen() -> None:
 
 
 # What an encoder says about itself.
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_encoder_layers_finds_the_blocks(family: str) -> None:
-    layers = encoder_layers(family_encoder(family))
-    assert len(layers) == 2
-    assert type(layers[0]) is type(layers[1])
-    # A block holds attention and feed-forward: at least 4 D D + 2 D F weights.
-    assert sum(parameter.numel() for parameter in layers[0].parameters()) >= 4 * 32 * 32 + 2 * 32 * 64
 
 
 @pytest.mark.parametrize("family", FAMILIES)

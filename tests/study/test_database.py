@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import sqlalchemy as sa
-from worker_process import finish, notes, open_and_create, start_process, study
 
 from hpo.study import database
 from hpo.study.database import parse_url, redact, storage_url
@@ -49,9 +46,3 @@ def test_sqlite_waits_and_logs_ahead(sqlite_url: str, monkeypatch: pytest.Monkey
             for name in ("journal_mode", "synchronous", "busy_timeout")
         }
     assert pragma == {"journal_mode": "wal", "synchronous": 1, "busy_timeout": 7000}
-
-
-def test_schema_is_made_once_by_eight_processes(storage_url: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    finish(*(start_process(open_and_create, storage_url, study(4), log) for _ in range(8)))
-    assert [line["slots"] for line in notes(log)] == [{"open": 4, "running": 0, "done": 0}] * 8

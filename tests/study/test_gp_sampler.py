@@ -8,10 +8,9 @@ import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState
-from scripted_study import Params, ScriptedStudy, best_at_1e_4
+from scripted_study import Params, ScriptedStudy
 from worker_process import study
 
-from hpo.study.feasible_sampler import is_infeasible
 from hpo.study.gp_sampler import PrunedAwareSampler
 
 NUMBERS_AND_NAMES = {
@@ -89,22 +88,3 @@ def test_gp_sees_numbers_in_their_order() -> None:
     assert params["batch_size"] == 32
     assert [trial.params for trial in shown] == [{"batch_size": n, "pooling": "mean"} for n in (1, 0, 2)]
     assert current.trials[-1].distributions["batch_size"] == CategoricalDistribution((16, 8, 32))
-
-
-def test_gp_sees_infeasible_trials_as_worst() -> None:
-    """Infeasible by a combination: no category is to blame, so only what GP learns can help."""
-
-    def script(params: Params) -> Any:
-        broken = params["fp_precision"] != "fp32" and params["learning_rate"] > 5e-5
-        return "nonfinite" if broken else best_at_1e_4(params)
-
-    gp = optuna.samplers.GPSampler(seed=1, warn_independent_sampling=False)
-    shares = []
-    for sampler in (PrunedAwareSampler(gp), gp):
-        current = ScriptedStudy(study(40), script)
-        current.study.sampler = sampler
-        current.run(40)
-        shares.append(sum(map(is_infeasible, current.trials[10:])) / 30)
-    seeing, blind = shares
-    assert seeing < 0.3
-    assert seeing < blind / 2

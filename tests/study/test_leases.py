@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -102,31 +101,6 @@ def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_p
             assert worker.number == 12
 
 
-@pytest.mark.parametrize("state", ["open", "dead"])
-def test_trial_that_cannot_run_here_is_left_to_others(storage: Storage, state: str) -> None:
-    opened = storage.create_or_resume_study(study(3))
-
-    def can_run(params: Mapping[str, Any]) -> bool:
-        return params.get("fp_precision") != precision
-
-    with ExitStack() as stack:
-        first = stack.enter_context(worker_on(storage, opened))
-        trial = first.open_trial(first.claim())
-        precision = suggest(study().search_space, trial)["fp_precision"]
-        if state == "dead":
-            change_worker(storage, first, process_start="1")
-        else:
-            stack.close()
-        with WorkerLease(storage, opened, max_retries=1, can_run=can_run) as other:
-            for slot in (1, 2):
-                lease = other.claim()
-                assert lease.slot == slot
-                other.record_outcome(lease, other.open_trial(lease), result("complete"))
-            assert other.claim() is None
-        with worker_on(storage, opened) as able:
-            assert able.open_trial(able.claim()).number == trial.number
-
-
 @pytest.mark.parametrize("progress", ["evaluation", "checkpoint"])
 def test_deaths_at_one_place_count_until_there_is_progress(
     storage: Storage, opened: optuna.Study, progress: str
@@ -167,16 +141,6 @@ def test_a_retried_trial_has_no_deaths_of_the_failed_one(storage: Storage, opene
             lease = peer.claim()
             assert (lease.deaths.count, lease.deaths.step) == (1, saved[number])
             peer.record_outcome(lease, peer.open_trial(lease), result("failed", traceback="Traceback"))
-
-
-def test_deaths_that_no_worker_outlives_cost_nothing(storage: Storage, opened: optuna.Study) -> None:
-    with ExitStack() as stack:
-        for _ in range(10):
-            worker = stack.enter_context(worker_on(storage, opened))
-            lease = worker.claim()
-            worker.open_trial(lease)
-            assert (lease.slot, lease.deaths.count) == (0, 0)
-            change_worker(storage, worker, process_start="1")
 
 
 def test_zombie_is_dead() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -11,34 +10,15 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 import worker_process
-from worker_process import check_done, notes, study
+from worker_process import study
 
 from hpo.errors import InputError, RunError
 from hpo.study import processes
-from hpo.study.processes import WorkerPlace, place_workers, run_workers, stop_on_signals
+from hpo.study.processes import WorkerPlace, place_workers, run_workers
 from hpo.study.schema import workers
 from hpo.study.storage import Storage
 
 TWO = place_workers(2, ())
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "devices", "expected"),
-    [
-        (1, (), [(1, None)]),
-        (3, (), [(3, None)] * 3),
-        (2, ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
-        (2, ("0", "1"), [(1, "0"), (1, "1")]),
-        (3, ("GPU-a", "GPU-b"), [(2, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")]),
-        (4, ("MIG-a", "MIG-b"), [(2, "MIG-a"), (2, "MIG-b")] * 2),
-        (1, ("0", "1"), [(1, "0")]),
-    ],
-)
-def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
-    num_workers: int, devices: tuple[str, ...], expected: list[tuple[int, str | None]]
-) -> None:
-    places = place_workers(num_workers, devices)
-    assert places == [WorkerPlace(mates, gpu) for mates, gpu in expected]
 
 
 def test_place_as_environment() -> None:
@@ -47,18 +27,6 @@ def test_place_as_environment() -> None:
         "HPO_WORKERS_ON_DEVICE": "1",
         "CUDA_VISIBLE_DEVICES": "MIG-a",
     }
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_asks_second_interrupts(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with stop_on_signals() as stop:
-        assert not stop.is_set()
-        os.kill(os.getpid(), number)
-        assert stop.wait(10)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(number)
-    assert signal.getsignal(number) == before
 
 
 @pytest.fixture
@@ -72,31 +40,15 @@ def use_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return use
 
 
-PROGRAM = worker_process.__file__
-
-
 def test_worker_command_does_not_show_the_url() -> None:
     command = processes.worker_command("multitask", 60.0)
     assert command[1:] == ["-m", "hpo", "worker", "multitask", "--timeout", "60.0"]
 
 
-def test_run_workers(storage: Storage, tmp_path: Path, use_command: Callable[..., None]) -> None:
-    config, log = study(8), tmp_path / "log"
-    use_command(PROGRAM, log, 8, 0.0)
-    storage.create_or_resume_study(config)
-    summary = run_workers(config, storage, tmp_path / "runs", TWO)
-    check_done(storage, config, log)
-    assert summary.ended == "finished"
-    assert sum(summary.outcomes.values()) == len(storage.read_study("tiny").trials)
-    assert {line["pid"] for line in notes(log)} != {os.getpid()}
-    logs = sorted(path.name for path in (tmp_path / "runs" / "tiny").iterdir())
-    assert logs == ["worker-0.log", "worker-1.log"]
-
-
 def test_run_workers_notes_how_its_workers_died(
     storage: Storage, tmp_path: Path, use_command: Callable[..., None]
 ) -> None:
-    use_command(PROGRAM, tmp_path / "log", 8, 0.0, int(signal.SIGSEGV))
+    use_command(worker_process.__file__, tmp_path / "log", 8, int(signal.SIGSEGV))
     storage.create_or_resume_study(study(8))
     with pytest.raises(RunError, match="was killed by signal 11"):
         run_workers(study(8), storage, tmp_path, TWO)

@@ -123,11 +123,13 @@ def test_a_study_that_was_deleted_in_the_dashboard_begins_anew(
 ) -> None:
     storage.create_or_resume_study(study(1))
     train_one(storage, study(1))
+    before = storage.study_token("tiny")
     optuna.delete_study(study_name="tiny", storage=storage.optuna)
     with pytest.raises(StorageError, match="was deleted"):
         storage.read_study("tiny")
     with open_study(study(2), storage.url, tmp_path) as opened:
         assert (opened.record.trials, opened.record.slots["open"]) == ([], 2)
+    assert storage.study_token("tiny") != before
     assert [executor.num_checks for executor in executors.made] == [1]
 
 
@@ -193,14 +195,6 @@ def test_what_the_file_leaves_out_is_as_it_is_stored(storage: Storage, tmp_path:
 
 def searching(*names: str, **amp: Any) -> Any:
     return study(search_space={"fp_precision": {"type": "categorical", "choices": names}}, amp=amp)
-
-
-def test_what_the_device_lacks_has_its_reason() -> None:
-    lacking = check_precisions(searching("fp32", "bf16", "tf32"), CPU)
-    assert lacking.keys() == {"bf16", "tf32"}
-    assert "AVX512-BF16" in lacking["bf16"]
-    assert check_precisions(searching("fp32", "bf16", allow_emulated=True), CPU) == {}
-    assert check_precisions(study(search_space={}), CPU) == {}
 
 
 @pytest.mark.usefixtures("executors")
@@ -311,11 +305,15 @@ def test_the_contexts_of_workers_need_room_too(
         ((1, 2), ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
         ((1, 1), ("0", "1"), [(1, "0"), (1, "1")]),
         ((1, 3), (), [(3, None)] * 3),
-        ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
         ((1, None), ("0", "1"), [(1, None)]),  # in this process
+        ((3, None), (), [(3, None)] * 3),
+        ((2, None), ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
+        ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((3, None), ("GPU-a", "GPU-b"), [(2, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")]),
+        ((4, None), ("MIG-a", "MIG-b"), [(2, "MIG-a"), (2, "MIG-b")] * 2),
     ],
 )
-def test_workers_of_a_run(
+def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
     monkeypatch: pytest.MonkeyPatch,
     given: tuple[int, int | None],
     devices: tuple[str, ...],

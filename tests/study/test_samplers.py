@@ -9,6 +9,7 @@ from optuna.distributions import CategoricalDistribution
 from scripted_study import Params, ScriptedStudy, best_at_1e_4
 from worker_process import SPACE, study
 
+from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
 from hpo.study.device_sampler import WorkerDevice
 from hpo.study.feasible_sampler import MIN_INFEASIBLE_TRIALS, InfeasibleFilterSampler
@@ -236,16 +237,6 @@ def test_what_did_not_fit_into_less_memory_may_be_tried_where_there_is_more(
 # Pruners
 
 
-@pytest.mark.parametrize(
-    ("pruner", "kind"),
-    [
-        ({"name": "hyperband", "max_resource": 9}, optuna.pruners.HyperbandPruner),
-        ({"name": "asha", "reduction_factor": 2}, optuna.pruners.SuccessiveHalvingPruner),
-        ({"name": "median", "n_startup_trials": 2}, optuna.pruners.MedianPruner),
-        ({"name": "percentile"}, optuna.pruners.PercentilePruner),
-        ({"name": "patient"}, optuna.pruners.PatientPruner),
-        ({"name": "none"}, optuna.pruners.NopPruner),
-    ],
-)
-def test_pruner(pruner: dict[str, Any], kind: type) -> None:
-    assert type(build_pruner(study(1, pruner=pruner).pruner)) is kind
+@pytest.mark.parametrize(("name", "kind"), PrunerConfig.CLASSES.items())
+def test_every_pruner_can_be_built_without_options(name: str, kind: str) -> None:
+    assert type(build_pruner(study(1, pruner={"name": name}).pruner)).__name__ == kind

@@ -169,16 +169,6 @@ def test_joining_worker_does_not_resize(storage: Storage) -> None:
 # A study that goes
 
 
-def test_deleted_study_begins_anew(storage: Storage) -> None:
-    """optuna-dashboard deletes Optuna's tables of a study and knows nothing of ours."""
-    run_trials(storage, study(2), result("complete"), result("complete"))
-    before = storage.study_token("tiny")
-    optuna.delete_study(study_name="tiny", storage=storage.optuna)
-    storage.create_or_resume_study(study(2))
-    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
-    assert storage.study_token("tiny") != before
-
-
 @pytest.mark.parametrize("outcome", ["unsupported", "incompatible", "oom", "crashed", "failed", "preempted"])
 def test_study_that_never_trained_is_replaced_with_a_word(
     storage: Storage, caplog: pytest.LogCaptureFixture, outcome: str
@@ -278,17 +268,6 @@ def test_headline_and_telemetry(storage: Storage) -> None:
 def test_complete_trial_must_have_finite_values(storage: Storage, values: Any) -> None:
     with pytest.raises(ValueError, match="finite values"):
         run_trials(storage, study(1), result("complete", values=values))
-
-
-def test_infeasible_trial_is_never_best(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(3))
-    with WorkerLease(storage, opened, max_retries=0) as worker:
-        for value, outcome in ((0.9, "nonfinite"), (0.1, "complete"), (0.2, "pruned")):
-            lease = worker.claim()
-            trial = worker.open_trial(lease)
-            evaluate(storage, trial, value=value)
-            worker.record_outcome(lease, trial, result(outcome, values=(value,)))
-    assert opened.best_trial.number == 1
 
 
 def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:

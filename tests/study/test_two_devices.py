@@ -158,7 +158,7 @@ def die(worker: WorkerLease, storage: Storage) -> None:
 @pytest.mark.parametrize("end", ["preempted", "failed", "dead"])
 @pytest.mark.parametrize("name", ["tpe", "grid"])
 def test_a_trial_in_a_precision_that_a_device_lacks_goes_on_with_another(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, name: str, end: str
+    storage_url: str, monkeypatch: pytest.MonkeyPatch, name: str, end: str
 ) -> None:
     space = SPACES["grid" if name == "grid" else "finite"]
     config = study(12, sampler={"name": name, "seed": 1}, search_space=space)
@@ -175,18 +175,18 @@ def test_a_trial_in_a_precision_that_a_device_lacks_goes_on_with_another(
     first = Worker(config, AMX, first_bf16)
     if end == "dead":
         with pytest.raises(KeyboardInterrupt):
-            first.run(sqlite_url)
+            first.run(storage_url)
         monkeypatch.undo()
     else:
-        assert first.run(sqlite_url).ended == "stopped"
+        assert first.run(storage_url).ended == "stopped"
     other = Worker(config, VOLTA)
-    left = other.run(sqlite_url)
+    left = other.run(storage_url)
     assert (left.ended, left.elsewhere) == ("elsewhere", ("bf16",))
     assert "bf16" not in other.drawn
     again = Worker(config, AMX)
-    assert again.run(sqlite_url).ended == "finished"
+    assert again.run(storage_url).ended == "finished"
     assert again.drawn[0] == "bf16"
-    with open_storage(sqlite_url) as storage:
+    with open_storage(storage_url) as storage:
         outcomes = Counter(trial.outcome for trial in storage.read_study("tiny").trials)
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
 

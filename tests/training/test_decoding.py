@@ -119,26 +119,6 @@ def test_the_windows_of_a_text_are_joined(
     assert decode(task, np.array(logits, np.float32), split, decision) == expected
 
 
-#       O  B-a I-a B-b I-b  are tags 0 to 4
-@pytest.mark.parametrize(
-    ("tags", "expected"),
-    [
-        ([1, 2, 0, 3], [("a", 0, 2), ("b", 3, 4)]),
-        ([2, 2, 0, 0], [("a", 0, 2)]),  # an I without B begins a span
-        ([1, 4, 4, 0], [("a", 0, 1), ("b", 1, 3)]),  # another name ends it
-        ([1, 1, 2, 2], [("a", 0, 1), ("a", 1, 4)]),  # B begins anew
-        ([0, 0, 0, 0], []),
-        ([0, 0, 0, 2], [("a", 3, 4)]),
-    ],
-)
-def test_bio_rules(tags: list[int], expected: list[tuple[str, int, int]]) -> None:
-    split = make_split([example_of("xx yy zz uu"), example_of("v")])
-    logits = one_hot([0, *tags, 0, 0, 2, 0], 5)
-    first, second = decode(SLOTS, logits, split, DEFAULT)
-    assert [(name, start // 3, (end + 1) // 3) for name, start, end in first] == expected
-    assert second == [("a", 0, 1)]
-
-
 def bio_reference(tags: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
     """Spans of tags (prefix, name), one token at a time."""
     spans: list[list[Any]] = []

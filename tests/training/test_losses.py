@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 
 from hpo.data.tasks import Task
@@ -237,15 +237,8 @@ def test_a_loss_that_fits_no_task_is_refused() -> None:
         check_loss([TASKS["regression"]], "focal")
 
 
-def test_balanced_weights_are_scikit_learns() -> None:
-    y = np.array([0] * 50 + [1] * 30 + [2] * 20)
-    expected = compute_class_weight("balanced", classes=np.unique(y), y=y)
-    target = torch.tensor(np.concatenate([y, [-100] * 5]))
-    weight = class_weights(TASKS["single_label"], target.split(17))
-    torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float32))
-
-
 BINARY = torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+CLASSES = torch.tensor([0] * 5 + [1] * 3 + [2] * 2 + [-100])
 TAGS = torch.tensor([[0] * 999 + [1], [-100] * 1000])
 TAGS_OF_TWO_NAMES = torch.tensor([[1, 0], [2, 0], *[[0, 0]] * 8])
 
@@ -253,13 +246,16 @@ TAGS_OF_TWO_NAMES = torch.tensor([[1, 0], [2, 0], *[[0, 0]] * 8])
 @pytest.mark.parametrize(
     ("name", "targets", "expected"),
     [
+        ("single_label", CLASSES.split(4), [10 / (3 * 5), 10 / (3 * 3), 10 / (3 * 2)]),  # as scikit-learn's
         ("token_classification", [TAGS], [1000 / (2 * 999), 10.0, 1.0, 1.0, 1.0]),  # rare or absent classes
         ("overlapping", [TAGS_OF_TWO_NAMES[None]], [20 / (3 * 18), 20 / 3, 20 / 3]),
         ("multi_label", [BINARY[:2], BINARY[2:]], [3.0, 1.0, 0.5]),
         ("span_per_label", [BINARY[None]], [3.0, 1.0, 0.5]),
     ],
 )
-def test_class_weights_of_every_layout(name: str, targets: list[Tensor], expected: list[float]) -> None:
+def test_balanced_weights_of_every_layout(
+    name: str, targets: Sequence[Tensor], expected: list[float]
+) -> None:
     weight = class_weights(TASKS[name], targets)
     assert weight.dtype == torch.float32
     assert weight.tolist() == pytest.approx(expected)

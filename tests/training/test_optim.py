@@ -67,14 +67,9 @@ def test_one_rate_for_all_unless_asked_otherwise() -> None:
     assert len(parameter_groups(make_model(), learning_rate=1e-3)) == 4
 
 
-def test_head_learning_rate_is_for_all_that_is_new() -> None:
-    model = make_model(pooling="attention", loss_weighting="uncertainty")
-    for name, rate in rates(model, learning_rate=1e-3, head_learning_rate=0.5).items():
-        assert rate == (1e-3 if name.startswith("encoder.") else 0.5), name
-
-
-def test_layerwise_decay_gives_each_layer_its_exact_rate() -> None:
-    model = make_model({**BERT, "num_hidden_layers": 4}, pooling="attention")
+def test_layerwise_decay_gives_each_layer_its_exact_rate_and_all_that_is_new_its_own() -> None:
+    four_layers = {**BERT, "num_hidden_layers": 4}
+    model = make_model(four_layers, pooling="attention", loss_weighting="uncertainty")
     found = rates(model, learning_rate=0.1, head_learning_rate=0.3, layerwise_lr_decay=0.5)
     for name, rate in found.items():
         if name.startswith("encoder.embeddings."):

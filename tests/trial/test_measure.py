@@ -163,12 +163,3 @@ def test_a_gradient_that_overflows_at_the_first_scale_gets_a_smaller_one() -> No
     found = check(None, "fp16", init_scale=2.0**40)
     assert found.verdict == "ok"
     assert 1 < found.measurement.usable_scale < 2.0**40
-
-
-def test_out_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("hpo.trial.measure.observe", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        check(None, "bf16")

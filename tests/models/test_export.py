@@ -1,0 +1,133 @@
+"""Exports: the same logits from a folder that others can read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_encoders import FAMILIES, KIND_TASKS, dropout_rates, make_batch, make_model
+from transformers import AutoModel, AutoTokenizer
+
+from hpo.errors import ModelError
+from hpo.models.encoder import load_tokenizer
+from hpo.models.export import export_model, load_exported
+from hpo.models.multitask import MultitaskModel
+from hpo.training.decoding import DecodingThresholds
+
+# transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+
+
+def spoil(model: MultitaskModel) -> MultitaskModel:
+    """Move every weight a little, so that nothing equals what a fresh load would give."""
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def exported(folder: Path, model: MultitaskModel | None = None, **changes: Any) -> Path:
+    """An export of this model, or of a fresh one."""
+    settings = {"max_length": 16, "attention": "sdpa", "precision": "fp32", "decisions": {}, **changes}
+    return export_model(model or make_model(), load_tokenizer("minilm"), folder, **settings)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "minilm"])
+def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "pooling": "attention",
+        "head_type": "mlp",
+        "head_hidden_size": 24,
+        "head_dropout": 0.2,
+        "dropout": 0.15,
+        "loss_weighting": "uncertainty",
+        "tasks": KIND_TASKS,
+    }
+    config, attention = (family, "sdpa") if family == "minilm" else FAMILIES[family]
+    model = spoil(make_model(config, attention=attention, **settings))
+    tokenizer = load_tokenizer("minilm")
+    decisions = {"multi": DecodingThresholds(threshold=0.25), "single": {}}
+    exported(tmp_path / "export", model, attention=attention, precision="bf16", decisions=decisions)
+    loaded, loaded_tokenizer, metadata = load_exported(tmp_path / "export")
+
+    assert loaded.tasks == KIND_TASKS
+    assert not loaded.training
+    assert metadata["decisions"]["multi"]["threshold"] == 0.25
+    assert (metadata["max_length"], metadata["attention"], metadata["precision"]) == (16, attention, "bf16")
+    assert model.encoder.config._attn_implementation == loaded.encoder.config._attn_implementation
+    text = "Anxious and tired, [SEP] can't sleep"
+    assert loaded_tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert dropout_rates(loaded) == dropout_rates(model)
+    with torch.no_grad():
+        for name, logits in model(*make_batch()).items():
+            assert torch.equal(loaded(*make_batch())[name], logits), name
+        of_transformers = AutoModel.from_pretrained(tmp_path / "export", attn_implementation=attention)
+        hidden = of_transformers(*make_batch()).last_hidden_state
+        assert torch.equal(hidden, model.encoder(*make_batch()).last_hidden_state)
+    by_transformers = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert by_transformers(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
+    model = spoil(make_model()).bfloat16()
+    loaded, _, _ = load_exported(exported(tmp_path / "x", model, precision="bf16-true"))
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.float()), name
+
+
+def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    exported(folder)
+    exported(folder, max_length=12)
+    assert load_exported(folder)[2]["max_length"] == 12
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "chapter1.tex").write_text("...")
+    with pytest.raises(ModelError, match="needs a folder of its own"):
+        exported(other)
+    assert [path.name for path in other.iterdir()] == ["chapter1.tex"]
+
+
+def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "x"
+    exported(folder)
+
+    def full_disk(*_args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpo.models.export.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        exported(folder, max_length=12)
+    assert load_exported(folder)[2]["max_length"] == 16
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_exported_files_can_be_read_by_others(tmp_path: Path) -> None:
+    folder = exported(tmp_path / "x")
+    modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
+    assert set(modes.values()) == {modes["hpo.json"]}
+
+
+@pytest.mark.parametrize("lost", ["hpo.json", "heads.safetensors", "model.safetensors", "config.json"])
+def test_an_export_with_a_file_missing_is_refused(lost: str, tmp_path: Path) -> None:
+    folder = exported(tmp_path / "x")
+    (folder / lost).unlink()
+    with pytest.raises(ModelError, match=str(folder)):
+        load_exported(folder)
+
+
+def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = exported(tmp_path / "x")
+    metadata = json.loads((folder / "hpo.json").read_text())
+    (folder / "hpo.json").write_text(json.dumps({**metadata, "head_type": "mlp"}))
+    with pytest.raises(ModelError, match=r"heads.safetensors must fit hpo.json"):
+        load_exported(folder)
+    (folder / "hpo.json").write_text(json.dumps({**metadata, "format": 99}))
+    with pytest.raises(ModelError, match="must have format 1, but it has 99"):
+        load_exported(folder)
