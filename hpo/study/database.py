@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
-from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError
+from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError, shorten
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 BUSY_SECONDS = 60.0
@@ -242,8 +242,8 @@ def explain(url: str, error: BaseException) -> HpoError:
     for kind, failures in ((StorageError, _WRONG_INPUT), (RunError, _CANNOT_GO_ON)):
         for pattern, advice in failures.items():
             if re.search(pattern, text, re.IGNORECASE):
-                return kind(f"{redact(url)}: {advice}. ({text[:300]})")
-    return RunError(f"{redact(url)}: the database gave an error: {text[:500]}")
+                return kind(f"{redact(url)}: {advice}. ({shorten(text, 300)})")
+    return RunError(f"{redact(url)}: the database gave an error: {shorten(text, 500)}")
 
 
 def is_outage(error: BaseException) -> bool:
