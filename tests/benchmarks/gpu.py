@@ -173,8 +173,7 @@ def _flops_per_token(folder: Path, device: str, encoder: str) -> float:
 
 def _utilization(folder: Path, device: str, cell: Cell, tokens_per_second: float) -> float | None:
     precision = PRECISIONS[cell.precision]
-    kind = "float8" if precision.float8 else "tf32" if precision.tf32 else precision.linear_dtype
-    peak = peak_flops(probe_device(device), kind)
+    peak = peak_flops(probe_device(device), precision.products)
     return None if peak is None else _flops_per_token(folder, device, cell.encoder) * tokens_per_second / peak
 
 
