@@ -55,8 +55,9 @@ Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 class RunSummary:
     """What one call ran."""
 
-    ended: Literal["finished", "stopped", "timeout", "elsewhere"]
-    """Every slot is done; told to stop; out of time; what remains is for other devices."""
+    ended: Literal["finished", "stopped", "timeout", "elsewhere", "halted", "yielded"]
+    """Every slot is done; told to stop; out of time; what remains is for other devices; the study was paused,
+    cancelled or deleted; another study comes first."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
     elsewhere: tuple[str, ...] = ()
@@ -77,12 +78,14 @@ def run_worker(
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
     saved_step: Callable[[int], int] = lambda _: 0,
+    go_on: Callable[[bool], bool] = lambda _: True,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
     """Run trials of the study with `execute` until none is left for `device`, `stop` is set or time is up.
 
     `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
-    `saved_step` gives the step of the last checkpoint of a trial by its number.
+    `saved_step` gives the step of the last checkpoint of a trial by its number. `go_on` is asked after each
+    trial (True), and when there is none to run but others still run some (False).
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
@@ -108,22 +111,29 @@ def run_worker(
             skipped=skipped,
             lock=partial(exclusive, storage.engine),
         )
-        while not stop.is_set() and time.monotonic() <= deadline:
+        while not stop.is_set() and not worker.halted.is_set() and time.monotonic() <= deadline:
             lease = worker.claim()
             if lease is not None:
                 outcome = _run_slot(worker, lease, execute)
                 if outcome is not None:
                     outcomes[outcome] += 1
                     after_trial()
+                if not (stop.is_set() or worker.halted.is_set() or go_on(True)):
+                    return RunSummary("yielded", outcomes)
                 continue
+            if worker.halted.is_set():
+                break
             unfinished = storage.persist(worker.unfinished).values()
             if not any(map(runnable, unfinished)):
                 after_trial()
                 elsewhere = runnable.left_to_others(unfinished)
                 return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
+            if not go_on(False):
+                return RunSummary("yielded", outcomes)
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
-    return RunSummary("stopped" if stop.is_set() else "timeout", outcomes)
+    ended = "stopped" if stop.is_set() else "halted" if worker.halted.is_set() else "timeout"
+    return RunSummary(ended, outcomes)
 
 
 @dataclass(frozen=True)
@@ -230,7 +240,7 @@ def trial_runner(
 
         def should_stop() -> bool:
             lease.check()
-            return stop.is_set()
+            return stop.is_set() or lease.halted.is_set()
 
         folder = executor.trial_folder(token, trial.number)
         place = executor.device.device_id
