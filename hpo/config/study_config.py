@@ -376,13 +376,17 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
 def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
     """The study `name` of a database by its definition alone.
 
-    Whoever can write to the database has written it, so nothing of it is taken unchecked. Raises StorageError.
+    Whoever can write to the database has written it, so nothing of it is taken unchecked.
+
+    Raises StorageError.
     """
     try:
         study = StudyConfig.model_validate(definition)
     except ValidationError as error:
         found = "\n".join(map(str, problems_of(error, StudyConfig)))
-        raise StorageError(f"The database's definition of the study {show(name)} is not valid:\n{found}") from None
+        raise StorageError(
+            f"The database's definition of the study {show(name)} is not valid:\n{found}"
+        ) from None
     if study.name != name:
         raise StorageError(f"The database's definition of the study {show(name)} is of {show(study.name)}.")
     return study

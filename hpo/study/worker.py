@@ -132,8 +132,9 @@ def run_worker(
                 return RunSummary("yielded", outcomes)
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
-    ended = "stopped" if stop.is_set() else "halted" if worker.halted.is_set() else "timeout"
-    return RunSummary(ended, outcomes)
+    if stop.is_set():
+        return RunSummary("stopped", outcomes)
+    return RunSummary("halted" if worker.halted.is_set() else "timeout", outcomes)
 
 
 @dataclass(frozen=True)
