@@ -119,6 +119,8 @@ class WorkerLease:
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     saved_step: Callable[[int], int] = lambda _: 0
     """The step of the last checkpoint of the trial with this number."""
+    reservation: str = ""
+    """The row of `hpo_workers` that has stood for this worker, to be replaced by its own."""
 
     number: int = field(init=False)
     """Of the worker in the study, from 0; no other worker of the study ever has it."""
@@ -144,7 +146,7 @@ class WorkerLease:
             storage.check_data(name)
             with storage.engine.begin() as connection:
                 # The row of an attempt that was committed though the connection broke before the answer.
-                connection.execute(sa.delete(workers).where(workers.c.id == self.id))
+                connection.execute(sa.delete(workers).where(workers.c.id.in_((self.id, self.reservation))))
                 last = connection.execute(last_number).scalar()
                 self.number = 0 if last is None else last + 1
                 self._alive_at_start = storage.live_workers(connection, name)

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from hpo.study.lifecycle import end_unfinished
 from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace, place_workers, run_workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
-from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, trial_runner
+from hpo.study.worker import STAYS, RunSummary, Stint, keep_best_checkpoints, run_worker, trial_runner
 
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
@@ -224,7 +224,7 @@ def run_study(
     places: Sequence[WorkerPlace] = (),
     *,
     stop: threading.Event | None = None,
-    go_on: Callable[[bool], bool] = lambda _: True,
+    stint: Stint = STAYS,
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
@@ -233,7 +233,7 @@ def run_study(
     Args:
         places: of `plan_workers`, where the trials run in processes of their own, `hpo worker STUDY`.
         stop: from `stop_on_signals`.
-        go_on: see `run_worker`, where they run in this process.
+        stint: of a worker that serves other studies too.
 
     Raises:
         StudyChangedError: the study had other data.
@@ -264,7 +264,7 @@ def run_study(
         stop=stop,
         saved_step=lambda number: last_saved_step(folder(number)),
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
-        go_on=go_on,
+        stint=stint,
     )
     if summary.ended == "halted":
         end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before

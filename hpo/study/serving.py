@@ -36,6 +36,7 @@ from hpo.study.process import process_start, this_machine
 from hpo.study.run import OpenStudy, open_study, run_study
 from hpo.study.schema import workers
 from hpo.study.storage import Storage, open_storage
+from hpo.study.worker import Stint
 
 _logger = logging.getLogger(__name__)
 
@@ -180,7 +181,6 @@ class _Server:
         self, choice: _Choice, shown: Callable[[OpenStudy], AbstractContextManager[None]]
     ) -> None:
         study = choice.study
-        reserved = True
         try:
             with open_storage(self._url, create=False) as storage:
                 config = stored_study(study.name, storage.read_definition(study.name))
@@ -197,15 +197,13 @@ class _Server:
                 ) as opened,
                 shown(opened),
             ):
-                _withdraw(opened.storage, choice)
-                reserved = False
 
                 def go_on(has_run: bool) -> bool:
                     if not has_run:
                         self._nothing_found[study.token] = time.monotonic()
                     return has_run and self._stays(opened.storage, study)
 
-                summary = run_study(opened, stop=self._stop, go_on=go_on)
+                summary = run_study(opened, stop=self._stop, stint=Stint(go_on, choice.reservation))
         except InputError as error:
             self._leave_out(study, str(error))
         else:
@@ -218,9 +216,8 @@ class _Server:
                     study, f"this worker was in it for the study's `timeout` of {config.timeout:g} s"
                 )
         finally:
-            if reserved:
-                with open_storage(self._url, create=False) as storage:
-                    _withdraw(storage, choice)
+            with open_storage(self._url, create=False) as storage:
+                _withdraw(storage, choice)
 
     def _leave_out(self, study: Demand, reason: str) -> None:
         self._left_out.add((study.token, study.n_trials))
@@ -253,6 +250,8 @@ def _first(study: Demand) -> tuple[int, int]:
 
 
 def _withdraw(storage: Storage, choice: _Choice) -> None:
+    """Remove the reservation of a worker that did not come to be in the study."""
+
     def delete() -> None:
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers).where(workers.c.id == choice.reservation))

@@ -69,6 +69,20 @@ class RunSummary:
         return 130 if self.ended == "stopped" else 0
 
 
+@dataclass(frozen=True)
+class Stint:
+    """The time of a worker in one of the studies that it serves."""
+
+    go_on: Callable[[bool], bool] = lambda _: True
+    """Asked after each trial (True), and when there is none to run but others still run some (False)."""
+    reservation: str = ""
+    """See `WorkerLease`."""
+
+
+STAYS = Stint()
+"""Of a worker that serves one study."""
+
+
 def run_worker(
     config: StudyConfig,
     storage: Storage,
@@ -78,14 +92,13 @@ def run_worker(
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
     saved_step: Callable[[int], int] = lambda _: 0,
-    go_on: Callable[[bool], bool] = lambda _: True,
+    stint: Stint = STAYS,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
     """Run trials of the study with `execute` until none is left for `device`, `stop` is set or time is up.
 
     `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
-    `saved_step` gives the step of the last checkpoint of a trial by its number. `go_on` is asked after each
-    trial (True), and when there is none to run but others still run some (False).
+    `saved_step` gives the step of the last checkpoint of a trial by its number.
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
@@ -102,6 +115,7 @@ def run_worker(
         can_run=runnable if skipped else None,
         refusal=partial(_refusal, config.search_space),
         saved_step=saved_step,
+        reservation=stint.reservation,
     ) as worker:
         study.sampler = build_sampler(
             config.sampler,
@@ -118,7 +132,7 @@ def run_worker(
                 if outcome is not None:
                     outcomes[outcome] += 1
                     after_trial()
-                if not (stop.is_set() or worker.halted.is_set() or go_on(True)):
+                if not (stop.is_set() or worker.halted.is_set() or stint.go_on(True)):
                     return RunSummary("yielded", outcomes)
                 continue
             if worker.halted.is_set():
@@ -128,7 +142,7 @@ def run_worker(
                 after_trial()
                 elsewhere = runnable.left_to_others(unfinished)
                 return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
-            if not go_on(False):
+            if not stint.go_on(False):
                 return RunSummary("yielded", outcomes)
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
