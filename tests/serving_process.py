@@ -32,9 +32,7 @@ class GatedExecutor:
     def trial_folder(self, token: str, number: int) -> Path:
         return self.folder / f"{token}-{number}"
 
-    def run(
-        self, params: Any, folder: Path, resume_key: str, on_evaluation: Any, should_stop: Any, **_: Any
-    ) -> Any:
+    def run(self, _params: Any, folder: Path, _key: str, _report: Any, should_stop: Any, **_: Any) -> Any:
         log = self.folder / "log"
         mine = [line for line in notes(log) if line["pid"] == os.getpid()]
         note(log, study=self.study.name, trial=folder.name, pid=os.getpid(), turn=len(mine))

@@ -168,7 +168,7 @@ def _wait(database: Storage, study: str, state: str, timeout: float) -> None:
     if left := wait_for_workers(database, study, timeout):
         raise RunError(
             f"The study `{study}` is {state}, but after {timeout:g} s it has {', '.join(left)}. They leave at "
-            "their next step; one killed on another machine counts for 60 s. Run this again to wait."
+            "their next step; one killed on another machine counts for 60 s. Try again."
         )
 
 
