@@ -30,11 +30,13 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
+from hpo.study import trial_rows
 from hpo.study.database import exclusive, explain, is_outage, open_database, redact, snapshot
 from hpo.study.process import is_alive, this_machine
 from hpo.study.reader import read_study
 from hpo.study.schema import compat, evaluations, slots, studies, workers
 from hpo.study.study_record import EvaluationRow, StudyRecord
+from hpo.study.trial_storage import TrialStorage
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -80,7 +82,7 @@ class Storage:
     def __init__(self, url: str, backend: optuna.storages.RDBStorage) -> None:
         self.url = url
         self.engine: sa.Engine = backend.engine
-        self.optuna = optuna.storages.get_storage(backend)  # caches finished trials
+        self.optuna = TrialStorage(backend)
         self._data: dict[str, str] = {}  # study -> fingerprint of the data that this process has
         seconds = (
             "extract(epoch from clock_timestamp())::float8"
@@ -201,9 +203,11 @@ class Storage:
 
     def fail_trial(self, trial: FrozenTrial, outcome: Outcome, reason: str) -> None:
         """End a trial that no worker has, as FAIL, which samplers do not see."""
-        for key, value in {"outcome": outcome, "outcome_reason": reason}.items():
-            self.optuna.set_trial_user_attr(trial._trial_id, key, value)
-        self.optuna.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        with self.engine.begin() as connection:
+            attributes = {"outcome": outcome, "outcome_reason": reason}
+            if trial_rows.end_trial(connection, trial._trial_id, TrialState.FAIL, None):
+                table = trial_rows.user_attributes
+                trial_rows.write_attributes(connection, table, trial._trial_id, attributes)
 
     def _resize(self, connection: sa.Connection, name: str, n_trials: int) -> set[int | None]:
         """Add slots, or drop those without a live worker; return the trial numbers of dropped ones."""

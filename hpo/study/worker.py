@@ -212,6 +212,7 @@ def trial_runner(
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        lease.store_params()
 
         def on_evaluation(scored: ScoredEvaluation) -> None:
             evaluation = scored.evaluation
