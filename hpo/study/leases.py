@@ -137,7 +137,7 @@ class WorkerLease:
         self.id = f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._of_study = slots.c.study == self._study.study_name
         self._lease: Lease | None = None
-        self._is_claiming = False
+        self._may_have_slot = False
         self._looked = -math.inf
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -233,8 +233,7 @@ class WorkerLease:
         runnable = self._runnable()
         while True:
             with self._storage.engine.begin() as connection:
-                found = self._left_by_broken_claim(connection)
-                if found is not None:
+                if (found := self._own_slot(connection)) is not None:
                     return Lease(found.slot, Deaths.of_slot(found), found.trial_number)
                 found = self._free_slot(connection, runnable)
                 if found is None:
@@ -247,19 +246,19 @@ class WorkerLease:
                     slots.c.owner.is_not_distinct_from(found.owner),
                 )
                 claim = sa.update(slots).where(*unchanged)
-                self._is_claiming = True
+                self._may_have_slot = True
                 taken = connection.execute(claim.values(state="running", owner=self.id, **deaths.columns))
-            self._is_claiming = False
             if taken.rowcount:
                 return Lease(found.slot, deaths, found.trial_number)
 
-    def _left_by_broken_claim(self, connection: sa.Connection) -> sa.Row[Any] | None:
-        """The slot of a claim that was committed though the connection broke before the answer came."""
-        if not self._is_claiming:
+    def _own_slot(self, connection: sa.Connection) -> sa.Row[Any] | None:
+        """A slot that this worker has already: the connection broke after the commit of its claim, say."""
+        if not self._may_have_slot:
             return None
-        self._is_claiming = False
         mine = (self._of_study, slots.c.state == "running", slots.c.owner == self.id)
-        return connection.execute(sa.select(slots).where(*mine)).first()
+        found = connection.execute(sa.select(slots).where(*mine)).first()
+        self._may_have_slot = found is not None
+        return found
 
     def _free_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         """The slot to claim next. Reads no slot that is done and, mostly, none that is running."""
@@ -337,6 +336,7 @@ class WorkerLease:
                 trial = self._make_trial(lease, fixed, {"retry_of": last.number})
             else:
                 self._update_slot(lease, state="done")
+                self._may_have_slot = False
                 return None
         self._storage.optuna.own(self._study._study_id, trial)
         lease.trial_number, lease.trial_id = trial.number, trial._trial_id
@@ -436,6 +436,7 @@ class WorkerLease:
                     self._storage.optuna.write(connection, lease.trial_id)
 
         self._storage.persist(open_slot)
+        self._may_have_slot = False
         self._disown()
 
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
@@ -473,6 +474,7 @@ class WorkerLease:
                 trial_rows.end_trial(connection, trial._trial_id, state, values)
 
         self._storage.persist(store)
+        self._may_have_slot = False
         self._disown()
 
 

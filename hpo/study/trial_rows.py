@@ -93,10 +93,13 @@ def make_trial(
     system_attrs: Mapping[str, Any],
     user_attrs: Mapping[str, Any],
 ) -> FrozenTrial:
-    """Add a running trial to a study, with the number after the last."""
-    # Optuna takes the same lock. Whoever holds it sees all trials that have a number.
-    lock = sa.select(studies.c.study_id).where(studies.c.study_id == study_id).with_for_update()
-    connection.execute(lock).one()
+    """Add a running trial to a study, with the number after the last; first in its transaction."""
+    # One at a time, as each takes the number after the last. Optuna takes the same lock.
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # sqlite3 would begin after the look at the numbers
+    else:
+        lock = sa.select(studies.c.study_id).where(studies.c.study_id == study_id)
+        connection.execute(lock.with_for_update())
     last = sa.select(trials.c.number).where(trials.c.study_id == study_id)
     number = connection.execute(last.order_by(trials.c.trial_id.desc()).limit(1)).scalar()
     number, started = 0 if number is None else number + 1, _now()

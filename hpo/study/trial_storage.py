@@ -24,6 +24,9 @@ from hpo.study import trial_rows
 RECENT_SECONDS = 1.0
 """What was read so long ago at most is good enough to look for enqueued trials."""
 
+AT_ONCE = "hpo:"
+"""System attributes of such names are written at once: other workers decide by them."""
+
 
 @dataclass
 class _OwnTrial:
@@ -102,8 +105,11 @@ class TrialStorage(_CachedStorage):
             super().set_trial_user_attr(trial_id, key, value)
 
     def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
-        if own := self._own.get(trial_id):
-            own.system_attrs[key] = own.trial.system_attrs[key] = value
+        own = self._own.get(trial_id)
+        if own:
+            own.trial.system_attrs[key] = value
+        if own and not key.startswith(AT_ONCE):
+            own.system_attrs[key] = value
         else:
             super().set_trial_system_attr(trial_id, key, value)
 
