@@ -241,8 +241,7 @@ class PostgresServer:
             lock.truncate(0)
             lock.write(here)
             lock.flush()
-            programs = self._choose_programs(tls=tls)
-            self._initialise(programs)
+            programs = self.prepare(tls=tls)
             port = port or self._last_port(host) or free_port(host)
             names = names_of(host)
             if tls:
@@ -290,7 +289,13 @@ class PostgresServer:
         except PermissionError:
             raise InputError(f"The database in {self.folder} is of another user, who can stop it.") from None
 
-    def _choose_programs(self, *, tls: bool) -> Programs:
+    def prepare(self, *, tls: bool) -> Programs:
+        """Make the database where there is none, and return the programs that serve it.
+
+        Raises:
+            InputError: the folder holds something else, or there are no such programs.
+            RunError: the database cannot be made.
+        """
         strange = {path.name for path in self.folder.iterdir()} - {"lock", "log", "data.new"}
         version = self.data / "PG_VERSION"
         if strange and not version.exists():
@@ -301,13 +306,13 @@ class PostgresServer:
         found = re.match(r"\d+", version.read_text()) if strange else None
         major = int(found[0]) if found else None
         why = f"for the database in {self.folder}" if found else "to start a database"
-        return choose(find_programs(server_user(self.data)), major, tls=tls, why=why)
+        programs = choose(find_programs(server_user(self.data)), major, tls=tls, why=why)
+        if not strange:
+            self._initialise(programs)
+        return programs
 
     def _initialise(self, programs: Programs) -> None:
-        """Make the database; a folder that is not complete is begun anew."""
-        if self.data.exists():
-            return
-        new = self.folder / "data.new"
+        new = self.folder / "data.new"  # an attempt that was killed is begun anew
         with suppress(FileNotFoundError):
             shutil.rmtree(new)
         new.mkdir(mode=0o700)
