@@ -44,7 +44,7 @@ _WRONG_INPUT = {
     ),
     r'database "[^"]*" does not exist': "the server has no such database. Create it, e.g. with `createdb`",
     r"root certificate file|certificate verify failed|does not match host name": (
-        "the server's certificate must be one that `sslrootcert` in the URL vouches for, and must be for this "
+        "the server's certificate must be one that `sslrootcert` in the URL vouches for, and be for this "
         "host's name. Check both"
     ),
     r"invalid \S+ value|invalid connection option|invalid integer value": (
