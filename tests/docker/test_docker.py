@@ -1,4 +1,4 @@
-"""What docker/ says, as far as it can be told without an engine; a build where podman and a base image are."""
+"""What docker/ says, as far as it can be told without an engine, and a build where podman can."""
 
 from __future__ import annotations
 
