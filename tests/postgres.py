@@ -78,9 +78,10 @@ class PostgresServer:
                 assert time.monotonic() < deadline, (self.folder / "log").read_text()
                 time.sleep(0.05)
 
-    def stop(self) -> None:
+    def stop(self, *, immediate: bool = False) -> None:
+        """Stop without waiting for clients; `immediate`: as if it had crashed."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGINT)  # without waiting for clients
+            self._process.send_signal(signal.SIGQUIT if immediate else signal.SIGINT)
             self._process.wait(timeout=60)
             self._process = None
 

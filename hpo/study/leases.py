@@ -37,7 +37,7 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.errors import LeaseLostError
+from hpo.errors import LeaseLostError, OutageError, RunError, StoppedError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.database import exclusive, explain
@@ -71,18 +71,41 @@ def trial_attributes(result: TrialResult) -> dict[str, Any]:
 class Lease:
     """The right of one worker to run one slot's trial."""
 
+    study: str
+    owner: str
+    """The worker."""
     slot: int
     deaths: Deaths
     """Of its trial, when it was claimed."""
     trained: bool = False
     """Whether `check` was called: the trial has made a step."""
+    saved_step: int = 0
+    """Of the newest checkpoint that was written of its trial."""
     lost: threading.Event = field(default_factory=threading.Event)
     """Set when another worker has the slot."""
 
     @property
-    def progress(self) -> dict[str, bool]:
+    def progress(self) -> dict[str, bool | int]:
         """What has changed in the slot's row."""
-        return {"trained": True} if self.trained else {}
+        changed: dict[str, bool | int] = {"trained": True} if self.trained else {}
+        return changed | ({"saved_step": self.saved_step} if self.saved_step else {})
+
+    def update(self, connection: sa.Connection, **values: Any) -> bool:
+        """Change the slot's row, which stays locked until the end of the transaction; False: another worker
+        has it."""
+        owned = (slots.c.study == self.study, slots.c.slot == self.slot, slots.c.owner == self.owner)
+        values = {"owner": self.owner, **self.progress, **values}
+        return connection.execute(sa.update(slots).where(*owned).values(values)).rowcount > 0
+
+    def hold(self, connection: sa.Connection, **values: Any) -> None:
+        """As `update`.
+
+        Raises:
+            LeaseLostError: another worker has the slot.
+        """
+        if not self.update(connection, **values):
+            self.lost.set()
+            self.check()
 
     def check(self) -> None:
         """To be called between steps; reads a flag only.
@@ -161,8 +184,10 @@ class WorkerLease:
                     )
                 )
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
+        if kind is not None and issubclass(kind, StoppedError):
+            return  # no time to wait for a database that is away; the others see that this process is gone
         self._thread.join()
         mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
         me = sa.update(workers).where(workers.c.id == self.id)
@@ -176,24 +201,23 @@ class WorkerLease:
 
     def _beat(self) -> None:
         while not self._leaving.wait(self._storage.lease_seconds / 6):
-            lease = self._lease
             try:
-                with self._storage.engine.begin() as connection:
-                    self._renew(connection)
-                    if lease is not None and not self._update(connection, lease):
-                        lease.lost.set()
-            except SQLAlchemyError as error:  # a database that restarts must not end the heartbeat
-                _logger.warning("Heartbeat failed, trying again: %s", explain(self._storage.url, error))
+                self._storage.attempt(self._beat_once)
+            except OutageError:
+                pass  # the next one finds the database back
+            except RunError as error:
+                _logger.warning("Heartbeat failed, trying again: %s", error)
+
+    def _beat_once(self) -> None:
+        lease = self._lease
+        with self._storage.engine.begin() as connection:
+            if lease is not None and not lease.update(connection):
+                lease.lost.set()
+            self._renew(connection)  # last, as everywhere: two threads never wait for each other's rows
 
     def _renew(self, connection: sa.Connection) -> None:
         me = sa.update(workers).where(workers.c.id == self.id)
         connection.execute(me.values(last_seen=self._storage.now, oom_kills=num_oom_kills()))
-
-    def _update(self, connection: sa.Connection, lease: Lease, **values: Any) -> bool:
-        """Change the row of a slot; False: another worker has it."""
-        owned = (self._of_study, slots.c.slot == lease.slot, slots.c.owner == self.id)
-        values = {"owner": self.id, **lease.progress, **values}
-        return connection.execute(sa.update(slots).where(*owned).values(values)).rowcount > 0
 
     # Claims
 
@@ -221,7 +245,7 @@ class WorkerLease:
             with self._storage.engine.begin() as connection:
                 claimed = connection.execute(mine).first()
                 if claimed is not None:
-                    return Lease(claimed.slot, Deaths.of_slot(claimed))
+                    return self._lease_of(claimed.slot, Deaths.of_slot(claimed))
                 found = self._abandoned(connection, runnable) or connection.execute(free).one_or_none()
                 if found is None:
                     return None
@@ -236,7 +260,10 @@ class WorkerLease:
                 taken = connection.execute(claim.values(state="running", owner=self.id, **deaths.columns))
                 if taken.rowcount:
                     self._renew(connection)
-                    return Lease(found.slot, deaths)
+                    return self._lease_of(found.slot, deaths)
+
+    def _lease_of(self, slot: int, deaths: Deaths) -> Lease:
+        return Lease(self._study.study_name, self.id, slot, deaths)
 
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""
@@ -258,7 +285,9 @@ class WorkerLease:
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
         rows = connection.execute(query.order_by(slots.c.slot)).all()
-        alive = self._storage.live_workers(connection, self._study.study_name) if rows else set()
+        storage, name = self._storage, self._study.study_name
+        witnessed = storage.availability.unbroken_seconds(storage.lease_seconds / 2)
+        alive = storage.live_workers(connection, name, witnessed) if rows else set()
         return next((row for row in rows if row.owner not in alive), None)
 
     def _deaths(self, connection: sa.Connection, slot: sa.Row[Any]) -> Deaths:
@@ -350,11 +379,8 @@ class WorkerLease:
 
     def _update_slot(self, lease: Lease, **values: Any) -> None:
         with self._storage.engine.begin() as connection:
-            is_mine = self._update(connection, lease, **values)
+            lease.hold(connection, **values)
             self._renew(connection)
-        if not is_mine:
-            lease.lost.set()
-            lease.check()
 
     def release(self, lease: Lease) -> None:
         """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
@@ -391,7 +417,7 @@ class WorkerLease:
         def close() -> None:
             if result.outcome == Outcome.FAILED and self._retries_left(self._trials_of(lease.slot)):
                 # Another trial, from its first step.
-                self._update_slot(lease, state="open", **Deaths().columns)
+                self._update_slot(lease, state="open", saved_step=0, **Deaths().columns)
             else:
                 self._update_slot(lease, state="done")
 
