@@ -22,8 +22,10 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
 from hpo.study import trial_rows
+from hpo.study.deaths import Deaths
 from hpo.study.leases import Lease, WorkerLease
-from hpo.study.schema import workers
+from hpo.study.outbox import Report
+from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
 from hpo.study.trial_storage import TrialStorage
@@ -76,11 +78,29 @@ def notes(log: Path) -> list[dict[str, Any]]:
 
 
 def evaluate(
-    storage: Storage, trial: optuna.trial.Trial, index: int = 1, value: float = 0.5, step: int | None = None
+    storage: Storage,
+    trial: optuna.trial.Trial,
+    index: int = 1,
+    value: float = 0.5,
+    step: int | None = None,
+    **changes: Any,
 ) -> bool:
-    """Report the `index`-th evaluation of a trial, at `step` (None: `index`); whether it is to be pruned."""
-    row = EvaluationRow(step or index, epoch=1.0, seconds=1.0, metrics={"score": value})
-    return storage.report_evaluation(trial, index, value, row)
+    """Report the `index`-th evaluation of a trial, at `step` (None: `index`); whether it is to be pruned.
+
+    `changes` are fields of the evaluation's row.
+    """
+    fields = {"epoch": 1.0, "seconds": 1.0, "metrics": {"score": value}, **changes}
+    report = Report(index, value, EvaluationRow(step or index, **fields))
+    return storage.persist(lambda: storage.report_evaluation(trial, lease_of(storage, trial), report))
+
+
+def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
+    """The lease of the worker that has a trial, or had it last."""
+    name = trial.study.study_name
+    of_trial = (slots.c.study == name, slots.c.trial_number == trial.number)
+    with storage.engine.connect() as connection:
+        row = connection.execute(sa.select(slots).where(*of_trial)).one()
+    return Lease(name, row.owner, row.slot, Deaths())
 
 
 def change_worker(storage: Storage, worker: WorkerLease, **values: Any) -> None:

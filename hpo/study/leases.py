@@ -40,7 +40,7 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.errors import LeaseLostError
+from hpo.errors import LeaseLostError, OutageError, RunError, StoppedError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study import trial_rows
@@ -78,6 +78,9 @@ def trial_attributes(result: TrialResult) -> dict[str, Any]:
 class Lease:
     """The right of one worker to run one slot's trial."""
 
+    study: str
+    owner: str
+    """The worker."""
     slot: int
     deaths: Deaths
     """Of its trial, when it was claimed."""
@@ -87,15 +90,35 @@ class Lease:
     """Optuna's, of the trial that runs here."""
     trained: bool = False
     """Whether `check` was called: the trial has made a step."""
+    saved_step: int = 0
+    """Of the newest checkpoint that was written of its trial."""
     lost: threading.Event = field(default_factory=threading.Event)
     """Set when another worker has the slot."""
     store_params: Callable[[], None] = lambda: None
     """Stores what was suggested to the trial, in one transaction. Raises LeaseLostError."""
 
     @property
-    def progress(self) -> dict[str, bool]:
+    def progress(self) -> dict[str, bool | int]:
         """What has changed in the slot's row."""
-        return {"trained": True} if self.trained else {}
+        changed: dict[str, bool | int] = {"trained": True} if self.trained else {}
+        return changed | ({"saved_step": self.saved_step} if self.saved_step else {})
+
+    def update(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> bool:
+        """Change the slot's row, which stays locked until the end of the transaction; False: another worker
+        has it, or one of the `conditions` does not hold."""
+        owned = (slots.c.study == self.study, slots.c.slot == self.slot, slots.c.owner == self.owner)
+        values = {"owner": self.owner, **self.progress, **values}
+        return connection.execute(sa.update(slots).where(*owned, *conditions).values(values)).rowcount > 0
+
+    def hold(self, connection: sa.Connection, **values: Any) -> None:
+        """As `update`.
+
+        Raises:
+            LeaseLostError: another worker has the slot.
+        """
+        if not self.update(connection, **values):
+            self.lost.set()
+            self.check()
 
     def check(self) -> None:
         """To be called between steps; reads a flag only.
@@ -176,8 +199,10 @@ class WorkerLease:
                     )
                 )
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
+        if kind is not None and issubclass(kind, StoppedError):
+            return  # no time to wait for a database that is away; the others see that this process is gone
         self._thread.join()
         mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
         me = sa.update(workers).where(workers.c.id == self.id)
@@ -191,26 +216,23 @@ class WorkerLease:
 
     def _beat(self) -> None:
         while not self._leaving.wait(self._storage.lease_seconds / 6):
-            lease = self._lease
             try:
-                with self._storage.engine.begin() as connection:
-                    self._renew(connection)
-                    if lease is not None and not self._update(connection, lease):
-                        lease.lost.set()
-            except SQLAlchemyError as error:  # a database that restarts must not end the heartbeat
-                _logger.warning("Heartbeat failed, trying again: %s", explain(self._storage.url, error))
+                self._storage.attempt(self._beat_once)
+            except OutageError:
+                pass  # the next one finds the database back
+            except RunError as error:
+                _logger.warning("Heartbeat failed, trying again: %s", error)
+
+    def _beat_once(self) -> None:
+        lease = self._lease
+        with self._storage.engine.begin() as connection:
+            if lease is not None and not lease.update(connection):
+                lease.lost.set()
+            self._renew(connection)  # last, as everywhere: two threads never wait for each other's rows
 
     def _renew(self, connection: sa.Connection) -> None:
         me = sa.update(workers).where(workers.c.id == self.id)
         connection.execute(me.values(last_seen=self._storage.now, oom_kills=num_oom_kills()))
-
-    def _update(
-        self, connection: sa.Connection, lease: Lease, *conditions: sa.ColumnElement[bool], **values: Any
-    ) -> bool:
-        """Change the row of a slot; False: another worker has it, or a condition does not hold."""
-        owned = (self._of_study, slots.c.slot == lease.slot, slots.c.owner == self.id, *conditions)
-        values = {"owner": self.id, **lease.progress, **values}
-        return connection.execute(sa.update(slots).where(*owned).values(values)).rowcount > 0
 
     # Claims
 
@@ -234,7 +256,7 @@ class WorkerLease:
         while True:
             with self._storage.engine.begin() as connection:
                 if (found := self._own_slot(connection)) is not None:
-                    return Lease(found.slot, Deaths.of_slot(found), found.trial_number)
+                    return self._lease_of(found, Deaths.of_slot(found))
                 found = self._free_slot(connection, runnable)
                 if found is None:
                     return None
@@ -249,7 +271,10 @@ class WorkerLease:
                 self._may_have_slot = True
                 taken = connection.execute(claim.values(state="running", owner=self.id, **deaths.columns))
             if taken.rowcount:
-                return Lease(found.slot, deaths, found.trial_number)
+                return self._lease_of(found, deaths)
+
+    def _lease_of(self, slot: sa.Row[Any], deaths: Deaths) -> Lease:
+        return Lease(self._study.study_name, self.id, slot.slot, deaths, slot.trial_number)
 
     def _own_slot(self, connection: sa.Connection) -> sa.Row[Any] | None:
         """A slot that this worker has already: the connection broke after the commit of its claim, say."""
@@ -294,7 +319,9 @@ class WorkerLease:
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
         rows = connection.execute(query.order_by(slots.c.slot)).all()
-        alive = self._storage.live_workers(connection, self._study.study_name) if rows else set()
+        storage, name = self._storage, self._study.study_name
+        witnessed = storage.availability.unbroken_seconds(storage.lease_seconds / 2)
+        alive = storage.live_workers(connection, name, witnessed) if rows else set()
         return next((row for row in rows if row.owner not in alive), None)
 
     def _deaths(self, connection: sa.Connection, slot: sa.Row[Any]) -> Deaths:
@@ -386,7 +413,7 @@ class WorkerLease:
     def _note_trial(self, connection: sa.Connection, lease: Lease, number: int) -> bool:
         """Note the number of the slot's new trial; False: the slot has changed."""
         unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
-        return self._update(connection, lease, unchanged, trial_number=number)
+        return lease.update(connection, unchanged, trial_number=number)
 
     def _reread(self, lease: Lease) -> None:
         """Look at a slot that has changed: by this one, where a connection broke too early."""
@@ -410,17 +437,12 @@ class WorkerLease:
 
     def _update_slot(self, lease: Lease, **values: Any) -> None:
         with self._storage.engine.begin() as connection:
-            self._update_or_lose(connection, lease, **values)
-
-    def _update_or_lose(self, connection: sa.Connection, lease: Lease, **values: Any) -> None:
-        if not self._update(connection, lease, **values):
-            lease.lost.set()
-            lease.check()
+            lease.hold(connection, **values)
 
     def _store_params(self, lease: Lease, trial_id: int) -> None:
         def store() -> None:
             with self._storage.engine.begin() as connection:
-                self._update_or_lose(connection, lease)
+                lease.hold(connection)
                 self._storage.optuna.write(connection, trial_id)
             self._storage.optuna.written(trial_id)
 
@@ -431,7 +453,7 @@ class WorkerLease:
 
         def open_slot() -> None:
             with self._storage.engine.begin() as connection:
-                self._update_or_lose(connection, lease, state="open")
+                lease.hold(connection, state="open")
                 if lease.trial_id is not None:
                     self._storage.optuna.write(connection, lease.trial_id)
 
@@ -464,11 +486,15 @@ class WorkerLease:
             values = (own.intermediate_values[own.last_step],)  # as Optuna does
         slot: dict[str, Any] = {"state": "done"}
         if result.outcome == Outcome.FAILED and self._retries_left(own):
-            slot = {"state": "open", **Deaths().columns}  # another trial, from its first step
+            slot = {
+                "state": "open",
+                "saved_step": 0,
+                **Deaths().columns,
+            }  # another trial, from its first step
 
         def store() -> None:
             with self._storage.engine.begin() as connection:
-                self._update_or_lose(connection, lease, **slot)
+                lease.hold(connection, **slot)
                 storage.write(connection, trial._trial_id)
                 state = TrialState[result.outcome.optuna_state]
                 trial_rows.end_trial(connection, trial._trial_id, state, values)

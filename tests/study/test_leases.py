@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -29,7 +31,7 @@ from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
 from hpo.study import leases
 from hpo.study.leases import WorkerLease
-from hpo.study.process import process_start, this_machine
+from hpo.study.process import is_alive, process_start, this_machine
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
 
@@ -72,7 +74,7 @@ def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.St
         ({"process_start": "1"}, True),  # its process id was given to another process
         ({"pid": 2**22 + 1}, True),
         ({"machine": "elsewhere"}, False),
-        ({"machine": "elsewhere", "last_seen": 0.0}, True),
+        ({"machine": "elsewhere", "last_seen": 0.0}, False),  # unseen: the third worker has just come
         ({"state": "left"}, True),
     ],
 )
@@ -94,6 +96,42 @@ def test_slot_of_a_dead_worker_is_taken_over(
                 with pytest.raises(LeaseLostError):
                     first.record_outcome(lease, opened.trials[0], result("complete"))
                 assert opened.trials[0].state == TrialState.RUNNING, "without the lease it stores nothing"
+
+
+def test_worker_elsewhere_is_dead_when_it_was_silent_for_a_lease(
+    storage: Storage, opened: optuna.Study
+) -> None:
+    """For a lease of the one who looks, that is: its first claim finds nobody dead."""
+    with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
+        lease = first.claim()
+        second.claim()
+        first._leaving.set()  # it beats no more
+        change_worker(storage, first, machine="elsewhere", last_seen=0.0)
+        storage.lease_seconds = 1.0
+        with worker_on(storage, opened) as third:
+            assert third.claim() is None
+            wait_for(lambda: (again := third.claim()) is not None and again.slot == lease.slot)
+
+
+@pytest.mark.parametrize(
+    ("last_seen", "database_start", "witnessed", "alive"),
+    [
+        (39.0, 0.0, math.inf, False),
+        (41.0, 0.0, math.inf, True),
+        (0.0, 41.0, math.inf, True),  # nobody could write before
+        (0.0, 39.0, math.inf, False),
+        (39.0, 0.0, 59.0, True),  # the one who judges was cut off, too
+        (39.0, 0.0, 61.0, False),
+        (41.0, 0.0, 61.0, True),
+    ],
+)
+def test_silence_counts_while_the_worker_could_be_heard(
+    last_seen: float, database_start: float, witnessed: float, alive: bool
+) -> None:
+    row = SimpleNamespace(
+        state="live", machine="elsewhere", now=100.0, last_seen=last_seen, database_start=database_start
+    )
+    assert is_alive(row, 60.0, witnessed) == alive
 
 
 def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_path: Path) -> None:
