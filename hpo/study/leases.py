@@ -46,6 +46,7 @@ from hpo.outcome import Outcome
 from hpo.study import trial_rows
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import Deaths, count_death, counted_cause, num_oom_kills
+from hpo.study.lifecycle import study_state
 from hpo.study.process import process_start, this_machine
 from hpo.study.samplers import known_params
 from hpo.study.schema import slots, workers
@@ -96,6 +97,8 @@ class Lease:
     """Set when another worker has the slot."""
     store_params: Callable[[], None] = lambda: None
     """Stores what was suggested to the trial, in one transaction. Raises LeaseLostError."""
+    halted: threading.Event = field(default_factory=threading.Event)
+    """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
 
     @property
     def progress(self) -> dict[str, bool | int]:
@@ -152,6 +155,8 @@ class WorkerLease:
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     saved_step: Callable[[int], int] = lambda _: 0
     """The step of the last checkpoint of the trial with this number."""
+    reservation: str = ""
+    """The row of `hpo_workers` that has stood for this worker, to be replaced by its own."""
 
     number: int = field(init=False)
     """Of the worker in the study, from 0; no other worker of the study ever has it."""
@@ -162,6 +167,7 @@ class WorkerLease:
         self._lease: Lease | None = None
         self._may_have_slot = False
         self._looked = -math.inf
+        self.halted = threading.Event()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -178,7 +184,7 @@ class WorkerLease:
             storage.check_data(name)
             with storage.engine.begin() as connection:
                 # The row of an attempt that was committed though the connection broke before the answer.
-                connection.execute(sa.delete(workers).where(workers.c.id == self.id))
+                connection.execute(sa.delete(workers).where(workers.c.id.in_((self.id, self.reservation))))
                 last = connection.execute(last_number).scalar()
                 self.number = 0 if last is None else last + 1
                 self._alive_at_start = storage.live_workers(connection, name)
@@ -228,11 +234,18 @@ class WorkerLease:
         with self._storage.engine.begin() as connection:
             if lease is not None and not lease.update(connection):
                 lease.lost.set()
+            self._look_whether_open(connection)
             self._renew(connection)  # last, as everywhere: two threads never wait for each other's rows
 
     def _renew(self, connection: sa.Connection) -> None:
         me = sa.update(workers).where(workers.c.id == self.id)
         connection.execute(me.values(last_seen=self._storage.now, oom_kills=num_oom_kills()))
+
+    def _look_whether_open(self, connection: sa.Connection) -> bool:
+        """Whether the study is open; where it is not, `halted` is set."""
+        if study_state(connection, self._study.study_name) != "open":
+            self.halted.set()
+        return not self.halted.is_set()
 
     # Claims
 
@@ -240,7 +253,8 @@ class WorkerLease:
         """Claim a slot: first one whose owner died, then one with an unfinished trial, then a fresh one.
 
         Returns:
-            None when every slot is done, with a live worker, or has a trial that cannot run here.
+            None when every slot is done, with a live worker, or has a trial that cannot run here, and when
+            the study is not open.
         """
         self._disown()
         self._lease = self._storage.persist(self._claim)
@@ -257,6 +271,8 @@ class WorkerLease:
             with self._storage.engine.begin() as connection:
                 if (found := self._own_slot(connection)) is not None:
                     return self._lease_of(found, Deaths.of_slot(found))
+                if not self._look_whether_open(connection):
+                    return None
                 found = self._free_slot(connection, runnable)
                 if found is None:
                     return None
@@ -274,7 +290,8 @@ class WorkerLease:
                 return self._lease_of(found, deaths)
 
     def _lease_of(self, slot: sa.Row[Any], deaths: Deaths) -> Lease:
-        return Lease(self._study.study_name, self.id, slot.slot, deaths, slot.trial_number)
+        name = self._study.study_name
+        return Lease(name, self.id, slot.slot, deaths, slot.trial_number, halted=self.halted)
 
     def _own_slot(self, connection: sa.Connection) -> sa.Row[Any] | None:
         """A slot that this worker has already: the connection broke after the commit of its claim, say."""
