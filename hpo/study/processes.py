@@ -131,7 +131,7 @@ def run_workers(
     Raises:
         InputError, RunError: workers failed and the study is not done; with the end of the log.
     """
-    stop = stop or threading.Event()
+    stop = storage.stop = stop or threading.Event()
     folder = runs_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
     command = [*worker_command(config.name, config.timeout), *options]
