@@ -173,7 +173,7 @@ def grow(server: PostgresServer, num_workers: int, num_trials: int) -> None:
         seconds = busy_seconds(server, url)
         with open_storage(url) as storage:
             assert storage.slot_counts(config.name) == {"open": 0, "running": 0, "done": num_trials}
-    found = [json.loads(log.read_text()) for log in logs]
+        found = [json.loads(log.read_text()) for log in logs]
     statements = sum(worker["num_statements"] for worker in found) / num_trials
     print(
         f"{num_workers} workers, {num_trials} trials: {num_trials / seconds:.1f} trials/s in {seconds:.0f} s"
