@@ -132,13 +132,11 @@ def test_restarts_of_more_than_an_hour_ago_do_not_count(
     storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
-    script = (
-        f"with open({str(tmp_path / 'starts')!r}, 'a') as f: f.write('x'); raise SystemExit(f.tell() < 4)"
-    )
-    use_command("-c", script)
+    starts = tmp_path / "starts"
+    use_command("-c", f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)")
     storage.create_or_resume_study(study(2))
     assert run_workers(study(2), storage, tmp_path, TWO[:1], max_restarts=1).ended == "elsewhere"
-    assert (tmp_path / "starts").read_text() == "xxxx"
+    assert starts.read_text() == "xxxx"
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
