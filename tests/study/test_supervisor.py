@@ -204,10 +204,13 @@ def test_workers_run_on_their_cores(
     storage: Storage, tmp_path: Path, use_command: Callable[..., None]
 ) -> None:
     core = min(os.sched_getaffinity(0))
-    print_cores = "import os, sys; sys.stdin.read(); print(sorted(os.sched_getaffinity(0)))"
-    use_command("-c", print_cores)
+    # It may look before its parent has set them.
+    use_command(
+        "-c",
+        "import os, time; end = time.time() + 60\n"
+        "while len(os.sched_getaffinity(0)) > 1 and time.time() < end: time.sleep(0.01)\n"
+        "print(sorted(os.sched_getaffinity(0)))",
+    )
     storage.create_or_resume_study(study(2))
-    stop = Stop()
-    stop.set()
-    run_workers(study(2), storage, tmp_path, [WorkerPlace(1, cores=frozenset([core]))], stop=stop)
+    run_workers(study(2), storage, tmp_path, [WorkerPlace(1, cores=frozenset([core]))])
     assert json.loads(log_of(tmp_path).read_text().splitlines()[-1]) == [core]
