@@ -210,12 +210,14 @@ def train(
     args: TrainingArgs,
     clock: TrainingClock,
     on_step: Callable[[], bool] = lambda: False,
+    on_micro_batch: Callable[[], None] = lambda: None,
 ) -> Iterator[Evaluation]:
     """Train until the budget is used up, yielding an evaluation of the validation split at a time.
 
     `model` is on the device, in the precision's weights. `clock.state` says where to begin and is kept up to
-    date. `on_step` runs after each step; True says that it took its time (the copy for a checkpoint), which
-    then counts as no training. What it raises ends the training.
+    date. `on_step` runs after each step but the last; True says that it took its time (the copy for a
+    checkpoint), which then counts as no training. `on_micro_batch` runs between the micro-batches of a step.
+    What these raise ends the training, with model, optimiser and state as the last whole step left them.
 
     Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
     example does not fit.
@@ -233,7 +235,9 @@ def train(
             position = budget.learning_rate_position(state)
             set_learning_rate(optimizer, schedule_factor(args.schedule, position, args.warmup_ratio))
             batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
-            loss = accumulate_gradients(model, loss_fn, batch, mixed_precision, args.seed, state)
+            loss = accumulate_gradients(
+                model, loss_fn, batch, mixed_precision, args.seed, state, on_micro_batch
+            )
             apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
             num_examples = float(data.train.example_share_W[windows].sum())
             state.count_step(loss, num_examples, batch.num_tokens)
@@ -253,10 +257,10 @@ def train(
                 state.num_evaluations = budget.evaluations_due(state, args.num_evaluations)
                 yield _evaluate(model, loss_fn, mixed_precision, data, args, clock)
                 model.train()
-            if on_step() or evaluates:
-                clock.start()
             if budget.used(state) >= 1:
                 return
+            if on_step() or evaluates:
+                clock.start()
 
 
 def _check(mixed_precision: MixedPrecision, loss_fn: MultitaskLoss) -> None:
@@ -302,17 +306,21 @@ def accumulate_gradients(
     mixed_precision: MixedPrecision,
     seed: int,
     state: TrainState,
+    on_micro_batch: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Forward and backward over the global batch in micro-batches; return its loss, detached.
 
-    If memory runs out, the micro-batch is halved and the batch done again.
-    Raises OutOfMemory when one example does not fit.
+    If memory runs out, the micro-batch is halved and the batch done again. `on_micro_batch` runs between
+    micro-batches. Raises OutOfMemory when one example does not fit.
     """
     while True:
         torch.manual_seed(step_seed(seed, state.step))
         model.zero_grad(set_to_none=True)
+        mixed_precision.start_step()
         try:
-            return _accumulate(model, loss_fn, batch, mixed_precision, state)
+            loss = _accumulate(model, loss_fn, batch, mixed_precision, state, on_micro_batch)
+            mixed_precision.end_step()
+            return loss
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -328,13 +336,20 @@ def accumulate_gradients(
 
 
 def _accumulate(
-    model: nn.Module, loss_fn: MultitaskLoss, batch: Batch, mixed_precision: MixedPrecision, state: TrainState
+    model: nn.Module,
+    loss_fn: MultitaskLoss,
+    batch: Batch,
+    mixed_precision: MixedPrecision,
+    state: TrainState,
+    on_micro_batch: Callable[[], None],
 ) -> Tensor:
     device = mixed_precision.device.torch_device
     global_items = loss_fn.count(batch)
     total = torch.zeros((), device=device)
     task_losses_T = torch.zeros(len(loss_fn.tasks), device=device)
-    for part in batch.split(state.micro_batch_size):
+    for number, part in enumerate(batch.split(state.micro_batch_size)):
+        if number:
+            on_micro_batch()
         items = loss_fn.count(part)
         compute = partial(loss_fn, batch=part.to(device), items=items, global_items=global_items)
         loss = mixed_precision.loss(model, compute)

@@ -161,7 +161,7 @@ class TrialRun:
         measured = (parts.model, mixed_precision, state, meter, self.utilization, self.evaluation_rates)
         self.recorder.follow(lambda: training_facts(*measured))
         self.last_saved = time.monotonic()
-        for evaluation in train(
+        evaluations = train(
             parts.model,
             self.optimizer,
             parts.loss_fn,
@@ -170,13 +170,21 @@ class TrialRun:
             self.executor.training_args(parts.config),
             TrainingClock(state, meter, self.compile_clock),
             self._on_step,
-        ):
-            self._on_evaluation(evaluation)
+            self._stop_if_told,
+        )
+        try:
+            for evaluation in evaluations:
+                self._on_evaluation(evaluation)
+        except Preempted:
+            self._save()
+            raise
+
+    def _stop_if_told(self) -> None:
+        if self.should_stop():
+            raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
 
     def _on_step(self) -> bool:
-        if self.should_stop():
-            self._save()
-            raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
+        self._stop_if_told()
         if self.state.step % UTILIZATION_EVERY == 0:
             self.utilization.sample()
         due = time.monotonic() - self.last_saved > self.executor.study.checkpoint.every_seconds
