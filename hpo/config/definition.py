@@ -20,6 +20,7 @@ from hpo.errors import StudyChangedError
 
 CHANGEABLE = (
     "n_trials",
+    "priority",
     "timeout",
     "max_retries",
     "sampler",

@@ -176,6 +176,8 @@ class StudyConfig(CheckedSection):
     """Which configuration is tried next."""
     n_trials: Annotated[Count, Field(le=100_000)] = 20  # the database holds a row for each from the start
     """Trials of the study, over all workers; a grid ends when each combination was tried."""
+    priority: Annotated[Whole, Field(ge=-1000, le=1000)] = 0
+    """Workers that serve all studies of a database take trials of the study with the highest first."""
     timeout: Positive | None = None
     """Seconds after which a worker starts no further trial."""
     max_retries: Annotated[Whole, Field(ge=0)] = 1

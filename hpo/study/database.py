@@ -21,6 +21,7 @@ from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError, shorten
+from hpo.study.migrations import newest_version, stored_version, upgrade
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 BUSY_SECONDS = 60.0
@@ -114,10 +115,10 @@ def check_folder(url: str) -> None:
         raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
 
 
-def open_database(url: str, tables: sa.MetaData, *, create: bool) -> optuna.storages.RDBStorage:
-    """Connect, make Optuna's tables and `tables` where they are missing, and return Optuna's storage.
+def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
+    """Connect, make Optuna's tables and ours where they are missing or old, and return Optuna's storage.
 
-    Without `create`, for commands that only read, a database without a study is an error.
+    Without `create`, for commands that only read, a database without a study or with old tables is an error.
 
     Raises:
         StorageError: the database cannot be used as it is named; NoDatabaseError where it is not there.
@@ -133,13 +134,20 @@ def open_database(url: str, tables: sa.MetaData, *, create: bool) -> optuna.stor
         engine = sa.create_engine(parsed, pool=_connection_pool(parsed))
         try:
             if not create:
-                if not _has_tables(engine, tables):
+                if (version := _version(engine)) is None:
                     raise NoDatabaseError(f"{place(url)} holds no study yet. `hpo run STUDY` makes one.")
+                if version != newest_version():
+                    raise StorageError(
+                        f"The tables in {place(url)} are of an earlier hpo ({version}). "
+                        "`hpo doctor --fix` moves them up; nothing stored is lost."
+                    )
             else:
                 with exclusive(engine):  # before the first connection: only one may turn on SQLite's log
-                    if not _has_tables(engine, tables):
-                        _optuna_storage(parsed).engine.dispose()
-                        tables.create_all(engine)  # last: these tables mean that the schema is complete
+                    if (version := _version(engine)) != newest_version():
+                        if version is None:
+                            _optuna_storage(parsed).engine.dispose()
+                        with engine.begin() as connection:
+                            upgrade(connection)  # last: these tables mean that the schema is complete
         finally:
             engine.dispose()
         return _optuna_storage(parsed)
@@ -165,18 +173,9 @@ def _optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
         ) from None
 
 
-def _has_tables(engine: sa.Engine, tables: sa.MetaData) -> bool:
-    """Whether all of `tables` are there. Raises StorageError where one has other columns."""
-    inspector = sa.inspect(engine)
-    found = tables.tables.keys() & set(inspector.get_table_names())
-    for name in sorted(found):
-        columns = {column["name"] for column in inspector.get_columns(name)}
-        if columns != set(tables.tables[name].columns.keys()):
-            raise StorageError(
-                f"The tables in {engine.url.render_as_string()} must be of this version of hpo, but `{name}` "
-                "is of another. Name another database, or use the version that made this one."
-            )
-    return len(found) == len(tables.tables)
+def _version(engine: sa.Engine) -> str | None:
+    with engine.connect() as connection:
+        return stored_version(connection)
 
 
 def _connection_pool(url: sa.URL) -> sa.Pool:

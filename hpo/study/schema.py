@@ -15,6 +15,8 @@ studies = sa.Table(
     sa.Column("definition", sa.Text, nullable=False),
     sa.Column("space_hash", sa.String(64), nullable=False),
     sa.Column("n_trials", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(10), nullable=False, server_default="open"),  # open, paused, cancelled
+    sa.Column("priority", sa.Integer, nullable=False, server_default="0"),  # the highest is served first
     sa.Column("data", sa.Text),  # fingerprint of the data that its trials train with
     sa.Column("created", sa.Float, nullable=False),
 )
@@ -32,6 +34,8 @@ slots = sa.Table(
     sa.Column("deaths", sa.Integer, nullable=False, default=0),
     sa.Column("death_step", sa.Integer, nullable=False, default=0),
     sa.Column("death_params", sa.Integer, nullable=False, default=0),
+    # Of the newest checkpoint that was written of its trial; a reader of a shared folder may not see it yet.
+    sa.Column("saved_step", sa.Integer, nullable=False, server_default="0"),
 )
 
 workers = sa.Table(
@@ -50,6 +54,7 @@ workers = sa.Table(
     sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
     sa.Column("oom_kills", sa.Integer),  # of the machine's kernel when the worker was last seen
     sa.Column("cause", sa.String(64)),  # of its death, as its parent process saw it
+    sa.Column("job", sa.String(128)),  # of the scheduler that runs it, as in `hpo_jobs`
     sa.UniqueConstraint("study", "number"),
 )
 
@@ -71,5 +76,26 @@ compat = sa.Table(
     metadata,
     sa.Column("key", sa.String(64), primary_key=True),
     sa.Column("result", sa.Text, nullable=False),  # JSON
+    sa.Column("created", sa.Float, nullable=False),
+)
+
+jobs = sa.Table(
+    "hpo_jobs",
+    metadata,
+    sa.Column("id", sa.String(128), primary_key=True),  # scheduler and its number: slurm:123
+    sa.Column("study", _NAME),  # None: its workers serve every open study
+    sa.Column("host", sa.String(256), nullable=False),  # where it was submitted
+    sa.Column("num_workers", sa.Integer, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+)
+
+artifacts = sa.Table(
+    "hpo_artifacts",
+    metadata,
+    sa.Column("study", _NAME, primary_key=True),
+    sa.Column("trial_number", sa.Integer, primary_key=True),
+    sa.Column("checkpoint", sa.String(64), primary_key=True),  # the name of its folder: step-00000120
+    sa.Column("artifact_id", sa.String(128), nullable=False),  # in the study's artifact store
+    sa.Column("resume_key", sa.Text, nullable=False),
     sa.Column("created", sa.Float, nullable=False),
 )

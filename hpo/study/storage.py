@@ -30,7 +30,6 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
-from hpo.study import schema
 from hpo.study.database import exclusive, explain, is_outage, open_database, redact, snapshot
 from hpo.study.process import is_alive, this_machine
 from hpo.study.reader import read_study
@@ -67,7 +66,7 @@ def open_storage(url: str, *, create: bool = True) -> Storage:
         RunError: it can, but not now.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return Storage(url, open_database(url, schema.metadata, create=create))
+    return Storage(url, open_database(url, create=create))
 
 
 class Storage:
@@ -398,4 +397,5 @@ class Storage:
 def _definition(config: StudyConfig) -> dict[str, Any]:
     """The columns of `hpo_studies` that say what the study is."""
     definition = json.dumps(config.definition(), sort_keys=True)
-    return {"definition": definition, "space_hash": config.space_hash, "n_trials": config.num_slots}
+    columns = {"space_hash": config.space_hash, "n_trials": config.num_slots, "priority": config.priority}
+    return columns | {"definition": definition}

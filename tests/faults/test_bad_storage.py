@@ -254,15 +254,6 @@ def test_tables_of_another_optuna(storage_url: str, version: str, message: str) 
     assert re.search(message, str(error))
 
 
-def test_tables_of_another_hpo(storage_url: str) -> None:
-    with open_storage(storage_url) as storage, storage.engine.begin() as connection:
-        connection.execute(sa.text("ALTER TABLE hpo_slots DROP COLUMN death_params"))
-    for create in (True, False):
-        error = refusal(storage_url, create=create)
-        assert isinstance(error, StorageError)
-        assert "must be of this version of hpo, but `hpo_slots` is of another" in str(error)
-
-
 # Errors in the middle of a run
 
 
