@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shlex
 import sys
 import uuid
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from hpo.study.run import OpenStudy
     from hpo.study.study_record import StudyRecord
     from hpo.study.worker import RunSummary
+    from hpo.training.distributed import Ranks
     from hpo.trial.telemetry import ScoredEvaluation
 
 
@@ -75,12 +78,17 @@ def run(
             f"{workers_per_device} those of each device. Give one of them."
         )
     config = load_to_run(study, n_trials=n_trials, timeout=timeout)
+    if "TORCHELASTIC_RUN_ID" in os.environ and (workers or workers_per_device):
+        raise InputError(
+            "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
+        )
     places = plan_workers(config, workers or 1, workers_per_device)
     trials_run: TrialsRun = "in this process" if len(places) == 1 else "in workers"
     with (
         progress_shown(quiet=as_json),
         stop_signals() as stop,
-        open_study(config, storage_url(storage), RUNS, trials_run=trials_run) as opened,
+        _ranks(stop) as ranks,
+        open_study(config, storage_url(storage), RUNS, trials_run=trials_run, ranks=ranks) as opened,
     ):
         with _shown(opened, stop, quiet=as_json):
             summary = run_study(opened, places, stop=stop)
@@ -113,7 +121,8 @@ def worker(
     with (
         progress_shown(quiet=as_json),
         stop_signals() as stop,
-        open_study(config, storage_url(storage), RUNS, resize=False) as opened,
+        _ranks(stop) as ranks,
+        open_study(config, storage_url(storage), RUNS, resize=False, ranks=ranks) as opened,
         _shown(opened, stop, quiet=as_json, own=True),
     ):
         summary = run_study(opened, stop=stop)
@@ -177,8 +186,9 @@ def train(
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
-    with progress_shown(quiet=as_json), stop_signals() as stop:
+    with progress_shown(quiet=as_json), stop_signals() as stop, _ranks(stop) as ranks:
         executor = Executor(config, probe_device(config.device), RUNS)
+        executor.ranks = ranks or executor.ranks
         result = executor.run(params, None, uuid.uuid4().hex, show, stop.is_set)
     record = {
         "params": params,
@@ -194,6 +204,26 @@ def train(
         if result.traceback:
             typer.echo(result.traceback, err=True)
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
+
+
+@contextmanager
+def _ranks(stop: threading.Event) -> Iterator[Ranks | None]:
+    """The processes of torchrun, which train each trial together; None: it did not start this one.
+
+    The first of them runs the block. The others follow it until it leaves, and end their command then.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield None
+        return
+    from hpo.training.distributed import connected_ranks
+    from hpo.trial.executor import follow
+
+    with connected_ranks() as ranks:
+        if not ranks.is_main:
+            logging.getLogger("hpo").setLevel(logging.ERROR)  # the first one says it
+            follow(ranks, RUNS, stop.is_set)
+            raise typer.Exit
+        yield ranks
 
 
 @contextmanager

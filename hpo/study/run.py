@@ -39,6 +39,7 @@ from hpo.study.study_record import StudyRecord
 from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, trial_runner
 
 if TYPE_CHECKING:
+    from hpo.training.distributed import Ranks
     from hpo.trial.executor import Executor
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
@@ -76,6 +77,7 @@ def open_study(
     *,
     resize: bool = True,
     trials_run: TrialsRun = "in this process",
+    ranks: Ranks | None = None,
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
@@ -84,6 +86,7 @@ def open_study(
 
     Args:
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
+        ranks: the processes of torchrun that train each trial together, of which this is the first.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
@@ -105,7 +108,7 @@ def open_study(
         device, lacking = _check_device(config, trials_run)
         must_check = not has_trained and WORKERS_ON_DEVICE not in os.environ
         if trains_here or must_check:
-            executor = _build_executor(config, device, runs_dir)
+            executor = _build_executor(config, device, runs_dir, ranks)
             if must_check:
                 executor.check_study()
         if not trains_here:
@@ -118,7 +121,7 @@ def open_study(
         if trains_here and record.slots["done"] < config.n_trials:
             if executor is None:  # it was finished, and somebody raised `n_trials` meanwhile
                 device, lacking = _check_device(config, trials_run)
-                executor = _build_executor(config, device, runs_dir)
+                executor = _build_executor(config, device, runs_dir, ranks)
             executor.cache = storage
         yield OpenStudy(config, storage, runs_dir, record, lacking, executor)
 
@@ -164,11 +167,13 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
     return lacking
 
 
-def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
+def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path, ranks: Ranks | None) -> Executor:
     with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
         from hpo.trial.executor import Executor
 
-    return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+    executor = Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+    executor.ranks = ranks or executor.ranks
+    return executor
 
 
 def _num_on_device() -> int:

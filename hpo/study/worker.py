@@ -237,6 +237,8 @@ def trial_runner(
         shared = shared_device or storage.has_other_workers_on(place)
         resume_key = f"{token}/{trial.number}"
         result = executor.run(params, folder, resume_key, on_evaluation, should_stop, shared_device=shared)
+        if result.outcome == Outcome.PREEMPTED:
+            stop.set()  # another rank may have been told
         if not shared and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})

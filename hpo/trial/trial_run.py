@@ -60,19 +60,23 @@ class TrialRun:
         self.state = TrainState()
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
+        self.ranks_peak_bytes = 0
+        """The largest peak of any rank at the last evaluation."""
 
     def run(self, params: Mapping[str, Any], folder: Path | None, resume_key: str) -> tuple[float, ...]:
         """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
         executor, recorder = self.executor, self.recorder
         config = build_trial_config(executor.study, params, executor.default_precision, executor.amp)
         check_loss(executor.tasks, config.loss)
+        fingerprint = executor.dataset.fingerprint
+        executor.ranks.start_trial(executor.device, fingerprint, compiles=config.compile != "none")
         requested = config.fp_precision
         level = support(requested, executor.device).level
         recorder.note(precision={"requested": requested, "effective": None, "support": level})
         resolution = resolve(requested, executor.device, config.amp)
         recorder.note(precision=asdict(resolution))
         reset_peak_memory(executor.device)
-        recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(executor.device)})
+        recorder.follow(lambda: {"peak_memory_bytes": self._peak_memory_bytes()})
         used_ids = executor.used_ids(config)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
         key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
@@ -87,7 +91,8 @@ class TrialRun:
                     "num_lost_spans": dict(split.num_lost_spans),
                 }
             )
-            self._check()
+            if executor.ranks.is_main:
+                self._check()
             self.optimizer = executor.prepare(self.parts.model, resolution.precision, config, used_ids)
             self.mixed_precision = MixedPrecision(resolution.precision, config.amp, executor.device)
             self._resume()
@@ -115,16 +120,21 @@ class TrialRun:
         """
         best, last = self.store.best(), self.store.latest()
         scored = best.state["best"] if best else last.state["best"] if last else None
+        if last is not None:
+            self.parts.model.load_state_dict(last.weights)
+        # Rank 0 alone reads checkpoints, so that all go on from the same.
+        ranks = self.executor.ranks
+        ranks.copy_from_main(self.parts.model)
+        scored, state = ranks.broadcast((scored, last.state if last else None))
         if scored is not None:
             self._set_best(ScoredEvaluation.from_state_dict(scored))
-        if last is None:
+        if state is None:
             return
-        self.parts.model.load_state_dict(last.weights)
-        self.optimizer.load_state_dict(last.state["optimizer"])
-        self.mixed_precision.load_state_dict(last.state["mixed_precision"])
-        self.state.load_state_dict(last.state["progress"])
-        self.evaluation_rates = list(last.state["evaluation_rates"])
-        self.meter.load_state_dict(last.state["meter"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.mixed_precision.load_state_dict(state["mixed_precision"])
+        self.state.load_state_dict(state["progress"])
+        self.evaluation_rates = list(state["evaluation_rates"])
+        self.meter.load_state_dict(state["meter"])
         self.recorder.note(resumed_from_step=self.state.step)
 
     def _observe_and_compile(self) -> None:
@@ -159,7 +169,8 @@ class TrialRun:
         parts, mixed_precision, state, meter = self.parts, self.mixed_precision, self.state, self.meter
         self.utilization = Utilization(self.executor.device, torch.get_num_threads())
         measured = (parts.model, mixed_precision, state, meter, self.utilization, self.evaluation_rates)
-        self.recorder.follow(lambda: training_facts(*measured))
+        num_ranks = self.executor.ranks.world_size
+        self.recorder.follow(lambda: training_facts(*measured, num_ranks))
         self.last_saved = time.monotonic()
         evaluations = train(
             parts.model,
@@ -192,7 +203,12 @@ class TrialRun:
             self._save()
         return due
 
+    def _peak_memory_bytes(self) -> int:
+        return max(self.ranks_peak_bytes, peak_memory_bytes(self.executor.device))
+
     def _on_evaluation(self, evaluation: Evaluation) -> None:
+        own_peak_bytes = peak_memory_bytes(self.executor.device)
+        self.ranks_peak_bytes = self.executor.ranks.largest(own_peak_bytes)
         self.evaluation_rates.append(evaluation.examples_per_second)
         scored = ScoredEvaluation(evaluation, self._values(evaluation))
         best_values = self.best.values if self.best else None
@@ -212,7 +228,7 @@ class TrialRun:
     def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
         measured = {
             **evaluation.rates,
-            "peak_memory_bytes": peak_memory_bytes(self.executor.device),
+            "peak_memory_bytes": self._peak_memory_bytes(),
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
         study, config = self.executor.study, self.parts.config

@@ -90,7 +90,7 @@ def test_the_limit_of_fallbacks_is_for_an_epoch() -> None:
         amp.start_epoch()
         for _ in range(2):
             amp.loss(model, infinite_under_autocast)
-        amp.end_step()
+        amp.end_step(amp.step_fallbacks)
     with pytest.raises(Nonfinite, match="more than 2 micro-batches of one epoch"):
         amp.loss(model, infinite_under_autocast)
 
@@ -100,7 +100,7 @@ def test_the_fallbacks_of_a_step_that_is_made_again_count_once() -> None:
     for _ in range(3):
         amp.start_step()
         amp.loss(model, infinite_under_autocast)
-    amp.end_step()
+    amp.end_step(amp.step_fallbacks)
     assert amp.statistics().fp32_fallbacks == 1
     assert amp.state_dict()["epoch_fallbacks"] == 1
 
