@@ -52,10 +52,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from hpo import errors
 from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
-from hpo.errors import HpoError, InputError, OutOfMemory, TrialEnd
+from hpo.errors import HpoError, InputError, OutOfMemory, TrialEnd, shorten
 from hpo.memory import is_out_of_memory
 
-SILENT_SECONDS = 20.0
+SILENT_SECONDS = 15.0
 """A rank of which nothing was heard for so long is gone; torchrun may take 30 s more to end it."""
 HANG_SECONDS = 30.0
 """Longer than any rank keeps the others waiting in a step."""
@@ -246,17 +246,18 @@ class ConnectedRanks(Ranks):
 
     def start_trial(self, device: DeviceInfo, fingerprint: str, *, compiles: bool) -> None:
         self._hang_seconds = COMPILE_SECONDS if compiles else HANG_SECONDS
-        capability, features = device.compute_capability, sorted(device.cpu_features)
-        mine = (device.type, capability, features, device.torch_version, fingerprint)
+        kind = (device.type, device.compute_capability, sorted(device.cpu_features))
+        mine = {"kind of device": kind, "PyTorch": device.torch_version, "data": fingerprint}
         self._exchange()
         everyone: list[Any] = [None] * self.world_size
         self._wait_for(dist.all_gather_object, everyone, mine)
         for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                raise InputError(
-                    "all ranks must have the same kind of device, the same PyTorch and the same data, but "
-                    f"rank 0 has {everyone[0]} and rank {rank} has {theirs}."
-                )
+            for name, value in everyone[0].items():
+                if theirs[name] != value:
+                    raise InputError(
+                        f"all ranks must have the same {name}, but rank 0 has {value} and rank {rank} has "
+                        f"{theirs[name]}."
+                    )
         if device.type == "cuda" and self._device_group is None:
             self._device_group = dist.new_group(backend="nccl", device_id=torch.device(device.torch_device))
 
@@ -365,7 +366,7 @@ class ConnectedRanks(Ranks):
         try:
             communicate(*arguments)
         except RuntimeError as error:
-            self._end(f"the connection to the other ranks broke: {error}")
+            self._end(f"the connection to another rank broke: {shorten(str(error), 120)}")
         finally:
             self._waiting_since = None
 

@@ -15,7 +15,7 @@ from hpo.config.search_space import is_searched
 from hpo.config.study_config import MEASURED_METRICS
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import BUDGETS, STEP_SETTINGS
-from hpo.device import Utilization
+from hpo.device import DeviceInfo, Utilization
 from hpo.errors import Incompatible, InputError, Preempted
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.multitask import MultitaskModel
@@ -23,6 +23,7 @@ from hpo.precision.amp import MixedPrecision, backend_flags, observe
 from hpo.precision.table import resolve, support
 from hpo.training.checkpoint import CheckpointStore, NoCheckpoints
 from hpo.training.compilation import CompileClock, compiled_modules, run_compiled_shapes
+from hpo.training.distributed import Ranks
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import check_loss
@@ -39,6 +40,22 @@ CHECKPOINT_FORMAT = 3
 
 UTILIZATION_EVERY = 20
 """Steps between two samples of the device's utilisation."""
+
+
+class RanksPeakMemory:
+    """The largest peak of the memory of any rank, of the others as of their last evaluation."""
+
+    def __init__(self, device: DeviceInfo, ranks: Ranks) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._of_all = 0
+
+    def ask_all(self) -> None:
+        """To be called by all ranks."""
+        self._of_all = self._ranks.largest(peak_memory_bytes(self._device))
+
+    def read(self) -> int:
+        return max(self._of_all, peak_memory_bytes(self._device))
 
 
 class TrialRun:
@@ -60,8 +77,7 @@ class TrialRun:
         self.state = TrainState()
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
-        self.ranks_peak_bytes = 0
-        """The largest peak of any rank at the last evaluation."""
+        self.peak_memory = RanksPeakMemory(executor.device, executor.ranks)
 
     def run(self, params: Mapping[str, Any], folder: Path | None, resume_key: str) -> tuple[float, ...]:
         """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
@@ -76,7 +92,8 @@ class TrialRun:
         resolution = resolve(requested, executor.device, config.amp)
         recorder.note(precision=asdict(resolution))
         reset_peak_memory(executor.device)
-        recorder.follow(lambda: {"peak_memory_bytes": self._peak_memory_bytes()})
+        peak_memory = self.peak_memory
+        recorder.follow(lambda: {"peak_memory_bytes": peak_memory.read()})
         used_ids = executor.used_ids(config)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
         key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
@@ -203,12 +220,8 @@ class TrialRun:
             self._save()
         return due
 
-    def _peak_memory_bytes(self) -> int:
-        return max(self.ranks_peak_bytes, peak_memory_bytes(self.executor.device))
-
     def _on_evaluation(self, evaluation: Evaluation) -> None:
-        own_peak_bytes = peak_memory_bytes(self.executor.device)
-        self.ranks_peak_bytes = self.executor.ranks.largest(own_peak_bytes)
+        self.peak_memory.ask_all()
         self.evaluation_rates.append(evaluation.examples_per_second)
         scored = ScoredEvaluation(evaluation, self._values(evaluation))
         best_values = self.best.values if self.best else None
@@ -228,7 +241,7 @@ class TrialRun:
     def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
         measured = {
             **evaluation.rates,
-            "peak_memory_bytes": self._peak_memory_bytes(),
+            "peak_memory_bytes": self.peak_memory.read(),
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
         study, config = self.executor.study, self.parts.config
