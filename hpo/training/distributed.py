@@ -64,6 +64,7 @@ COMPILE_SECONDS = 600.0
 BUCKET_ELEMENTS = 2**24
 """Gradients that are summed at a time; in fp32 64 MiB."""
 
+_ENDED = "ended"
 _FOREVER = timedelta(days=365)
 _T = TypeVar("_T")
 
@@ -400,9 +401,11 @@ class ConnectedRanks(Ranks):
                     self._end(f"rank {rank} {problem}")
 
     def _end(self, why: str) -> NoReturn:
-        """End this process at once, whatever it waits for; that its connections break tells the others."""
+        """End this process at once, whatever it waits for, and tell the others so."""
         sys.stderr.write(f"Error: rank {self.rank} ends, as {why}.\n")
         sys.stderr.flush()
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key(self.rank), _ENDED)
         os._exit(1)
 
 
@@ -421,6 +424,8 @@ class _Other:
         The arguments are of the rank that asks: how many messages it has waited for, and since when it does.
         """
         now = time.monotonic()
+        if sign == _ENDED:
+            return "has ended"
         if sign != self._sign:
             self._sign, self._heard = sign, now
         _, entered, patience = sign.split()
