@@ -172,7 +172,8 @@ def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path, ran
         from hpo.trial.executor import Executor
 
     executor = Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
-    executor.ranks = ranks or executor.ranks
+    if ranks is not None:
+        executor.ranks = ranks
     return executor
 
 

@@ -195,25 +195,21 @@ class ConnectedRanks(Ranks):
         """None: gloo's, which is the default group."""
         self._failed = False
         """Whether a failure was agreed on, out of which all ranks now find their way without a word."""
-        self._num_entered = 0
-        """Messages that this rank has waited for or waits for; alike on all ranks."""
+        self._num_entered = 0  # messages that this rank has waited for or waits for; alike on all ranks
         self._waiting_since: float | None = None
         self._hang_seconds = HANG_SECONDS
         self._is_watched = False
         self._leaving = threading.Event()
-        self._store.set(self._key(rank), self._sign_of_life(0))
+        self._store.set(str(rank), self._sign_of_life(0))
         dist.barrier()
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def leave(self) -> None:
         """Let the followers go (rank 0), and break the connection."""
         if self.is_main:
-            self._failed = False
             self.broadcast(None)
         self._leaving.set()
         dist.destroy_process_group()
-
-    # Agreement
 
     @contextlib.contextmanager
     def together(self, *, ends_trial: bool = False) -> Iterator[None]:
@@ -236,13 +232,11 @@ class ConnectedRanks(Ranks):
 
     def announce(self, task: Any) -> None:
         if self.is_main:
-            self._failed = False
             self.broadcast(task)
             self._exchange()
 
     def next_task(self) -> Any:
         """What rank 0 announces next; None: it has left."""
-        self._failed = False
         return self.broadcast(None)
 
     def start_trial(self, device: DeviceInfo, fingerprint: str, *, compiles: bool) -> None:
@@ -272,8 +266,8 @@ class ConnectedRanks(Ranks):
         mine[: 1 + len(numbers)] = torch.tensor([report is not None, *numbers], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         self._wait_for(dist.all_gather, rows, mine)
-        if any(row[0] for row in rows):
-            self._failed = True
+        self._failed = any(row[0] for row in rows)
+        if self._failed:
             reports: list[_Report | None] = [None] * self.world_size
             self._wait_for(dist.all_gather_object, reports, report)
             found = [(rank, each) for rank, each in enumerate(reports) if each is not None]
@@ -281,8 +275,6 @@ class ConnectedRanks(Ranks):
             if rank != self.rank:
                 raise first.error(rank)
         return [row[1:].tolist() for row in rows]
-
-    # Numbers
 
     def of_main(self, *numbers: float) -> tuple[float, ...]:
         return tuple(self._exchange(*numbers)[0][: len(numbers)])
@@ -292,8 +284,6 @@ class ConnectedRanks(Ranks):
 
     def largest(self, number: int) -> int:
         return int(max(row[0] for row in self._exchange(number)))
-
-    # State
 
     def broadcast(self, value: _T) -> _T:
         self._exchange()
@@ -308,8 +298,6 @@ class ConnectedRanks(Ranks):
             self._wait_for(dist.broadcast, contiguous, 0, self._device_group)
             if contiguous is not tensor:
                 tensor.copy_(contiguous)
-
-    # Shares of the work
 
     def seed(self, seed: int) -> int:
         words = np.random.SeedSequence([seed, self.rank]).generate_state(1, np.uint64)
@@ -326,8 +314,6 @@ class ConnectedRanks(Ranks):
 
     def own(self, batches: Sequence[_T]) -> list[_T]:
         return list(batches[self.rank :: self.world_size])
-
-    # Sums of what was computed
 
     def sum_gradients(self, model: nn.Module, *losses: Tensor) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -348,8 +334,7 @@ class ConnectedRanks(Ranks):
         """Replace tensors by their sums over ranks, added up in fp32."""
         flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
         self._wait_for(dist.all_reduce, flat, dist.ReduceOp.SUM, self._device_group)
-        parts = flat.split([tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def merge(self, rows: dict[str, NDArray[np.float32]]) -> None:
@@ -371,9 +356,6 @@ class ConnectedRanks(Ranks):
         finally:
             self._waiting_since = None
 
-    def _key(self, rank: int) -> str:
-        return f"rank {rank}"
-
     def _sign_of_life(self, number: int) -> str:
         patience = self._hang_seconds if self._is_watched else 0.0
         return f"{number} {self._num_entered} {patience}"
@@ -387,17 +369,16 @@ class ConnectedRanks(Ranks):
         while not self._leaving.wait(1.0):
             number += 1
             try:
-                self._store.set(self._key(self.rank), self._sign_of_life(number))
-                signs = self._store.multi_get([self._key(rank) for rank in others])
+                self._store.set(str(self.rank), self._sign_of_life(number))
+                signs = self._store.multi_get([str(rank) for rank in others])
                 store_heard = time.monotonic()
             except RuntimeError:
                 if time.monotonic() - store_heard > SILENT_SECONDS and not self._leaving.is_set():
                     self._end("torchrun is gone")
                 continue
-            waiting_since = self._waiting_since
             for rank, sign in zip(others, signs, strict=True):
-                problem = watched[rank].problem(sign.decode(), self._num_entered, waiting_since)
-                if problem:
+                entered, since = self._num_entered, self._waiting_since
+                if problem := watched[rank].problem(sign.decode(), entered, since):
                     self._end(f"rank {rank} {problem}")
 
     def _end(self, why: str) -> NoReturn:
@@ -405,7 +386,7 @@ class ConnectedRanks(Ranks):
         sys.stderr.write(f"Error: rank {self.rank} ends, as {why}.\n")
         sys.stderr.flush()
         with contextlib.suppress(RuntimeError):
-            self._store.set(self._key(self.rank), _ENDED)
+            self._store.set(str(self.rank), _ENDED)
         os._exit(1)
 
 
@@ -457,7 +438,7 @@ def connected_ranks() -> Iterator[ConnectedRanks]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = timedelta(seconds=SILENT_SECONDS)
-    gloo = PrefixStore("gloo", TCPStore(address, port, is_master=False, timeout=patience))
+    gloo = PrefixStore("gloo", TCPStore(address, port, is_master=False))
     # The connections have no time limit: ranks wait for each other for as long as they live.
     dist.init_process_group("gloo", store=gloo, rank=rank, world_size=world_size, timeout=_FOREVER)
     ranks = ConnectedRanks(rank, world_size, TCPStore(address, port, is_master=False, timeout=patience))
