@@ -35,8 +35,10 @@ from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.study.database import exclusive
+from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
+from hpo.study.outbox import Outbox, Report
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
@@ -55,8 +57,9 @@ Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 class RunSummary:
     """What one call ran."""
 
-    ended: Literal["finished", "stopped", "timeout", "elsewhere"]
-    """Every slot is done; told to stop; out of time; what remains is for other devices."""
+    ended: Literal["finished", "stopped", "timeout", "elsewhere", "halted", "yielded"]
+    """Every slot is done; told to stop; out of time; what remains is for other devices; the study was paused,
+    cancelled or deleted; another study comes first."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
     elsewhere: tuple[str, ...] = ()
@@ -68,6 +71,20 @@ class RunSummary:
         return 130 if self.ended == "stopped" else 0
 
 
+@dataclass(frozen=True)
+class Stint:
+    """The time of a worker in one of the studies that it serves."""
+
+    go_on: Callable[[bool], bool] = lambda _: True
+    """Asked after each trial (True), and when there is none to run but others still run some (False)."""
+    reservation: str = ""
+    """See `WorkerLease`."""
+
+
+STAYS = Stint()
+"""Of a worker that serves one study."""
+
+
 def run_worker(
     config: StudyConfig,
     storage: Storage,
@@ -77,14 +94,16 @@ def run_worker(
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
     saved_step: Callable[[int], int] = lambda _: 0,
+    stint: Stint = STAYS,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
     """Run trials of the study with `execute` until none is left for `device`, `stop` is set or time is up.
 
-    `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
+    `after_trial` is called when a trial has ended, here or with a worker that this one waited for; again if
+    the database went away meanwhile.
     `saved_step` gives the step of the last checkpoint of a trial by its number.
     """
-    stop = stop or threading.Event()
+    stop = storage.stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
     study = storage.create_or_resume_study(config, resize=False)
     study.pruner = build_pruner(config.pruner)
@@ -99,6 +118,7 @@ def run_worker(
         can_run=runnable if skipped else None,
         refusal=partial(_refusal, config.search_space),
         saved_step=saved_step,
+        reservation=stint.reservation,
     ) as worker:
         study.sampler = build_sampler(
             config.sampler,
@@ -108,22 +128,30 @@ def run_worker(
             skipped=skipped,
             lock=partial(exclusive, storage.engine),
         )
-        while not stop.is_set() and time.monotonic() <= deadline:
+        while not stop.is_set() and not worker.halted.is_set() and time.monotonic() <= deadline:
             lease = worker.claim()
             if lease is not None:
                 outcome = _run_slot(worker, lease, execute)
                 if outcome is not None:
                     outcomes[outcome] += 1
-                    after_trial()
+                    storage.persist(after_trial)
+                if not (stop.is_set() or worker.halted.is_set() or stint.go_on(True)):
+                    return RunSummary("yielded", outcomes)
                 continue
+            if worker.halted.is_set():
+                break
             unfinished = storage.persist(worker.unfinished).values()
-            if not any(map(runnable, unfinished)):
-                after_trial()
+            if not storage.persist(lambda: any(map(runnable, unfinished))):  # noqa: B023
+                storage.persist(after_trial)
                 elsewhere = runnable.left_to_others(unfinished)
                 return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
+            if not stint.go_on(False):
+                return RunSummary("yielded", outcomes)
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
-    return RunSummary("stopped" if stop.is_set() else "timeout", outcomes)
+    if stop.is_set():
+        return RunSummary("stopped", outcomes)
+    return RunSummary("halted" if worker.halted.is_set() else "timeout", outcomes)
 
 
 @dataclass(frozen=True)
@@ -212,6 +240,7 @@ def trial_runner(
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        lease.store_params()
 
         def on_evaluation(scored: ScoredEvaluation) -> None:
             evaluation = scored.evaluation
@@ -224,21 +253,29 @@ def trial_runner(
                 train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
             )
             lease.check()
-            prune = storage.report_evaluation(trial, evaluation.index, scored.values[0], row)
-            if prune and evaluation.budget_used < 1:
-                raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
+            outbox.put(Report(evaluation.index, scored.values[0], row, evaluation.budget_used >= 1))
+            check_pruned()
+
+        def check_pruned() -> None:
+            if (index := outbox.pruned_at()) is not None:
+                raise Pruned(f"the pruner stopped it after evaluation {index}.")
 
         def should_stop() -> bool:
             lease.check()
-            return stop.is_set()
+            check_pruned()
+            return stop.is_set() or lease.halted.is_set()
 
         folder = executor.trial_folder(token, trial.number)
         place = executor.device.device_id
         shared = shared_device or storage.has_other_workers_on(place)
         resume_key = f"{token}/{trial.number}"
-        result = executor.run(params, folder, resume_key, on_evaluation, should_stop, shared_device=shared)
-        if result.outcome == Outcome.PREEMPTED:
-            stop.set()  # another rank may have been told
+        with Outbox(storage, trial, lease, folder, last_saved_step(folder)) as outbox:
+            result = executor.run(
+                params, folder, resume_key, on_evaluation, should_stop, shared_device=shared
+            )
+            outbox.flush()
+        if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
+            stop.set()  # where another rank was told
         if not shared and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})

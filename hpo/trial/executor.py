@@ -93,8 +93,8 @@ class Executor:
         if device.type == "cpu":
             disable_malloc_trim()
             limit_threads(device)
-        if device.type == "cuda" and self.amp.memory_fraction is not None:
-            torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction, device.index)
+        if device.type == "cuda":  # 1.0: this process may have run a study with less
+            torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction or 1.0, device.index)
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
 
@@ -331,11 +331,12 @@ def follow(ranks: ConnectedRanks, runs_dir: Path, should_stop: Callable[[], bool
     executor, known = None, None
     while (task := ranks.next_task()) is not None:
         definition, params = task
+        of_trials = {key: value for key, value in definition.items() if key not in ("n_trials", "timeout")}
         with contextlib.suppress(Exception):
             with ranks.together():
-                if executor is None or definition != known:
+                if executor is None or of_trials != known:
                     study = StudyConfig.model_validate(definition)
-                    executor, known = None, definition
+                    executor, known = None, of_trials
                     executor = Executor(study, probe_device(study.device), runs_dir, ranks=ranks)
             executor.run(params, None, "", should_stop=should_stop)
 
