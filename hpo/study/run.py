@@ -33,7 +33,6 @@ from hpo.precision.table import apply_preset, left_out
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
-from hpo.study.lifecycle import end_unfinished
 from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace, place_workers, run_workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
@@ -262,7 +261,7 @@ def run_study(
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
-    summary = run_worker(
+    return run_worker(
         config,
         storage,
         trial_runner(executor, storage, stop, shared_device=_num_on_device() > 1),
@@ -272,9 +271,6 @@ def run_study(
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
         stint=stint,
     )
-    if summary.ended == "halted":
-        end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
-    return summary
 
 
 def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:
