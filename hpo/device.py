@@ -87,6 +87,8 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
     import torch
 
     if _uses_cuda(kind, torch.cuda.is_available()):
+        if "LOCAL_RANK" in os.environ:  # torchrun's
+            torch.cuda.set_device(_local_rank(torch.cuda.device_count()))
         index = torch.cuda.current_device()
         properties = torch.cuda.get_device_properties(index)
         return DeviceInfo(
@@ -114,6 +116,17 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
         torch_version=torch.__version__,
         host=socket.gethostname(),
     )
+
+
+def _local_rank(num_devices: int) -> int:
+    """The GPU of this process of torchrun, each of which has one of its own."""
+    rank = int(os.environ["LOCAL_RANK"])
+    if rank >= num_devices:
+        raise InputError(
+            f"each process of torchrun must have a GPU of its own, but process {rank} (counted from 0) has "
+            f"none: {num_devices} are here. Lower --nproc-per-node, or use device: cpu."
+        )
+    return rank
 
 
 def _uses_cuda(kind: str, has_cuda: bool) -> bool:

@@ -291,6 +291,8 @@ def trial_runner(
                 params, folder, resume_key, on_evaluation, should_stop, shared_device=shared
             )
             outbox.flush()
+        if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
+            stop.set()  # where another rank was told
         if not shared and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})
