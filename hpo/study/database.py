@@ -22,6 +22,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError, shorten
 from hpo.study.migrations import newest_version, stored_version, upgrade
+from hpo.study.sqlite_place import check_place
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 URL_FROM_FILE = "@"
@@ -142,10 +143,13 @@ def place(url: str) -> str:
 
 
 def check_folder(url: str) -> None:
-    """Raise StorageError where the folder of a SQLite file does not exist."""
+    """Raise StorageError where the folder of a SQLite file does not exist, or is on a network file system."""
     path = sqlite_path(parse_url(url))
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
+    check_place(path)
 
 
 def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
@@ -159,10 +163,10 @@ def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
     """
     parsed = parse_url(url)
     path = sqlite_path(parsed)
-    if path is not None and not path.exists():
-        if not create:
-            raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
+    if create:
         check_folder(url)
+    elif path is not None and not path.exists():
+        raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
     try:
         engine = connect(url)
         try:
