@@ -5,7 +5,7 @@ A check is a function that yields findings. To add one, write it and put it into
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,9 @@ STUDY_CHECKS: Sequence[Callable[[Patient], Iterator[Finding]]] = (
 )
 
 
-def examine(url: str, host: Host, *, study: str | None = None, fix: bool = False) -> Iterator[Finding]:
+def examine(
+    url: str, host: Host, *, study: str | None = None, fix: bool = False
+) -> Generator[Finding, None, None]:
     """Yield what is wrong with the database at `url`, its studies (or `study` alone) and this host.
 
     With `fix`, each finding is mended before it is yielded, where it can be. The checks of studies are left
