@@ -9,11 +9,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from optuna.exceptions import StorageInternalError
+from sqlalchemy.exc import SQLAlchemyError
+
 from hpo.cluster import database_checks, study_checks
 from hpo.cluster.finding import Finding
 from hpo.cluster.study_checks import Host, Patient
 from hpo.errors import HpoError, NoDatabaseError
-from hpo.study.database import parse_url, place, sqlite_path
+from hpo.study.database import explain, parse_url, place, sqlite_path
 from hpo.study.storage import open_storage
 
 DATABASE_CHECKS: Sequence[Callable[[str], Iterator[Finding]]] = (
@@ -43,7 +46,15 @@ def examine(
 
     Raises:
         StorageError: there is no such database file, or no such study.
+        HpoError: the database failed meanwhile.
     """
+    try:
+        yield from _examine(url, host, study, fix)
+    except (SQLAlchemyError, StorageInternalError) as error:
+        raise explain(url, error) from error
+
+
+def _examine(url: str, host: Host, study: str | None, fix: bool) -> Iterator[Finding]:
     path = sqlite_path(parse_url(url))
     if path is not None and not path.exists():
         raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")

@@ -13,6 +13,7 @@ from command_line import Finished, hpo_command
 from jsonl_sets import write_set
 from old_tables import make_v1
 from optuna.trial import TrialState, create_trial
+from postgres import PostgresServer
 from tiny import tiny_study, write_study
 from worker_process import change_worker, result, study
 
@@ -25,6 +26,7 @@ from hpo.device import GpuMemory, gpu_memory
 from hpo.errors import NoDatabaseError, StorageError
 from hpo.study import sqlite_place
 from hpo.study.checkpoint_folders import note_database
+from hpo.study.database import parse_url
 from hpo.study.leases import WorkerLease
 from hpo.study.process import this_machine
 from hpo.study.schema import slots, workers
@@ -203,6 +205,26 @@ def test_clock_skew(storage: Storage, host: Host, seconds: float, told: str) -> 
     problems = [one.problem for one in found(storage, there)]
     expected = [f"The clock of this host is 30.0 s {told} the database's."] if told else []
     assert problems == expected
+
+
+@pytest.mark.postgres
+def test_a_user_without_rights_gets_one_message(
+    postgres_server: PostgresServer, postgres_url: str, host: Host
+) -> None:
+    with open_storage(postgres_url) as storage:
+        storage.create_or_resume_study(study(1))
+    name = parse_url(postgres_url).database or ""
+    with postgres_server.connect(name) as connection:
+        connection.execute("CREATE ROLE reader LOGIN PASSWORD 'secret'")
+    try:
+        with pytest.raises(
+            StorageError, match="must be allowed to create tables and to write them"
+        ) as refused:
+            found(postgres_server.url(name, "reader", "secret"), host, fix=True)
+        assert "secret" not in str(refused.value)
+    finally:
+        with postgres_server.connect(name) as connection:
+            connection.execute("DROP ROLE reader")
 
 
 # Trials and checkpoints
