@@ -29,6 +29,7 @@ from hpo.device import (
 from hpo.errors import InputError, NoDatabaseError, StudyChangedError
 from hpo.memory import gc_frozen_imports, release_free_memory
 from hpo.precision.table import apply_preset, left_out
+from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
@@ -269,6 +270,7 @@ def run_study(
     storage.bind_data(config.name, executor.dataset.fingerprint)
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
+    note_database(folder(0).parent, storage.url)
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
     time_left = TimeLeft(storage, config.name, stop)
     return run_worker(
