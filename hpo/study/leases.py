@@ -245,7 +245,7 @@ class WorkerLease:
             with self._storage.engine.begin() as connection:
                 claimed = connection.execute(mine).first()
                 if claimed is not None:
-                    return self._lease_of(claimed.slot, Deaths.of_slot(claimed))
+                    return self._lease_of(claimed, Deaths.of_slot(claimed))
                 found = self._abandoned(connection, runnable) or connection.execute(free).one_or_none()
                 if found is None:
                     return None
@@ -260,10 +260,10 @@ class WorkerLease:
                 taken = connection.execute(claim.values(state="running", owner=self.id, **deaths.columns))
                 if taken.rowcount:
                     self._renew(connection)
-                    return self._lease_of(found.slot, deaths)
+                    return self._lease_of(found, deaths)
 
-    def _lease_of(self, slot: int, deaths: Deaths) -> Lease:
-        return Lease(self._study.study_name, self.id, slot, deaths)
+    def _lease_of(self, slot: sa.Row[Any], deaths: Deaths) -> Lease:
+        return Lease(slot.study, self.id, slot.slot, deaths, saved_step=slot.saved_step)
 
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""
@@ -300,7 +300,8 @@ class WorkerLease:
         trial = self._study.get_trials(deepcopy=False)[slot.trial_number]
         if cause is None or "outcome" in trial.user_attrs:
             return Deaths.of_slot(slot)
-        return count_death(connection, slot, trial, self.saved_step(trial.number), cause)
+        saved_step = max(slot.saved_step, self.saved_step(trial.number))
+        return count_death(connection, slot, trial, saved_step, cause)
 
     # The trial of a slot
 

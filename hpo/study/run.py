@@ -30,6 +30,7 @@ from hpo.device import (
 from hpo.errors import InputError, NoDatabaseError, StudyChangedError
 from hpo.memory import gc_frozen_imports, release_free_memory
 from hpo.precision.table import apply_preset, left_out
+from hpo.study.checkpoint_artifacts import drop_artifacts, open_artifact_store
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
@@ -222,15 +223,17 @@ def run_study(
     storage.bind_data(config.name, executor.dataset.fingerprint)
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
+    artifacts = open_artifact_store(config.checkpoint)
+    drop = partial(drop_artifacts, artifacts, storage, config.name) if artifacts else lambda _: None
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
     return run_worker(
         config,
         storage,
-        trial_runner(executor, storage, stop, shared_device=_num_on_device() > 1),
+        trial_runner(executor, storage, stop, shared_device=_num_on_device() > 1, artifacts=artifacts),
         device=WorkerDevice(executor.device.device_id, memory_bytes, study.lacking),
         stop=stop,
         saved_step=lambda number: last_saved_step(folder(number)),
-        after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
+        after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k, drop),
     )
 
 

@@ -34,6 +34,7 @@ from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
+from hpo.study.checkpoint_artifacts import ArtifactCheckpoints, ArtifactStore, FolderCheckpoints
 from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
@@ -204,11 +205,17 @@ def _ended(outcome: Outcome, reason: str, trace: str | None = None) -> TrialResu
 
 
 def trial_runner(
-    executor: Executor, storage: Storage, stop: threading.Event, *, shared_device: bool = False
+    executor: Executor,
+    storage: Storage,
+    stop: threading.Event,
+    *,
+    shared_device: bool = False,
+    artifacts: ArtifactStore | None = None,
 ) -> Execute:
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation.
 
-    `shared_device` says that workers were started together on the device; others are looked for.
+    `shared_device` says that workers were started together on the device; others are looked for. `artifacts`
+    is where its checkpoints are copied to.
     """
     metric_names = [objective.metric for objective in executor.study.objective]
     token = storage.study_token(executor.study.name)
@@ -245,7 +252,15 @@ def trial_runner(
         resume_key = f"{token}/{trial.number}"
         with Outbox(storage, trial, lease, folder, last_saved_step(folder)) as outbox:
             result = executor.run(
-                params, folder, resume_key, on_evaluation, should_stop, shared_device=shared
+                params,
+                folder,
+                resume_key,
+                on_evaluation,
+                should_stop,
+                shared_device=shared,
+                mirror=FolderCheckpoints(lease)
+                if artifacts is None
+                else ArtifactCheckpoints(artifacts, storage, lease, trial.number, outbox.is_settled),
             )
             outbox.flush()
         if not shared and storage.has_other_workers_on(place):  # it came during the trial
@@ -256,11 +271,16 @@ def trial_runner(
     return execute
 
 
-def keep_best_checkpoints(study: optuna.Study, folder: Callable[[int], Path], top_k: int) -> None:
+def keep_best_checkpoints(
+    study: optuna.Study,
+    folder: Callable[[int], Path],
+    top_k: int,
+    drop: Callable[[set[int]], None] = lambda _: None,
+) -> None:
     """Remove the checkpoints of all finished trials but the best `top_k`.
 
     Best is by the first objective; with several, the trials of the Pareto front come first. `folder` gives
-    that of a trial by its number.
+    that of a trial by its number; `drop` removes those of trials elsewhere.
     """
     trials = study.get_trials(deepcopy=False)
     sign = 1 if study.directions[0] == StudyDirection.MAXIMIZE else -1
@@ -268,6 +288,7 @@ def keep_best_checkpoints(study: optuna.Study, folder: Callable[[int], Path], to
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     complete.sort(key=lambda trial: (trial.number not in front, -sign * trial.values[0], trial.number))
     kept = {trial.number for trial in complete[:top_k]}
-    for trial in trials:
-        if trial.state.is_finished() and trial.number not in kept:
-            shutil.rmtree(folder(trial.number), ignore_errors=True)
+    gone = {trial.number for trial in trials if trial.state.is_finished()} - kept
+    for number in gone:
+        shutil.rmtree(folder(number), ignore_errors=True)
+    drop(gone)
