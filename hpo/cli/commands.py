@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli import running  # noqa: F401  (its commands)
+from hpo.cli import database as databases  # noqa: F401  (its commands)
+from hpo.cli import running, studies  # noqa: F401  (their commands)
 from hpo.cli.options import (
     RUNS,
     JsonOption,
     StorageOption,
     StudyArgument,
+    TrustOption,
     app,
     existing_study,
     load_file,
@@ -33,6 +35,7 @@ from hpo.cli.options import (
 from hpo.errors import HpoError
 
 if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
     from hpo.precision.table import Support
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord
@@ -120,6 +123,7 @@ def best(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
     ] = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the best configuration; score or export the model that it gave.
@@ -150,7 +154,8 @@ def best(
         }
         if trials and (evaluate or export):
             with progress_shown(quiet=as_json):
-                found |= _use_checkpoint(study, database, record, trials[0].number, evaluate, export)
+                config = _config_of(study, record, trust_remote_code)
+                found |= _use_checkpoint(config, database, trials[0].number, evaluate, export)
     if as_json:
         print_json(found)
     else:
@@ -162,21 +167,30 @@ def best(
     raise typer.Exit(0 if trials else 1)
 
 
-def _use_checkpoint(
-    study: str, database: Storage, record: StudyRecord, number: int, evaluate: str | None, export: Path | None
-) -> dict[str, Any]:
-    """Score and export the checkpoint of a trial. The study is as in its file, or as stored without one.
+def _config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> StudyConfig:
+    """The study as in its file, or as stored without one.
 
-    Raises StudyChangedError when the file says something else than the study was made with.
+    Raises StudyChangedError when the file says something else than the study was made with, InputError where
+    the encoder's code is to run and neither the file nor the option trusts it.
     """
-    from hpo.config.study_config import StudyConfig
+    from hpo.config.study_config import stored_study
+    from hpo.study.run import check_trust
+
+    given, stored = load_file(study), record.definition
+    config = given.completed(stored) if given else stored_study(record.name, stored)
+    check_trust(config, trust_remote_code or bool(given and given.model.trust_remote_code))
+    return config
+
+
+def _use_checkpoint(
+    config: StudyConfig, database: Storage, number: int, evaluate: str | None, export: Path | None
+) -> dict[str, Any]:
+    """Score and export the checkpoint of a trial."""
     from hpo.device import probe_device
     from hpo.study.checkpoint_artifacts import fetch_best, open_artifact_store
     from hpo.trial.best_model import export_checkpoint, score_checkpoint
     from hpo.trial.executor import Executor
 
-    given, stored = load_file(study), record.definition
-    config = given.completed(stored) if given else StudyConfig.model_validate(stored)
     make_runs_folder(config.name)
     executor = Executor(config, probe_device(config.device), RUNS)
     database.check_data(config.name, executor.dataset.fingerprint)
@@ -219,16 +233,24 @@ def dashboard(
     study: StudyArgument,
     storage: StorageOption = None,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="0 takes a free one.")] = 8080,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="0.0.0.0 in a container that publishes the port.")
+    ] = "127.0.0.1",
     as_json: JsonOption = False,
 ) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
-    from hpo.report.dashboard import HOST, dashboard_server, publish
+    from hpo.report.dashboard import LOOPBACK, dashboard_server, publish
 
     with existing_study(study, storage) as (database, record):
         optuna_study = database.load_study(record.name)
         publish(optuna_study, record)
-        with dashboard_server(database.url, port) as server:
-            address = f"http://{HOST}:{server.server_port}/dashboard/studies/{optuna_study._study_id}"
+        with dashboard_server(database.url, port, host) as server:
+            if host != LOOPBACK:
+                typer.echo(
+                    f"Warning: whoever reaches {host}:{server.server_port} can delete studies.", err=True
+                )
+            shown = LOOPBACK if host == "0.0.0.0" else host
+            address = f"http://{shown}:{server.server_port}/dashboard/studies/{optuna_study._study_id}"
             if as_json:
                 print_json({"study": record.name, "url": address})
             else:

@@ -228,7 +228,7 @@ class ArtifactCheckpoints:
 
     def names(self, kind: str, resume_key: str) -> Sequence[str]:
         """The checkpoints in the store that a trial with this key can go on from."""
-        rows = self._storage.persist(lambda: _rows(self._storage, self._lease.study, [self._number]))
+        rows = self._storage.persist(lambda: _rows(self._storage, self._lease.study, self._number))
         self._known = {row.checkpoint: row.artifact_id for row in rows if row.resume_key == resume_key}
         return [name for name in self._known if name.startswith(kind) and _NAME.fullmatch(name)]
 
@@ -285,7 +285,7 @@ class ArtifactCheckpoints:
                 self._changed.notify_all()
 
     def _sync(self, kept: Sequence[Path], resume_key: str) -> None:
-        stored = self._storage.attempt(lambda: _rows(self._storage, self._lease.study, [self._number]))
+        stored = self._storage.attempt(lambda: _rows(self._storage, self._lease.study, self._number))
         own = {row.checkpoint: row.artifact_id for row in stored if row.resume_key == resume_key}
         others = {row.checkpoint: row.artifact_id for row in stored if row.resume_key != resume_key}
         for left in [left for path in kept[:1] for left in path.parent.glob(f"*{_ARCHIVE}")]:
@@ -351,7 +351,7 @@ def fetch_best(store: ArtifactStore, storage: Storage, study: str, number: int, 
 
     Raises CheckpointError if it cannot be had.
     """
-    rows = storage.persist(lambda: _rows(storage, study, [number]))
+    rows = storage.persist(lambda: _rows(storage, study, number))
     best = [row for row in rows if row.checkpoint.startswith("best") and _NAME.fullmatch(row.checkpoint)]
     for row in sorted(best, key=lambda row: row.created)[-1:]:
         path = folder / row.checkpoint
@@ -364,8 +364,9 @@ def drop_artifacts(store: ArtifactStore, storage: Storage, study: str, numbers: 
 
     With a store that is away they stay for a later call.
     ."""
-    rows = _rows(storage, study, numbers)
-    for row in rows:
+    for row in _rows(storage, study):
+        if row.trial_number not in numbers:
+            continue
         try:
             store.remove(row.artifact_id)
         except Exception as error:  # of the store, whichever it is
@@ -376,10 +377,13 @@ def drop_artifacts(store: ArtifactStore, storage: Storage, study: str, numbers: 
             connection.execute(sa.delete(artifacts).where(*same))
 
 
-def _rows(storage: Storage, study: str, numbers: Collection[int]) -> Sequence[sa.Row[Any]]:
-    of_trials = (artifacts.c.study == study, artifacts.c.trial_number.in_(numbers))
+def _rows(storage: Storage, study: str, number: int | None = None) -> Sequence[sa.Row[Any]]:
+    """Of a trial, or of all; those are few: of the best and of those that run."""
+    query = sa.select(artifacts).where(artifacts.c.study == study)
+    if number is not None:
+        query = query.where(artifacts.c.trial_number == number)
     with storage.engine.connect() as connection:
-        return connection.execute(sa.select(artifacts).where(*of_trials)).all()
+        return connection.execute(query).all()
 
 
 def _fetch(store: ArtifactStore, artifact_id: str, path: Path) -> None:

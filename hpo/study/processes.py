@@ -19,6 +19,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.device import available_cores
 from hpo.errors import HpoError, InputError, RunError
 from hpo.study.deaths import record_death
+from hpo.study.lifecycle import read_state
 from hpo.study.storage import Storage
 from hpo.study.watch import StudyWatch
 from hpo.study.worker import RunSummary
@@ -119,6 +120,7 @@ def run_workers(
     places: Sequence[WorkerPlace],
     *,
     stop: threading.Event | None = None,
+    options: Sequence[str] = (),
 ) -> RunSummary:
     """Run a process in each of `places` (see `place_workers`), and wait for all of them.
 
@@ -132,7 +134,7 @@ def run_workers(
     stop = storage.stop = stop or threading.Event()
     folder = runs_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
-    command = worker_command(str(config.path), config.timeout)
+    command = [*worker_command(config.name, config.timeout), *options]
     # Each worker would otherwise use all cores, and they would get into each other's way.
     threads = max(1, available_cores() // len(places))
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": storage.url}
@@ -153,6 +155,8 @@ def run_workers(
     counts = storage.slot_counts(config.name)
     if not counts["open"] and not counts["running"]:
         return RunSummary("finished", outcomes)
+    if read_state(storage, config.name) != "open":
+        return RunSummary("halted", outcomes)
     if any(worker.process.returncode == stopped.exit_code for worker in workers):
         return stopped  # told to by somebody else
     for worker in workers:

@@ -37,7 +37,7 @@ from hpo.study.device_sampler import WorkerDevice
 from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace, place_workers, run_workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
-from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, trial_runner
+from hpo.study.worker import STAYS, RunSummary, Stint, keep_best_checkpoints, run_worker, trial_runner
 
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
@@ -61,7 +61,10 @@ class OpenStudy:
     lacking: Mapping[str, str]
     """Precisions of the study that this device does not run, with the reason; {} for a finished study."""
     executor: Executor | None
-    """Runs trials in this process; None where they run in others, and for a finished study."""
+    """Runs trials in this process; None where they run in others, and for a study that is finished, or not
+    open."""
+    trust_remote_code: bool = False
+    """Whether the code that comes with the study's encoder may run here."""
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -77,21 +80,29 @@ def open_study(
     *,
     resize: bool = True,
     trials_run: TrialsRun = "in this process",
+    trust_remote_code: bool = False,
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
     A study of which no trial has trained is checked first (`Executor.check_study`), but not by the processes
-    of `run_workers`, whose parent has done so.
+    of `run_workers`, whose parent has done so. Of one that is paused or cancelled nothing is checked or
+    changed.
 
     Args:
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
+        trust_remote_code: whether the code that comes with the study's encoder may run here. The database
+            does not decide that: a user's own study file does, or an option.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
         InputError: the data, the model or the objective cannot be used, or trials are to run on this machine
-            and it has no precision of the study.
+            and it has no precision of the study, or its code is not trusted.
     """
     stored = _read_stored(config.name, url)
+    if stored is not None and stored.state != "open":
+        with open_storage(url) as storage:
+            yield OpenStudy(config.completed(stored.definition), storage, runs_dir, stored, {}, None)
+        return
     has_trained = stored is not None and any(trial.evaluations or trial.values for trial in stored.trials)
     if stored is not None:
         try:  # with the defaults that it was made with
@@ -99,6 +110,7 @@ def open_study(
         except StudyChangedError:
             if has_trained or not resize:
                 raise
+    check_trust(config, trust_remote_code)
     trains_here = trials_run == "in this process"
     executor: Executor | None = None
     lacking: Mapping[str, str] = {}
@@ -121,7 +133,17 @@ def open_study(
                 device, lacking = _check_device(config, trials_run)
                 executor = _build_executor(config, device, runs_dir)
             executor.cache = storage
-        yield OpenStudy(config, storage, runs_dir, record, lacking, executor)
+        yield OpenStudy(config, storage, runs_dir, record, lacking, executor, trust_remote_code)
+
+
+def check_trust(config: StudyConfig, trust_remote_code: bool) -> None:
+    """Raise InputError where the study runs code that comes with its encoder and that is not trusted."""
+    if config.model.trust_remote_code and not trust_remote_code:
+        raise InputError(
+            f"The study `{config.name}` of the database asks to run the code that comes with its encoder "
+            "(`model.trust_remote_code: true`), which whoever can write to the database can change. Read "
+            "that code, then give the option --trust-remote-code, or the study's own file."
+        )
 
 
 def _read_stored(name: str, url: str) -> StudyRecord | None:
@@ -198,13 +220,20 @@ def plan_workers(config: StudyConfig, workers: int, per_device: int | None = Non
 
 
 def run_study(
-    study: OpenStudy, places: Sequence[WorkerPlace] = (), *, stop: threading.Event | None = None
+    study: OpenStudy,
+    places: Sequence[WorkerPlace] = (),
+    *,
+    stop: threading.Event | None = None,
+    stint: Stint = STAYS,
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
+
+    Where the study is not open, or is paused or cancelled meanwhile, it `ended` as `halted`.
 
     Args:
         places: of `plan_workers`, where the trials run in processes of their own, `hpo worker STUDY`.
         stop: from `stop_on_signals`.
+        stint: of a worker that serves other studies too.
 
     Raises:
         StudyChangedError: the study had other data.
@@ -213,10 +242,13 @@ def run_study(
     """
     config, storage, executor = study.config, study.storage, study.executor
     stop = stop or threading.Event()
+    if study.record.state != "open":
+        return RunSummary("halted")
     if study.record.slots["done"] == config.n_trials:
         return RunSummary("finished")
     if executor is None:
-        summary = run_workers(config, storage, study.runs_dir, places, stop=stop)
+        options = ["--trust-remote-code"] if study.trust_remote_code else []
+        summary = run_workers(config, storage, study.runs_dir, places, stop=stop, options=options)
         if summary.ended != "elsewhere":
             return summary
         return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
@@ -234,6 +266,7 @@ def run_study(
         stop=stop,
         saved_step=lambda number: last_saved_step(folder(number)),
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k, drop),
+        stint=stint,
     )
 
 

@@ -39,6 +39,7 @@ from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
+from hpo.study.lifecycle import end_unfinished
 from hpo.study.outbox import Outbox, Report
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
 from hpo.study.storage import Storage
@@ -58,8 +59,9 @@ Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 class RunSummary:
     """What one call ran."""
 
-    ended: Literal["finished", "stopped", "timeout", "elsewhere"]
-    """Every slot is done; told to stop; out of time; what remains is for other devices."""
+    ended: Literal["finished", "stopped", "timeout", "elsewhere", "halted", "yielded"]
+    """Every slot is done; told to stop; out of time; what remains is for other devices; the study was paused,
+    cancelled or deleted; another study comes first."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
     elsewhere: tuple[str, ...] = ()
@@ -71,6 +73,20 @@ class RunSummary:
         return 130 if self.ended == "stopped" else 0
 
 
+@dataclass(frozen=True)
+class Stint:
+    """The time of a worker in one of the studies that it serves."""
+
+    go_on: Callable[[bool], bool] = lambda _: True
+    """Asked after each trial (True), and when there is none to run but others still run some (False)."""
+    reservation: str = ""
+    """See `WorkerLease`."""
+
+
+STAYS = Stint()
+"""Of a worker that serves one study."""
+
+
 def run_worker(
     config: StudyConfig,
     storage: Storage,
@@ -80,6 +96,7 @@ def run_worker(
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
     saved_step: Callable[[int], int] = lambda _: 0,
+    stint: Stint = STAYS,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
     """Run trials of the study with `execute` until none is left for `device`, `stop` is set or time is up.
@@ -103,6 +120,7 @@ def run_worker(
         can_run=runnable if skipped else None,
         refusal=partial(_refusal, config.search_space),
         saved_step=saved_step,
+        reservation=stint.reservation,
     ) as worker:
         study.sampler = build_sampler(
             config.sampler,
@@ -112,22 +130,32 @@ def run_worker(
             skipped=skipped,
             lock=partial(exclusive, storage.engine),
         )
-        while not stop.is_set() and time.monotonic() <= deadline:
+        while not stop.is_set() and not worker.halted.is_set() and time.monotonic() <= deadline:
             lease = worker.claim()
             if lease is not None:
                 outcome = _run_slot(worker, lease, execute)
                 if outcome is not None:
                     outcomes[outcome] += 1
                     storage.persist(after_trial)
+                if not (stop.is_set() or worker.halted.is_set() or stint.go_on(True)):
+                    return RunSummary("yielded", outcomes)
                 continue
+            if worker.halted.is_set():
+                break
             unfinished = storage.persist(worker.unfinished).values()
             if not storage.persist(lambda: any(map(runnable, unfinished))):  # noqa: B023
                 storage.persist(after_trial)
                 elsewhere = runnable.left_to_others(unfinished)
                 return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
+            if not stint.go_on(False):
+                return RunSummary("yielded", outcomes)
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
-    return RunSummary("stopped" if stop.is_set() else "timeout", outcomes)
+    if worker.halted.is_set():
+        end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
+    if stop.is_set():
+        return RunSummary("stopped", outcomes)
+    return RunSummary("halted" if worker.halted.is_set() else "timeout", outcomes)
 
 
 @dataclass(frozen=True)
@@ -222,6 +250,7 @@ def trial_runner(
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        lease.store_params()
 
         def on_evaluation(scored: ScoredEvaluation) -> None:
             evaluation = scored.evaluation
@@ -244,7 +273,7 @@ def trial_runner(
         def should_stop() -> bool:
             lease.check()
             check_pruned()
-            return stop.is_set()
+            return stop.is_set() or lease.halted.is_set()
 
         folder = executor.trial_folder(token, trial.number)
         place = executor.device.device_id

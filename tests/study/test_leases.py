@@ -29,7 +29,8 @@ from worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
-from hpo.study.leases import SLOT_ATTR, WorkerLease
+from hpo.study import leases
+from hpo.study.leases import WorkerLease
 from hpo.study.process import is_alive, process_start, this_machine
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
@@ -42,6 +43,11 @@ def opened(storage: Storage) -> optuna.Study:
 
 def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> WorkerLease:
     return WorkerLease(storage, opened, max_retries=max_retries)
+
+
+@pytest.fixture(autouse=True)
+def look_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LOOK_SECONDS", 0.0)
 
 
 def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.Study) -> None:
@@ -252,18 +258,15 @@ def test_other_outcomes_are_not_retried(storage: Storage) -> None:
     assert [trial.user_attrs["outcome"] for trial in opened.trials] == list(outcomes)
 
 
-def test_trial_made_twice_is_used_once(storage: Storage, opened: optuna.Study) -> None:
-    """The database restarts after it made the trial and before it could say so."""
+def test_what_was_committed_before_the_answer_was_lost_is_not_done_again(
+    storage: Storage, opened: optuna.Study
+) -> None:
     with worker_on(storage, opened) as worker:
-        lease = worker.claim()
-        worker.open_trial(lease)
-        attrs = {SLOT_ATTR: lease.slot}
-        opened.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, system_attrs=attrs))
+        first = worker.claim()
+        assert (lease := worker.claim()).slot == first.slot
+        assert worker._make_trial(lease, {}, {}).number == 0
         assert worker.open_trial(lease).number == 0
-        assert [trial.state for trial in opened.trials] == [TrialState.RUNNING, TrialState.FAIL]
-        failed = result("failed", traceback="Traceback")
-        worker.record_outcome(lease, worker.open_trial(lease), failed)
-        assert worker.open_trial(worker.claim()).user_attrs["retry_of"] == 0, "the extra one is no failure"
+        assert len(opened.trials) == 1
 
 
 def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
@@ -280,18 +283,6 @@ def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
             assert opened.trials[number].user_attrs["memo"] == "asked for"
         assert first.open_trial(first.claim()).number == 2
     assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
-
-
-def test_enqueued_trial_whose_worker_died_when_it_had_taken_it(
-    storage: Storage, opened: optuna.Study
-) -> None:
-    opened.enqueue_trial({"learning_rate": 1e-4})
-    storage.optuna.set_trial_system_attr(opened.trials[0]._trial_id, SLOT_ATTR, 0)
-    with worker_on(storage, opened) as worker, worker_on(storage, opened) as other:
-        lease, next_lease = worker.claim(), other.claim()
-        assert other.open_trial(next_lease).number == 1, "it is another slot's"
-        assert worker.open_trial(lease).number == 0
-        assert opened.trials[0].state == TrialState.RUNNING
 
 
 @pytest.mark.postgres

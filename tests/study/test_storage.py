@@ -148,7 +148,8 @@ def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> N
             change_worker(storage, dead, process_start="1")
             other.create_or_resume_study(study(1))
             assert storage.slot_counts("tiny") == {"open": 0, "running": 1, "done": 0}
-            assert [one.state for one in opened.trials] == [TrialState.FAIL, TrialState.RUNNING]
+            states = [one.state for one in other.load_study("tiny").trials]
+            assert states == [TrialState.FAIL, TrialState.RUNNING]
         with pytest.raises(LeaseLostError):
             dead.record_outcome(lease, trial, result("complete"))
 
