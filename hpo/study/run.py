@@ -32,7 +32,6 @@ from hpo.precision.table import apply_preset, left_out
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
-from hpo.study.lifecycle import end_unfinished
 from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
@@ -266,7 +265,7 @@ def run_study(
     folder = partial(executor.trial_folder, storage.study_token(config.name))
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
     time_left = TimeLeft(storage, config.name, stop)
-    summary = run_worker(
+    return run_worker(
         config,
         storage,
         trial_runner(executor, storage, stop, time_left, shared_device=_num_on_device() > 1),
@@ -276,9 +275,6 @@ def run_study(
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
         stint=replace(stint, has_time=time_left.suffices),
     )
-    if summary.ended == "halted":
-        end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
-    return summary
 
 
 def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:
