@@ -272,12 +272,18 @@ def test_a_running_trial_without_a_slot_is_ended(storage: Storage, host: Host) -
     opened.add_trial(create_trial(state=TrialState.RUNNING))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         run_trial(worker)
-    opened.add_trial(create_trial(state=TrialState.RUNNING, system_attrs={"hpo:slot": 0}))  # which is done
+        lease = worker.claim()
+        assert lease is not None
+        worker.open_trial(lease)
+        with storage.engine.begin() as connection:  # as a lowered `n_trials` did before
+            connection.execute(sa.delete(slots).where(slots.c.slot == 1))
     first, second = found(storage, host)
     assert "trial 0 is RUNNING, but no slot" in first.problem
     assert "trial 2 is RUNNING, but no slot" in second.problem
     assert all(one.mended for one in found(storage, host, fix=True))
-    assert [trial.state.name for trial in opened.trials] == ["FAIL", "COMPLETE", "FAIL"]
+    with open_storage(storage.url, create=False) as fresh:  # what a process owns it does not read again
+        trials = fresh.load_study("tiny").trials
+    assert [trial.state.name for trial in trials] == ["FAIL", "COMPLETE", "FAIL"]
     assert found(storage, host) == []
 
 
@@ -376,7 +382,7 @@ def test_the_memory_of_gpus_is_what_the_driver_says(tmp_path: Path, monkeypatch:
 
 
 def test_data_that_this_host_lacks_or_has_otherwise_are_told(
-    sqlite_url: str, host: Host, tmp_path: Path
+    sqlite_url: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"id": str(number), "text": f"text {number}", "labels": {"size": number}} for number in range(40)]
     data = write_set(tmp_path / "data", {"tasks": {"size": {"kind": "regression"}}}, train=rows)
@@ -392,6 +398,10 @@ def test_data_that_this_host_lacks_or_has_otherwise_are_told(
         data.rename(tmp_path / "moved")
         (one,) = found(storage, host)
         assert f"does not have its data, {data}" in one.problem
+        (tmp_path / "mounted").mkdir()
+        (tmp_path / "moved").rename(tmp_path / "mounted" / "data")
+        monkeypatch.setenv("HPO_DATA_DIR", str(tmp_path / "mounted"))
+        assert found(storage, host) == []
 
 
 def test_a_study_that_cannot_go_on_here_is_told(sqlite_url: str, host: Host) -> None:
