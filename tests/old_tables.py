@@ -15,6 +15,7 @@ def make_v1(url: str) -> None:
         with storage.engine.begin() as connection:
             for table in ("hpo_version", "hpo_jobs", "hpo_artifacts"):
                 connection.execute(sa.text(f"DROP TABLE {table}"))
+            connection.execute(sa.text("DROP INDEX ix_hpo_slots_state"))
             dropped = ("studies.state", "studies.priority", "slots.saved_step", "workers.job")
             for table, column in (name.split(".") for name in dropped):
                 connection.execute(sa.text(f"ALTER TABLE hpo_{table} DROP COLUMN {column}"))

@@ -447,7 +447,8 @@ class WorkerLease:
 
     def _retries_left(self, failed: FrozenTrial) -> bool:
         """Whether a slot whose last trial FAILed gets another one."""
-        trials = self._storage.optuna.recent_trials(self._study._study_id)
+        recent = self._storage.optuna.recent_trials(self._study._study_id)
+        trials = {trial.number: trial for trial in recent}
         failures = [failed]
         while (before := failures[-1].user_attrs.get("retry_of")) is not None:
             failures.append(trials[before])

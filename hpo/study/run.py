@@ -34,7 +34,6 @@ from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
-from hpo.study.lifecycle import end_unfinished
 from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace, place_workers, run_workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
@@ -258,7 +257,7 @@ def run_study(
     folder = partial(executor.trial_folder, storage.study_token(config.name))
     note_database(folder(0).parent, storage.url)
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
-    summary = run_worker(
+    return run_worker(
         config,
         storage,
         trial_runner(executor, storage, stop, shared_device=_num_on_device() > 1),
@@ -268,9 +267,6 @@ def run_study(
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
         stint=stint,
     )
-    if summary.ended == "halted":
-        end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
-    return summary
 
 
 def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:

@@ -37,6 +37,7 @@ from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
+from hpo.study.lifecycle import end_unfinished
 from hpo.study.outbox import Outbox, Report
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
 from hpo.study.storage import Storage
@@ -148,6 +149,8 @@ def run_worker(
                 return RunSummary("yielded", outcomes)
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
+    if worker.halted.is_set():
+        end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
     if stop.is_set():
         return RunSummary("stopped", outcomes)
     return RunSummary("halted" if worker.halted.is_set() else "timeout", outcomes)

@@ -28,6 +28,7 @@ from hpo.study import sqlite_place
 from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import parse_url
 from hpo.study.leases import WorkerLease
+from hpo.study.migrations import newest_version
 from hpo.study.process import this_machine
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
@@ -90,7 +91,7 @@ def test_nothing_is_wrong_with_a_new_study(storage: Storage, host: Host) -> None
 
 def test_tables_of_an_earlier_version_are_moved_up(storage_url: str, host: Host) -> None:
     make_v1(storage_url)
-    mends(storage_url, host, "must be of version v2, but are of v1")
+    mends(storage_url, host, f"must be of version {newest_version()}, but are of v1")
 
 
 def test_tables_of_a_later_version_are_left_alone(storage: Storage, host: Host) -> None:
