@@ -191,7 +191,7 @@ def run_workers(
     Raises:
         InputError, RunError: workers failed and the study is not done; with the end of the log.
     """
-    stop = stop or Stop()
+    stop = storage.stop = stop or Stop()
     if stop.is_set():
         return RunSummary("stopped")
     watch = StudyWatch(storage, config)
@@ -245,6 +245,7 @@ def serve_with_workers(
     What they print is added to `runs_dir`/worker-<host>-<number>.log. Other arguments and errors are those of
     `run_workers`; a timeout is one of the `options`, and begins anew with a worker that is started again.
     """
+    storage.stop = stop
     workers = _workers(places, runs_dir, storage)
     command = [*worker_command(None, None, stop.until), *options]
     with _started(workers, command):
