@@ -42,7 +42,7 @@ from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import Deaths, count_death, counted_cause, num_oom_kills
-from hpo.study.process import process_start, this_machine
+from hpo.study.process import process_start, this_job, this_machine
 from hpo.study.samplers import known_params
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage
@@ -158,6 +158,7 @@ class WorkerLease:
                         oom_kills=num_oom_kills(),
                         state="live",
                         number=self.number,
+                        job=this_job(),
                     )
                 )
 

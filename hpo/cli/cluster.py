@@ -1,0 +1,147 @@
+"""The command that hands workers to a batch system: `submit`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from hpo.cli.options import (
+    RUNS,
+    JsonOption,
+    StorageOption,
+    StudyArgument,
+    app,
+    load_to_run,
+    print_json,
+    progress_shown,
+)
+from hpo.errors import InputError
+
+
+def _of_slurm(metavar: str, help_text: str) -> Any:
+    return Annotated[
+        str | None, typer.Option(metavar=metavar, help=help_text, rich_help_panel="With --slurm")
+    ]
+
+
+SLURM_OPTIONS: Mapping[str, Any] = {
+    "partition": _of_slurm("NAME", "As sbatch's; so are the next five."),
+    "account": _of_slurm("NAME", "To charge."),
+    "time": _of_slurm("D-HH:MM:SS", "Limit of a job, which is requeued when it comes to it."),
+    "gpus_per_node": _of_slurm("[TYPE:]G", "GPUs of a job, which runs a worker on each."),
+    "cpus_per_task": _of_slurm("N", "CPU cores of a job."),
+    "mem": _of_slurm("SIZE", "Memory of a job, such as 60G."),
+    "sbatch": Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="Any other option of sbatch, such as qos=long or exclusive. Repeatable.",
+            rich_help_panel="With --slurm",
+        ),
+    ],
+    "signal_lead": Annotated[
+        int | None,
+        typer.Option(
+            min=10,
+            metavar="SECONDS",
+            help="How long before its time limit a job is warned, to write its checkpoints.",
+            show_default="120",
+            rich_help_panel="With --slurm",
+        ),
+    ],
+}
+
+
+def _with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `**options` those of the tables, None where they are not given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [found for found in signature.parameters.values() if found.kind is not found.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for table in tables
+            for name, annotation in table.items()
+        ]
+        command.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
+        command.__annotations__ = {found.name: found.annotation for found in own + more}
+        return command
+
+    return decorate
+
+
+@app.command()
+@_with_options(SLURM_OPTIONS)
+def submit(
+    study: StudyArgument,
+    storage: StorageOption = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")] = False,
+    workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the script of the jobs; make and submit nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+    **options: Any,
+) -> None:
+    """Check and make a study as `hpo init` does, and submit batch jobs whose workers run its trials.
+
+    The jobs need a database that all their nodes reach. They end when the study is done.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if not slurm:
+        raise InputError("hpo submit must be told where the workers are to run. Give --slurm.")
+    _submit_to_slurm(study, storage, workers, given, dry_run=dry_run, as_json=as_json)
+
+
+def _submit_to_slurm(
+    study: str, storage: str | None, workers: int, options: dict[str, Any], *, dry_run: bool, as_json: bool
+) -> None:
+    from hpo.cluster.jobs import add_job
+    from hpo.cluster.slurm import WorkerArray, job_folder
+    from hpo.study.database import parse_url, storage_url
+    from hpo.study.run import open_study
+
+    config, url = load_to_run(study), storage_url(storage)
+    array = WorkerArray(
+        study=study,
+        storage=url,
+        folder=job_folder(RUNS, config.name),
+        num_workers=workers,
+        signal_lead=options.pop("signal_lead", 120),
+        sbatch=_sbatch_options(options),
+    )
+    script = array.script()
+    if dry_run:
+        print_json({"study": config.name, "script": script}) if as_json else typer.echo(script)
+        return
+    if parse_url(url).get_backend_name() == "sqlite":
+        raise InputError(
+            "The study's database must be a PostgreSQL server that all nodes reach, but it is a SQLite file, "
+            "which several hosts would damage. `hpo copy STUDY --to URL` takes a study to another database."
+        )
+    with progress_shown(quiet=as_json), open_study(config, url, RUNS, trials_run="elsewhere") as opened:
+        job_id = array.submit()
+        num_workers = array.num_jobs * array.workers_per_job
+        add_job(opened.storage, job_id, config.name, num_workers)
+    if as_json:
+        print_json(
+            {"study": config.name, "job": job_id, "num_workers": num_workers, "folder": str(array.folder)}
+        )
+        return
+    typer.echo(
+        f"Submitted {job_id}: {num_workers} workers in {array.num_jobs} jobs.\n"
+        f"Watch it:  hpo status {study}   squeue --job {job_id.partition(':')[2]}\n"
+        f"Logs:      {array.folder}/*.log"
+    )
+
+
+def _sbatch_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
+    """Options as sbatch names them, with those of `--sbatch NAME=VALUE`; True for one without a value."""
+    named = {name.replace("_", "-"): value for name, value in options.items() if name != "sbatch"}
+    for text in options.get("sbatch", ()):
+        name, equals, value = text.lstrip("-").partition("=")
+        named[name] = value if equals else True
+    return named

@@ -1,0 +1,200 @@
+"""Workers as Slurm jobs: an array of batch jobs, each of them `hpo worker` on one node.
+
+submitit writes the script. Its pickled functions are not used: the process that runs them takes SIGTERM and
+the warning signal for itself and requeues in its own way, while a worker knows best how it leaves, and a
+command can be read in the script. The script replaces its shell by the worker, because Slurm sends the
+warning (`--signal=B:...`) to the process of the script alone.
+
+Who requeues: Slurm itself, after a preemption, a failed node and `scontrol requeue`. A job that comes to its
+time limit would end for good, so the worker asks for the requeue when it has left. After `scancel` nobody
+does. A requeued job keeps its number and its log, and ends at once when the study is done.
+
+The database's URL, which may hold a password, reaches a job by a file that only its owner may read: the
+script, its arguments and its variables name the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from hpo.cluster.jobs import JobRecord
+from hpo.errors import InputError, RunError
+from hpo.study.process import this_job
+
+SCHEDULER = "slurm:"
+"""What the ids of its jobs begin with in the database."""
+COMMAND_SECONDS = 60
+"""How long a command of Slurm may take: one that cannot reach its server tries for minutes."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerArray:
+    """An array of jobs that are workers of one study."""
+
+    study: str
+    """What `hpo worker` is given."""
+    storage: str
+    """The database's URL; `@FILE` names a file that holds it."""
+    folder: Path
+    """For the script, the logs and the file with the URL; on a file system that the nodes share."""
+    num_workers: int = 1
+    """The least; every job has one for each of its GPUs."""
+    signal_lead: int = 120
+    """Seconds between the warning and the end of the job's time."""
+    sbatch: Mapping[str, str | bool] = field(default_factory=dict)
+    """More options of sbatch, without their dashes; True for one that takes no value."""
+
+    @property
+    def workers_per_job(self) -> int:
+        """One for each GPU, or one on the CPU."""
+        given = str(self.sbatch.get("gpus-per-node", 0))
+        count = given.rpartition(":")[2]  # also `a100:4`
+        if not count.isdigit():
+            raise InputError(f"--gpus-per-node must be a number or TYPE:NUMBER, but got `{given}`.")
+        return max(1, int(count))
+
+    @property
+    def num_jobs(self) -> int:
+        return math.ceil(self.num_workers / self.workers_per_job)
+
+    @property
+    def storage_file(self) -> Path:
+        """What the jobs read the database's URL from."""
+        given = self.storage.removeprefix("@")
+        return Path(given).absolute() if given != self.storage else self.folder.absolute() / "storage"
+
+    def script(self) -> str:
+        """The batch script."""
+        from submitit import SlurmExecutor  # a quarter of a second
+
+        class Executor(SlurmExecutor):
+            @classmethod
+            def affinity(cls) -> int:
+                return 1  # a script can be shown where Slurm is not
+
+        executor = Executor(self.folder.absolute())
+        executor.update_parameters(
+            job_name=f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', Path(self.study).stem)}",
+            time=None,  # the partition's default; submitit's is five minutes
+            wckey=None,
+            stderr_to_stdout=True,
+            use_srun=False,
+            setup=[f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}"],
+            additional_parameters={
+                "chdir": Path.cwd(),
+                "output": self.folder.absolute() / "%A_%a.log",
+                "requeue": True,
+                "signal": f"B:USR1@{self.signal_lead}",
+                **self.sbatch,
+            },
+        )
+        executor.parameters["map_count"] = self.num_jobs
+        worker = shlex.join([sys.executable, "-m", "hpo", "worker", self.study])
+        text: str = executor._make_submission_file_text(f"exec {worker}", "")
+        return text
+
+    def submit(self) -> str:
+        """Submit the array and return its id, `slurm:123`.
+
+        Raises:
+            InputError: there is no Slurm here, or it refuses the options.
+        """
+        self.folder.mkdir(parents=True, mode=0o700)
+        if not self.storage.startswith("@"):
+            with os.fdopen(
+                os.open(self.storage_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+            ) as file:
+                file.write(self.storage)
+        path = self.folder / "job.sh"
+        path.write_text(self.script())
+        # sbatch gives the job the variables that it has itself.
+        environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
+        answer = _slurm(["sbatch", "--parsable", str(path)], environment)
+        return f"{SCHEDULER}{answer.strip().partition(';')[0]}"
+
+
+def job_folder(runs: Path, study: str) -> Path:
+    """Return a new folder's path for the files of one submission."""
+    return runs / study / f"slurm-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
+
+
+def requeue_this_job() -> None:
+    """Ask Slurm to run the job of this process again, from its queue. Slurm then ends this process."""
+    job = this_job()
+    if job is None or not job.startswith(SCHEDULER):
+        return
+    try:
+        _slurm(["scontrol", "requeue", job.removeprefix(SCHEDULER)])
+    except (InputError, RunError) as error:
+        _logger.warning("This job is not requeued: %s", error)
+
+
+def job_states(jobs: Iterable[JobRecord]) -> dict[str, dict[str, str]]:
+    """Return the state of each task of the jobs that Slurm still knows, by the job's id and the task's.
+
+    `{"slurm:123": {"slurm:123_0": "RUNNING"}}`; a job that has long ended has no tasks.
+
+    Raises:
+        InputError, RunError: there is no Slurm here, or it does not answer.
+    """
+    numbers = [job.id.removeprefix(SCHEDULER) for job in jobs if job.id.startswith(SCHEDULER)]
+    states: dict[str, dict[str, str]] = {f"{SCHEDULER}{number}": {} for number in numbers}
+    if numbers:
+        # Not `--jobs`, which is an error where Slurm knows none of them any more.
+        listed = _slurm(["squeue", "--noheader", "--array", "--states=all", "--format=%F %i %T"])
+        for line in listed.splitlines():
+            number, task, state = line.split()
+            if number in numbers:
+                states[f"{SCHEDULER}{number}"][f"{SCHEDULER}{task}"] = state
+    return states
+
+
+def cancel_jobs(jobs: Iterable[JobRecord]) -> Sequence[str]:
+    """End these jobs, running and waiting, and return the ids of those that had not ended.
+
+    Their workers write a checkpoint first; nothing is requeued.
+    """
+    living = [
+        job_id
+        for job_id, tasks in job_states(jobs).items()
+        if any(
+            state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING")
+            for state in tasks.values()
+        )
+    ]
+    if living:
+        _slurm(["scancel", *(job_id.removeprefix(SCHEDULER) for job_id in living)])
+    return living
+
+
+def _slurm(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Run a command of Slurm and return what it prints."""
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        raise InputError(
+            f"Slurm's commands must be on the PATH, but there is no `{command[0]}`. "
+            "Run this on a login node of the cluster."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError(f"`{command[0]}` has not answered for {COMMAND_SECONDS} s. Try again later.") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split())
+        raise InputError(
+            f"`{command[0]}` must succeed, but it says: {said or f'exit code {done.returncode}'}"
+        )
+    return done.stdout
