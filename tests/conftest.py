@@ -8,20 +8,31 @@ from pathlib import Path
 
 import pytest
 from benchmarks.real_sets import REAL_SETS
-from postgres import PostgresServer, find_programs
+from postgres import PostgresServer
+
+from hpo.cluster.postgres_programs import find_programs
 
 
-@pytest.fixture(scope="session")
-def postgres_server() -> Iterator[PostgresServer]:
-    programs = find_programs()
-    if programs is None:
-        pytest.skip("PostgreSQL's server programs (initdb, postgres) are not installed")
-    server = PostgresServer(programs)
+def running_server(*, tls: bool = False) -> Iterator[PostgresServer]:
+    if not any(programs.has_tls or not tls for programs in find_programs()):
+        pytest.skip(f"PostgreSQL's server programs {'with TLS ' * tls}are not installed")
+    server = PostgresServer(tls=tls)
     try:
         server.start()
         yield server
     finally:
         server.remove()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[PostgresServer]:
+    yield from running_server()
+
+
+@pytest.fixture(scope="session")
+def tls_server() -> Iterator[PostgresServer]:
+    """One that refuses connections without TLS."""
+    yield from running_server(tls=True)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hpo.cli import cluster, running  # noqa: F401  (their commands)
+from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli.options import (
     RUNS,
     JsonOption,

@@ -51,7 +51,7 @@ MEASURED_METRICS = (
 """What an objective may name of what a trial costs."""
 
 
-def _study_name(name: str) -> str:
+def study_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError(f"must be letters, digits, `.`, `_` and `-`, at most 100, but got {show(name)}.")
     return name
@@ -166,7 +166,7 @@ class StudyConfig(CheckedSection):
     """The study file; not a key of it."""
     given: Annotated[frozenset[str], Field(strict=False)] = Field(frozenset(), exclude=True)
     """The keys that the study file gives; not a key of it."""
-    name: Annotated[str, AfterValidator(_study_name)]
+    name: Annotated[str, AfterValidator(study_name)]
     """Name of the study in the database."""
     objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_tuple)] = (
         ObjectiveConfig(),

@@ -24,6 +24,7 @@ from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError, shorte
 from hpo.study.migrations import newest_version, stored_version, upgrade
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
+URL_FROM_FILE = "@"
 BUSY_SECONDS = 60.0
 """How long a write waits for other processes (SQLite)."""
 
@@ -64,8 +65,33 @@ _CANNOT_GO_ON = {
 
 
 def storage_url(given: str | None = None) -> str:
-    """Return where the study lives: `given` (--storage), else HPO_STORAGE, else SQLite under runs/."""
-    return given or os.environ.get("HPO_STORAGE") or DEFAULT_URL
+    """Return where the study lives: `given` (--storage), else HPO_STORAGE, else SQLite under runs/.
+
+    `@FILE` stands for the URL in a file, so that no password is among a process's arguments and variables.
+
+    Raises:
+        StorageError: the file cannot be read, others may read it, or it holds no URL.
+    """
+    url = given or os.environ.get("HPO_STORAGE") or DEFAULT_URL
+    return _url_in(Path(url.removeprefix(URL_FROM_FILE))) if url.startswith(URL_FROM_FILE) else url
+
+
+def _url_in(file: Path) -> str:
+    try:
+        with file.open() as opened:
+            about, text = os.fstat(opened.fileno()), opened.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise StorageError(f"The file `{file}` must hold the URL of the storage, but: {why}.") from None
+    # As PostgreSQL's of keys: a group may read what is root's, which is how Kubernetes hands out secrets.
+    if about.st_mode & (0o027 if about.st_uid == 0 else 0o077):
+        raise StorageError(
+            f"The file `{file}` holds a password, so only its owner may read it, but its mode is "
+            f"{about.st_mode & 0o777:04o}. Run `chmod 600 {file}`."
+        )
+    if not re.fullmatch(r"\w+(\+\w+)?://\S.*", text):  # not shown: it may be the password
+        raise StorageError(f"The file `{file}` must hold the URL of the storage ({_EXAMPLES}) in one line.")
+    return text
 
 
 def parse_url(url: str) -> sa.URL:
@@ -103,14 +129,14 @@ def redact(url: str) -> str:
 
 def place(url: str) -> str:
     """Return `url` for messages, with the whole path of a SQLite file that it names by a relative one."""
-    path = _sqlite_path(parse_url(url))
+    path = sqlite_path(parse_url(url))
     shown = redact(url)
     return shown if path is None or path.is_absolute() else f"{shown} ({path.absolute()})"
 
 
 def check_folder(url: str) -> None:
     """Raise StorageError where the folder of a SQLite file does not exist."""
-    path = _sqlite_path(parse_url(url))
+    path = sqlite_path(parse_url(url))
     if path is not None and not path.parent.is_dir():
         raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
 
@@ -125,13 +151,13 @@ def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
         RunError: it can, but not now (locked, disk full).
     """
     parsed = parse_url(url)
-    path = _sqlite_path(parsed)
+    path = sqlite_path(parsed)
     if path is not None and not path.exists():
         if not create:
             raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
         check_folder(url)
     try:
-        engine = sa.create_engine(parsed, pool=_connection_pool(parsed))
+        engine = connect(url)
         try:
             if not create:
                 if (version := _version(engine)) is None:
@@ -153,6 +179,12 @@ def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
         return _optuna_storage(parsed)
     except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
         raise explain(url, error) from error
+
+
+def connect(url: str) -> sa.Engine:
+    """Return the database at `url` as it is, with whatever tables; an absent SQLite file is made."""
+    parsed = parse_url(url)
+    return sa.create_engine(parsed, pool=_connection_pool(parsed))
 
 
 def _optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
@@ -195,7 +227,8 @@ def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     connection.execute("PRAGMA synchronous=NORMAL").close()
 
 
-def _sqlite_path(url: sa.URL) -> Path | None:
+def sqlite_path(url: sa.URL) -> Path | None:
+    """Return the file of a SQLite database; None: it is none."""
     if url.get_backend_name() != "sqlite":
         return None
     return Path(str(url.database).removeprefix("file:"))
@@ -204,7 +237,7 @@ def _sqlite_path(url: sa.URL) -> Path | None:
 @contextmanager
 def exclusive(engine: sa.Engine) -> Iterator[None]:
     """Hold a lock that one process at a time has, of all that use this database."""
-    path = _sqlite_path(engine.url)
+    path = sqlite_path(engine.url)
     if path is None:
         with engine.begin() as connection:
             connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
