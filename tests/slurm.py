@@ -139,6 +139,11 @@ class SlurmCluster:
         assert done.returncode == 0 or not check, done.stderr
         return done.stdout
 
+    def states(self, job: str) -> dict[str, str]:
+        """The state of each task of a job array."""
+        listed = self.run(f"squeue --job={job} --array --noheader --states=all", "--format=%i %T")
+        return dict(line.split() for line in listed.splitlines())
+
     def stop(self) -> None:
         if "slurmctld" in self._processes:
             self.run(f"scancel --user={os.getuid()}", check=False)

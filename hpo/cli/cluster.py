@@ -101,13 +101,14 @@ def _submit_to_slurm(
 ) -> None:
     from hpo.cluster.jobs import add_job
     from hpo.cluster.slurm import WorkerArray, job_folder
-    from hpo.study.database import parse_url, storage_url
+    from hpo.study.database import URL_FROM_FILE, parse_url, storage_url
     from hpo.study.run import open_study
 
     config, url = load_to_run(study), storage_url(storage)
+    given = storage or ""  # of --storage or HPO_STORAGE
     array = WorkerArray(
         study=study,
-        storage=url,
+        storage=given if given.startswith(URL_FROM_FILE) else url,
         folder=job_folder(RUNS, config.name),
         num_workers=workers,
         signal_lead=options.pop("signal_lead", 120),
