@@ -141,24 +141,44 @@ def requeue_this_job() -> None:
         _logger.warning("This job is not requeued: %s", error)
 
 
-def job_states(jobs: Iterable[JobRecord]) -> dict[str, dict[str, str]]:
-    """Return the state of each task of the jobs that Slurm still knows, by the job's id and the task's.
+@dataclass(frozen=True)
+class Task:
+    """One job of an array, as Slurm knows it."""
 
-    `{"slurm:123": {"slurm:123_0": "RUNNING"}}`; a job that has long ended has no tasks.
+    id: str
+    """`slurm:123_4`; of those that wait, also `slurm:123_[0-4]`."""
+    state: str
+    """In Slurm's words: PENDING, RUNNING, COMPLETED ..."""
+    reason: str
+    """Why it waits: Resources, Priority ..."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
+
+
+_ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+)
+
+
+def job_tasks(jobs: Iterable[JobRecord]) -> dict[str, list[Task]]:
+    """Return what Slurm knows of these jobs, by their ids; nothing of one that ended minutes ago.
+
+    Jobs of other schedulers are left out.
 
     Raises:
         InputError, RunError: there is no Slurm here, or it does not answer.
     """
-    numbers = [job.id.removeprefix(SCHEDULER) for job in jobs if job.id.startswith(SCHEDULER)]
-    states: dict[str, dict[str, str]] = {f"{SCHEDULER}{number}": {} for number in numbers}
-    if numbers:
+    tasks: dict[str, list[Task]] = {job.id: [] for job in jobs if job.id.startswith(SCHEDULER)}
+    if tasks:
         # Not `--jobs`, which is an error where Slurm knows none of them any more.
-        listed = _slurm(["squeue", "--noheader", "--array", "--states=all", "--format=%F %i %T"])
+        listed = _slurm(["squeue", "--noheader", "--array", "--states=all", "--format=%F %i %T %r"])
         for line in listed.splitlines():
-            number, task, state = line.split()
-            if number in numbers:
-                states[f"{SCHEDULER}{number}"][f"{SCHEDULER}{task}"] = state
-    return states
+            job, task, state, reason = line.split(maxsplit=3)
+            if SCHEDULER + job in tasks:
+                tasks[SCHEDULER + job].append(Task(SCHEDULER + task, state, reason))
+    return tasks
 
 
 def cancel_jobs(jobs: Iterable[JobRecord]) -> Sequence[str]:
@@ -166,16 +186,10 @@ def cancel_jobs(jobs: Iterable[JobRecord]) -> Sequence[str]:
 
     Their workers write a checkpoint first; nothing is requeued.
     """
-    living = [
-        job_id
-        for job_id, tasks in job_states(jobs).items()
-        if any(
-            state in ("PENDING", "RUNNING", "SUSPENDED", "COMPLETING", "CONFIGURING")
-            for state in tasks.values()
-        )
-    ]
+    tasks = job_tasks(jobs)
+    living = [job for job, found in tasks.items() if not all(task.has_ended for task in found)]
     if living:
-        _slurm(["scancel", *(job_id.removeprefix(SCHEDULER) for job_id in living)])
+        _slurm(["scancel", *(job.removeprefix(SCHEDULER) for job in living)])
     return living
 
 
