@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpo.cli.options import (
+    MAX_RESTARTS,
     RUNS,
     JsonOption,
+    MaxRestartsOption,
     NumTrialsOption,
     StorageOption,
     StudyArgument,
     TimeoutOption,
+    UntilOption,
+    WorkersOption,
+    WorkersPerDeviceOption,
     app,
     load_to_run,
     print_json,
@@ -30,8 +35,10 @@ from hpo.outcome import Outcome
 if TYPE_CHECKING:
     import threading
 
-    from hpo.study.run import OpenStudy
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.run import OpenStudy, TrialsRun
     from hpo.study.study_record import StudyRecord
+    from hpo.study.supervisor import WorkerPlace
     from hpo.study.worker import RunSummary
     from hpo.trial.telemetry import ScoredEvaluation
 
@@ -41,49 +48,29 @@ def run(
     study: StudyArgument,
     storage: StorageOption = None,
     n_trials: NumTrialsOption = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1000,
-            metavar="W",
-            help="Processes on this machine, spread over its GPUs.",
-            show_default="1",
-        ),
-    ] = None,
-    workers_per_device: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=100,
-            metavar="K",
-            help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
-        ),
-    ] = None,
+    workers: WorkersOption = None,
+    workers_per_device: WorkersPerDeviceOption = None,
+    max_restarts: MaxRestartsOption = MAX_RESTARTS,
     timeout: TimeoutOption = None,
+    until: UntilOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.report.status import study_status
     from hpo.study.database import storage_url
-    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
+    from hpo.study.run import open_study, run_study
+    from hpo.study.stopping import end_of_job
     from hpo.study.study_record import complete_trials
 
-    if workers is not None and workers_per_device is not None:
-        raise InputError(
-            f"--workers {workers} counts all processes of this machine and --workers-per-device "
-            f"{workers_per_device} those of each device. Give one of them."
-        )
     config = load_to_run(study, n_trials=n_trials, timeout=timeout)
-    places = plan_workers(config, workers or 1, workers_per_device)
-    trials_run: TrialsRun = "in this process" if len(places) == 1 else "in workers"
+    places, trials_run = _places(config, workers, workers_per_device)
     with (
         progress_shown(quiet=as_json),
-        stop_signals() as stop,
+        stop_signals(end_of_job(until)) as stop,
         open_study(config, storage_url(storage), RUNS, trials_run=trials_run) as opened,
     ):
         with _shown(opened, stop, quiet=as_json):
-            summary = run_study(opened, places, stop=stop)
+            summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
         record = opened.storage.read_study(config.name)
     if as_json:
         print_json(study_status(record) | {"ended": summary.ended, "left_out": opened.left_out})
@@ -102,21 +89,27 @@ def run(
 def worker(
     study: StudyArgument,
     storage: StorageOption = None,
+    workers: WorkersOption = None,
+    workers_per_device: WorkersPerDeviceOption = None,
+    max_restarts: MaxRestartsOption = MAX_RESTARTS,
     timeout: TimeoutOption = None,
+    until: UntilOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Join a study as a worker and leave when it is done."""
+    """Join a study as a worker, or as several, and leave when it is done."""
     from hpo.study.database import storage_url
     from hpo.study.run import open_study, run_study
+    from hpo.study.stopping import end_of_job
 
     config = load_to_run(study, timeout=timeout)
+    places, trials_run = _places(config, workers, workers_per_device)
     with (
         progress_shown(quiet=as_json),
-        stop_signals() as stop,
-        open_study(config, storage_url(storage), RUNS, resize=False) as opened,
-        _shown(opened, stop, quiet=as_json, own=True),
+        stop_signals(end_of_job(until)) as stop,
+        open_study(config, storage_url(storage), RUNS, resize=False, trials_run=trials_run) as opened,
+        _shown(opened, stop, quiet=as_json, own=not places),
     ):
-        summary = run_study(opened, stop=stop)
+        summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
         slots = opened.storage.slot_counts(config.name)
     if as_json:
         found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
@@ -194,6 +187,21 @@ def train(
         if result.traceback:
             typer.echo(result.traceback, err=True)
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
+
+
+def _places(
+    config: StudyConfig, workers: int | None, per_device: int | None
+) -> tuple[list[WorkerPlace], TrialsRun]:
+    """Where the workers of `--workers` or `--workers-per-device` run; none: one in this process."""
+    from hpo.study.run import plan_workers
+
+    if workers is not None and per_device is not None:
+        raise InputError(
+            f"--workers {workers} counts all processes of this machine and --workers-per-device "
+            f"{per_device} those of each device. Give one of them."
+        )
+    places = plan_workers(config, workers or 1, per_device)
+    return places, "in workers" if places else "in this process"
 
 
 @contextmanager

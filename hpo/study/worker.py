@@ -6,8 +6,7 @@ Workers know of each other through the database alone, so it does not matter how
 run and when they come or go. A worker leaves when every slot is done. While others still run the last
 trials it waits, to take over if one of them dies.
 
-Told to stop (SIGINT, SIGTERM), a worker lets its trial write a checkpoint and leaves; told twice, it dies
-at once, which the database survives just as well.
+Told to stop (`hpo.study.stopping`), a worker lets its trial write a checkpoint and leaves.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ from hpo.study.database import exclusive
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
+from hpo.study.stopping import Stop
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
+from hpo.study.time_left import TimeLeft
 
 if TYPE_CHECKING:
     from hpo.config.search_space import SearchSpace
@@ -77,12 +78,14 @@ def run_worker(
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
     saved_step: Callable[[int], int] = lambda _: 0,
+    has_time: Callable[[], bool] = lambda: True,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
     """Run trials of the study with `execute` until none is left for `device`, `stop` is set or time is up.
 
     `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
-    `saved_step` gives the step of the last checkpoint of a trial by its number.
+    `saved_step` gives the step of the last checkpoint of a trial by its number. `has_time` says whether
+    another trial may begin; where it may not, the worker leaves.
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
@@ -108,7 +111,7 @@ def run_worker(
             skipped=skipped,
             lock=partial(exclusive, storage.engine),
         )
-        while not stop.is_set() and time.monotonic() <= deadline:
+        while not stop.is_set() and time.monotonic() <= deadline and has_time():
             lease = worker.claim()
             if lease is not None:
                 outcome = _run_slot(worker, lease, execute)
@@ -201,16 +204,23 @@ def _ended(outcome: Outcome, reason: str, trace: str | None = None) -> TrialResu
 
 
 def trial_runner(
-    executor: Executor, storage: Storage, stop: threading.Event, *, shared_device: bool = False
+    executor: Executor,
+    storage: Storage,
+    stop: Stop,
+    time_left: TimeLeft | None = None,
+    *,
+    shared_device: bool = False,
 ) -> Execute:
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation.
 
     `shared_device` says that workers were started together on the device; others are looked for.
     """
     metric_names = [objective.metric for objective in executor.study.objective]
+    time_left = time_left or TimeLeft(storage, executor.study.name, stop)
     token = storage.study_token(executor.study.name)
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
+        time_left.begin()
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
 
         def on_evaluation(scored: ScoredEvaluation) -> None:
@@ -225,11 +235,13 @@ def trial_runner(
             )
             lease.check()
             prune = storage.report_evaluation(trial, evaluation.index, scored.values[0], row)
+            time_left.evaluated()
             if prune and evaluation.budget_used < 1:
                 raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
 
         def should_stop() -> bool:
             lease.check()
+            time_left.look(executor.checkpoint_seconds)
             return stop.is_set()
 
         folder = executor.trial_folder(token, trial.number)

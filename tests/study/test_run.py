@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +21,10 @@ from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, StorageError, StudyChangedError
 from hpo.study import run as run_module
 from hpo.study.device_sampler import WorkerDevice
-from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace
 from hpo.study.run import check_precisions, open_study, plan_workers, run_study, share_memory
+from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage, open_storage
+from hpo.study.supervisor import WorkerPlace
 from hpo.study.worker import RunSummary, run_worker
 
 PRECISIONS = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
@@ -208,7 +208,7 @@ def test_only_skip_leaves_out_what_is_searched(
     config = searching("fp32", "bf16", on_unsupported=on_unsupported)
     with open_study(config, sqlite_url, tmp_path) as opened:
         assert opened.left_out.keys() == ({"bf16"} if on_unsupported == "skip" else set())
-        run_study(opened, stop=threading.Event())
+        run_study(opened, stop=Stop())
     assert given["device"].left_out.keys() == {"bf16"}
 
 
@@ -351,7 +351,7 @@ def test_sampler_knows_the_memory_of_its_worker(
     monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
     config = study(1, search_space={})
     with open_study(config, sqlite_url, tmp_path) as opened:
-        run_study(opened, stop=threading.Event())
+        run_study(opened, stop=Stop())
     assert given["device"] == WorkerDevice("GPU-0", gib * 2**30, {})
 
 
@@ -370,6 +370,6 @@ def test_several_workers_are_processes(
     config = load_study(write_study(tmp_path, amp={}, search_space=PRECISIONS))
     places = plan_workers(study(), 2)
     with open_study(config, sqlite_url, tmp_path / "runs", trials_run="in workers") as opened:
-        summary = run_study(opened, places, stop=threading.Event())
+        summary = run_study(opened, places, stop=Stop())
     assert given == [tmp_path / "tiny.yaml", tmp_path / "runs", places]
     assert summary == RunSummary("elsewhere", elsewhere=("bf16",))
