@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,14 @@ from hpo.cli.options import (
     progress_shown,
 )
 from hpo.errors import InputError
+
+if TYPE_CHECKING:
+    from hpo.cluster.slurm import WorkerArray
+    from hpo.cluster.slurm_database import DatabaseJob
+    from hpo.config.study_config import StudyConfig
+
+_OF_ALL_JOBS = ("partition", "account", "qos")
+"""Options of the workers' jobs that the database's job has too."""
 
 
 def _of_slurm(metavar: str, help_text: str) -> Any:
@@ -79,6 +87,13 @@ def submit(
     study: StudyArgument,
     storage: StorageOption = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")] = False,
+    database: Annotated[
+        Literal["private"] | None,
+        typer.Option(
+            metavar="private",
+            help="Run a PostgreSQL in a job of its own, in runs/postgres, or use the one that runs there.",
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script of the jobs; make and submit nothing.")
@@ -93,35 +108,53 @@ def submit(
     given = {name: value for name, value in options.items() if value is not None}
     if not slurm:
         raise InputError("hpo submit must be told where the workers are to run. Give --slurm.")
-    _submit_to_slurm(study, storage, workers, given, dry_run=dry_run, as_json=as_json)
-
-
-def _submit_to_slurm(
-    study: str, storage: str | None, workers: int, options: dict[str, Any], *, dry_run: bool, as_json: bool
-) -> None:
-    from hpo.cluster.jobs import add_job
     from hpo.cluster.slurm import WorkerArray, job_folder
+    from hpo.cluster.slurm_database import DatabaseJob
+    from hpo.study.database import URL_FROM_FILE, storage_url
+
+    config = load_to_run(study)
+    signal_lead = given.pop("signal_lead", 120)
+    sbatch = _sbatch_options(given)
+    private = None
+    if database:
+        private = DatabaseJob(RUNS / "postgres", {key: sbatch[key] for key in _OF_ALL_JOBS if key in sbatch})
+        place = f"{URL_FROM_FILE}{private.url_file}"
+        if storage not in (None, "", place):
+            raise InputError(
+                "--database private makes the study's database, but --storage or HPO_STORAGE names another. "
+                "Give one of them."
+            )
+        storage = place
+    array = WorkerArray(
+        study=study,
+        storage=storage if storage and storage.startswith(URL_FROM_FILE) else storage_url(storage),
+        folder=job_folder(RUNS, config.name),
+        num_workers=workers,
+        signal_lead=signal_lead,
+        sbatch=sbatch,
+    )
+    scripts = [array.script()] if private is None else [private.script(), array.script()]
+    if dry_run and as_json:
+        print_json({"study": config.name, "scripts": scripts})
+    elif dry_run:
+        typer.echo("\n".join(scripts))
+    else:
+        _submit(config, array, private, as_json=as_json)
+
+
+def _submit(config: StudyConfig, array: WorkerArray, private: DatabaseJob | None, *, as_json: bool) -> None:
+    from hpo.cluster.jobs import add_job
     from hpo.study.database import URL_FROM_FILE, parse_url, storage_url
     from hpo.study.run import open_study
 
-    config, url = load_to_run(study), storage_url(storage)
-    given = storage or ""  # of --storage or HPO_STORAGE
-    array = WorkerArray(
-        study=study,
-        storage=given if given.startswith(URL_FROM_FILE) else url,
-        folder=job_folder(RUNS, config.name),
-        num_workers=workers,
-        signal_lead=options.pop("signal_lead", 120),
-        sbatch=_sbatch_options(options),
-    )
-    script = array.script()
-    if dry_run:
-        print_json({"study": config.name, "script": script}) if as_json else typer.echo(script)
-        return
+    if private is not None:
+        private.start(lambda what: typer.echo(what, err=True))
+    url = storage_url(array.storage)
     if parse_url(url).get_backend_name() == "sqlite":
         raise InputError(
             "The study's database must be a PostgreSQL server that all nodes reach, but it is a SQLite file, "
-            "which several hosts would damage. `hpo copy STUDY --to URL` takes a study to another database."
+            "which several hosts would damage. --database private runs one in a job; "
+            "`hpo copy STUDY --to URL` takes a study there."
         )
     with progress_shown(quiet=as_json), open_study(config, url, RUNS, trials_run="elsewhere") as opened:
         job_id = array.submit()
@@ -132,9 +165,11 @@ def _submit_to_slurm(
             {"study": config.name, "job": job_id, "num_workers": num_workers, "folder": str(array.folder)}
         )
         return
+    if array.storage.startswith(URL_FROM_FILE):
+        typer.echo(f"The database: export HPO_STORAGE={array.storage}")
     typer.echo(
         f"Submitted {job_id}: {num_workers} workers in {array.num_jobs} jobs.\n"
-        f"Watch it:  hpo status {study}   squeue --job {job_id.partition(':')[2]}\n"
+        f"Watch it:  hpo status {array.study}   squeue --job {job_id.partition(':')[2]}\n"
         f"Logs:      {array.folder}/*.log"
     )
 

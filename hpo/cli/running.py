@@ -97,6 +97,7 @@ def worker(
     as_json: JsonOption = False,
 ) -> None:
     """Join a study as a worker, or as several, and leave when it is done."""
+    from hpo.cluster.slurm import requeue_this_job
     from hpo.study.database import storage_url
     from hpo.study.run import open_study, run_study
     from hpo.study.stopping import end_of_job
@@ -111,6 +112,8 @@ def worker(
     ):
         summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
         slots = opened.storage.slot_counts(config.name)
+    if summary.ended == "stopped" and stop.asks_for_requeue:
+        requeue_this_job()
     if as_json:
         found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
         print_json(found | {"left_out": opened.left_out})

@@ -26,15 +26,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from hpo.cluster.jobs import JobRecord
-from hpo.errors import InputError, RunError
+from hpo.errors import HpoError, InputError, RunError
 from hpo.study.process import this_job
+from hpo.study.stopping import SLURM_END, WORKERS_ON_DEVICE
 
 SCHEDULER = "slurm:"
 """What the ids of its jobs begin with in the database."""
 COMMAND_SECONDS = 60
 """How long a command of Slurm may take: one that cannot reach its server tries for minutes."""
+
+# Older versions of Slurm do not tell a job when it ends; `date` fails where it never does.
+_END_OF_JOB = (
+    'end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && [ -n "$end" ] && '
+    f'export {SLURM_END}="${{{SLURM_END}:-$(date +%s --date="$end" 2>/dev/null)}}"'
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -77,33 +84,18 @@ class WorkerArray:
 
     def script(self) -> str:
         """The batch script."""
-        from submitit import SlurmExecutor  # a quarter of a second
-
-        class Executor(SlurmExecutor):
-            @classmethod
-            def affinity(cls) -> int:
-                return 1  # a script can be shown where Slurm is not
-
-        executor = Executor(self.folder.absolute())
-        executor.update_parameters(
+        worker = [sys.executable, "-m", "hpo", "worker", self.study, "--workers-per-device", "1"]
+        return batch_script(
+            f"exec {shlex.join(worker)}",
             job_name=f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', Path(self.study).stem)}",
-            time=None,  # the partition's default; submitit's is five minutes
-            wckey=None,
-            stderr_to_stdout=True,
-            use_srun=False,
-            setup=[f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}"],
-            additional_parameters={
-                "chdir": Path.cwd(),
+            setup=[f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}", _END_OF_JOB],
+            num_jobs=self.num_jobs,
+            options={
                 "output": self.folder.absolute() / "%A_%a.log",
-                "requeue": True,
                 "signal": f"B:USR1@{self.signal_lead}",
                 **self.sbatch,
             },
         )
-        executor.parameters["map_count"] = self.num_jobs
-        worker = shlex.join([sys.executable, "-m", "hpo", "worker", self.study])
-        text: str = executor._make_submission_file_text(f"exec {worker}", "")
-        return text
 
     def submit(self) -> str:
         """Submit the array and return its id, `slurm:123`.
@@ -113,16 +105,61 @@ class WorkerArray:
         """
         self.folder.mkdir(parents=True, mode=0o700)
         if not self.storage.startswith("@"):
-            with os.fdopen(
-                os.open(self.storage_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
-            ) as file:
-                file.write(self.storage)
-        path = self.folder / "job.sh"
-        path.write_text(self.script())
-        # sbatch gives the job the variables that it has itself.
-        environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
-        answer = _slurm(["sbatch", "--parsable", str(path)], environment)
-        return f"{SCHEDULER}{answer.strip().partition(';')[0]}"
+            file = os.open(self.storage_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(file, "w") as opened:
+                opened.write(self.storage)
+        return sbatch(self.script(), self.folder / "job.sh")
+
+
+def batch_script(
+    command: str,
+    *,
+    job_name: str,
+    options: Mapping[str, Any],
+    setup: Sequence[str] = (),
+    num_jobs: int | None = None,
+) -> str:
+    """Return a script for sbatch that runs `command`, on one node and requeued.
+
+    Args:
+        options: of sbatch, without their dashes.
+        setup: commands that come before.
+        num_jobs: of the array; None: it is no array.
+    """
+    from submitit import SlurmExecutor  # a quarter of a second
+
+    class Executor(SlurmExecutor):
+        @classmethod
+        def affinity(cls) -> int:
+            return 1  # a script can be shown where Slurm is not
+
+    executor = Executor(Path.cwd())
+    executor.update_parameters(
+        job_name=job_name,
+        time=None,  # the partition's default; submitit's is five minutes
+        wckey=None,
+        stderr_to_stdout=True,
+        use_srun=False,
+        setup=list(setup) or None,
+        additional_parameters={"chdir": Path.cwd(), "requeue": True, **options},
+    )
+    if num_jobs is not None:
+        executor.parameters["map_count"] = num_jobs
+    script: str = executor._make_submission_file_text(command, "")
+    return script
+
+
+def sbatch(script: str, path: Path) -> str:
+    """Write a script to `path`, submit it and return the job's id, `slurm:123`.
+
+    Raises:
+        InputError: there is no Slurm here, or it refuses the options.
+    """
+    path.write_text(script)
+    # sbatch gives the job the variables that it has itself.
+    environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
+    answer = _slurm(["sbatch", "--parsable", str(path)], environment)
+    return f"{SCHEDULER}{answer.strip().partition(';')[0]}"
 
 
 def job_folder(runs: Path, study: str) -> Path:
@@ -131,13 +168,16 @@ def job_folder(runs: Path, study: str) -> Path:
 
 
 def requeue_this_job() -> None:
-    """Ask Slurm to run the job of this process again, from its queue. Slurm then ends this process."""
+    """Ask Slurm to run the job of this process again, from its queue. Slurm then ends this process.
+
+    Nothing happens outside a job, and in the processes of a supervisor, which itself asks.
+    """
     job = this_job()
-    if job is None or not job.startswith(SCHEDULER):
+    if job is None or not job.startswith(SCHEDULER) or WORKERS_ON_DEVICE in os.environ:
         return
     try:
         _slurm(["scontrol", "requeue", job.removeprefix(SCHEDULER)])
-    except (InputError, RunError) as error:
+    except HpoError as error:
         _logger.warning("This job is not requeued: %s", error)
 
 
@@ -150,11 +190,16 @@ class Task:
     state: str
     """In Slurm's words: PENDING, RUNNING, COMPLETED ..."""
     reason: str
-    """Why it waits: Resources, Priority ..."""
+    """Why it waits: Resources, Priority ...; empty: it does not, or nothing is known."""
 
     @property
     def has_ended(self) -> bool:
         return self.state in _ENDED
+
+    @property
+    def description(self) -> str:
+        """`running`, `pending (Resources)`."""
+        return self.state.lower() + (f" ({self.reason})" if self.reason else "")
 
 
 _ENDED = frozenset(
@@ -162,7 +207,7 @@ _ENDED = frozenset(
 )
 
 
-def job_tasks(jobs: Iterable[JobRecord]) -> dict[str, list[Task]]:
+def job_tasks(job_ids: Iterable[str]) -> dict[str, list[Task]]:
     """Return what Slurm knows of these jobs, by their ids; nothing of one that ended minutes ago.
 
     Jobs of other schedulers are left out.
@@ -170,23 +215,24 @@ def job_tasks(jobs: Iterable[JobRecord]) -> dict[str, list[Task]]:
     Raises:
         InputError, RunError: there is no Slurm here, or it does not answer.
     """
-    tasks: dict[str, list[Task]] = {job.id: [] for job in jobs if job.id.startswith(SCHEDULER)}
+    tasks: dict[str, list[Task]] = {job: [] for job in job_ids if job.startswith(SCHEDULER)}
     if tasks:
         # Not `--jobs`, which is an error where Slurm knows none of them any more.
         listed = _slurm(["squeue", "--noheader", "--array", "--states=all", "--format=%F %i %T %r"])
         for line in listed.splitlines():
             job, task, state, reason = line.split(maxsplit=3)
             if SCHEDULER + job in tasks:
-                tasks[SCHEDULER + job].append(Task(SCHEDULER + task, state, reason))
+                waits = state == "PENDING" and reason != "None"
+                tasks[SCHEDULER + job].append(Task(SCHEDULER + task, state, reason if waits else ""))
     return tasks
 
 
-def cancel_jobs(jobs: Iterable[JobRecord]) -> Sequence[str]:
+def cancel_jobs(job_ids: Iterable[str]) -> list[str]:
     """End these jobs, running and waiting, and return the ids of those that had not ended.
 
     Their workers write a checkpoint first; nothing is requeued.
     """
-    tasks = job_tasks(jobs)
+    tasks = job_tasks(job_ids)
     living = [job for job, found in tasks.items() if not all(task.has_ended for task in found)]
     if living:
         _slurm(["scancel", *(job.removeprefix(SCHEDULER) for job in living)])

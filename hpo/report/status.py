@@ -65,7 +65,7 @@ def job_status(jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
     A job that Slurm no longer knows is `ended`; where there is no Slurm to ask, its state is `unknown`.
     """
     try:
-        tasks = job_tasks(jobs)
+        tasks = job_tasks(job.id for job in jobs)
     except HpoError as error:
         _logger.warning("The states of jobs are unknown: %s", error)
         tasks = {}
@@ -77,7 +77,7 @@ def job_status(jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
             if known
             else {"unknown" if known is None else "ended": 1}
         )
-        waiting = next((task.reason for task in known or () if task.state == "PENDING"), None)
+        waiting = next((task.reason for task in known or () if task.reason), None)
         found.append(
             {
                 "id": job.id,

@@ -148,7 +148,7 @@ def test_jobs_that_wait(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) 
     assert re.search(rf"{job} +3 pending \(JobHeldUser\) +3 ", text)
 
     with open_storage(postgres_url) as storage:
-        jobs = read_jobs(storage, "tiny")
+        jobs = [found.id for found in read_jobs(storage, "tiny")]
         assert cancel_jobs(jobs) == [job]
         slurm.wait(lambda: {*slurm.states(job.removeprefix("slurm:")).values()} == {"CANCELLED"})
         assert cancel_jobs(jobs) == []

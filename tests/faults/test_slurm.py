@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from command_line import hpo_command, ok
 from slurm import SlurmCluster
 from tiny import write_study
 
+from hpo.cluster.jobs import read_jobs
+from hpo.cluster.slurm import cancel_jobs
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
 
@@ -49,11 +52,50 @@ def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
     assert trial.telemetry["num_steps"] == NUM_STEPS
     assert 0 < trial.telemetry["resumed_from_step"] < NUM_STEPS
     assert [row.step for row in trial.evaluations] == [30, 60, 90, 120]
+    assert {worker.job for worker in record.workers} >= {f"slurm:{job}_0"}
 
 
-def test_preempted_by_a_higher_partition(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+def preempt(slurm: SlurmCluster, job: str) -> None:
+    del job
+    slurm.run("sbatch --partition=high --exclusive --nodes=2 --wrap", "sleep 1")
+
+
+def requeue(slurm: SlurmCluster, job: str) -> None:
+    slurm.run(f"scontrol requeue {job}_0")
+
+
+def warn(slurm: SlurmCluster, job: str) -> None:
+    slurm.run(f"scancel --signal=USR1 --batch {job}_0")
+
+
+def come_to_the_time_limit(slurm: SlurmCluster, job: str) -> None:
+    slurm.run(f"scontrol update jobid={job}_0 EndTime=now+15")  # Slurm warns, as less than a minute is left
+
+
+def kill_the_node(slurm: SlurmCluster, job: str) -> None:
+    node = slurm.run(f"squeue --job={job} --noheader --format=%N").strip()
+    slurm.kill_node(node)
+
+
+@pytest.mark.parametrize("befall", [preempt, requeue, warn, come_to_the_time_limit, kill_the_node])
+def test_a_job_that_is_requeued(
+    befall: Callable[[SlurmCluster, str], None], slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
     job = submit(tmp_path, postgres_url)
     slurm.wait(lambda: has_checkpoint(tmp_path))
-    slurm.run("sbatch --partition=high --exclusive --nodes=2 --wrap", "sleep 1")
+    befall(slurm, job)
     slurm.wait(lambda: slurm.states(job) != {f"{job}_0": "RUNNING"})
     check_went_on(slurm, postgres_url, job)
+
+
+def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+    """SIGTERM: the worker leaves in time and is not requeued; the next job goes on with its trial."""
+    job = submit(tmp_path, postgres_url)
+    slurm.wait(lambda: has_checkpoint(tmp_path))
+    with open_storage(postgres_url) as storage:
+        assert cancel_jobs([found.id for found in read_jobs(storage, "tiny")]) == [f"slurm:{job}"]
+    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
+    record = read(postgres_url)
+    assert record.slots == {"open": 1, "running": 0, "done": 0}
+    assert [trial.outcome for trial in record.trials] == ["preempted"]
+    check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url))
