@@ -37,7 +37,7 @@ server=$!
 idle=0
 while kill -0 "$server" 2>/dev/null && [ "$idle" -lt {checks} ]; do
     sleep {seconds} &
-    wait $!  # a signal ends this, but no command that is not waited for
+    wait -n  # for either; a signal ends this too
     others=$(squeue --me --noheader --format=%j) || continue
     if grep -qvx {name} <<< "$others"; then idle=0; else idle=$((idle + 1)); fi
 done

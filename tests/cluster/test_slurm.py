@@ -8,13 +8,15 @@ from urllib.parse import quote
 
 import pytest
 from command_line import hpo_command, ok
-from postgres import PASSWORD
+from postgres import PASSWORD, PostgresServer
 from slurm import SlurmCluster
 from tiny import write_study
 
 from hpo.cluster.jobs import add_job, read_jobs
 from hpo.cluster.slurm import WorkerArray, cancel_jobs
-from hpo.errors import InputError
+from hpo.cluster.slurm_database import DatabaseJob
+from hpo.errors import InputError, RunError, StorageError
+from hpo.study.database import storage_url
 from hpo.study.process import this_job
 from hpo.study.storage import open_storage
 
@@ -164,3 +166,58 @@ def test_slurm_refuses_the_options(slurm: SlurmCluster, postgres_url: str, tmp_p
     assert refused.exit_code == 2
     assert "`sbatch` must succeed, but it says: sbatch: error: invalid partition" in refused.err
     assert "Traceback" not in refused.err
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServer, tmp_path: Path) -> None:
+    """It is used by whoever comes next, and ends after the last of its owner's other jobs."""
+    del postgres_server  # skips where there is no PostgreSQL
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # root's server is another user, who must be able to go through
+        folder.chmod(0o711)
+    said: list[str] = []
+    database = DatabaseJob(tmp_path / "postgres", {"partition": "low"}, check_seconds=0.2)
+    other = slurm.run("sbatch --parsable --hold --wrap true").strip()
+    database.start(said.append)
+    assert said[-1].endswith(" is running.")
+    job = said[-1].split()[3].removeprefix("slurm:")
+    with open_storage(storage_url(f"@{database.url_file}")) as storage:
+        assert storage.engine.url.query["sslmode"] == "verify-full"
+
+    said.clear()
+    database.start(said.append)
+    assert slurm.states(job) == {job: "RUNNING"}
+    slurm.run(f"scancel {other}")
+    slurm.wait(lambda: slurm.states(job) == {job: "COMPLETED"})
+    with pytest.raises(StorageError, match="no database answers there"):
+        open_storage(storage_url(f"@{database.url_file}"), create=False)
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_database_job_that_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
+    del slurm
+    (tmp_path / "postgres").mkdir()
+    (tmp_path / "postgres" / "thesis.txt").touch()
+    with pytest.raises(RunError, match=r"(?s)The database's job slurm:\d+ has ended.*must be empty or made by"):
+        DatabaseJob(tmp_path / "postgres").start(lambda _: None)
+
+
+@pytest.mark.postgres
+def test_a_database_that_others_cannot_reach(postgres_server: PostgresServer) -> None:
+    with pytest.raises(InputError, match=r"must be reached by other hosts.*`hpo database stop` ends it"):
+        DatabaseJob(postgres_server.folder).start(lambda _: None)
+
+
+def test_one_place_for_the_study(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    given = ("submit", "tiny.yaml", "--slurm", "--dry-run", "--partition=x", "--time=9", "--database=private")
+    refused = hpo_command(tmp_path, *given, "--storage", URL)
+    assert refused.exit_code == 2
+    assert "but --storage or HPO_STORAGE names another" in refused.err
+    database, workers = ok(hpo_command(tmp_path, *given)).out.split("#!/bin/bash")[1:]
+    assert "hpo database start --folder" in database
+    assert options_of(database).items() >= {"partition": "x", "mem": "2G"}.items()
+    assert "time" not in options_of(database)
+    assert f"HPO_STORAGE=@{tmp_path}/runs/postgres/url\n" in workers
+    assert options_of(workers)["time"] == "9"
