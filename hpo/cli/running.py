@@ -35,10 +35,8 @@ from hpo.outcome import Outcome
 if TYPE_CHECKING:
     import threading
 
-    from hpo.config.study_config import StudyConfig
-    from hpo.study.run import OpenStudy, TrialsRun
+    from hpo.study.run import OpenStudy
     from hpo.study.study_record import StudyRecord
-    from hpo.study.supervisor import WorkerPlace
     from hpo.study.worker import RunSummary
     from hpo.trial.telemetry import ScoredEvaluation
 
@@ -58,15 +56,18 @@ def run(
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.report.status import study_status
     from hpo.study.database import storage_url
-    from hpo.study.run import open_study, run_study
+    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
     from hpo.study.stopping import end_of_job
     from hpo.study.study_record import complete_trials
 
+    end = end_of_job(until)
+    _check_one_of(workers, workers_per_device)
     config = load_to_run(study, n_trials=n_trials, timeout=timeout)
-    places, trials_run = _places(config, workers, workers_per_device)
+    places = plan_workers(config, workers or 1, workers_per_device)
+    trials_run: TrialsRun = "in workers" if places else "in this process"
     with (
         progress_shown(quiet=as_json),
-        stop_signals(end_of_job(until)) as stop,
+        stop_signals(end) as stop,
         open_study(config, storage_url(storage), RUNS, trials_run=trials_run) as opened,
     ):
         with _shown(opened, stop, quiet=as_json):
@@ -99,14 +100,17 @@ def worker(
     """Join a study as a worker, or as several, and leave when it is done."""
     from hpo.cluster.slurm import requeue_this_job
     from hpo.study.database import storage_url
-    from hpo.study.run import open_study, run_study
+    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
     from hpo.study.stopping import end_of_job
 
+    end = end_of_job(until)
+    _check_one_of(workers, workers_per_device)
     config = load_to_run(study, timeout=timeout)
-    places, trials_run = _places(config, workers, workers_per_device)
+    places = plan_workers(config, workers or 1, workers_per_device)
+    trials_run: TrialsRun = "in workers" if places else "in this process"
     with (
         progress_shown(quiet=as_json),
-        stop_signals(end_of_job(until)) as stop,
+        stop_signals(end) as stop,
         open_study(config, storage_url(storage), RUNS, resize=False, trials_run=trials_run) as opened,
         _shown(opened, stop, quiet=as_json, own=not places),
     ):
@@ -192,19 +196,12 @@ def train(
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
 
 
-def _places(
-    config: StudyConfig, workers: int | None, per_device: int | None
-) -> tuple[list[WorkerPlace], TrialsRun]:
-    """Where the workers of `--workers` or `--workers-per-device` run; none: one in this process."""
-    from hpo.study.run import plan_workers
-
+def _check_one_of(workers: int | None, per_device: int | None) -> None:
     if workers is not None and per_device is not None:
         raise InputError(
             f"--workers {workers} counts all processes of this machine and --workers-per-device "
             f"{per_device} those of each device. Give one of them."
         )
-    places = plan_workers(config, workers or 1, per_device)
-    return places, "in workers" if places else "in this process"
 
 
 @contextmanager

@@ -188,6 +188,8 @@ def run_workers(
         InputError, RunError: workers failed and the study is not done; with the end of the log.
     """
     stop = stop or Stop()
+    if stop.is_set():
+        return RunSummary("stopped")
     folder = runs_dir / config.name
     folder.mkdir(parents=True, exist_ok=True)
     # Each worker would otherwise use all cores, and they would get into each other's way.

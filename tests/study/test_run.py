@@ -24,7 +24,6 @@ from hpo.study.device_sampler import WorkerDevice
 from hpo.study.run import check_precisions, open_study, plan_workers, run_study, share_memory
 from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage, open_storage
-from hpo.study.supervisor import WorkerPlace
 from hpo.study.worker import RunSummary, run_worker
 
 PRECISIONS = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
@@ -305,7 +304,8 @@ def test_the_contexts_of_workers_need_room_too(
         ((1, 2), ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
         ((1, 1), ("0", "1"), [(1, "0"), (1, "1")]),
         ((1, 3), (), [(3, None)] * 3),
-        ((1, None), ("0", "1"), [(1, None)]),  # in this process
+        ((1, None), ("0", "1"), []),  # in this process
+        ((1, 1), (), [(1, None)]),
         ((3, None), (), [(3, None)] * 3),
         ((2, None), ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
         ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
@@ -320,7 +320,8 @@ def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
     places: list[tuple[int, str | None]],
 ) -> None:
     monkeypatch.setattr(run_module, "cuda_devices", lambda _: devices)
-    assert plan_workers(study(2), *given) == [WorkerPlace(mates, gpu) for mates, gpu in places]
+    planned = plan_workers(study(2), *given)
+    assert [(place.workers_on_device, place.cuda_device) for place in planned] == places
 
 
 def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(

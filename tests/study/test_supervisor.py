@@ -132,13 +132,11 @@ def test_restarts_of_more_than_an_hour_ago_do_not_count(
     storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
-    script = (
-        f"with open({str(tmp_path / 'starts')!r}, 'a') as f: f.write('x'); raise SystemExit(f.tell() < 4)"
-    )
-    use_command("-c", script)
+    starts = tmp_path / "starts"
+    use_command("-c", f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)")
     storage.create_or_resume_study(study(2))
     assert run_workers(study(2), storage, tmp_path, TWO[:1], max_restarts=1).ended == "elsewhere"
-    assert (tmp_path / "starts").read_text() == "xxxx"
+    assert starts.read_text() == "xxxx"
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
@@ -206,10 +204,13 @@ def test_workers_run_on_their_cores(
     storage: Storage, tmp_path: Path, use_command: Callable[..., None]
 ) -> None:
     core = min(os.sched_getaffinity(0))
-    print_cores = "import os, sys; sys.stdin.read(); print(sorted(os.sched_getaffinity(0)))"
-    use_command("-c", print_cores)
+    # It may look before its parent has set them.
+    use_command(
+        "-c",
+        "import os, time; end = time.time() + 60\n"
+        "while len(os.sched_getaffinity(0)) > 1 and time.time() < end: time.sleep(0.01)\n"
+        "print(sorted(os.sched_getaffinity(0)))",
+    )
     storage.create_or_resume_study(study(2))
-    stop = Stop()
-    stop.set()
-    run_workers(study(2), storage, tmp_path, [WorkerPlace(1, cores=frozenset([core]))], stop=stop)
+    run_workers(study(2), storage, tmp_path, [WorkerPlace(1, cores=frozenset([core]))])
     assert json.loads(log_of(tmp_path).read_text().splitlines()[-1]) == [core]
