@@ -23,7 +23,14 @@ from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
 
 ROOT = Path(hpo.__file__).parents[1]
-COMMANDS: dict[str, Any] = dict(get_command(app).commands)  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = {
+    " ".join([name, *inner]): found
+    for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+    for inner, found in (
+        [([one], of) for one, of in getattr(command, "commands", {}).items()] or [([], command)]
+    )
+}
+"""Each command by its words: `run`, `database start`."""
 
 
 @dataclass(frozen=True)

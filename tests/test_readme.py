@@ -26,9 +26,10 @@ def test_the_reference_is_made_from_the_models() -> None:
 
 
 def test_the_readme_has_every_command_and_no_other() -> None:
-    assert set(re.findall(r"`hpo ([a-z]+)", TEXT)) == set(COMMANDS)
+    first_words = {name.split()[0] for name in COMMANDS}
+    assert set(re.findall(r"`hpo ([a-z]+)", TEXT)) == first_words
     table = TEXT.split("## Commands", 1)[1].split("\n## ", 1)[0]
-    assert set(re.findall(r"^\| `hpo (\w+) STUDY`", table, re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r"^\| `hpo ([a-z]+)", table, re.MULTILINE)) == first_words
     for name, option in re.findall(r"`hpo (\w+) STUDY` \|.*?`(--[a-z-]+)", table):
         assert option in [given for parameter in COMMANDS[name].params for given in parameter.opts]
 

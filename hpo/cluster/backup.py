@@ -163,6 +163,11 @@ def _refuse_loss(url: str, *, force: bool) -> None:
         )
 
 
+def _check_tables(file: Path, tables: set[str]) -> None:
+    if not {models.StudyModel.__tablename__, schema.studies.name} <= tables:
+        raise InputError(f"{file} must be a backup of a study database, but has no study in it.")
+
+
 def _copy_sqlite(source: Path, target: Path) -> None:
     """Replace all that `target` holds, at once."""
     with (
@@ -174,9 +179,14 @@ def _copy_sqlite(source: Path, target: Path) -> None:
 
 def _restore_sqlite(file: Path, path: Path) -> None:
     with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as reading:
-        problems = [row[0] for row in reading.execute("PRAGMA quick_check")]
-    if problems != ["ok"]:
-        raise InputError(f"The backup {file} is damaged: {shorten(problems[0], 200)}")
+        try:
+            problem = reading.execute("PRAGMA quick_check").fetchone()[0]
+            tables = {row[0] for row in reading.execute("SELECT name FROM sqlite_master")}
+        except sqlite3.DatabaseError as error:
+            problem = str(error)
+    if problem != "ok":
+        raise InputError(f"The backup {file} is damaged: {shorten(problem, 200)}")
+    _check_tables(file, tables)
     _copy_sqlite(file, path)
 
 
@@ -185,8 +195,7 @@ def _restore_postgres(file: Path, url: str) -> None:
         before = set(sa.inspect(connection).get_table_names())
         programs = _programs(connection)
     in_backup = set(re.findall(r" TABLE public (\S+) ", _run(programs, "pg_restore", "--list", file)))
-    if not {models.StudyModel.__tablename__, schema.studies.name} <= in_backup:
-        raise InputError(f"{file} must be a backup of a study database, but has no study in it.")
+    _check_tables(file, in_backup)
     whole = ("--single-transaction", "--exit-on-error")
     options = ("--clean", "--if-exists", "--no-owner", "--no-acl", *whole, "--dbname=service=hpo")
     _run(programs, "pg_restore", *options, file, url=url)

@@ -106,7 +106,7 @@ def find_programs(
         folders += Path(wheel.origin).parent.glob("pginstall*/bin")  # of several major versions
     found: dict[Path, Programs] = {}
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
-        is_there = all((folder / name).exists() for name in needed)
+        is_there = all(os.access(folder / name, os.X_OK) for name in needed)
         if is_there and (version := _version(folder / needed[0], user or {})):
             found[folder] = Programs(folder, version, user or {})
     return sorted(

@@ -79,7 +79,7 @@ _WRONG_INPUT = {
     ),
 }
 _CANNOT_GO_ON = {
-    r"no space left|disk quota": "the disk is full. Make room, then start it again",
+    r"no space left|disk space|disk quota|wrote only": "the disk is full. Make room, then start it again",
     r"cannot allocate memory|could not map anonymous": "the machine has too little memory",
 }
 

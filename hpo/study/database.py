@@ -43,6 +43,13 @@ _WRONG_INPUT = {
         "no database answers there. Check host and port, and that the server runs"
     ),
     r'database "[^"]*" does not exist': "the server has no such database. Create it, e.g. with `createdb`",
+    r"root certificate file|certificate verify failed|does not match host name": (
+        "the server's certificate must be one that `sslrootcert` in the URL vouches for, and be for this "
+        "host's name. Check both"
+    ),
+    r"invalid \S+ value|invalid connection option|invalid integer value": (
+        "PostgreSQL does not know such an option. Check what follows `?` in the storage URL"
+    ),
     r"no pg_hba.conf entry|does not support ssl|certificate|ssl error": (
         "the server refuses such a connection. Check `sslmode` in the URL and the server's pg_hba.conf"
     ),

@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from postgres import PASSWORD, USER, PostgresServer
 from worker_process import CONTEXT, study
 
+from hpo.cluster.hosts import certificate
 from hpo.errors import HpoError, RunError, StorageError
 from hpo.study import database
 from hpo.study.database import explain
@@ -233,6 +234,45 @@ def test_unquoted_braces_and_percent_in_a_password(
         connection.execute("DROP ROLE IF EXISTS brace")
         connection.execute("CREATE ROLE brace SUPERUSER LOGIN PASSWORD '{x}%z{0}'")
     open_storage(f"postgresql://brace:{{x}}%z{{0}}@127.0.0.1:{postgres_server.port}/{name}").close()
+
+
+# TLS
+
+
+@pytest.mark.postgres
+def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
+    with tls_server.database() as url:
+        trusted = f"{url}?sslmode=verify-full&sslrootcert={tls_server.certificate}"
+        with open_storage(trusted) as storage, storage.engine.connect() as connection:
+            query = "SELECT ssl, version FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
+            assert connection.execute(sa.text(query)).one() == (True, "TLSv1.3")
+            storage.create_or_resume_study(study(2))
+            assert storage.read_study("tiny").slots["open"] == 2
+        assert "the server refuses this user and password" in str(refusal(trusted.replace("%20", "-", 1)))
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("sslmode=disable", "the server refuses such a connection.*no encryption"),
+        ("sslmode=verify-full&sslrootcert={other}", "vouches for.*certificate verify failed"),
+        ("sslmode=verify-full&sslrootcert=/no/such/file", "vouches for.*file .*/no/such/file"),
+        ("sslmode=verify-full&sslrootcert={own}&hostaddr=127.0.0.1", "for this host's name.*elsewhere"),
+        ("sslmode=require&colour=red", "does not know such an option.*colour"),
+        ("sslmode=never", "does not know such an option.*sslmode"),
+    ],
+)
+def test_connections_that_tls_refuses(
+    tls_server: PostgresServer, tmp_path: Path, options: str, message: str
+) -> None:
+    other = certificate(tmp_path, ["127.0.0.1"], {})
+    with tls_server.database() as url:
+        if "hostaddr" in options:
+            url = url.replace("@127.0.0.1", "@elsewhere")
+        error = refusal(f"{url}?{options.format(own=tls_server.certificate, other=other)}")
+    assert isinstance(error, StorageError)
+    assert re.search(message, str(error))
 
 
 # Tables that another version made

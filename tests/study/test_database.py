@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 import sqlalchemy as sa
 
+from hpo.errors import StorageError
 from hpo.study import database
 from hpo.study.database import parse_url, redact, storage_url
 from hpo.study.storage import open_storage
@@ -14,6 +19,57 @@ def test_storage_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPO_STORAGE", "sqlite:///a.db")
     assert storage_url() == "sqlite:///a.db"
     assert storage_url("sqlite:///b.db") == "sqlite:///b.db"
+
+
+def test_url_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, url = tmp_path / "url", "postgresql+psycopg://me:se cret@host/db?sslmode=require"
+    file.write_text(f"{url}\n")
+    for mode in (0o600, 0o400):
+        file.chmod(mode)
+        assert storage_url(f"@{file}") == url
+    monkeypatch.setenv("HPO_STORAGE", f"@{file}")
+    assert storage_url() == url
+    monkeypatch.chdir(tmp_path)
+    assert storage_url("@url") == url
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o620, 0o660, 0o777])
+def test_a_file_with_a_password_is_its_owners_alone(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "url"
+    file.write_text("postgresql://me:secret@host/db")
+    file.chmod(mode)
+    with pytest.raises(StorageError, match=f"its mode is {mode:04o}. Run `chmod 600 {file}`"):
+        storage_url(f"@{file}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_group_may_read_what_is_roots(tmp_path: Path) -> None:
+    """So Kubernetes hands out secrets, and PostgreSQL reads its key."""
+    file = tmp_path / "url"
+    file.write_text("sqlite:///a.db")
+    file.chmod(0o440)
+    assert storage_url(f"@{file}") == "sqlite:///a.db"
+    os.chown(file, 65534, 65534)
+    with pytest.raises(StorageError, match="only its owner may read it, but its mode is 0440"):
+        storage_url(f"@{file}")
+
+
+@pytest.mark.parametrize("text", ["", "secret", "secret\nsqlite:///a.db", "sqlite:///a.db\nsqlite:///b.db"])
+def test_a_file_without_a_url_is_not_shown(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "url"
+    file.touch(mode=0o600)
+    file.write_text(text)
+    with pytest.raises(StorageError, match=r"must hold the URL of the storage .* in one line") as raised:
+        storage_url(f"@{file}")
+    assert "secret" not in str(raised.value)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "bytes").touch(mode=0o600)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for name, why in (("absent", "No such file"), ("bytes", "it is no text"), (".", "Is a directory")):
+        with pytest.raises(StorageError, match=re.escape(why)):
+            storage_url(f"@{tmp_path / name}")
 
 
 @pytest.mark.parametrize(

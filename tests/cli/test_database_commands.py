@@ -1,0 +1,62 @@
+"""`hpo database` and `hpo copy` as a person types them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import hpo_command, ok
+
+from hpo.study.storage import open_storage
+
+
+def test_backup_restore_and_copy(folder: Path) -> None:
+    before = ok(hpo_command(folder, "database", "backup", "a.backup"))
+    assert "a.backup is a backup of sqlite:///runs/hpo.db" in before.out
+    assert "with tiny (2 trials)." in before.out
+    other = "sqlite:///other.db"
+    restored = ok(hpo_command(folder, "database", "restore", "a.backup", "--storage", other, "--json"))
+    assert restored.json == {"studies": {"tiny": 2}}
+    refused = hpo_command(folder, "database", "restore", "a.backup", "--storage", other)
+    assert refused.exit_code == 2
+    assert "Error: sqlite:///other.db must be empty, but has tiny (2 trials)" in refused.err
+
+    copied = ok(hpo_command(folder, "copy", "tiny", "--to", "sqlite:///third.db", "--name", "next"))
+    assert "next is in sqlite:///third.db" in copied.out
+    assert "2 trials, 2 of 2 done." in copied.out
+    assert "alone" not in copied.out, "there is nothing to go on with"
+    with open_storage(f"sqlite:///{folder}/third.db") as storage:
+        token = storage.study_token("next")
+    link = folder / "runs" / "next" / f"checkpoints-{token[:8]}"
+    assert link.is_symlink()
+    assert f"runs/next/{link.name} leads to them" in copied.out
+    best = ok(hpo_command(folder, "best", "next", "--storage", "sqlite:///third.db", "--evaluate", "test"))
+    assert "on test" in best.out
+    again = hpo_command(folder, "copy", "tiny", "--to", "sqlite:///third.db", "--json")
+    assert again.exit_code == 2
+    assert "holds the study `tiny` already, as `next`" in again.err
+
+
+def test_no_database(tmp_path: Path) -> None:
+    assert hpo_command(tmp_path, "database", "stop").out == "The database in runs/postgres was not running.\n"
+    status = hpo_command(tmp_path, "database", "status", "--json")
+    assert (status.exit_code, status.json) == (1, {"running": False})
+    assert not (tmp_path / "runs").exists()
+    for command in (("database", "backup", "file"), ("copy", "tiny", "--to", "sqlite:///b.db")):
+        ended = hpo_command(tmp_path, *command)
+        assert ended.exit_code == 2
+        assert "Error: There is no" in ended.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.postgres
+def test_a_url_in_a_file_is_a_storage(folder: Path, postgres_url: str) -> None:
+    file = folder / "url"
+    file.write_text(postgres_url)
+    file.chmod(0o644)
+    refused = hpo_command(folder, "copy", "tiny", "--to", "@url")
+    assert refused.exit_code == 2
+    assert "only its owner may read it" in refused.err
+    file.chmod(0o600)
+    ok(hpo_command(folder, "copy", "tiny", "--to", "@url"))
+    assert "tiny" in ok(hpo_command(folder, "status", "tiny", "--storage", "@url")).out

@@ -1,0 +1,95 @@
+"""A study that has all that a database may hold of one, and what a database holds of a study."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+from typing import Any
+
+import optuna
+import sqlalchemy as sa
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages._rdb import models
+from optuna.trial import TrialState, create_trial
+from worker_process import evaluate, result, study
+
+from hpo.study import schema
+from hpo.study.copy import OURS
+from hpo.study.leases import WorkerLease
+from hpo.study.storage import Storage
+
+
+def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
+    """The study `tiny` with a trial in each state, and of all that a trial may hold."""
+    config = study(n_trials, objective={"metric": "score", "direction": "minimize"})
+    opened = storage.create_or_resume_study(config)
+    opened.set_user_attr("note", {"text": "Grüße \0 ☃", "list": [1, None, 0.1]})
+    with WorkerLease(storage, opened, max_retries=1) as worker:
+        for value in (0.1 + 0.2, 5e-324):
+            lease = worker.claim()
+            assert lease is not None
+            trial = worker.open_trial(lease)
+            assert trial is not None
+            trial.suggest_float("learning_rate", 1e-5, 1e-3, log=True)
+            evaluate(storage, trial, 1, value)
+            evaluate(storage, trial, 2, value, step=20)
+            worker.record_outcome(lease, trial, result("complete", values=(value,), telemetry={"a": [1]}))
+        nonfinite = worker.claim()
+        assert nonfinite is not None
+        trial = worker.open_trial(nonfinite)
+        assert trial is not None
+        worker.record_outcome(nonfinite, trial, result("nonfinite"))
+        begun = worker.claim()
+        assert begun is not None
+        trial = worker.open_trial(begun)
+        assert trial is not None
+        trial.suggest_categorical("fp_precision", ["fp32", "bf16", "fp16"])
+        evaluate(storage, trial)
+    opened.enqueue_trial({"learning_rate": 1e-4})
+    odd = {
+        "f": (0.1, FloatDistribution(0.1, 0.7, step=0.1)),
+        "i": (2**53, IntDistribution(1, 2**53)),
+        "c": (None, CategoricalDistribution((None, True, 1.5, "x"))),
+    }
+    opened.add_trial(
+        create_trial(
+            state=TrialState.COMPLETE,
+            value=math.inf,
+            params={name: value for name, (value, _) in odd.items()},
+            distributions={name: distribution for name, (_, distribution) in odd.items()},
+            intermediate_values={3: math.nan, 1: -math.inf, 2: 1 / 3},
+            user_attrs={"name": "zwölf"},
+            system_attrs={"constraints": [1.0, -0.5], "fixed_params": {}},
+        )
+    )
+    with storage.engine.begin() as connection:
+        trials = models.TrialModel.__table__
+        when = datetime(2026, 1, 2, 3, 4, 5, 678901)
+        connection.execute(sa.update(trials).where(trials.c.number == 0).values(datetime_start=when))
+    return opened
+
+
+def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
+    """All that the database has of a study, without the ids of rows."""
+    opened = optuna.load_study(study_name=name, storage=storage.optuna._backend)  # without its cache
+    trials = [
+        {
+            key: sorted(map(repr, value.items())) if isinstance(value, dict) else repr(value)  # NaN != NaN
+            for key, value in vars(trial).items()
+            if key != "_trial_id"
+        }
+        for trial in opened.trials
+    ]
+    found: dict[str, Any] = {
+        "trials": trials,
+        "order of the parameters": [list(trial.params) for trial in opened.trials],
+        "attributes": (opened.user_attrs, storage.optuna.get_study_system_attrs(opened._study_id)),
+        "directions": (opened.directions, opened.metric_names),
+        "record": storage.read_study(name),
+    }
+    with storage.engine.connect() as connection:
+        for table in (schema.studies, schema.workers, *OURS):
+            column = table.c.name if table is schema.studies else table.c.study
+            rows = connection.execute(sa.select(table).where(column == name).order_by(*table.primary_key))
+            found[table.name] = [dict(row) for row in rows.mappings()]
+    return found
