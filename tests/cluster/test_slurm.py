@@ -82,7 +82,7 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
     [
         ((), "must be told where the workers are to run. Give --slurm."),
         (("--slurm", "--gpus-per-node", "many"), "--gpus-per-node must be a number or TYPE:NUMBER, but got"),
-        (("--slurm",), "but it is a SQLite file, which several hosts would damage. `hpo copy"),
+        (("--slurm",), "but it is a SQLite file, which several hosts would damage. --database private"),
     ],
 )
 def test_bad_input(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
@@ -173,7 +173,7 @@ def test_slurm_refuses_the_options(slurm: SlurmCluster, postgres_url: str, tmp_p
 def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServer, tmp_path: Path) -> None:
     """It is used by whoever comes next, and ends after the last of its owner's other jobs."""
     del postgres_server  # skips where there is no PostgreSQL
-    for folder in (tmp_path, *tmp_path.parents[:2]):  # root's server is another user, who must be able to go through
+    for folder in (tmp_path, *tmp_path.parents[:2]):  # root's server is another user
         folder.chmod(0o711)
     said: list[str] = []
     database = DatabaseJob(tmp_path / "postgres", {"partition": "low"}, check_seconds=0.2)
@@ -199,7 +199,8 @@ def test_a_database_job_that_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
     del slurm
     (tmp_path / "postgres").mkdir()
     (tmp_path / "postgres" / "thesis.txt").touch()
-    with pytest.raises(RunError, match=r"(?s)The database's job slurm:\d+ has ended.*must be empty or made by"):
+    said = r"(?s)The database's job slurm:\d+ has ended.*must be empty or made by"
+    with pytest.raises(RunError, match=said):
         DatabaseJob(tmp_path / "postgres").start(lambda _: None)
 
 
