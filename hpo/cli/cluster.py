@@ -168,7 +168,7 @@ def _submit(config: StudyConfig, array: WorkerArray, private: DatabaseJob | None
     if array.storage.startswith(URL_FROM_FILE):
         typer.echo(f"The database: export HPO_STORAGE={array.storage}")
     typer.echo(
-        f"Submitted {job_id}: {num_workers} workers in {array.num_jobs} jobs.\n"
+        f"Submitted {job_id}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
         f"Watch it:  hpo status {array.study}   squeue --job {job_id.partition(':')[2]}\n"
         f"Logs:      {array.folder}/*.log"
     )
