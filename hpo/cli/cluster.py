@@ -133,6 +133,7 @@ def submit(
         signal_lead=signal_lead,
         sbatch=sbatch,
     )
+    array.check_time()  # before the study is made
     scripts = [array.script()] if private is None else [private.script(), array.script()]
     if dry_run and as_json:
         print_json({"study": config.name, "scripts": scripts})

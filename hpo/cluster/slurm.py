@@ -72,6 +72,15 @@ class WorkerArray:
             raise InputError(f"--gpus-per-node must be a number or TYPE:NUMBER, but got `{given}`.")
         return max(1, int(count))
 
+    def check_time(self) -> None:
+        """Raise InputError where a job would be warned, and requeued, before it does anything."""
+        limit = _seconds(str(self.sbatch.get("time", "")))
+        if limit is not None and limit <= self.signal_lead + 60:  # Slurm may warn a minute early
+            raise InputError(
+                f"--time must be more than a minute longer than --signal-lead, {self.signal_lead} s, or a "
+                f"job is warned of its end at its beginning, but got `{self.sbatch['time']}`."
+            )
+
     @property
     def num_jobs(self) -> int:
         return math.ceil(self.num_workers / self.workers_per_job)
@@ -88,7 +97,11 @@ class WorkerArray:
         return batch_script(
             f"exec {shlex.join(worker)}",
             job_name=f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', Path(self.study).stem)}",
-            setup=[f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}", _END_OF_JOB],
+            setup=[
+                f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}",
+                _END_OF_JOB,
+                "trap '' USR1  # until the worker listens to it: it would kill Python's start",
+            ],
             num_jobs=self.num_jobs,
             options={
                 "output": self.folder.absolute() / "%A_%a.log",
@@ -160,6 +173,20 @@ def sbatch(script: str, path: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
     answer = _slurm(["sbatch", "--parsable", str(path)], environment)
     return f"{SCHEDULER}{answer.strip().partition(';')[0]}"
+
+
+def _seconds(limit: str) -> int | None:
+    """Of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for anything else."""
+    days, dash, rest = limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in (days or "0", *parts)) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def job_folder(runs: Path, study: str) -> Path:

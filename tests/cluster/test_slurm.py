@@ -82,6 +82,12 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
     [
         ((), "must be told where the workers are to run. Give --slurm."),
         (("--slurm", "--gpus-per-node", "many"), "--gpus-per-node must be a number or TYPE:NUMBER, but got"),
+        (("--slurm", "--time", "3"), "--time must be more than a minute longer than --signal-lead, 120 s"),
+        (("--slurm", "--time", "2:00"), "a job is warned of its end at its beginning, but got `2:00`."),
+        (("--slurm", "--time", "0-0:01:30"), "but got `0-0:01:30`."),
+        (("--slurm", "--time", "1-0"), "but it is a SQLite file"),
+        (("--slurm", "--time", "00:04:00"), "but it is a SQLite file"),
+        (("--slurm", "--time", "4"), "but it is a SQLite file"),
         (("--slurm",), "but it is a SQLite file, which several hosts would damage. --database private"),
     ],
 )

@@ -81,7 +81,7 @@ def kill_the_node(slurm: SlurmCluster, job: str) -> None:
 def test_a_job_that_is_requeued(
     befall: Callable[[SlurmCluster, str], None], slurm: SlurmCluster, postgres_url: str, tmp_path: Path
 ) -> None:
-    job = submit(tmp_path, postgres_url)
+    job = submit(tmp_path, postgres_url, "--signal-lead", "30")
     slurm.wait(lambda: has_checkpoint(tmp_path))
     befall(slurm, job)
     slurm.wait(lambda: slurm.states(job) != {f"{job}_0": "RUNNING"})
