@@ -126,12 +126,13 @@ def submit(
             )
         storage = place
     array = WorkerArray(
-        study=study,
+        study=config.name,
         storage=storage if storage and storage.startswith(URL_FROM_FILE) else storage_url(storage),
         folder=job_folder(RUNS, config.name),
         num_workers=workers,
         signal_lead=signal_lead,
         sbatch=sbatch,
+        trust_remote_code=config.model.trust_remote_code,
     )
     array.check_time()  # before the study is made
     scripts = [array.script()] if private is None else [private.script(), array.script()]
@@ -157,7 +158,12 @@ def _submit(config: StudyConfig, array: WorkerArray, private: DatabaseJob | None
             "which several hosts would damage. --database private runs one in a job; "
             "`hpo copy STUDY --to URL` takes a study there."
         )
-    with progress_shown(quiet=as_json), open_study(config, url, RUNS, trials_run="elsewhere") as opened:
+    with (
+        progress_shown(quiet=as_json),
+        open_study(
+            config, url, RUNS, trials_run="elsewhere", trust_remote_code=array.trust_remote_code
+        ) as opened,
+    ):
         job_id = array.submit()
         num_workers = array.num_jobs * array.workers_per_job
         add_job(opened.storage, job_id, config.name, num_workers)

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli import cluster, running  # noqa: F401  (their commands)
+from hpo.cli import cluster, running, studies  # noqa: F401  (their commands)
 from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli.options import (
     RUNS,
     JsonOption,
     StorageOption,
     StudyArgument,
+    TrustOption,
     app,
     existing_study,
     load_file,
@@ -34,6 +35,7 @@ from hpo.cli.options import (
 from hpo.errors import HpoError
 
 if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
     from hpo.precision.table import Support
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord
@@ -122,6 +124,7 @@ def best(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
     ] = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the best configuration; score or export the model that it gave.
@@ -152,7 +155,8 @@ def best(
         }
         if trials and (evaluate or export):
             with progress_shown(quiet=as_json):
-                found |= _use_checkpoint(study, database, record, trials[0].number, evaluate, export)
+                config = _config_of(study, record, trust_remote_code)
+                found |= _use_checkpoint(config, database, trials[0].number, evaluate, export)
     if as_json:
         print_json(found)
     else:
@@ -164,20 +168,29 @@ def best(
     raise typer.Exit(0 if trials else 1)
 
 
-def _use_checkpoint(
-    study: str, database: Storage, record: StudyRecord, number: int, evaluate: str | None, export: Path | None
-) -> dict[str, Any]:
-    """Score and export the checkpoint of a trial. The study is as in its file, or as stored without one.
+def _config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> StudyConfig:
+    """The study as in its file, or as stored without one.
 
-    Raises StudyChangedError when the file says something else than the study was made with.
+    Raises StudyChangedError when the file says something else than the study was made with, InputError where
+    the encoder's code is to run and neither the file nor the option trusts it.
     """
-    from hpo.config.study_config import StudyConfig
+    from hpo.config.study_config import stored_study
+    from hpo.study.run import check_trust
+
+    given, stored = load_file(study), record.definition
+    config = given.completed(stored) if given else stored_study(record.name, stored)
+    check_trust(config, trust_remote_code or bool(given and given.model.trust_remote_code))
+    return config
+
+
+def _use_checkpoint(
+    config: StudyConfig, database: Storage, number: int, evaluate: str | None, export: Path | None
+) -> dict[str, Any]:
+    """Score and export the checkpoint of a trial."""
     from hpo.device import probe_device
     from hpo.trial.best_model import export_checkpoint, score_checkpoint
     from hpo.trial.executor import Executor
 
-    given, stored = load_file(study), record.definition
-    config = given.completed(stored) if given else StudyConfig.model_validate(stored)
     make_runs_folder(config.name)
     executor = Executor(config, probe_device(config.device), RUNS)
     database.check_data(config.name, executor.dataset.fingerprint)

@@ -106,6 +106,8 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
         f"[bold]{escape(record.name)}[/bold]: {done} of {total} trials done, "
         f"{len(in_hand)} running, {total - done - len(in_hand)} to come"
     )
+    if record.state != "open":
+        console.print(f"It is {record.state}; `hpo resume {record.name}` opens it again.", markup=False)
     if status["outcomes"]:
         counts = _table("outcome", "trials")
         for outcome, count in status["outcomes"].items():

@@ -42,6 +42,14 @@ def _positive_seconds(value: float | None) -> float | None:
 
 
 StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in studies/, or a YAML file.")]
+StoredStudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="A name in the database.")]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run the code that comes with an encoder, where the study asks for that in the database.",
+    ),
+]
 StorageOption = Annotated[
     str | None,
     typer.Option(
@@ -152,6 +160,40 @@ def load_to_run(study: str, **options: Any) -> StudyConfig:
     config = load_study(study)
     make_runs_folder(config.name)
     return config.with_values(**{key: value for key, value in options.items() if value is not None})
+
+
+def load_to_work(study: str, url: str, **options: Any) -> tuple[StudyConfig, bool]:
+    """The study as a worker runs it, and whether the user's own file trusts the encoder's code.
+
+    A name is that of a study in the database, if there is one, whatever lies in studies/; a path, and a name
+    that the database does not have, are of a study file. `options` as in `load_to_run`.
+    """
+    from hpo.config.study_config import stored_study
+    from hpo.errors import NoDatabaseError, StudyFileError
+    from hpo.study.storage import open_storage
+
+    is_path = Path(study).suffix in (".yaml", ".yml") or "/" in study
+    config, unknown = None, ""
+    if not is_path:
+        try:
+            with open_storage(url, create=False) as storage:
+                if storage.has_study(study):
+                    config = stored_study(study, storage.read_definition(study))
+        except NoDatabaseError as error:
+            unknown = str(error)
+    if config is None:
+        try:
+            config = load_to_run(study, **options)
+        except StudyFileError as error:
+            if is_path:
+                raise
+            from hpo.study.database import place
+
+            nowhere = unknown or f"There is no study `{study}` in {place(url)}."
+            raise InputError(f"{nowhere} As a file, {error}") from None
+        return config, config.model.trust_remote_code
+    make_runs_folder(config.name)
+    return config.with_values(**{key: value for key, value in options.items() if value is not None}), False
 
 
 def make_runs_folder(study_name: str) -> None:

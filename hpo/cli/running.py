@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -20,11 +22,13 @@ from hpo.cli.options import (
     StorageOption,
     StudyArgument,
     TimeoutOption,
+    TrustOption,
     UntilOption,
     WorkersOption,
     WorkersPerDeviceOption,
     app,
     load_to_run,
+    load_to_work,
     print_json,
     progress_shown,
     stop_signals,
@@ -36,7 +40,9 @@ if TYPE_CHECKING:
     import threading
 
     from hpo.study.run import OpenStudy
+    from hpo.study.serving import ServingOptions
     from hpo.study.study_record import StudyRecord
+    from hpo.study.supervisor import WorkerPlace
     from hpo.study.worker import RunSummary
     from hpo.trial.telemetry import ScoredEvaluation
 
@@ -68,7 +74,13 @@ def run(
     with (
         progress_shown(quiet=as_json),
         stop_signals(end) as stop,
-        open_study(config, storage_url(storage), RUNS, trials_run=trials_run) as opened,
+        open_study(
+            config,
+            storage_url(storage),
+            RUNS,
+            trials_run=trials_run,
+            trust_remote_code=config.model.trust_remote_code,
+        ) as opened,
     ):
         with _shown(opened, stop, quiet=as_json):
             summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
@@ -80,7 +92,7 @@ def run(
 
         print_summary(record)
         if summary.ended != "finished":
-            _say_how_to_go_on(record.slots, summary)
+            _say_how_to_go_on(record, summary)
     if summary.ended == "finished" and not complete_trials(record):
         raise RunError(_why_nothing_came_out(record))
     raise typer.Exit(summary.exit_code)
@@ -88,44 +100,129 @@ def run(
 
 @app.command()
 def worker(
-    study: StudyArgument,
+    study: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[STUDY]",
+            help="A name in the database, or a YAML file. Without it, every open study of the database.",
+            show_default=False,
+        ),
+    ] = None,
     storage: StorageOption = None,
     workers: WorkersOption = None,
     workers_per_device: WorkersPerDeviceOption = None,
     max_restarts: MaxRestartsOption = MAX_RESTARTS,
     timeout: TimeoutOption = None,
     until: UntilOption = None,
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Without STUDY: how long to wait for a study with trials before leaving.",
+            show_default="0",
+        ),
+    ] = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Join a study as a worker, or as several, and leave when it is done."""
+    """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
     from hpo.cluster.slurm import requeue_this_job
     from hpo.study.database import storage_url
     from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
     from hpo.study.stopping import end_of_job
 
-    end = end_of_job(until)
+    url, end = storage_url(storage), end_of_job(until)
     _check_one_of(workers, workers_per_device)
-    config = load_to_run(study, timeout=timeout)
+    if study is None:
+        from hpo.study.serving import ServingOptions
+
+        options = ServingOptions(idle_timeout or 0.0, timeout, trust_remote_code)
+        places = plan_workers(None, workers or 1, workers_per_device)
+        if places:
+            _serve_with_workers(url, options, end, places, max_restarts, as_json)
+        _serve(url, options, end, as_json)
+    if idle_timeout is not None:
+        raise InputError(
+            "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
+        )
+    config, trusted = load_to_work(study, url, timeout=timeout)
     places = plan_workers(config, workers or 1, workers_per_device)
     trials_run: TrialsRun = "in workers" if places else "in this process"
+    trusted = trusted or trust_remote_code
     with (
         progress_shown(quiet=as_json),
         stop_signals(end) as stop,
-        open_study(config, storage_url(storage), RUNS, resize=False, trials_run=trials_run) as opened,
+        open_study(
+            config, url, RUNS, resize=False, trials_run=trials_run, trust_remote_code=trusted
+        ) as opened,
         _shown(opened, stop, quiet=as_json, own=not places),
     ):
         summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
-        slots = opened.storage.slot_counts(config.name)
-    if summary.ended == "stopped" and stop.asks_for_requeue:
-        requeue_this_job()
+        record = opened.storage.read_study(config.name)
+    requeue_this_job(summary.ended, stop)
     if as_json:
         found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
         print_json(found | {"left_out": opened.left_out})
-    elif summary.ended == "elsewhere":
-        _say_how_to_go_on(slots, summary)
+    elif summary.ended in ("elsewhere", "halted"):
+        _say_how_to_go_on(record, summary)
     if summary.outcomes and summary.outcomes.keys() == {Outcome.FAILED}:
         raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
     raise typer.Exit(summary.exit_code)
+
+
+def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) -> NoReturn:
+    """Be a worker of all studies of a database, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
+    from hpo.device import probe_device
+    from hpo.study.serving import serve
+
+    options = replace(options, device=probe_device("auto").device_id)
+    with progress_shown(quiet=as_json), stop_signals(end) as stop:
+        served = serve(
+            url, RUNS, options, stop=stop, shown=partial(_shown, stop=stop, quiet=as_json, own=True)
+        )
+    requeue_this_job(served.ended, stop)
+    if as_json:
+        print_json({"ended": served.ended, "outcomes": served.outcomes, "left_out": served.left_out})
+    else:
+        counts = (f"{name} {sum(outcomes.values())}" for name, outcomes in served.outcomes.items())
+        why = {"idle": "Nothing is left to do here", "stopped": "Stopped", "timeout": "Out of time"}
+        typer.echo(f"{why[served.ended]}. Trials of this worker: {', '.join(counts) or 'none'}.")
+    ends = {outcome for outcomes in served.outcomes.values() for outcome in outcomes}
+    if ends == {Outcome.FAILED}:
+        raise RunError("every trial that this worker ran failed.")
+    raise typer.Exit(served.exit_code)
+
+
+def _serve_with_workers(
+    url: str,
+    options: ServingOptions,
+    end: float | None,
+    places: Sequence[WorkerPlace],
+    max_restarts: int,
+    as_json: bool,
+) -> NoReturn:
+    """Run workers of all studies of a database in processes of their own, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
+    from hpo.study.storage import open_storage
+    from hpo.study.supervisor import serve_with_workers
+
+    given = ["--idle-timeout", str(options.idle_timeout)]
+    given += ["--timeout", str(options.timeout)] if options.timeout is not None else []
+    given += ["--trust-remote-code"] if options.trust_remote_code else []
+    with (
+        progress_shown(quiet=as_json),
+        stop_signals(end) as stop,
+        open_storage(url, create=False) as storage,
+    ):
+        ended = serve_with_workers(storage, RUNS, places, given, stop=stop, max_restarts=max_restarts)
+    requeue_this_job(ended, stop)
+    if as_json:
+        print_json({"ended": ended})
+    else:
+        typer.echo("Stopped." if ended == "stopped" else "Nothing is left to do here.")
+    raise typer.Exit(130 if ended == "stopped" else 0)
 
 
 @app.command()
@@ -141,7 +238,12 @@ def init(
     from hpo.study.run import open_study
 
     config, url = load_to_run(study, n_trials=n_trials), storage_url(storage)
-    with progress_shown(quiet=as_json), open_study(config, url, RUNS, trials_run="elsewhere") as opened:
+    with (
+        progress_shown(quiet=as_json),
+        open_study(
+            config, url, RUNS, trials_run="elsewhere", trust_remote_code=config.model.trust_remote_code
+        ) as opened,
+    ):
         total, record = opened.config.n_trials, opened.record
     if as_json:
         print_json(study_status(record))
@@ -235,10 +337,17 @@ def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool =
         yield
 
 
-def _say_how_to_go_on(slots: Mapping[str, int], summary: RunSummary) -> None:
+def _say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     """Say why a run ended before its study, and by which command, as it was given, it goes on."""
     from hpo.study.database import redact
 
+    slots = record.slots
+    if summary.ended == "halted":
+        typer.echo(
+            f"The study {record.name} is {record.state}: {slots['done']} of {sum(slots.values())} trials "
+            f"done. To open it again: hpo resume {record.name}"
+        )
+        return
     why = {
         "stopped": "Stopped and checkpointed",
         "timeout": "Out of time",

@@ -30,7 +30,7 @@ from typing import Any
 
 from hpo.errors import HpoError, InputError, RunError
 from hpo.study.process import this_job
-from hpo.study.stopping import SLURM_END, WORKERS_ON_DEVICE
+from hpo.study.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
 
 SCHEDULER = "slurm:"
 """What the ids of its jobs begin with in the database."""
@@ -51,7 +51,7 @@ class WorkerArray:
     """An array of jobs that are workers of one study."""
 
     study: str
-    """What `hpo worker` is given."""
+    """Its name in the database."""
     storage: str
     """The database's URL; `@FILE` names a file that holds it."""
     folder: Path
@@ -62,6 +62,8 @@ class WorkerArray:
     """Seconds between the warning and the end of the job's time."""
     sbatch: Mapping[str, str | bool] = field(default_factory=dict)
     """More options of sbatch, without their dashes; True for one that takes no value."""
+    trust_remote_code: bool = False
+    """Whether the code that comes with the study's encoder may run in the jobs."""
 
     @property
     def workers_per_job(self) -> int:
@@ -94,9 +96,10 @@ class WorkerArray:
     def script(self) -> str:
         """The batch script."""
         worker = [sys.executable, "-m", "hpo", "worker", self.study, "--workers-per-device", "1"]
+        worker += ["--trust-remote-code"] if self.trust_remote_code else []
         return batch_script(
             f"exec {shlex.join(worker)}",
-            job_name=f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', Path(self.study).stem)}",
+            job_name=f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.study)}",
             setup=[
                 f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}",
                 _END_OF_JOB,
@@ -194,13 +197,15 @@ def job_folder(runs: Path, study: str) -> Path:
     return runs / study / f"slurm-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
 
 
-def requeue_this_job() -> None:
-    """Ask Slurm to run the job of this process again, from its queue. Slurm then ends this process.
+def requeue_this_job(ended: str, stop: Stop) -> None:
+    """Ask Slurm to run this process's job again if it is `stopped` for want of time; Slurm then ends it.
 
     Nothing happens outside a job, and in the processes of a supervisor, which itself asks.
     """
     job = this_job()
-    if job is None or not job.startswith(SCHEDULER) or WORKERS_ON_DEVICE in os.environ:
+    if ended != "stopped" or not stop.asks_for_requeue or WORKERS_ON_DEVICE in os.environ:
+        return
+    if job is None or not job.startswith(SCHEDULER):
         return
     try:
         _slurm(["scontrol", "requeue", job.removeprefix(SCHEDULER)])

@@ -108,7 +108,7 @@ def _differences(stored: Mapping[str, Any], now: Mapping[str, Any], above: str =
     """A line for each key that is in one of the two alone, or has another value."""
     for key in sorted(stored.keys() | now.keys()):
         name, before, after = f"{above}{key}", stored.get(key), now.get(key)
-        if before == after or name == "given" or name in CHANGEABLE:
+        if before == after or name in ("given", "folder") or name in CHANGEABLE:
             continue
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from _differences(before, after, f"{name}.")

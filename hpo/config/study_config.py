@@ -37,7 +37,7 @@ from hpo.config.search_space import (
 )
 from hpo.config.study_file import CheckedSection, Problem, problems_of, read_study_file, refuse, show
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
-from hpo.errors import InputError, StudyFileError, did_you_mean
+from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
@@ -228,7 +228,8 @@ class StudyConfig(CheckedSection):
     def definition(self) -> dict[str, Any]:
         """The study as JSON, as the database keeps it: all keys, and `given`, those that its file gave.
 
-        `StudyConfig.model_validate` reads it again.
+        `folder` is that of the file, to which the encoders of the study may be relative. `stored_study` reads
+        it again.
         """
         dumped = self.model_dump(mode="json")
         for key in DataConfig.unread_keys(self.data.source):
@@ -236,7 +237,7 @@ class StudyConfig(CheckedSection):
         budgets = [dumped["training"][budget] for budget in BUDGETS]
         if budgets == [None, None, None] and not is_searched(self.search_space, BUDGETS):
             dumped["training"]["epochs"] = DEFAULT_EPOCHS
-        return dumped | {"given": sorted(self.given)}
+        return dumped | {"given": sorted(self.given), "folder": str(self.path.parent.absolute())}
 
     def with_values(self, **values: Any) -> StudyConfig:
         """The study with `values` of top-level keys, as if its file gave them."""
@@ -260,8 +261,11 @@ class StudyConfig(CheckedSection):
     @model_validator(mode="before")
     @classmethod
     def _note_given_keys(cls, content: Any) -> Any:
-        if not isinstance(content, Mapping) or "given" in content:
+        if not isinstance(content, Mapping):
             return content
+        if "given" in content:  # a definition
+            keys = {key: value for key, value in content.items() if key != "folder"}
+            return {"path": Path(str(content.get("folder", "")), "study.yaml"), **keys}
         return {**content, "given": frozenset(given_keys(cls, content)) - {"path"}}
 
     @field_validator("objective")
@@ -367,6 +371,33 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     if problems or file.problems:
         raise file.error(problems)
     return study
+
+
+def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
+    """The study `name` of a database by its definition alone.
+
+    Whoever can write to the database has written it, so nothing of it is taken unchecked.
+
+    Raises StorageError.
+    """
+    try:
+        study = StudyConfig.model_validate(definition)
+    except ValidationError as error:
+        found = "\n".join(map(str, problems_of(error, StudyConfig)))
+        raise StorageError(
+            f"The database's definition of the study {show(name)} is not valid:\n{found}"
+        ) from None
+    if study.name != name:
+        raise StorageError(f"The database's definition of the study {show(name)} is of {show(study.name)}.")
+    return study
+
+
+def check_study_name(name: str) -> None:
+    """Raise StorageError for a name that no study file can give: it would name another folder of `runs/`."""
+    try:
+        _study_name(name)
+    except ValueError as error:
+        raise StorageError(f"The name of a study {error}") from None
 
 
 def _find(given: Path) -> Path:

@@ -24,7 +24,7 @@ import numpy as np
 from hpo.config.data_config import DataConfig, TaskConfig
 from hpo.data.examples import Example, RowChecker
 from hpo.data.progress import logged
-from hpo.data.sources import SPLITS, Reader, nearest_file, split_readers
+from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
@@ -55,6 +55,7 @@ def load_data(config: DataConfig) -> DataSet:
 
 
 def _load(config: DataConfig) -> DataSet:
+    config = located(config)
     configs, where, passed_over = _read_tasks(config)
     readers = split_readers(config, configs)
     tasks = make_tasks(_with_inferred_classes(configs, readers["train"]), where)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,6 +50,43 @@ class Reader:
     rows: Callable[[], Iterator[Row]]
 
 
+DATA_DIR = "HPO_DATA_DIR"
+"""Environment variable: the folder with this machine's data, for studies whose paths do not lead to them."""
+
+
+def located(config: DataConfig) -> DataConfig:
+    """`config` with the paths at which its data lie on this machine.
+
+    What is not at its path is looked for in HPO_DATA_DIR by the last parts of the path, the most of them
+    first: of /home/a/sets/sgd in /data, /data/home/a/sets/sgd, /data/a/sets/sgd, /data/sets/sgd, /data/sgd.
+    """
+    given = config.files
+    files = {split: path and _located(path) for split, path in given}
+    changes: dict[str, Any] = {
+        "path": config.path and _located(config.path),
+        "files": given.model_copy(update=files),
+        "tasks": _located(config.tasks) if isinstance(config.tasks, Path) else config.tasks,
+    }
+    if config.hub is not None and config.hub.name.startswith("/"):
+        changes["hub"] = config.hub.model_copy(update={"name": str(_located(Path(config.hub.name)))})
+    return config.model_copy(update=changes)
+
+
+def _located(path: Path) -> Path:
+    found = path if path.exists() else next((other for other in _elsewhere(path) if other.exists()), path)
+    if found != path:
+        logger.info("%s is not here; the data are read from %s", path, found)
+    return found
+
+
+def _elsewhere(path: Path) -> list[Path]:
+    """Where `path` may be in HPO_DATA_DIR."""
+    if not (root := os.environ.get(DATA_DIR)):
+        return []
+    parts = Path(os.path.normpath(path)).parts[1:]
+    return [Path(root, *parts[first:]) for first in range(len(parts))]
+
+
 def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     """Readers of the splits that are there."""
     return _file_readers(config, tasks) if config.hub is None else _hub_readers(config, tasks)
@@ -74,8 +112,17 @@ def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
 
 def nearest_file(path: Path) -> str:
     """Say which file of the folder was probably meant."""
-    if not path.parent.is_dir():
-        return f" There is no folder {path.parent}."
+    if not (folder := path.parent).is_dir():
+        root = os.environ.get(DATA_DIR)
+        where = (
+            f", nor is it in {DATA_DIR} ({root}), as {folder.name} or with more of its path" if root else ""
+        )
+        hint = (
+            ""
+            if root
+            else f" If {folder.name} lies elsewhere on this machine, name its folder in {DATA_DIR}."
+        )
+        return f" There is no folder {folder}{where}.{hint}"
     names = sorted(item.name for item in path.parent.iterdir() if item.is_file())
     return did_you_mean(path.name, names[:50]) if names else f" {path.parent} is empty."
 

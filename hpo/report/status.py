@@ -29,6 +29,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
     end = datetime.now(UTC) + timedelta(hours=remaining / rate) if rate and remaining and workers else None
     return {
         "study": record.name,
+        "state": record.state,
         "n_trials": sum(record.slots.values()),
         "trials": dict(record.slots),
         "states": dict(Counter(trial.state for trial in record.trials)),

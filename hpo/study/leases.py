@@ -42,6 +42,7 @@ from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import Deaths, count_death, counted_cause, num_oom_kills
+from hpo.study.lifecycle import study_state
 from hpo.study.process import process_start, this_job, this_machine
 from hpo.study.samplers import known_params
 from hpo.study.schema import slots, workers
@@ -78,6 +79,8 @@ class Lease:
     """Whether `check` was called: the trial has made a step."""
     lost: threading.Event = field(default_factory=threading.Event)
     """Set when another worker has the slot."""
+    halted: threading.Event = field(default_factory=threading.Event)
+    """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
 
     @property
     def progress(self) -> dict[str, bool]:
@@ -116,6 +119,8 @@ class WorkerLease:
     """Why no worker can run an enqueued trial with these parameters; empty: one can."""
     saved_step: Callable[[int], int] = lambda _: 0
     """The step of the last checkpoint of the trial with this number."""
+    reservation: str = ""
+    """The row of `hpo_workers` that has stood for this worker, to be replaced by its own."""
 
     number: int = field(init=False)
     """Of the worker in the study, from 0; no other worker of the study ever has it."""
@@ -124,6 +129,7 @@ class WorkerLease:
         self.id = f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._of_study = slots.c.study == self._study.study_name
         self._lease: Lease | None = None
+        self.halted = threading.Event()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -140,7 +146,7 @@ class WorkerLease:
             storage.check_data(name)
             with storage.engine.begin() as connection:
                 # The row of an attempt that was committed though the connection broke before the answer.
-                connection.execute(sa.delete(workers).where(workers.c.id == self.id))
+                connection.execute(sa.delete(workers).where(workers.c.id.in_((self.id, self.reservation))))
                 last = connection.execute(last_number).scalar()
                 self.number = 0 if last is None else last + 1
                 self._alive_at_start = storage.live_workers(connection, name)
@@ -181,6 +187,7 @@ class WorkerLease:
             try:
                 with self._storage.engine.begin() as connection:
                     self._renew(connection)
+                    self._look_whether_open(connection)
                     if lease is not None and not self._update(connection, lease):
                         lease.lost.set()
             except SQLAlchemyError as error:  # a database that restarts must not end the heartbeat
@@ -189,6 +196,12 @@ class WorkerLease:
     def _renew(self, connection: sa.Connection) -> None:
         me = sa.update(workers).where(workers.c.id == self.id)
         connection.execute(me.values(last_seen=self._storage.now, oom_kills=num_oom_kills()))
+
+    def _look_whether_open(self, connection: sa.Connection) -> bool:
+        """Whether the study is open; where it is not, `halted` is set."""
+        if study_state(connection, self._study.study_name) != "open":
+            self.halted.set()
+        return not self.halted.is_set()
 
     def _update(self, connection: sa.Connection, lease: Lease, **values: Any) -> bool:
         """Change the row of a slot; False: another worker has it."""
@@ -202,7 +215,8 @@ class WorkerLease:
         """Claim a slot: first one whose owner died, then one with an unfinished trial, then a fresh one.
 
         Returns:
-            None when every slot is done, with a live worker, or has a trial that cannot run here.
+            None when every slot is done, with a live worker, or has a trial that cannot run here, and when
+            the study is not open.
         """
         self._lease = self._storage.persist(self._claim)
         return self._lease
@@ -222,7 +236,9 @@ class WorkerLease:
             with self._storage.engine.begin() as connection:
                 claimed = connection.execute(mine).first()
                 if claimed is not None:
-                    return Lease(claimed.slot, Deaths.of_slot(claimed))
+                    return Lease(claimed.slot, Deaths.of_slot(claimed), halted=self.halted)
+                if not self._look_whether_open(connection):
+                    return None
                 found = self._abandoned(connection, runnable) or connection.execute(free).one_or_none()
                 if found is None:
                     return None
@@ -237,7 +253,7 @@ class WorkerLease:
                 taken = connection.execute(claim.values(state="running", owner=self.id, **deaths.columns))
                 if taken.rowcount:
                     self._renew(connection)
-                    return Lease(found.slot, deaths)
+                    return Lease(found.slot, deaths, halted=self.halted)
 
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""

@@ -32,8 +32,9 @@ def read_study(
     The connection must see one state of the database in all queries (`database.snapshot`): what ends in
     between would be read in halves.
     """
-    of_study = sa.select(schema.studies.c.definition).where(schema.studies.c.name == name)
-    definition = json.loads(connection.execute(of_study).scalar_one())
+    of_study = sa.select(schema.studies).where(schema.studies.c.name == name)
+    study = connection.execute(of_study).one()
+    definition = json.loads(study.definition)
     slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
     running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
     members = sa.select(schema.workers, now.label("now")).where(schema.workers.c.study == name)
@@ -66,6 +67,7 @@ def read_study(
         trials=_read_trials(connection, study_id, name, slot_of_trial),
         workers=workers,
         slots={state: states.count(state) for state in ("open", "running", "done")},
+        state=study.state,
     )
 
 

@@ -32,12 +32,13 @@ from hpo.precision.table import apply_preset, left_out
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
+from hpo.study.lifecycle import end_unfinished
 from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
 from hpo.study.supervisor import WorkerPlace, place_workers, run_workers
 from hpo.study.time_left import TimeLeft
-from hpo.study.worker import RunSummary, keep_best_checkpoints, run_worker, trial_runner
+from hpo.study.worker import STAYS, RunSummary, Stint, keep_best_checkpoints, run_worker, trial_runner
 
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
@@ -61,7 +62,10 @@ class OpenStudy:
     lacking: Mapping[str, str]
     """Precisions of the study that this device does not run, with the reason; {} for a finished study."""
     executor: Executor | None
-    """Runs trials in this process; None where they run in others, and for a finished study."""
+    """Runs trials in this process; None where they run in others, and for a study that is finished, or not
+    open."""
+    trust_remote_code: bool = False
+    """Whether the code that comes with the study's encoder may run here."""
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -77,21 +81,29 @@ def open_study(
     *,
     resize: bool = True,
     trials_run: TrialsRun = "in this process",
+    trust_remote_code: bool = False,
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
     A study of which no trial has trained is checked first (`Executor.check_study`), but not by the processes
-    of `run_workers`, whose parent has done so.
+    of `run_workers`, whose parent has done so. Of one that is paused or cancelled nothing is checked or
+    changed.
 
     Args:
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
+        trust_remote_code: whether the code that comes with the study's encoder may run here. The database
+            does not decide that: a user's own study file does, or an option.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
         InputError: the data, the model or the objective cannot be used, or trials are to run on this machine
-            and it has no precision of the study.
+            and it has no precision of the study, or its code is not trusted.
     """
     stored = _read_stored(config.name, url)
+    if stored is not None and stored.state != "open":
+        with open_storage(url) as storage:
+            yield OpenStudy(config.completed(stored.definition), storage, runs_dir, stored, {}, None)
+        return
     has_trained = stored is not None and any(trial.evaluations or trial.values for trial in stored.trials)
     if stored is not None:
         try:  # with the defaults that it was made with
@@ -99,6 +111,7 @@ def open_study(
         except StudyChangedError:
             if has_trained or not resize:
                 raise
+    check_trust(config, trust_remote_code)
     trains_here = trials_run == "in this process"
     executor: Executor | None = None
     lacking: Mapping[str, str] = {}
@@ -121,7 +134,17 @@ def open_study(
                 device, lacking = _check_device(config, trials_run)
                 executor = _build_executor(config, device, runs_dir)
             executor.cache = storage
-        yield OpenStudy(config, storage, runs_dir, record, lacking, executor)
+        yield OpenStudy(config, storage, runs_dir, record, lacking, executor, trust_remote_code)
+
+
+def check_trust(config: StudyConfig, trust_remote_code: bool) -> None:
+    """Raise InputError where the study runs code that comes with its encoder and that is not trusted."""
+    if config.model.trust_remote_code and not trust_remote_code:
+        raise InputError(
+            f"The study `{config.name}` of the database asks to run the code that comes with its encoder "
+            "(`model.trust_remote_code: true`), which whoever can write to the database can change. Read "
+            "that code, then give the option --trust-remote-code, or the study's own file."
+        )
 
 
 def _read_stored(name: str, url: str) -> StudyRecord | None:
@@ -177,10 +200,13 @@ def _num_on_device() -> int:
     return int(os.environ.get(WORKERS_ON_DEVICE, "1"))
 
 
-def plan_workers(config: StudyConfig, workers: int, per_device: int | None = None) -> list[WorkerPlace]:
+def plan_workers(
+    config: StudyConfig | None, workers: int, per_device: int | None = None
+) -> list[WorkerPlace]:
     """Where each worker of a run on this machine is, in a process of its own; none: one in this process.
 
     Args:
+        config: of the study; None for workers that serve all studies of a database.
         workers: how many, spread over the GPUs of this machine in turn; 1 is this process.
         per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`; all of them
             are processes of their own.
@@ -190,9 +216,9 @@ def plan_workers(config: StudyConfig, workers: int, per_device: int | None = Non
     """
     if workers == 1 and per_device is None:
         return []
-    devices = cuda_devices(config.device)
+    devices = cuda_devices(config.device if config else "auto")
     places = place_workers(workers if per_device is None else per_device * max(1, len(devices)), devices)
-    if devices:
+    if devices and config:
         most = max(place.workers_on_device for place in places)
         share_memory(config, probe_device(config.device), most)
     return places
@@ -203,13 +229,17 @@ def run_study(
     places: Sequence[WorkerPlace] = (),
     *,
     stop: Stop | None = None,
+    stint: Stint = STAYS,
     max_restarts: int = 0,
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
+    Where the study is not open, or is paused or cancelled meanwhile, it `ended` as `halted`.
+
     Args:
         places: of `plan_workers`, where the trials run in processes of their own, `hpo worker STUDY`.
         stop: from `stop_on_signals`.
+        stint: of a worker that serves other studies too.
         max_restarts: how often the worker of a place that dies is started again within an hour.
 
     Raises:
@@ -219,10 +249,15 @@ def run_study(
     """
     config, storage, executor = study.config, study.storage, study.executor
     stop = stop or Stop()
+    if study.record.state != "open":
+        return RunSummary("halted")
     if study.record.slots["done"] == config.n_trials:
         return RunSummary("finished")
     if executor is None:
-        summary = run_workers(config, storage, study.runs_dir, places, stop=stop, max_restarts=max_restarts)
+        trust = ["--trust-remote-code"] if study.trust_remote_code else []
+        summary = run_workers(
+            config, storage, study.runs_dir, places, stop=stop, max_restarts=max_restarts, options=trust
+        )
         if summary.ended != "elsewhere":
             return summary
         return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
@@ -231,16 +266,19 @@ def run_study(
     folder = partial(executor.trial_folder, storage.study_token(config.name))
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
     time_left = TimeLeft(storage, config.name, stop)
-    return run_worker(
+    summary = run_worker(
         config,
         storage,
         trial_runner(executor, storage, stop, time_left, shared_device=_num_on_device() > 1),
         device=WorkerDevice(executor.device.device_id, memory_bytes, study.lacking),
         stop=stop,
-        has_time=time_left.suffices,
         saved_step=lambda number: last_saved_step(folder(number)),
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
+        stint=replace(stint, has_time=time_left.suffices),
     )
+    if summary.ended == "halted":
+        end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
+    return summary
 
 
 def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:

@@ -59,6 +59,8 @@ class Stop(threading.Event):
         """Why it was set, in words."""
         self.signal: signal.Signals | None = None
         """The signal that set it; None: the time, or the process that started this one."""
+        self.has_worked = False
+        """Whether this process has begun a trial."""
         self._out_of_time = False
         self._first = threading.Lock()
         self._wakeups: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()

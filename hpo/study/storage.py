@@ -27,6 +27,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
+from hpo.config.study_config import check_study_name
 from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
@@ -43,7 +44,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
-_TOKEN_ATTR = "hpo:token"
+TOKEN_ATTR = "hpo:token"
 
 
 def persistent(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
@@ -177,7 +178,7 @@ class Storage:
             with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
                 study.set_metric_names([objective.metric for objective in config.objective])
             # Last: a study without its token was not made to the end, and the next run begins it anew.
-            self.optuna.set_study_system_attr(study._study_id, _TOKEN_ATTR, token)
+            self.optuna.set_study_system_attr(study._study_id, TOKEN_ATTR, token)
         for trial in study.get_trials(deepcopy=False) if dropped else ():
             if trial.number in dropped and not trial.state.is_finished():
                 reason = f"n_trials was lowered to {values['n_trials']}"
@@ -251,7 +252,7 @@ class Storage:
     def _token(self, name: str) -> str | None:
         """What tells the Optuna study `name` from a deleted one; None: it was not made to the end by hpo."""
         study_id = self.optuna.get_study_id_from_name(name)
-        token: str | None = self.optuna.get_study_system_attrs(study_id).get(_TOKEN_ATTR)
+        token: str | None = self.optuna.get_study_system_attrs(study_id).get(TOKEN_ATTR)
         return token
 
     @persistent
@@ -275,9 +276,25 @@ class Storage:
         self._stored(name, studies.c.name)
         return optuna.load_study(study_name=name, storage=self.optuna)
 
+    def read_definition(self, name: str) -> dict[str, Any]:
+        """Return the definition of the study, as it is stored.
+
+        Raises StorageError where there is no such study.
+        """
+        stored: dict[str, Any] = json.loads(self._stored(name, studies.c.definition))
+        return stored
+
     def study_token(self, name: str) -> str:
-        """Return what tells this study from a deleted one of the same name."""
-        return str(self._stored(name, studies.c.token))
+        """Return what tells this study from a deleted one of the same name; part of folders' names.
+
+        Raises StorageError where there is no such study, or it is not one that hpo makes.
+        """
+        token = str(self._stored(name, studies.c.token))
+        if not token.isalnum():
+            raise StorageError(
+                f"The token of the study `{name}` in {redact(self.url)} must be letters and digits."
+            )
+        return token
 
     @persistent
     def bind_data(self, name: str, fingerprint: str) -> None:
@@ -316,6 +333,7 @@ class Storage:
     @persistent
     def read_study(self, name: str) -> StudyRecord:
         """Read everything stored about the study `name`. Raises StorageError where there is none."""
+        check_study_name(name)  # of the folder for its report, too
         self._stored(name, studies.c.name)
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")

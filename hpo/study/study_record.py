@@ -94,6 +94,8 @@ class StudyRecord:
 
     `open` are also those whose worker died: their trials are `preempted`.
     """
+    state: str = "open"
+    """`open`, `paused` or `cancelled`."""
 
 
 def complete_trials(record: StudyRecord) -> list[TrialRecord]:

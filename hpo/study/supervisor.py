@@ -28,11 +28,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from hpo.config.study_config import StudyConfig
 from hpo.device import available_cores
 from hpo.errors import HpoError, InputError, RunError
 from hpo.study.deaths import record_death
+from hpo.study.lifecycle import read_state
 from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage
 from hpo.study.time_left import TimeLeft
@@ -175,6 +177,7 @@ def run_workers(
     *,
     stop: Stop | None = None,
     max_restarts: int = 0,
+    options: Sequence[str] = (),
 ) -> RunSummary:
     """Run a process in each of `places` (see `place_workers`), and wait for all of them.
 
@@ -183,6 +186,7 @@ def run_workers(
 
     Args:
         max_restarts: how often the worker of a place is started again within an hour.
+        options: more of `hpo worker`.
 
     Raises:
         InputError, RunError: workers failed and the study is not done; with the end of the log.
@@ -190,26 +194,19 @@ def run_workers(
     stop = stop or Stop()
     if stop.is_set():
         return RunSummary("stopped")
-    folder = runs_dir / config.name
-    folder.mkdir(parents=True, exist_ok=True)
-    # Each worker would otherwise use all cores, and they would get into each other's way.
-    threads = max(1, available_cores() // len(places))
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": storage.url}
     watch = StudyWatch(storage, config)
     deadline = time.monotonic() + (config.timeout or float("inf"))
 
     def command() -> list[str]:
         timeout = None if config.timeout is None else max(1e-3, deadline - time.monotonic())
-        return worker_command(str(config.path), timeout, stop.until)
+        return [*worker_command(config.name, timeout, stop.until), *options]
 
     def is_over() -> bool:
         counts = storage.slot_counts(config.name)
-        return time.monotonic() > deadline or not (counts["open"] or counts["running"])
+        is_done = not (counts["open"] or counts["running"])
+        return is_done or time.monotonic() > deadline or read_state(storage, config.name) != "open"
 
-    workers = [
-        _Worker(number, place, folder / f"worker-{socket.gethostname()}-{number}.log", environment)
-        for number, place in enumerate(places)
-    ]
+    workers = _workers(places, runs_dir / config.name, storage)
     with _started(workers, command()):
         broken = _supervise(workers, command, is_over, storage, stop, max_restarts)
     outcomes = Counter(event.outcome for event in watch.look() if event.kind == "finished")
@@ -219,6 +216,8 @@ def run_workers(
     counts = storage.slot_counts(config.name)
     if not counts["open"] and not counts["running"]:
         return RunSummary("finished", outcomes)
+    if read_state(storage, config.name) != "open":
+        return RunSummary("halted", outcomes)
     if broken is not None:
         raise broken.failure()
     if any(worker.process.returncode == _STOPPED for worker in workers):
@@ -232,14 +231,58 @@ def run_workers(
     return RunSummary("timeout" if is_late else "elsewhere", outcomes)
 
 
-def worker_command(study: str, timeout: float | None, until: float | None) -> list[str]:
-    """Return the command line of one worker process."""
-    command = [sys.executable, "-m", "hpo", "worker", study]
+def serve_with_workers(
+    storage: Storage,
+    runs_dir: Path,
+    places: Sequence[WorkerPlace],
+    options: Sequence[str],
+    *,
+    stop: Stop,
+    max_restarts: int = 0,
+) -> Literal["idle", "stopped"]:
+    """Run a worker without a study of its own in each of `places`, and wait for all of them.
+
+    What they print is added to `runs_dir`/worker-<host>-<number>.log. Other arguments and errors are those of
+    `run_workers`; a timeout is one of the `options`, and begins anew with a worker that is started again.
+    """
+    workers = _workers(places, runs_dir, storage)
+    command = [*worker_command(None, None, stop.until), *options]
+    with _started(workers, command):
+        broken = _supervise(workers, lambda: command, lambda: False, storage, stop, max_restarts)
+    if stop.is_set():
+        return "stopped"
+    if broken is not None:
+        raise broken.failure()
+    for worker in workers:
+        if worker.process.returncode not in (0, _STOPPED):
+            raise worker.failure()
+    if all(worker.process.returncode == 0 for worker in workers):
+        return "idle"
+    if stop.until is not None:
+        stop.set_out_of_time()
+    return "stopped"
+
+
+def worker_command(study: str | None, timeout: float | None, until: float | None) -> list[str]:
+    """Return the command line of one worker process; without a `study` it serves all."""
+    command = [sys.executable, "-m", "hpo", "worker", *([] if study is None else [study])]
     if timeout is not None:
         command += ["--timeout", str(timeout)]
     if until is not None:
         command += ["--until", datetime.fromtimestamp(until, UTC).isoformat()]
     return command
+
+
+def _workers(places: Sequence[WorkerPlace], folder: Path, storage: Storage) -> list[_Worker]:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Each worker would otherwise use all cores, and they would get into each other's way.
+    threads = max(1, available_cores() // len(places))
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": storage.url}
+    host = socket.gethostname()
+    return [
+        _Worker(number, place, folder / f"worker-{host}-{number}.log", environment)
+        for number, place in enumerate(places)
+    ]
 
 
 @contextmanager

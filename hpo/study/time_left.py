@@ -44,13 +44,12 @@ class TimeLeft:
         self._storage = storage
         self._study = study
         self._stop = stop
-        self._has_begun = False
         self._longest = 0.0
         self._last = self._last_look = self._longest_step = 0.0
 
     def begin(self) -> None:
         """A trial begins, or goes on."""
-        self._has_begun = True
+        self._stop.has_worked = True
         self._last, self._last_look, self._longest_step = time.monotonic(), 0.0, 0.0
 
     def evaluated(self) -> None:
@@ -84,7 +83,7 @@ class TimeLeft:
         left = self._stop.seconds_left
         if left >= needed or not self._is_unfinished():
             return True
-        if self._has_begun:
+        if self._stop.has_worked:
             self._stop.set_out_of_time()
         _logger.info(
             "No further trial begins: it may take %.0f s to its next evaluation, and this worker has %.0f s.",

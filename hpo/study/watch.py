@@ -81,6 +81,8 @@ class StudyWatch:
             slot_states, trials, evaluated = self._read()
         except (SQLAlchemyError, StorageInternalError):
             return []  # the database is away; the workers wait for it, and so does the watch
+        except KeyError:
+            return []  # the study was deleted
         events: list[TrialEvent] = []
         for trial in trials:
             if trial.number not in self._ended and trial.state != TrialState.WAITING:

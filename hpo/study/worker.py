@@ -56,8 +56,9 @@ Execute = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
 class RunSummary:
     """What one call ran."""
 
-    ended: Literal["finished", "stopped", "timeout", "elsewhere"]
-    """Every slot is done; told to stop; out of time; what remains is for other devices."""
+    ended: Literal["finished", "stopped", "timeout", "elsewhere", "halted", "yielded"]
+    """Every slot is done; told to stop; out of time; what remains is for other devices; the study was paused,
+    cancelled or deleted; another study comes first."""
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
     elsewhere: tuple[str, ...] = ()
@@ -69,6 +70,22 @@ class RunSummary:
         return 130 if self.ended == "stopped" else 0
 
 
+@dataclass(frozen=True)
+class Stint:
+    """The time of a worker in one of the studies that it serves."""
+
+    go_on: Callable[[bool], bool] = lambda _: True
+    """Asked after each trial (True), and when there is none to run but others still run some (False)."""
+    reservation: str = ""
+    """See `WorkerLease`."""
+    has_time: Callable[[], bool] = lambda: True
+    """Asked before each trial; where there is no time for another one, the worker leaves."""
+
+
+STAYS = Stint()
+"""Of a worker that serves one study."""
+
+
 def run_worker(
     config: StudyConfig,
     storage: Storage,
@@ -78,14 +95,13 @@ def run_worker(
     stop: threading.Event | None = None,
     after_trial: Callable[[], None] = lambda: None,
     saved_step: Callable[[int], int] = lambda _: 0,
-    has_time: Callable[[], bool] = lambda: True,
+    stint: Stint = STAYS,
     poll_seconds: float = 2.0,
 ) -> RunSummary:
     """Run trials of the study with `execute` until none is left for `device`, `stop` is set or time is up.
 
     `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
-    `saved_step` gives the step of the last checkpoint of a trial by its number. `has_time` says whether
-    another trial may begin; where it may not, the worker leaves.
+    `saved_step` gives the step of the last checkpoint of a trial by its number.
     """
     stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
@@ -102,6 +118,7 @@ def run_worker(
         can_run=runnable if skipped else None,
         refusal=partial(_refusal, config.search_space),
         saved_step=saved_step,
+        reservation=stint.reservation,
     ) as worker:
         study.sampler = build_sampler(
             config.sampler,
@@ -111,22 +128,32 @@ def run_worker(
             skipped=skipped,
             lock=partial(exclusive, storage.engine),
         )
-        while not stop.is_set() and time.monotonic() <= deadline and has_time():
+        while not stop.is_set() and not worker.halted.is_set() and time.monotonic() <= deadline:
+            if not stint.has_time():
+                break
             lease = worker.claim()
             if lease is not None:
                 outcome = _run_slot(worker, lease, execute)
                 if outcome is not None:
                     outcomes[outcome] += 1
                     after_trial()
+                if not (stop.is_set() or worker.halted.is_set() or stint.go_on(True)):
+                    return RunSummary("yielded", outcomes)
                 continue
+            if worker.halted.is_set():
+                break
             unfinished = storage.persist(worker.unfinished).values()
             if not any(map(runnable, unfinished)):
                 after_trial()
                 elsewhere = runnable.left_to_others(unfinished)
                 return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
+            if not stint.go_on(False):
+                return RunSummary("yielded", outcomes)
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
-    return RunSummary("stopped" if stop.is_set() else "timeout", outcomes)
+    if stop.is_set():
+        return RunSummary("stopped", outcomes)
+    return RunSummary("halted" if worker.halted.is_set() else "timeout", outcomes)
 
 
 @dataclass(frozen=True)
@@ -242,7 +269,7 @@ def trial_runner(
         def should_stop() -> bool:
             lease.check()
             time_left.look(executor.checkpoint_seconds)
-            return stop.is_set()
+            return stop.is_set() or lease.halted.is_set()
 
         folder = executor.trial_folder(token, trial.number)
         place = executor.device.device_id

@@ -90,8 +90,8 @@ class Executor:
         if device.type == "cpu":
             disable_malloc_trim()
             limit_threads(device)
-        if device.type == "cuda" and self.amp.memory_fraction is not None:
-            torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction, device.index)
+        if device.type == "cuda":  # 1.0: this process may have run a study with less
+            torch.cuda.set_per_process_memory_fraction(self.amp.memory_fraction or 1.0, device.index)
         # Compiled kernels are kept between trials and runs, unless the user has a place for them already.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
 

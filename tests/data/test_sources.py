@@ -15,6 +15,7 @@ from jsonl_sets import load, load_set, write_set
 
 from hpo.config.data_config import DataConfig
 from hpo.data.dataset import DataSet
+from hpo.data.sources import located
 
 TASKS = {
     "tone": {"kind": "single_label", "classes": ["calm", "angry"]},
@@ -169,3 +170,28 @@ def test_whole_numbers_may_be_classes_of_a_table(tmp_path: Path) -> None:
     dataset = load_set(tmp_path, "parquet", tasks=tasks, columns=columns)
     assert dataset.tasks[0].labels == ("1", "5")
     assert [example.labels["stars"] for example in dataset.splits["train"]] == ["1", "5"]
+
+
+def test_the_longest_end_of_a_path_that_is_in_the_folder_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPO_DATA_DIR", str(tmp_path))
+    config = DataConfig.model_validate({"source": "jsonl", "path": "/nowhere/a/sets/one"})
+    assert located(config).path == Path("/nowhere/a/sets/one")
+    for found in ("one", "sets/one", "a/sets/one", "nowhere/a/sets/one"):
+        (tmp_path / found).mkdir(parents=True)
+        assert located(config).path == tmp_path / found
+    here = tmp_path / "sets" / "one"
+    assert located(config.model_copy(update={"path": here})).path == here, (
+        "what is at its path is taken there"
+    )
+    files = {"train": "/nowhere/x/../train.jsonl"}
+    (tmp_path / "train.jsonl").touch()
+    given = {"source": "jsonl", "files": files, "tasks": "/nowhere/sets/tasks.json"}
+    config = located(DataConfig.model_validate(given))
+    assert config.files.train == tmp_path / "train.jsonl"
+    assert config.tasks == Path("/nowhere/sets/tasks.json")
+    hub = {"source": "hub", "hub": {"name": "/elsewhere/sets/one"}, "tasks": {"t": {"kind": "regression"}}}
+    config = located(DataConfig.model_validate(hub))
+    assert config.hub is not None
+    assert config.hub.name == str(here)

@@ -45,6 +45,14 @@ def check_given_back(folder: Path, left: Finished, n_trials: int = 1) -> None:
     assert not any(worker.alive for worker in record.workers)
 
 
+def store_evaluation(folder: Path, seconds: float) -> None:
+    """As if a trial had come to its first evaluation after so many seconds of training."""
+    row = {"study": "tiny", "trial_number": 0, "step": 1, "epoch": 1.0, "seconds": seconds, "metrics": "{}"}
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        connection.execute(sa.delete(evaluations))
+        connection.execute(sa.insert(evaluations).values(row))
+
+
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -78,7 +86,8 @@ def test_end_of_the_job(tmp_path: Path) -> None:
     """A worker writes its checkpoint before its job ends, and begins nothing that would be cut off."""
     write(tmp_path, every_seconds=600, max_steps=10**7)
     ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    end = int(time.time()) + 25
+    store_evaluation(tmp_path, seconds=0.1)  # else it must be ready in half of its time
+    end = int(time.time()) + 30
     left = finish(start_hpo(tmp_path, "worker", "tiny.yaml", SLURM_JOB_END_TIME=str(end)))
     check_given_back(tmp_path, left)
     assert "Told to stop: its job ends at 20" in left.err
@@ -86,9 +95,7 @@ def test_end_of_the_job(tmp_path: Path) -> None:
     assert checkpoint.stat().st_mtime < end
     assert saved_steps(tmp_path)[0] > 0
 
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        row = {"study": "tiny", "trial_number": 0, "step": 1, "epoch": 1.0, "seconds": 900.0, "metrics": "{}"}
-        connection.execute(sa.insert(evaluations).values(row))
+    store_evaluation(tmp_path, seconds=900.0)
     before = stored(tmp_path)
     refused = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--until", "+600"))
     assert "Out of time: 0 of 1 trials done. To go on: hpo run tiny.yaml --until +600\n" in refused.out
@@ -98,14 +105,20 @@ def test_end_of_the_job(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/tiny/checkpoints-*/trial-00000/step-*")) == [checkpoint]
 
 
-def test_supervisor_starts_a_killed_worker_again_and_passes_signals_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("study", [("tiny",), ()], ids=["of a study", "of all studies"])
+def test_supervisor_starts_a_killed_worker_again_and_passes_signals_on(
+    tmp_path: Path, study: tuple[str, ...]
+) -> None:
     write(tmp_path, every_seconds=0.1, n_trials=2, max_steps=10**7)
-    process = start_hpo(tmp_path, "worker", "tiny.yaml", "--workers", "2")
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    process = start_hpo(tmp_path, "worker", *study, "--workers", "2")
     wait_until(lambda: bool(saved_steps(tmp_path, 0) and saved_steps(tmp_path, 1)), process)
     killed = next(worker for worker in stored(tmp_path).workers if worker.trial_number == 0)
     reached = saved_steps(tmp_path, 0)[-1]
     os.kill(killed.pid, signal.SIGKILL)
-    wait_until(lambda: saved_steps(tmp_path, 0)[-1:] > [reached] and len(living(tmp_path)) == 2, process)
+    wait_until(
+        lambda: saved_steps(tmp_path, 0)[-1:] > [reached] and sorted(living(tmp_path)) == [0, 1], process
+    )
     process.send_signal(signal.SIGUSR1)
     left = finish(process)
     check_given_back(tmp_path, left, n_trials=2)

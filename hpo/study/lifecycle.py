@@ -1,0 +1,151 @@
+"""The life of a study in its database: open, paused, cancelled, deleted.
+
+The state is a column of `hpo_studies`. Workers read it with each heartbeat and each claim. In a study that is
+not open they checkpoint their trials, give them back as `preempted` and leave; no slot of it is claimed. A
+paused study goes on where it was when it is open again. Of a cancelled one the unfinished trials end, which
+the last to leave sees to, be it a worker or the command; opened again, it begins their slots anew.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import sqlalchemy as sa
+from optuna.storages._rdb import models
+
+from hpo.config.study_config import check_study_name
+from hpo.errors import RunError
+from hpo.outcome import Outcome
+from hpo.study import schema
+from hpo.study.database import exclusive
+from hpo.study.schema import slots, studies, workers
+
+if TYPE_CHECKING:
+    from hpo.study.storage import Storage
+
+StudyState = Literal["open", "paused", "cancelled"]
+
+_FRESH = {"state": "open", "trial_number": None, "deaths": 0, "death_step": 0, "death_params": 0}
+"""The columns of a slot without a trial."""
+
+
+def study_state(connection: sa.Connection, name: str) -> str | None:
+    """The state of the study; None: there is none of that name."""
+    return connection.execute(sa.select(studies.c.state).where(studies.c.name == name)).scalar()
+
+
+def read_state(storage: Storage, name: str) -> str | None:
+    """As `study_state`, in a transaction of its own."""
+
+    def read() -> str | None:
+        with storage.engine.connect() as connection:
+            return study_state(connection, name)
+
+    return storage.persist(read)
+
+
+def set_state(storage: Storage, name: str, state: StudyState) -> str:
+    """Open, pause or cancel a study and return the state that it had.
+
+    Raises StorageError where there is no such study.
+    """
+    storage.study_token(name)  # the message names the nearest
+
+    def change() -> str | None:
+        with storage.engine.begin() as connection:
+            of_study = sa.update(studies).where(studies.c.name == name)
+            before = study_state(connection, name)
+            connection.execute(of_study.values(state=state))
+            return before
+
+    return storage.persist(change) or state
+
+
+def wait_for_workers(storage: Storage, name: str, seconds: float, poll_seconds: float = 0.5) -> list[str]:
+    """Wait until no worker is in the study; return where those are that still are after so many `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (left := _live_workers(storage, name)) and time.monotonic() < deadline:
+        time.sleep(poll_seconds)
+    return left
+
+
+def _live_workers(storage: Storage, name: str) -> list[str]:
+    def read() -> list[str]:
+        with storage.engine.connect() as connection:
+            alive = storage.live_workers(connection, name)
+            rows = connection.execute(sa.select(workers).where(workers.c.id.in_(alive))) if alive else ()
+            return sorted(f"process {row.pid} on {row.host}" for row in rows)
+
+    return storage.persist(read)
+
+
+def end_unfinished(storage: Storage, name: str) -> int:
+    """End the unfinished trials of a cancelled study that no worker has; return how many.
+
+    They are `preempted`, FAIL to Optuna, as those of slots that a lower `n_trials` drops. In a study that is
+    not cancelled nothing is done.
+    """
+
+    def take() -> list[int]:
+        with storage.engine.begin() as connection:
+            # Written first, so that nobody opens the study or claims a slot meanwhile.
+            cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
+            if not connection.execute(cancelled.values(state="cancelled")).rowcount:
+                return []
+            alive = storage.live_workers(connection, name)
+            has_no_worker = sa.or_(slots.c.state == "open", slots.c.owner.not_in(alive))
+            unfinished = (slots.c.study == name, slots.c.state != "done", slots.c.trial_number.is_not(None))
+            query = sa.select(slots.c.trial_number).where(*unfinished, has_no_worker)
+            numbers = list(connection.execute(query).scalars())
+            if numbers:
+                of_these = sa.update(slots).where(*unfinished, has_no_worker)
+                connection.execute(of_these.values(_FRESH))
+            return [number for number in numbers if number is not None]
+
+    numbers = set(storage.persist(take))
+    if not numbers:
+        return 0
+    trials = storage.load_study(name).get_trials(deepcopy=False)
+    unfinished = [trial for trial in trials if trial.number in numbers and not trial.state.is_finished()]
+    for trial in unfinished:
+        storage.fail_trial(trial, Outcome.PREEMPTED, "the study was cancelled")
+    return len(unfinished)
+
+
+def delete_study(storage: Storage, name: str) -> None:
+    """Remove all rows of a study, Optuna's and ours, also those of one that the dashboard has deleted.
+
+    Raises RunError where workers are in the study.
+    """
+    if left := _live_workers(storage, name):
+        raise RunError(f"The study `{name}` must have no worker, but has {', '.join(left)}.")
+
+    def delete() -> None:
+        with exclusive(storage.engine), storage.engine.begin() as connection:
+            tables = models.BaseModel.metadata
+            optuna_studies, trials = tables.tables["studies"], tables.tables["trials"]
+            of_name = sa.select(optuna_studies.c.study_id).where(optuna_studies.c.study_name == name)
+            study_ids = list(connection.execute(of_name).scalars())
+            in_study = sa.select(trials.c.trial_id).where(trials.c.study_id.in_(study_ids))
+            for table in reversed(tables.sorted_tables):  # what refers to others goes first
+                if "study_id" in table.c:
+                    connection.execute(sa.delete(table).where(table.c.study_id.in_(study_ids)))
+                elif "trial_id" in table.c:
+                    connection.execute(sa.delete(table).where(table.c.trial_id.in_(in_study)))
+            for table in schema.metadata.sorted_tables:
+                if "study" in table.c:
+                    connection.execute(sa.delete(table).where(table.c.study == name))
+            connection.execute(sa.delete(studies).where(studies.c.name == name))
+
+    storage.persist(delete)
+
+
+def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
+    """Where the trials of a study that this machine ran have their checkpoints.
+
+    Raises StorageError where the database's name or token of the study would lead out of `runs_dir`.
+    """
+    check_study_name(name)
+    return runs_dir / name / f"checkpoints-{storage.study_token(name)[:8]}"

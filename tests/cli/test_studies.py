@@ -1,0 +1,250 @@
+"""Commands about the studies of a database, and workers that need nothing but it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
+from jsonl_sets import write_set
+from tiny import ENCODER, write_study
+
+from hpo.study.schema import studies, workers
+from hpo.study.storage import open_storage
+
+CHECKPOINTS = "runs/tiny/checkpoints-*/trial-*/step-*"
+
+
+TOPIC = {"tasks": {"topic": {"kind": "single_label", "classes": ["a", "b"]}}}
+
+
+def rows(word: str) -> list[dict[str, Any]]:
+    return [{"id": f"{word}{n}", "text": f"{word} {n}", "labels": {"topic": "ab"[n % 2]}} for n in range(12)]
+
+
+def elsewhere(folder: Path) -> tuple[Path, str]:
+    """An empty folder, and the URL of the database in `folder`."""
+    (folder / "elsewhere").mkdir()
+    return folder / "elsewhere", f"sqlite:///{folder}/runs/hpo.db"
+
+
+def change_definition(folder: Path, **changes: Any) -> None:
+    """Change keys of the stored study, as whoever can write to its database may."""
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        row = connection.execute(sa.select(studies)).one()
+        definition = json.loads(row.definition) | changes
+        connection.execute(sa.update(studies).values(definition=json.dumps(definition)))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A folder with the tiny study, and the same in its database."""
+    ok(hpo_command(tmp_path, "init", str(write_study(tmp_path))))
+    return tmp_path
+
+
+def test_a_worker_needs_the_database_alone(made: Path) -> None:
+    here, url = elsewhere(made)
+    (here / "studies").mkdir()
+    write_study(here / "studies", n_trials=7, training={"max_steps": 9})  # another study of that name
+    finished = ok(hpo_command(here, "worker", "tiny", "--storage", url, "--json"))
+    assert finished.json == {
+        "study": "tiny",
+        "ended": "finished",
+        "outcomes": {"complete": 2},
+        "left_out": {},
+    }
+    refused = hpo_command(here, "worker", "studies/tiny.yaml", "--storage", url)
+    assert refused.exit_code == 2
+    assert "training.max_steps: 4 -> 9" in refused.err
+    ok(hpo_command(here, "worker", str(made / "tiny.yaml"), "--storage", url))
+
+
+def test_an_encoder_beside_the_study_file_is_found_by_the_database_alone(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+    from hpo.models.encoder import encoder_folder
+
+    source = tmp_path / "study"
+    config = AutoConfig.for_model(
+        "bert", vocab_size=30522, **{k: v for k, v in ENCODER.items() if k != "model_type"}
+    )
+    AutoModel.from_config(config).save_pretrained(source / "encoder")
+    AutoTokenizer.from_pretrained(encoder_folder("minilm")).save_pretrained(source / "encoder")
+    path = write_study(source, model={"encoder": "./encoder"}, n_trials=1)
+    url = f"sqlite:///{tmp_path}/hpo.db"
+    ok(hpo_command(source, "init", str(path), "--storage", url))
+    path.unlink()
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    ended = ok(hpo_command(here, "worker", "tiny", "--storage", url, "--json"))
+    assert ended.json["outcomes"] == {"complete": 1}
+
+
+def test_a_name_that_nothing_has(made: Path) -> None:
+    refused = hpo_command(made, "worker", "tony", "--storage", f"sqlite:///{made}/runs/hpo.db")
+    assert refused.exit_code == 2
+    assert "There is no study `tony` in sqlite:///" in refused.err
+    assert "there is no study `tony` in studies" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "../../tiny"}, "must be letters, digits"),
+        ({"name": "other"}, "is of `other`"),
+        ({"n_trials": "many"}, "n_trials: must be a whole number"),
+        ({"run": "rm"}, "run: there is no such key"),
+    ],
+)
+def test_a_definition_that_no_study_file_gives_is_refused(
+    made: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_definition(made, **changes)
+    refused = hpo_command(made, "worker", "tiny")
+    assert refused.exit_code == 2
+    assert message in refused.err
+
+
+def test_code_of_an_encoder_runs_only_where_it_is_trusted(made: Path) -> None:
+    """Neither the worker of a name, nor that of a file that says nothing of it, takes the database's word."""
+    change_definition(made, model={"encoder": ENCODER, "revision": None, "trust_remote_code": True})
+    (made / "studies").mkdir()
+    for arguments in (["worker", "tiny"], ["run", "tiny.yaml"], ["worker", "./tiny.yaml"]):
+        refused = hpo_command(made, *arguments)
+        assert refused.exit_code == 2
+        assert "give the option --trust-remote-code" in refused.err
+    nameless = ok(hpo_command(made, "worker", "--json"))
+    assert nameless.json["outcomes"] == {}
+    assert "--trust-remote-code" in nameless.json["left_out"]["tiny"]
+    assert nameless.err.count("The study `tiny` is left to other workers") == 1
+    trusted = ok(hpo_command(made, "worker", "--trust-remote-code", "--json"))
+    assert trusted.json["outcomes"] == {"tiny": {"complete": 2}}
+    scored = hpo_command(
+        made / "studies", "best", "tiny", "--evaluate", "test", "--storage", f"sqlite:///{made}/runs/hpo.db"
+    )
+    assert scored.exit_code == 2
+    assert "give the option --trust-remote-code" in scored.err
+
+
+def test_a_worker_without_a_name_serves_what_it_can(made: Path) -> None:
+    data = write_set(made / "mine", TOPIC, train=rows("t"), validation=rows("v"))
+    path = write_study(made, name="absent", priority=3, data={"source": "jsonl", "path": "mine"})
+    ok(hpo_command(made, "init", str(path)))
+    data.rename(made / "gone")
+    path.unlink()
+    ended = ok(hpo_command(made, "worker"))
+    assert ended.err.count("The study `absent` is left to other workers:") == 1
+    assert "There is no folder" in ended.err
+    assert "Nothing is left to do here. Trials of this worker: tiny 2." in ended.out
+    listed = ok(hpo_command(made, "studies", "--json")).json
+    assert [(one["name"], one["state"], one["priority"], one["workers"]) for one in listed] == [
+        ("tiny", "done", 0, 0),
+        ("absent", "open", 3, 0),
+    ]
+    assert listed[0]["trials"] == {"open": 0, "running": 0, "done": 2, "total": 2}
+    shown = ok(hpo_command(made, "studies", width=120)).out
+    assert "absent  open   3         0/2" in shown
+
+
+def test_a_worker_waits_for_a_study_as_long_as_it_is_told(tmp_path: Path) -> None:
+    refused = hpo_command(tmp_path, "worker")
+    assert refused.exit_code == 2
+    assert "There is no study database" in refused.err
+    process = start_hpo(tmp_path, "worker", "--idle-timeout", "600", "--json")
+    ok(hpo_command(tmp_path, "init", str(write_study(tmp_path))))
+    wait_until(lambda: stored(tmp_path).slots["done"] == 2, process)
+    process.terminate()
+    ended = finish(process)
+    assert (ended.exit_code, ended.json["ended"]) == (130, "stopped")
+    assert ended.json["outcomes"] == {"tiny": {"complete": 2}}
+    assert ok(hpo_command(tmp_path, "worker", "--idle-timeout", "0.1", "--json")).json["ended"] == "idle"
+    refused = hpo_command(tmp_path, "worker", "tiny", "--idle-timeout", "3")
+    assert refused.exit_code == 2
+    assert "without STUDY" in refused.err
+
+
+@pytest.mark.parametrize("command", ["pause", "cancel"])
+def test_trials_of_a_running_study_are_checkpointed_first(tmp_path: Path, command: str) -> None:
+    training = {"max_steps": 100_000, "batch_size": 8, "max_length": 64, "fp_precision": "fp32"}
+    path = write_study(tmp_path, training=training, checkpoint={"every_seconds": 0.1})
+    process = start_hpo(tmp_path, "run", str(path))
+    wait_until(lambda: bool([*tmp_path.glob(CHECKPOINTS)]), process)
+    changed = ok(hpo_command(tmp_path, command, "tiny"))
+    state = {"pause": "paused", "cancel": "cancelled"}[command]
+    assert f"The study tiny is {state}: 0 of 2 trials done" in changed.out
+    ended = ok(finish(process))
+    assert f"The study tiny is {state}: 0 of 2 trials done. To open it again: hpo resume tiny\n" in ended.out
+    (trial,) = stored(tmp_path).trials
+    assert (trial.state, trial.outcome) == ("RUNNING" if command == "pause" else "FAIL", "preempted")
+    again = ok(hpo_command(tmp_path, "run", str(path)))
+    assert f"The study tiny is {state}: 0 of 2 trials done. To open it again: hpo resume tiny\n" in again.out
+    assert (
+        f"It is {state}; `hpo resume tiny` opens it again." in ok(hpo_command(tmp_path, "status", "tiny")).out
+    )
+    assert f"was {state} and is open again" in ok(hpo_command(tmp_path, "resume", "tiny")).out
+    assert stored(tmp_path).state == "open"
+
+
+def test_delete(folder: Path) -> None:
+    """`folder` has a study that was run to its end."""
+    kept = [*folder.glob("runs/tiny/checkpoints-*")]
+    assert kept
+    refused = hpo_command(folder, "delete", "tiny", "--json")
+    assert (refused.exit_code, "give --yes" in refused.err) == (2, True)
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
+        alive = {"state": "live", "pid": os.getpid(), "process_start": start}
+        connection.execute(sa.update(workers).values(alive))
+    refused = hpo_command(folder, "delete", "tiny", "--yes")
+    assert refused.exit_code == 2
+    assert "`hpo cancel tiny` stops them; --force does so first" in refused.err
+    refused = hpo_command(folder, "delete", "tiny", "--yes", "--force", "--timeout", "0.1")
+    assert refused.exit_code == 1
+    assert "is cancelled, but after 0.1 s it has process" in refused.err
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).values(state="left"))
+    deleted = ok(hpo_command(folder, "delete", "tiny", "--yes"))
+    assert "other machines may have such a folder too" in deleted.out
+    assert not kept[0].exists()
+    assert ok(hpo_command(folder, "studies")).out == "The database holds no study.\n"
+    assert hpo_command(folder, "delete", "tiny", "--yes").exit_code == 2
+
+
+def test_data_are_found_on_another_machine_and_must_be_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are where the study says, or under HPO_DATA_DIR by the last parts of that path."""
+    monkeypatch.delenv("HPO_DATA_DIR", raising=False)
+    (tmp_path / "sets").mkdir()
+    data = write_set(tmp_path / "sets" / "mine", TOPIC, train=rows("t"), validation=rows("v"))
+    write_study(tmp_path, data={"source": "jsonl", "path": "sets/mine"}, n_trials=4)
+    start = hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "1")
+    ok(start)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    here, url = elsewhere(tmp_path)
+    moved = here / "data"
+    moved.mkdir()
+    data.rename(moved / "mine")
+    lost = hpo_command(here, "worker", "tiny", "--storage", url)
+    assert lost.exit_code == 2
+    assert (
+        f"There is no folder {data}. If mine lies elsewhere on this machine, name its folder in" in lost.err
+    )
+    monkeypatch.setenv("HPO_DATA_DIR", str(here))
+    lost = hpo_command(here, "worker", "tiny", "--storage", url)
+    assert lost.exit_code == 2
+    assert f"There is no folder {data}, nor is it in HPO_DATA_DIR ({here})" in lost.err
+    monkeypatch.setenv("HPO_DATA_DIR", str(moved))
+    found = ok(hpo_command(here, "worker", "tiny", "--storage", url))
+    assert f"{data} is not here; the data are read from {moved / 'mine'}" in found.err
+    ok(hpo_command(tmp_path, "init", "tiny.yaml", "--n-trials", "9"))
+    write_set(moved / "mine", TOPIC, train=rows("x"))
+    other = hpo_command(here, "worker", "tiny", "--storage", url)
+    assert other.exit_code == 2
+    assert "The data of the study `tiny` have changed since it was made" in other.err
+    assert stored(tmp_path).slots["done"] == 4
