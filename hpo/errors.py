@@ -13,7 +13,9 @@ code 2, a run that could not go on with 1; neither prints a traceback.
     │   └── StudyChangedError      the stored study has another search space than the study file
     ├── RunError                   the run cannot go on (exit code 1)
     │   ├── CheckpointError        a checkpoint could not be written or no intact one could be read
-    │   └── LeaseLostError         another worker took this trial over; this one must stop
+    │   ├── LeaseLostError         another worker took this trial over; this one must stop
+    │   └── OutageError            the database is away; it may be back soon
+    │       └── StoppedError       told to stop while it is (exit code 130)
     └── TrialEnd                   a trial ends early with a known outcome; never reaches the user
         ├── Unsupported            this device cannot run the requested precision
         ├── Failed                 likewise, and the study wants such trials to fail
@@ -80,6 +82,16 @@ class CheckpointError(RunError):
 
 class LeaseLostError(RunError):
     """Another worker has taken over the trial that this worker was running."""
+
+
+class OutageError(RunError):
+    """The database does not answer now: a restart, a lost connection, a long lock."""
+
+
+class StoppedError(OutageError):
+    """Told to stop while the database is away, so that nobody could be told of it."""
+
+    exit_code = 130
 
 
 class TrialEnd(HpoError):

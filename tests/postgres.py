@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -39,8 +40,12 @@ class PostgresServer:
     def start(self) -> None:
         self._process = self._server.start(port=self.port, tls=self._tls).process
 
-    def stop(self) -> None:
-        if self._server.stop():
+    def stop(self, *, immediate: bool = False) -> None:
+        """Stop without waiting for clients; `immediate`: as if it had crashed."""
+        if immediate and self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait(timeout=60)
+        elif self._server.stop():
             assert self._process is not None
             self._process.wait(timeout=60)
 

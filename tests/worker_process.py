@@ -21,10 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # also where this file is th
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
+from hpo.study import trial_rows
+from hpo.study.deaths import Deaths
 from hpo.study.leases import Lease, WorkerLease
-from hpo.study.schema import workers
+from hpo.study.outbox import Report
+from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
+from hpo.study.trial_storage import TrialStorage
 from hpo.study.worker import RunSummary, run_worker
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
@@ -74,11 +78,29 @@ def notes(log: Path) -> list[dict[str, Any]]:
 
 
 def evaluate(
-    storage: Storage, trial: optuna.trial.Trial, index: int = 1, value: float = 0.5, step: int | None = None
+    storage: Storage,
+    trial: optuna.trial.Trial,
+    index: int = 1,
+    value: float = 0.5,
+    step: int | None = None,
+    **changes: Any,
 ) -> bool:
-    """Report the `index`-th evaluation of a trial, at `step` (None: `index`); whether it is to be pruned."""
-    row = EvaluationRow(step or index, epoch=1.0, seconds=1.0, metrics={"score": value})
-    return storage.report_evaluation(trial, index, value, row)
+    """Report the `index`-th evaluation of a trial, at `step` (None: `index`); whether it is to be pruned.
+
+    `changes` are fields of the evaluation's row.
+    """
+    fields = {"epoch": 1.0, "seconds": 1.0, "metrics": {"score": value}, **changes}
+    report = Report(index, value, EvaluationRow(step or index, **fields))
+    return storage.persist(lambda: storage.report_evaluation(trial, lease_of(storage, trial), report))
+
+
+def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
+    """The lease of the worker that has a trial, or had it last."""
+    name = trial.study.study_name
+    of_trial = (slots.c.study == name, slots.c.trial_number == trial.number)
+    with storage.engine.connect() as connection:
+        row = connection.execute(sa.select(slots).where(*of_trial)).one()
+    return Lease(name, row.owner, row.slot, Deaths())
 
 
 def change_worker(storage: Storage, worker: WorkerLease, **values: Any) -> None:
@@ -109,6 +131,7 @@ def work(
 
         def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
             params = suggest(config.search_space, trial)
+            lease.store_params()
             note(log, number=trial.number, params=params, pid=os.getpid())
             evaluate(storage, trial, step=10, value=0.25)
             if crash and params["fp_precision"] == "fp16":
@@ -169,7 +192,7 @@ class _Killer:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _after(owner: type, name: str, condition: Callable[..., bool] = lambda *_, **__: True) -> Any:
+def _after(owner: Any, name: str, condition: Callable[..., bool] = lambda *_, **__: True) -> Any:
     """Return what makes a killer strike after each call of a method for which `condition` holds."""
 
     def install(die: _Killer) -> None:
@@ -188,17 +211,14 @@ def _after(owner: type, name: str, condition: Callable[..., bool] = lambda *_, *
 
 _PLACES: dict[str, Callable[[_Killer], None]] = {
     "claimed": _after(WorkerLease, "_claim"),
-    "trial made": _after(optuna.Study, "add_trial"),
-    "number stored": _after(WorkerLease, "_update_slot", lambda *_, **values: "trial_number" in values),
-    "half suggested": _after(
-        optuna.storages.RDBStorage, "_set_trial_param", lambda *args: args[2] == "learning_rate"
-    ),
+    "trial made": _after(trial_rows, "make_trial"),
+    "number stored": _after(WorkerLease, "_make_trial"),
+    "half suggested": _after(TrialStorage, "set_trial_param", lambda *args: args[2] == "learning_rate"),
+    "suggested": _after(TrialStorage, "written"),
     "training": lambda _: None,
     "evaluation reported": _after(optuna.Trial, "report"),
-    "half of the attributes": _after(optuna.Trial, "set_user_attr", lambda *args: args[1] == "outcome"),
-    "constraint set": _after(optuna.Trial, "set_constraint"),
-    "told": _after(optuna.Study, "tell"),
-    "slot closed": _after(WorkerLease, "_update_slot", lambda *_, **values: values.get("state") == "done"),
+    "half of the outcome": _after(trial_rows, "end_trial"),
+    "outcome stored": _after(TrialStorage, "disown"),
 }
 PLACES = tuple(_PLACES)
 

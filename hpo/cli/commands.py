@@ -231,16 +231,24 @@ def dashboard(
     study: StudyArgument,
     storage: StorageOption = None,
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="0 takes a free one.")] = 8080,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="0.0.0.0 in a container that publishes the port.")
+    ] = "127.0.0.1",
     as_json: JsonOption = False,
 ) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
-    from hpo.report.dashboard import HOST, dashboard_server, publish
+    from hpo.report.dashboard import LOOPBACK, dashboard_server, publish
 
     with existing_study(study, storage) as (database, record):
         optuna_study = database.load_study(record.name)
         publish(optuna_study, record)
-        with dashboard_server(database.url, port) as server:
-            address = f"http://{HOST}:{server.server_port}/dashboard/studies/{optuna_study._study_id}"
+        with dashboard_server(database.url, port, host) as server:
+            if host != LOOPBACK:
+                typer.echo(
+                    f"Warning: whoever reaches {host}:{server.server_port} can delete studies.", err=True
+                )
+            shown = LOOPBACK if host == "0.0.0.0" else host
+            address = f"http://{shown}:{server.server_port}/dashboard/studies/{optuna_study._study_id}"
             if as_json:
                 print_json({"study": record.name, "url": address})
             else:

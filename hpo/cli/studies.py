@@ -192,8 +192,8 @@ def _wait(database: Storage, study: str, state: str, timeout: float) -> None:
     typer.echo(f"Waiting for {', '.join(left)} to checkpoint and leave.", err=True)
     if left := wait_for_workers(database, study, timeout):
         raise RunError(
-            f"The study `{study}` is {state}, but after {timeout:g} s it has {', '.join(left)}. They leave at "
-            "their next step; one killed on another machine counts for 60 s. Try again."
+            f"The study `{study}` is {state}, but after {timeout:g} s it has {', '.join(left)}. They leave "
+            "at their next step; one killed on another machine counts for 60 s. Try again."
         )
 
 

@@ -395,7 +395,7 @@ def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
 def check_study_name(name: str) -> None:
     """Raise StorageError for a name that no study file can give: it would name another folder of `runs/`."""
     try:
-        _study_name(name)
+        study_name(name)
     except ValueError as error:
         raise StorageError(f"The name of a study {error}") from None
 

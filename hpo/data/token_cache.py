@@ -158,6 +158,8 @@ def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
 
 
 def _map(path: Path, dtype: str, shape: list[int]) -> AnyArray:
+    if np.dtype(dtype).kind not in "biuf":  # objects would be addresses in this process
+        raise ValueError(f"{path} must hold numbers, but the cache says {dtype}")
     num_bytes = path.stat().st_size
     if num_bytes != math.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{path} does not hold what the cache says")

@@ -1,9 +1,9 @@
 """optuna-dashboard with our notes and charts in it.
 
-The dashboard reads, writes and deletes studies without authentication. It listens on loopback alone, and
-answers only requests that name this server as their host: a page on another site that points its own name
-at 127.0.0.1 (DNS rebinding) gets nothing. It runs inside our process because `optuna-dashboard URL` would
-show the database's password in the process list.
+The dashboard reads, writes and deletes studies without authentication. It listens on loopback, unless
+another address is asked for (a container's own network), and answers only requests that name this server as
+their host: a page on another site that points its own name at 127.0.0.1 (DNS rebinding) gets nothing. It runs
+inside our process because `optuna-dashboard URL` would show the database's password in the process list.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hpo.study.study_record import StudyRecord
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 NOTE_END = "*Above is written by `hpo` and replaced each time; what you write below this line is kept.*"
 
@@ -114,13 +114,19 @@ class _Handler(WSGIRequestHandler):
         """Requests are not news."""
 
 
-def dashboard_server(storage_url: str, port: int) -> WSGIServer:
-    """A server that is bound to loopback and listening, not yet serving; port 0 takes a free one.
+def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIServer:
+    """A server that listens on the IPv4 address `host` and does not yet serve; port 0 takes a free one.
 
-    Raises StorageError when the database cannot be used, InputError when the port cannot be bound.
+    Raises StorageError when the database cannot be used, InputError when the address cannot be bound.
     """
     from optuna_dashboard import wsgi
 
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        raise InputError(
+            f"--host must be an IPv4 address of this machine, or 0.0.0.0 for all of them, but got `{host}`."
+        ) from None
     storage = open_storage(storage_url, create=False)
     app = wsgi(storage.optuna)
 
@@ -131,12 +137,12 @@ def dashboard_server(storage_url: str, port: int) -> WSGIServer:
         return [b"This server is asked for under a name that is not its own.\n"]
 
     try:
-        return make_server(HOST, port, guarded, server_class=_Server, handler_class=_Handler)
+        return make_server(host, port, guarded, server_class=_Server, handler_class=_Handler)
     except OSError as error:
         storage.close()
         raise InputError(
-            f"the dashboard must be able to listen on {HOST}:{port}, but: {error.strerror}. "
-            "Choose another --port."
+            f"the dashboard must be able to listen on {host}:{port}, but: {error.strerror}. "
+            "Choose another --port or --host."
         ) from error
 
 

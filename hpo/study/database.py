@@ -222,9 +222,9 @@ def _connection_pool(url: sa.URL) -> sa.Pool:
         pool = sa.create_pool_from_url(url, connect_args={"timeout": BUSY_SECONDS})
         sa.event.listen(pool, "connect", _set_up_sqlite)
         return pool
-    options = {"connect_timeout": 15, "keepalives_idle": 30, "application_name": "hpo"}
-    # `| url.query`: what the user wrote in the URL wins.
-    return sa.create_pool_from_url(url, pre_ping=True, connect_args=options | dict(url.query))
+    from hpo.study.connection import postgres_pool  # psycopg, which SQLite does without
+
+    return postgres_pool(url)
 
 
 def _set_up_sqlite(connection: sqlite3.Connection, _record: object) -> None:
@@ -246,8 +246,10 @@ def exclusive(engine: sa.Engine) -> Iterator[None]:
     """Hold a lock that one process at a time has, of all that use this database."""
     path = sqlite_path(engine.url)
     if path is None:
+        from hpo.study.connection import wait_for_lock
+
         with engine.begin() as connection:
-            connection.execute(sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
+            wait_for_lock(connection, sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
             yield
         return
     try:

@@ -1,15 +1,16 @@
 """Which trial a worker runs next, and what becomes of it when the worker dies.
 
 A *slot* is one logical trial, and a study has exactly `n_trials` of them. A worker claims a slot, runs the
-slot's Optuna trial and closes the slot. Every Optuna trial carries the number of its slot before it runs, so
-wherever a worker was killed, what to do follows from the slot's trials:
+slot's Optuna trial and closes the slot. A trial is made in the transaction that notes its number in the slot,
+and ends in the one that closes or opens the slot, so wherever a worker was killed, what to do follows from
+the slot's last trial:
 
-    no trial              -> take one that somebody enqueued, else make one
-    one that is RUNNING   -> it goes on, with its number, its parameters and its checkpoint
-    the last one FAILed   -> make one with the same parameters, until the retries are used up; but only
-                             after an unexpected exception, because a failure that was decided (no
-                             traceback) would be decided again
-    anything else         -> the slot is done
+    there is none  -> take one that somebody enqueued, else make one
+    RUNNING        -> it goes on, with its number, its parameters and its checkpoint
+    FAIL           -> make one with the same parameters, until the retries are used up; but only after an
+                      unexpected exception, because a failure that was decided (no traceback) would be
+                      decided again
+    anything else  -> the slot is done
 
 A worker that dies leaves its slot claimed. On the same machine the others see at once that its process is
 gone; elsewhere its lease runs out. Whether the death counts against the trial's configuration is decided in
@@ -27,9 +28,11 @@ import math
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -37,9 +40,10 @@ import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.errors import LeaseLostError
+from hpo.errors import LeaseLostError, OutageError, RunError, StoppedError
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
+from hpo.study import trial_rows
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import Deaths, count_death, counted_cause, num_oom_kills
 from hpo.study.lifecycle import study_state
@@ -53,8 +57,11 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-SLOT_ATTR = "hpo:slot"
-CONSTRAINT = "feasible"
+CONSTRAINT = "constraints:feasible"
+"""The system attribute in which Optuna keeps the constraint `feasible` of a trial."""
+
+LOOK_SECONDS = 1.0
+"""How often a worker that finds free slots looks for dead workers too."""
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
@@ -72,20 +79,49 @@ def trial_attributes(result: TrialResult) -> dict[str, Any]:
 class Lease:
     """The right of one worker to run one slot's trial."""
 
+    study: str
+    owner: str
+    """The worker."""
     slot: int
     deaths: Deaths
     """Of its trial, when it was claimed."""
+    trial_number: int | None = None
+    """Of the slot's last Optuna trial."""
+    trial_id: int | None = None
+    """Optuna's, of the trial that runs here."""
     trained: bool = False
     """Whether `check` was called: the trial has made a step."""
+    saved_step: int = 0
+    """Of the newest checkpoint that was written of its trial."""
     lost: threading.Event = field(default_factory=threading.Event)
     """Set when another worker has the slot."""
+    store_params: Callable[[], None] = lambda: None
+    """Stores what was suggested to the trial, in one transaction. Raises LeaseLostError."""
     halted: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
 
     @property
-    def progress(self) -> dict[str, bool]:
+    def progress(self) -> dict[str, bool | int]:
         """What has changed in the slot's row."""
-        return {"trained": True} if self.trained else {}
+        changed: dict[str, bool | int] = {"trained": True} if self.trained else {}
+        return changed | ({"saved_step": self.saved_step} if self.saved_step else {})
+
+    def update(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> bool:
+        """Change the slot's row, which stays locked until the end of the transaction; False: another worker
+        has it, or one of the `conditions` does not hold."""
+        owned = (slots.c.study == self.study, slots.c.slot == self.slot, slots.c.owner == self.owner)
+        values = {"owner": self.owner, **self.progress, **values}
+        return connection.execute(sa.update(slots).where(*owned, *conditions).values(values)).rowcount > 0
+
+    def hold(self, connection: sa.Connection, **values: Any) -> None:
+        """As `update`.
+
+        Raises:
+            LeaseLostError: another worker has the slot.
+        """
+        if not self.update(connection, **values):
+            self.lost.set()
+            self.check()
 
     def check(self) -> None:
         """To be called between steps; reads a flag only.
@@ -129,6 +165,8 @@ class WorkerLease:
         self.id = f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._of_study = slots.c.study == self._study.study_name
         self._lease: Lease | None = None
+        self._may_have_slot = False
+        self._looked = -math.inf
         self.halted = threading.Event()
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -168,8 +206,10 @@ class WorkerLease:
                     )
                 )
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
+        if kind is not None and issubclass(kind, StoppedError):
+            return  # no time to wait for a database that is away; the others see that this process is gone
         self._thread.join()
         mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
         me = sa.update(workers).where(workers.c.id == self.id)
@@ -183,15 +223,20 @@ class WorkerLease:
 
     def _beat(self) -> None:
         while not self._leaving.wait(self._storage.lease_seconds / 6):
-            lease = self._lease
             try:
-                with self._storage.engine.begin() as connection:
-                    self._renew(connection)
-                    self._look_whether_open(connection)
-                    if lease is not None and not self._update(connection, lease):
-                        lease.lost.set()
-            except SQLAlchemyError as error:  # a database that restarts must not end the heartbeat
-                _logger.warning("Heartbeat failed, trying again: %s", explain(self._storage.url, error))
+                self._storage.attempt(self._beat_once)
+            except OutageError:
+                pass  # the next one finds the database back
+            except RunError as error:
+                _logger.warning("Heartbeat failed, trying again: %s", error)
+
+    def _beat_once(self) -> None:
+        lease = self._lease
+        with self._storage.engine.begin() as connection:
+            if lease is not None and not lease.update(connection):
+                lease.lost.set()
+            self._look_whether_open(connection)
+            self._renew(connection)  # last, as everywhere: two threads never wait for each other's rows
 
     def _renew(self, connection: sa.Connection) -> None:
         me = sa.update(workers).where(workers.c.id == self.id)
@@ -203,12 +248,6 @@ class WorkerLease:
             self.halted.set()
         return not self.halted.is_set()
 
-    def _update(self, connection: sa.Connection, lease: Lease, **values: Any) -> bool:
-        """Change the row of a slot; False: another worker has it."""
-        owned = (self._of_study, slots.c.slot == lease.slot, slots.c.owner == self.id)
-        values = {"owner": self.id, **lease.progress, **values}
-        return connection.execute(sa.update(slots).where(*owned).values(values)).rowcount > 0
-
     # Claims
 
     def claim(self) -> Lease | None:
@@ -218,28 +257,24 @@ class WorkerLease:
             None when every slot is done, with a live worker, or has a trial that cannot run here, and when
             the study is not open.
         """
+        self._disown()
         self._lease = self._storage.persist(self._claim)
         return self._lease
 
+    def _disown(self) -> None:
+        """Forget the trial that ran here."""
+        if self._lease is not None and self._lease.trial_id is not None:
+            self._storage.optuna.disown(self._lease.trial_id)
+
     def _claim(self) -> Lease | None:
-        # A claim that was committed though the connection broke before the answer came.
-        mine = sa.select(slots).where(self._of_study, slots.c.state == "running", slots.c.owner == self.id)
         runnable = self._runnable()
-        free = (
-            sa.select(slots)
-            .where(self._of_study, slots.c.state == "open", runnable)
-            .order_by(slots.c.trial_number.is_(None), slots.c.slot)
-            .limit(1)
-            .with_for_update(skip_locked=True)
-        )
         while True:
             with self._storage.engine.begin() as connection:
-                claimed = connection.execute(mine).first()
-                if claimed is not None:
-                    return Lease(claimed.slot, Deaths.of_slot(claimed), halted=self.halted)
+                if (found := self._own_slot(connection)) is not None:
+                    return self._lease_of(found, Deaths.of_slot(found))
                 if not self._look_whether_open(connection):
                     return None
-                found = self._abandoned(connection, runnable) or connection.execute(free).one_or_none()
+                found = self._free_slot(connection, runnable)
                 if found is None:
                     return None
                 deaths = self._deaths(connection, found)
@@ -250,10 +285,37 @@ class WorkerLease:
                     slots.c.owner.is_not_distinct_from(found.owner),
                 )
                 claim = sa.update(slots).where(*unchanged)
+                self._may_have_slot = True
                 taken = connection.execute(claim.values(state="running", owner=self.id, **deaths.columns))
-                if taken.rowcount:
-                    self._renew(connection)
-                    return Lease(found.slot, deaths, halted=self.halted)
+            if taken.rowcount:
+                return self._lease_of(found, deaths)
+
+    def _lease_of(self, slot: sa.Row[Any], deaths: Deaths) -> Lease:
+        name = self._study.study_name
+        return Lease(name, self.id, slot.slot, deaths, slot.trial_number, halted=self.halted)
+
+    def _own_slot(self, connection: sa.Connection) -> sa.Row[Any] | None:
+        """A slot that this worker has already: the connection broke after the commit of its claim, say."""
+        if not self._may_have_slot:
+            return None
+        mine = (self._of_study, slots.c.state == "running", slots.c.owner == self.id)
+        found = connection.execute(sa.select(slots).where(*mine)).first()
+        self._may_have_slot = found is not None
+        return found
+
+    def _free_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+        """The slot to claim next. Reads no slot that is done and, mostly, none that is running."""
+        free = sa.select(slots).where(self._of_study, slots.c.state == "open", runnable)
+        free = free.order_by(slots.c.slot).limit(1).with_for_update(skip_locked=True)
+        now = time.monotonic()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            if found := self._abandoned(connection, runnable):
+                return found
+        for begun in (slots.c.trial_number.is_not(None), slots.c.trial_number.is_(None)):
+            if found := connection.execute(free.where(begun)).one_or_none():
+                return found
+        return None if self._looked == now else self._abandoned(connection, runnable)
 
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""
@@ -275,7 +337,9 @@ class WorkerLease:
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
         rows = connection.execute(query.order_by(slots.c.slot)).all()
-        alive = self._storage.live_workers(connection, self._study.study_name) if rows else set()
+        storage, name = self._storage, self._study.study_name
+        witnessed = storage.availability.unbroken_seconds(storage.lease_seconds / 2)
+        alive = storage.live_workers(connection, name, witnessed) if rows else set()
         return next((row for row in rows if row.owner not in alive), None)
 
     def _deaths(self, connection: sa.Connection, slot: sa.Row[Any]) -> Deaths:
@@ -304,81 +368,119 @@ class WorkerLease:
         return self._storage.persist(lambda: self._open_trial(lease))
 
     def _open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
-        study = self._study
-        while True:
-            of_slot = self._trials_of(lease.slot)
-            running = [trial for trial in of_slot if trial.state == TrialState.RUNNING]
-            for extra in running[1:]:  # made twice: the connection broke before the answer came
-                study.tell(extra.number, state=TrialState.FAIL)
-            if running and not running[0].constraints:
-                self._update_slot(lease, trial_number=running[0].number)
-                return optuna.trial.Trial(study, running[0]._trial_id)
-            if running:  # its worker was killed between setting the constraint and the state
-                study.tell(running[0].number, state=TrialState.PRUNED)
-                continue
-            if waiting := [trial for trial in of_slot if trial.state == TrialState.WAITING]:
-                self._storage.optuna.set_trial_state_values(waiting[0]._trial_id, TrialState.RUNNING)
-                continue
-            failures = _failures(of_slot)
-            finished = any(trial.state != TrialState.FAIL for trial in of_slot)
-            if finished or not self._retries_left(of_slot):
+        trial = None
+        while trial is None:
+            last = self._last_trial(lease)
+            if last is None or (last.state == TrialState.FAIL and not _has_failed(last)):
+                trial = self._take_enqueued(lease) or self._make_trial(lease, {}, {})
+            elif last.state == TrialState.RUNNING:
+                trial = last
+            elif last.state == TrialState.FAIL and self._retries_left(last):
+                # As `study.enqueue_trial` stores them.
+                fixed = {"fixed_params": last.params}
+                trial = self._make_trial(lease, fixed, {"retry_of": last.number})
+            else:
                 self._update_slot(lease, state="done")
+                self._may_have_slot = False
                 return None
-            if not failures and self._take_enqueued(lease.slot):
-                continue
-            attrs: dict[str, Any] = {SLOT_ATTR: lease.slot}
-            retry_of = None
-            if failures:
-                attrs["fixed_params"] = failures[-1].params  # as `study.enqueue_trial` stores them
-                retry_of = {"retry_of": failures[-1].number}
-            # Not `study.ask`: the trial must carry its slot from the moment it exists.
-            study.add_trial(
-                optuna.trial.create_trial(state=TrialState.RUNNING, system_attrs=attrs, user_attrs=retry_of)
-            )
+        self._storage.optuna.own(self._study._study_id, trial)
+        lease.trial_number, lease.trial_id = trial.number, trial._trial_id
+        lease.store_params = partial(self._store_params, lease, trial._trial_id)
+        return optuna.trial.Trial(self._study, trial._trial_id)
 
-    def _take_enqueued(self, slot: int) -> bool:
-        """Give the slot the first trial of `study.enqueue_trial` that has none; False: there is none.
+    def _last_trial(self, lease: Lease) -> FrozenTrial | None:
+        if lease.trial_number is None:
+            return None
+        return self._study.get_trials(deepcopy=False)[lease.trial_number]
+
+    def _make_trial(
+        self, lease: Lease, system_attrs: Mapping[str, Any], user_attrs: Mapping[str, Any]
+    ) -> FrozenTrial | None:
+        """Make a trial for the slot; None: look at the slot again."""
+        with self._storage.engine.begin() as connection:
+            study_id = self._study._study_id
+            trial = trial_rows.make_trial(connection, study_id, system_attrs, user_attrs)
+            if self._note_trial(connection, lease, trial.number):
+                return trial
+            connection.rollback()
+        self._reread(lease)
+        return None
+
+    def _take_enqueued(self, lease: Lease) -> FrozenTrial | None:
+        """Start the first trial of `study.enqueue_trial` for the slot; None: there is none, or look again.
 
         One that no worker can run ends at once and takes no slot.
         """
-        if not self._enqueued():
-            return False
-        with exclusive(self._storage.engine):  # no two workers take the same
-            for trial in self._enqueued():
-                refusal = self.refusal(trial.system_attrs.get("fixed_params", {}))
-                if not refusal:
-                    self._storage.optuna.set_trial_system_attr(trial._trial_id, SLOT_ATTR, slot)
-                    return True
+        for trial in self._storage.optuna.recent_trials(self._study._study_id):
+            if trial.state != TrialState.WAITING:
+                continue
+            if refusal := self.refusal(trial.system_attrs.get("fixed_params", {})):
                 self._storage.fail_trial(trial, Outcome.FAILED, refusal)
-        return False
+                continue
+            with self._storage.engine.begin() as connection:
+                if not trial_rows.start_trial(connection, trial._trial_id):
+                    continue  # another worker was faster
+                if self._note_trial(connection, lease, trial.number):
+                    trial.state = TrialState.RUNNING
+                    return trial
+                connection.rollback()
+            self._reread(lease)
+            break
+        return None
 
-    def _enqueued(self) -> list[FrozenTrial]:
-        waiting = self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
-        return [trial for trial in waiting if SLOT_ATTR not in trial.system_attrs]
+    def _note_trial(self, connection: sa.Connection, lease: Lease, number: int) -> bool:
+        """Note the number of the slot's new trial; False: the slot has changed."""
+        unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
+        return lease.update(connection, unchanged, trial_number=number)
 
-    def _trials_of(self, slot: int) -> list[FrozenTrial]:
-        trials = self._study.get_trials(deepcopy=False)
-        return [trial for trial in trials if trial.system_attrs.get(SLOT_ATTR) == slot]
+    def _reread(self, lease: Lease) -> None:
+        """Look at a slot that has changed: by this one, where a connection broke too early."""
+        mine = (self._of_study, slots.c.slot == lease.slot, slots.c.owner == self.id)
+        with self._storage.engine.connect() as connection:
+            row = connection.execute(sa.select(slots.c.trial_number).where(*mine)).one_or_none()
+        if row is None:
+            lease.lost.set()
+            lease.check()
+        else:
+            lease.trial_number = row.trial_number
 
-    def _retries_left(self, of_slot: list[FrozenTrial]) -> bool:
-        failures = _failures(of_slot)
-        expected = any("traceback" not in trial.user_attrs for trial in failures)
-        return not expected and len(failures) <= self.max_retries
+    def _retries_left(self, failed: FrozenTrial) -> bool:
+        """Whether a slot whose last trial FAILed gets another one."""
+        trials = self._storage.optuna.recent_trials(self._study._study_id)
+        failures = [failed]
+        while (before := failures[-1].user_attrs.get("retry_of")) is not None:
+            failures.append(trials[before])
+        unexpected = all("traceback" in trial.user_attrs for trial in failures)
+        return unexpected and len(failures) <= self.max_retries
 
     def _update_slot(self, lease: Lease, **values: Any) -> None:
         with self._storage.engine.begin() as connection:
-            is_mine = self._update(connection, lease, **values)
-            self._renew(connection)
-        if not is_mine:
-            lease.lost.set()
-            lease.check()
+            lease.hold(connection, **values)
+
+    def _store_params(self, lease: Lease, trial_id: int) -> None:
+        def store() -> None:
+            with self._storage.engine.begin() as connection:
+                lease.hold(connection)
+                self._storage.optuna.write(connection, trial_id)
+            self._storage.optuna.written(trial_id)
+
+        self._storage.persist(store)
 
     def release(self, lease: Lease) -> None:
         """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
-        self._storage.persist(lambda: self._update_slot(lease, state="open"))
+
+        def open_slot() -> None:
+            with self._storage.engine.begin() as connection:
+                lease.hold(connection, state="open")
+                if lease.trial_id is not None:
+                    self._storage.optuna.write(connection, lease.trial_id)
+
+        self._storage.persist(open_slot)
+        self._may_have_slot = False
+        self._disown()
 
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
-        """Store how a trial ended and close its slot.
+        """Store how a trial ended and close its slot, in one transaction.
 
         `preempted` opens the slot again with the trial still RUNNING; `failed` with a traceback opens it for
         a retry while retries are left.
@@ -392,29 +494,34 @@ class WorkerLease:
         values = result.values if result.outcome == Outcome.COMPLETE else None
         if result.outcome == Outcome.COMPLETE and (not values or not all(map(math.isfinite, values))):
             raise ValueError(f"a complete trial must have finite values, but got {values}")
-        attributes = trial_attributes(result)
+        storage = self._storage.optuna
+        for key, value in trial_attributes(result).items():
+            storage.set_trial_user_attr(trial._trial_id, key, json_safe(value))
+        if result.outcome.infeasible:
+            storage.set_trial_system_attr(trial._trial_id, CONSTRAINT, 1.0)
+        own = storage.get_trial(trial._trial_id)
+        if result.outcome == Outcome.PRUNED and own.last_step is not None:
+            values = (own.intermediate_values[own.last_step],)  # as Optuna does
+        slot: dict[str, Any] = {"state": "done"}
+        if result.outcome == Outcome.FAILED and self._retries_left(own):
+            slot = {
+                "state": "open",
+                "saved_step": 0,
+                **Deaths().columns,
+            }  # another trial, from its first step
 
         def store() -> None:
-            self._update_slot(lease)
-            if self._storage.optuna.get_trial(trial._trial_id).state.is_finished():
-                return  # the connection broke before the answer came
-            for key, value in attributes.items():
-                trial.set_user_attr(key, json_safe(value))
-            if result.outcome.infeasible and CONSTRAINT not in trial.constraints:
-                trial.set_constraint(CONSTRAINT, 1.0)
-            # Last, so that a trial that has a state has everything else.
-            self._study.tell(trial, values, state=TrialState[result.outcome.optuna_state])
-
-        def close() -> None:
-            if result.outcome == Outcome.FAILED and self._retries_left(self._trials_of(lease.slot)):
-                # Another trial, from its first step.
-                self._update_slot(lease, state="open", **Deaths().columns)
-            else:
-                self._update_slot(lease, state="done")
+            with self._storage.engine.begin() as connection:
+                lease.hold(connection, **slot)
+                storage.write(connection, trial._trial_id)
+                state = TrialState[result.outcome.optuna_state]
+                trial_rows.end_trial(connection, trial._trial_id, state, values)
 
         self._storage.persist(store)
-        self._storage.persist(close)
+        self._may_have_slot = False
+        self._disown()
 
 
-def _failures(of_slot: list[FrozenTrial]) -> list[FrozenTrial]:
-    return [trial for trial in of_slot if trial.user_attrs.get("outcome") == Outcome.FAILED]
+def _has_failed(trial: FrozenTrial) -> bool:
+    """Whether a worker ended the trial as `failed`; else somebody gave it up."""
+    return trial.user_attrs.get("outcome") == Outcome.FAILED

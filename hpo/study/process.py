@@ -6,6 +6,7 @@ the process ends. So a process is known by machine, id and start time.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from pathlib import Path
@@ -38,10 +39,24 @@ def this_job() -> str | None:
     return f"slurm:{job}" if job else None
 
 
-def is_alive(worker: Any, lease_seconds: float) -> bool:
-    """Whether the process of a row of `hpo_workers` with the database's time `now` still lives."""
+def is_alive(worker: Any, lease_seconds: float, witnessed_seconds: float = math.inf) -> bool:
+    """Whether the process of a row of `hpo_workers` still lives.
+
+    On this machine its process is looked up. On another it lives until it was silent for `lease_seconds`, not
+    counting times in which it could not be heard:
+
+    - before the database was started last, because nobody could write before;
+    - before the last `witnessed_seconds`, for which the one who judges has had the database without a break
+      (`Availability`): when the network to it is mended, those that come back first must not take over the
+      trials of all others. Who takes over waits so long even at its own start; who only shows workers to a
+      person does not (infinity).
+
+    Args:
+        worker: the row, with the database's time as `now` and when it was started as `database_start`.
+    """
     if worker.state != "live":
         return False
     if worker.machine == this_machine():
         return bool(process_start(worker.pid) == worker.process_start)
-    return bool(worker.now - worker.last_seen < lease_seconds)
+    heard = max(worker.last_seen, worker.database_start)
+    return bool(min(worker.now - heard, witnessed_seconds) < lease_seconds)

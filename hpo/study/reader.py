@@ -25,19 +25,23 @@ from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord, Work
 
 
 def read_study(
-    connection: sa.Connection, study_id: int, name: str, now: sa.ColumnElement[float], lease_seconds: float
+    connection: sa.Connection,
+    study_id: int,
+    name: str,
+    clock: Sequence[sa.ColumnElement[Any]],
+    lease_seconds: float,
 ) -> StudyRecord:
     """Read the study `name`, whose number in Optuna's tables is `study_id`.
 
-    The connection must see one state of the database in all queries (`database.snapshot`): what ends in
-    between would be read in halves.
+    `clock` is `Storage.clock`. The connection must see one state of the database in all queries
+    (`database.snapshot`): what ends in between would be read in halves.
     """
     of_study = sa.select(schema.studies).where(schema.studies.c.name == name)
     study = connection.execute(of_study).one()
     definition = json.loads(study.definition)
     slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
     running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
-    members = sa.select(schema.workers, now.label("now")).where(schema.workers.c.study == name)
+    members = sa.select(schema.workers, *clock).where(schema.workers.c.study == name)
     workers = [
         WorkerRecord(
             id=row.id,

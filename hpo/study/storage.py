@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 import uuid
 import warnings
@@ -28,17 +29,22 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from hpo.config.study_config import check_study_name
-from hpo.errors import RunError, StorageError, StudyChangedError, did_you_mean
+from hpo.errors import OutageError, StoppedError, StorageError, StudyChangedError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
+from hpo.study import trial_rows
+from hpo.study.availability import Availability
 from hpo.study.database import exclusive, explain, is_outage, open_database, redact, snapshot
 from hpo.study.process import is_alive, this_machine
 from hpo.study.reader import read_study
 from hpo.study.schema import compat, evaluations, slots, studies, workers
-from hpo.study.study_record import EvaluationRow, StudyRecord
+from hpo.study.study_record import StudyRecord
+from hpo.study.trial_storage import TrialStorage
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
+    from hpo.study.leases import Lease
+    from hpo.study.outbox import Report
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,21 +81,30 @@ class Storage:
 
     lease_seconds = 60.0
     """A worker on another machine that was silent for so long is taken for dead."""
-    patience_seconds = 300.0
-    """How long a call waits for a database that went away (restart, network)."""
+    patience_seconds = 3600.0
+    """How long a call waits for a database that went away (restart, network). Evaluations of a running trial
+    wait in its `outbox`, so this is about what a worker cannot go on without: a trial's begin and its end."""
 
     def __init__(self, url: str, backend: optuna.storages.RDBStorage) -> None:
         self.url = url
         self.engine: sa.Engine = backend.engine
-        self.optuna = optuna.storages.get_storage(backend)  # caches finished trials
+        self.optuna = TrialStorage(backend)
+        self.stop = threading.Event()
+        """Set when this process is told to stop: nothing waits for the database any more."""
+        self.availability = Availability()
         self._data: dict[str, str] = {}  # study -> fingerprint of the data that this process has
-        seconds = (
-            "extract(epoch from clock_timestamp())::float8"
+        seconds, started = (
+            (
+                "extract(epoch from clock_timestamp())::float8",
+                "extract(epoch from pg_postmaster_start_time())::float8",
+            )
             if self.engine.dialect.name == "postgresql"
-            else "(julianday('now') - 2440587.5) * 86400.0"
+            else ("(julianday('now') - 2440587.5) * 86400.0", "0.0")
         )
         # The database's clock: those of the workers' machines may differ.
         self.now: sa.ColumnElement[float] = sa.literal_column(seconds, sa.Float)
+        database_start: sa.ColumnElement[float] = sa.literal_column(started, sa.Float)
+        self.clock = (self.now.label("now"), database_start.label("database_start"))
 
     def __enter__(self) -> Storage:
         return self
@@ -101,19 +116,37 @@ class Storage:
         """Close all connections; a later call opens new ones."""
         self.engine.dispose()
 
+    def attempt(self, action: Callable[[], T]) -> T:
+        """Run `action`.
+
+        Raises:
+            OutageError: the database is away; `action` may have been committed all the same.
+        """
+        try:
+            value = action()
+        except (SQLAlchemyError, StorageInternalError) as error:
+            if not is_outage(error):
+                raise explain(self.url, error) from error
+            self.availability.note_outage(str(explain(self.url, error)))
+            raise OutageError(str(explain(self.url, error))) from error
+        self.availability.note_answer(self.lease_seconds / 2)
+        return value
+
     def persist(self, action: Callable[[], T]) -> T:
-        """Run `action`, again if the database was away meanwhile: it must bear being run twice."""
+        """Run `action`, again while the database is away: it must bear being run twice.
+
+        Raises:
+            OutageError: the database stayed away for `patience_seconds`; StoppedError when `stop` is set.
+        """
         deadline = time.monotonic() + self.patience_seconds
         while True:
             try:
-                return action()
-            except (SQLAlchemyError, StorageInternalError) as error:
-                if not is_outage(error):
-                    raise explain(self.url, error) from error
+                return self.attempt(action)
+            except OutageError as error:
+                if self.stop.wait(min(1.0, self.patience_seconds / 10)):
+                    raise StoppedError(f"told to stop while the database is away. {error}") from error
                 if time.monotonic() > deadline:
-                    raise RunError(str(explain(self.url, error))) from error
-                _logger.warning("The database is away; trying again. (%s)", explain(self.url, error))
-            time.sleep(min(1.0, self.patience_seconds / 10))
+                    raise
 
     # Studies
 
@@ -194,17 +227,21 @@ class Storage:
                 return True
             return bool(self.live_workers(connection, name))
 
-    def live_workers(self, connection: sa.Connection, name: str) -> set[str]:
-        """Return the names of the workers of a study whose processes live."""
-        members = sa.select(workers, self.now.label("now")).where(workers.c.study == name)
+    def live_workers(
+        self, connection: sa.Connection, name: str, witnessed_seconds: float = math.inf
+    ) -> set[str]:
+        """Return the names of the workers of a study whose processes live (see `process.is_alive`)."""
+        members = sa.select(workers, *self.clock).where(workers.c.study == name)
         rows = connection.execute(members.where(workers.c.state == "live"))
-        return {row.id for row in rows if is_alive(row, self.lease_seconds)}
+        return {row.id for row in rows if is_alive(row, self.lease_seconds, witnessed_seconds)}
 
     def fail_trial(self, trial: FrozenTrial, outcome: Outcome, reason: str) -> None:
         """End a trial that no worker has, as FAIL, which samplers do not see."""
-        for key, value in {"outcome": outcome, "outcome_reason": reason}.items():
-            self.optuna.set_trial_user_attr(trial._trial_id, key, value)
-        self.optuna.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        with self.engine.begin() as connection:
+            attributes = {"outcome": outcome, "outcome_reason": reason}
+            if trial_rows.end_trial(connection, trial._trial_id, TrialState.FAIL, None):
+                table = trial_rows.user_attributes
+                trial_rows.write_attributes(connection, table, trial._trial_id, attributes)
 
     def _resize(self, connection: sa.Connection, name: str, n_trials: int) -> set[int | None]:
         """Add slots, or drop those without a live worker; return the trial numbers of dropped ones."""
@@ -339,7 +376,7 @@ class Storage:
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
         study_id = self.optuna.get_study_id_from_name(name)
         with snapshot(self.engine) as connection:
-            return read_study(connection, study_id, name, self.now, self.lease_seconds)
+            return read_study(connection, study_id, name, self.clock, self.lease_seconds)
 
     @persistent
     def slot_counts(self, name: str) -> dict[str, int]:
@@ -358,39 +395,44 @@ class Storage:
         here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
         there = sa.or_(workers.c.device == device, workers.c.device.is_(None))
         with self.engine.connect() as connection:
-            rows = connection.execute(sa.select(workers, self.now.label("now")).where(*here, there)).all()
+            rows = connection.execute(sa.select(workers, *self.clock).where(*here, there)).all()
         return any(is_alive(row, self.lease_seconds) for row in rows)
 
     # What a trial stores
 
-    @persistent
     def report_evaluation(
-        self, trial: optuna.trial.Trial, index: int, value: float | None, row: EvaluationRow
+        self, trial: optuna.trial.Trial, lease: Lease, report: Report, *, if_missing: bool = False
     ) -> bool:
         """Store one evaluation and return whether the pruner would stop the trial.
 
         Those of this step and later ones go: a worker that died made them, after the checkpoint from which
-        the trial went on.
+        the trial went on. To be called by `attempt` or `persist`; a second call changes nothing.
 
         Args:
-            index: counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of
-                different batch sizes at the same share of their budget.
-            value: the objective; None, NaN and infinity are not reported to Optuna, nor is anything in a
-                study with several objectives, which Optuna cannot prune.
+            if_missing: only if there is none of this step yet; no other goes, and no pruner is asked.
+
+        Raises:
+            LeaseLostError: another worker has the trial; nothing is stored.
         """
+        row = json_safe(asdict(report.row))
+        key = {"study": trial.study.study_name, "trial_number": trial.number}
+        of_trial = [evaluations.c[column] == value for column, value in key.items()]
+        with self.engine.begin() as connection:
+            lease.hold(connection)
+            if if_missing:
+                same = sa.select(evaluations.c.step).where(*of_trial, evaluations.c.step == row["step"])
+                if connection.execute(same).first():
+                    return False
+            else:
+                connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
+            values = {**row, **key, "metrics": json.dumps(row["metrics"])}
+            connection.execute(sa.insert(evaluations).values(values))
         single = len(trial.study.directions) == 1
-        if single and value is not None and math.isfinite(value):
+        if single and report.value is not None and math.isfinite(report.value):
             with warnings.catch_warnings():  # a resumed trial comes to the same step again
                 warnings.filterwarnings("ignore", message=".*already reported")
-                trial.report(value, index)
-        key = {"study": trial.study.study_name, "trial_number": trial.number}
-        values = json_safe(asdict(row))
-        values |= {**key, "metrics": json.dumps(values["metrics"])}
-        same_trial = (evaluations.c[column] == value for column, value in key.items())
-        with self.engine.begin() as connection:
-            connection.execute(sa.delete(evaluations).where(*same_trial, evaluations.c.step >= row.step))
-            connection.execute(sa.insert(evaluations).values(values))
-        return single and trial.should_prune()
+                trial.report(report.value, report.index)
+        return single and not if_missing and trial.should_prune()
 
     # Compatibility cache
 

@@ -34,8 +34,10 @@ from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.study.database import exclusive
+from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
+from hpo.study.outbox import Outbox, Report
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
 from hpo.study.stopping import Stop
 from hpo.study.storage import Storage
@@ -100,10 +102,11 @@ def run_worker(
 ) -> RunSummary:
     """Run trials of the study with `execute` until none is left for `device`, `stop` is set or time is up.
 
-    `after_trial` is called when a trial has ended, here or with a worker that this one waited for.
+    `after_trial` is called when a trial has ended, here or with a worker that this one waited for; again if
+    the database went away meanwhile.
     `saved_step` gives the step of the last checkpoint of a trial by its number.
     """
-    stop = stop or threading.Event()
+    stop = storage.stop = stop or threading.Event()
     deadline = time.monotonic() + (config.timeout or float("inf"))
     study = storage.create_or_resume_study(config, resize=False)
     study.pruner = build_pruner(config.pruner)
@@ -136,15 +139,15 @@ def run_worker(
                 outcome = _run_slot(worker, lease, execute)
                 if outcome is not None:
                     outcomes[outcome] += 1
-                    after_trial()
+                    storage.persist(after_trial)
                 if not (stop.is_set() or worker.halted.is_set() or stint.go_on(True)):
                     return RunSummary("yielded", outcomes)
                 continue
             if worker.halted.is_set():
                 break
             unfinished = storage.persist(worker.unfinished).values()
-            if not any(map(runnable, unfinished)):
-                after_trial()
+            if not storage.persist(lambda: any(map(runnable, unfinished))):  # noqa: B023
+                storage.persist(after_trial)
                 elsewhere = runnable.left_to_others(unfinished)
                 return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
             if not stint.go_on(False):
@@ -249,6 +252,7 @@ def trial_runner(
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
         time_left.begin()
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        lease.store_params()
 
         def on_evaluation(scored: ScoredEvaluation) -> None:
             evaluation = scored.evaluation
@@ -261,13 +265,17 @@ def trial_runner(
                 train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
             )
             lease.check()
-            prune = storage.report_evaluation(trial, evaluation.index, scored.values[0], row)
+            outbox.put(Report(evaluation.index, scored.values[0], row, evaluation.budget_used >= 1))
             time_left.evaluated()
-            if prune and evaluation.budget_used < 1:
-                raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
+            check_pruned()
+
+        def check_pruned() -> None:
+            if (index := outbox.pruned_at()) is not None:
+                raise Pruned(f"the pruner stopped it after evaluation {index}.")
 
         def should_stop() -> bool:
             lease.check()
+            check_pruned()
             time_left.look(executor.checkpoint_seconds)
             return stop.is_set() or lease.halted.is_set()
 
@@ -275,7 +283,11 @@ def trial_runner(
         place = executor.device.device_id
         shared = shared_device or storage.has_other_workers_on(place)
         resume_key = f"{token}/{trial.number}"
-        result = executor.run(params, folder, resume_key, on_evaluation, should_stop, shared_device=shared)
+        with Outbox(storage, trial, lease, folder, last_saved_step(folder)) as outbox:
+            result = executor.run(
+                params, folder, resume_key, on_evaluation, should_stop, shared_device=shared
+            )
+            outbox.flush()
         if not shared and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})

@@ -153,16 +153,25 @@ def test_report(folder: Path) -> None:
     assert hpo_command(folder, "report", "tiny.yaml", "--out", "tiny.yaml").exit_code == 2
 
 
-def test_dashboard_prints_its_address_and_ends_on_ctrl_c(folder: Path) -> None:
-    process = start_hpo(folder, "dashboard", "tiny.yaml", "--port", "0", PYTHONUNBUFFERED="1")
+@pytest.mark.parametrize(
+    ("options", "host", "warning"),
+    [
+        ([], "127.0.0.1", ""),
+        (["--host", "127.0.0.2"], "127.0.0.2", "Warning: whoever reaches {} can delete studies.\n"),
+    ],
+)
+def test_dashboard_prints_its_address_and_ends_on_ctrl_c(
+    folder: Path, options: list[str], host: str, warning: str
+) -> None:
+    process = start_hpo(folder, "dashboard", "tiny.yaml", "--port", "0", *options, PYTHONUNBUFFERED="1")
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = re.fullmatch(r"(http://127\.0\.0\.1:\d+)/dashboard/studies/1 \(Ctrl-C ends it\)\n", line)
+    found = re.fullmatch(rf"http://({host}:\d+)/dashboard/studies/1 \(Ctrl-C ends it\)\n", line)
     assert found, line or finish(process)
-    with urllib.request.urlopen(f"{found[1]}/api/studies/1") as answer:
+    with urllib.request.urlopen(f"http://{found[1]}/api/studies/1") as answer:
         assert json.load(answer)["name"] == "tiny"
     process.send_signal(signal.SIGINT)
-    assert finish(process) == Finished(0, "", "")
+    assert finish(process) == Finished(0, "", warning.format(found[1]))
 
 
 # hpo train

@@ -20,8 +20,7 @@ from hpo.study.storage import open_storage
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_worker_is_continued(storage_url: str, tmp_path: Path, place: str) -> None:
     config, log = study(4), tmp_path / "log"
-    kill_at = 1 if place == "constraint set" else 2
-    killed = start(storage_url, config, log, kill=place, kill_at=kill_at)
+    killed = start(storage_url, config, log, kill=place, kill_at=2)
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
     before = notes(log)

@@ -14,7 +14,7 @@ from optuna_dashboard import get_note, save_note
 from study_records import fake_record, fake_tables, fake_trial, record_of, tables_of
 
 from hpo.errors import InputError
-from hpo.report.dashboard import NOTE_END, dashboard_server, is_own_name, publish, study_note
+from hpo.report.dashboard import LOOPBACK, NOTE_END, dashboard_server, is_own_name, publish, study_note
 from hpo.study.storage import open_storage
 
 
@@ -30,9 +30,9 @@ def study(sqlite_url: str) -> Iterator[optuna.Study]:
 
 
 @contextmanager
-def serving(url: str) -> Iterator[int]:
+def serving(url: str, host: str = LOOPBACK) -> Iterator[int]:
     """The port of a dashboard that answers."""
-    server = dashboard_server(url, 0)
+    server = dashboard_server(url, 0, host)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -120,6 +120,22 @@ def test_a_port_in_use_is_one_clear_message(sqlite_url: str) -> None:
             match=rf"listen on 127.0.0.1:{port}, but: Address already in use. Choose another --port",
         ):
             dashboard_server(sqlite_url, port)
+
+
+@pytest.mark.usefixtures("study")
+def test_a_server_listens_on_another_address_when_told_to(sqlite_url: str) -> None:
+    with serving(sqlite_url, "127.0.0.2") as port:
+        with urllib.request.urlopen(f"http://127.0.0.2:{port}/api/studies") as answer:
+            assert b"fake" in answer.read()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize("host", ["", "localhost", "::1", "10.0.0.256"])
+@pytest.mark.usefixtures("study")
+def test_another_host_is_an_ipv4_address(sqlite_url: str, host: str) -> None:
+    with pytest.raises(InputError, match=f"--host must be an IPv4 address .* but got `{host}`"):
+        dashboard_server(sqlite_url, 0, host)
 
 
 @pytest.mark.browser

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -27,8 +29,9 @@ from worker_process import (
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError
-from hpo.study.leases import SLOT_ATTR, WorkerLease
-from hpo.study.process import process_start, this_machine
+from hpo.study import leases
+from hpo.study.leases import WorkerLease
+from hpo.study.process import is_alive, process_start, this_machine
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
 
@@ -40,6 +43,11 @@ def opened(storage: Storage) -> optuna.Study:
 
 def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> WorkerLease:
     return WorkerLease(storage, opened, max_retries=max_retries)
+
+
+@pytest.fixture(autouse=True)
+def look_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LOOK_SECONDS", 0.0)
 
 
 def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.Study) -> None:
@@ -66,7 +74,7 @@ def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.St
         ({"process_start": "1"}, True),  # its process id was given to another process
         ({"pid": 2**22 + 1}, True),
         ({"machine": "elsewhere"}, False),
-        ({"machine": "elsewhere", "last_seen": 0.0}, True),
+        ({"machine": "elsewhere", "last_seen": 0.0}, False),  # unseen: the third worker has just come
         ({"state": "left"}, True),
     ],
 )
@@ -88,6 +96,42 @@ def test_slot_of_a_dead_worker_is_taken_over(
                 with pytest.raises(LeaseLostError):
                     first.record_outcome(lease, opened.trials[0], result("complete"))
                 assert opened.trials[0].state == TrialState.RUNNING, "without the lease it stores nothing"
+
+
+def test_worker_elsewhere_is_dead_when_it_was_silent_for_a_lease(
+    storage: Storage, opened: optuna.Study
+) -> None:
+    """For a lease of the one who looks, that is: its first claim finds nobody dead."""
+    with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
+        lease = first.claim()
+        second.claim()
+        first._leaving.set()  # it beats no more
+        change_worker(storage, first, machine="elsewhere", last_seen=0.0)
+        storage.lease_seconds = 1.0
+        with worker_on(storage, opened) as third:
+            assert third.claim() is None
+            wait_for(lambda: (again := third.claim()) is not None and again.slot == lease.slot)
+
+
+@pytest.mark.parametrize(
+    ("last_seen", "database_start", "witnessed", "alive"),
+    [
+        (39.0, 0.0, math.inf, False),
+        (41.0, 0.0, math.inf, True),
+        (0.0, 41.0, math.inf, True),  # nobody could write before
+        (0.0, 39.0, math.inf, False),
+        (39.0, 0.0, 59.0, True),  # the one who judges was cut off, too
+        (39.0, 0.0, 61.0, False),
+        (41.0, 0.0, 61.0, True),
+    ],
+)
+def test_silence_counts_while_the_worker_could_be_heard(
+    last_seen: float, database_start: float, witnessed: float, alive: bool
+) -> None:
+    row = SimpleNamespace(
+        state="live", machine="elsewhere", now=100.0, last_seen=last_seen, database_start=database_start
+    )
+    assert is_alive(row, 60.0, witnessed) == alive
 
 
 def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_path: Path) -> None:
@@ -214,18 +258,15 @@ def test_other_outcomes_are_not_retried(storage: Storage) -> None:
     assert [trial.user_attrs["outcome"] for trial in opened.trials] == list(outcomes)
 
 
-def test_trial_made_twice_is_used_once(storage: Storage, opened: optuna.Study) -> None:
-    """The database restarts after it made the trial and before it could say so."""
+def test_what_was_committed_before_the_answer_was_lost_is_not_done_again(
+    storage: Storage, opened: optuna.Study
+) -> None:
     with worker_on(storage, opened) as worker:
-        lease = worker.claim()
-        worker.open_trial(lease)
-        attrs = {SLOT_ATTR: lease.slot}
-        opened.add_trial(optuna.trial.create_trial(state=TrialState.RUNNING, system_attrs=attrs))
+        first = worker.claim()
+        assert (lease := worker.claim()).slot == first.slot
+        assert worker._make_trial(lease, {}, {}).number == 0
         assert worker.open_trial(lease).number == 0
-        assert [trial.state for trial in opened.trials] == [TrialState.RUNNING, TrialState.FAIL]
-        failed = result("failed", traceback="Traceback")
-        worker.record_outcome(lease, worker.open_trial(lease), failed)
-        assert worker.open_trial(worker.claim()).user_attrs["retry_of"] == 0, "the extra one is no failure"
+        assert len(opened.trials) == 1
 
 
 def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
@@ -242,18 +283,6 @@ def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
             assert opened.trials[number].user_attrs["memo"] == "asked for"
         assert first.open_trial(first.claim()).number == 2
     assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
-
-
-def test_enqueued_trial_whose_worker_died_when_it_had_taken_it(
-    storage: Storage, opened: optuna.Study
-) -> None:
-    opened.enqueue_trial({"learning_rate": 1e-4})
-    storage.optuna.set_trial_system_attr(opened.trials[0]._trial_id, SLOT_ATTR, 0)
-    with worker_on(storage, opened) as worker, worker_on(storage, opened) as other:
-        lease, next_lease = worker.claim(), other.claim()
-        assert other.open_trial(next_lease).number == 1, "it is another slot's"
-        assert worker.open_trial(lease).number == 0
-        assert opened.trials[0].state == TrialState.RUNNING
 
 
 @pytest.mark.postgres

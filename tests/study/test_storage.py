@@ -148,7 +148,8 @@ def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> N
             change_worker(storage, dead, process_start="1")
             other.create_or_resume_study(study(1))
             assert storage.slot_counts("tiny") == {"open": 0, "running": 1, "done": 0}
-            assert [one.state for one in opened.trials] == [TrialState.FAIL, TrialState.RUNNING]
+            states = [one.state for one in other.load_study("tiny").trials]
+            assert states == [TrialState.FAIL, TrialState.RUNNING]
         with pytest.raises(LeaseLostError):
             dead.record_outcome(lease, trial, result("complete"))
 
@@ -275,9 +276,9 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
     with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
         metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
-        first = EvaluationRow(40, 0.5, 3.0, metrics, 10.0, 1300.0)
-        assert storage.report_evaluation(trial, 1, 0.5, first) is False
-        storage.report_evaluation(trial, 2, float("nan"), EvaluationRow(80, 1.0, 6.0, metrics))
+        rates = {"train_examples_per_second": 10.0, "train_tokens_per_second": 1300.0}
+        assert evaluate(storage, trial, 1, 0.5, 40, epoch=0.5, seconds=3.0, metrics=metrics, **rates) is False
+        evaluate(storage, trial, 2, float("nan"), 80, metrics=metrics)
     stored, _ = storage.read_study("tiny").trials[0].evaluations
     assert stored == EvaluationRow(
         40, 0.5, 3.0, {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}, 10.0, 1300.0
@@ -294,7 +295,7 @@ def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(
         for trial in trials:
             for index in (1, 2, 3):
                 evaluate(storage, trial, index, step=40 * index)
-        storage.report_evaluation(trials[0], 2, 0.7, EvaluationRow(80, 1.0, 4.0, {}))
+        evaluate(storage, trials[0], 2, 0.7, 80, seconds=4.0)
     again, untouched = storage.read_study("tiny").trials
     assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 1.0), (80, 4.0)]
     assert [row.step for row in untouched.evaluations] == [40, 80, 120]

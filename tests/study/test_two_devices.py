@@ -60,9 +60,10 @@ class Worker:
         self.drawn: list[str] = []
         self.stop = threading.Event()
 
-    def execute(self, trial: optuna.trial.Trial, _lease: Lease) -> Any:
+    def execute(self, trial: optuna.trial.Trial, lease: Lease) -> Any:
         self.before(trial)
         params = suggest(self.config.search_space, trial)
+        lease.store_params()
         self.drawn.append(params["fp_precision"])
         outcome = self.ends(len(self.drawn), params)
         if outcome == "preempted":

@@ -14,13 +14,12 @@ from worker_process import result, study
 
 from hpo.config.search_space import suggest
 from hpo.study.storage import Storage
-from hpo.study.study_record import EvaluationRow
 from hpo.study.watch import StudyWatch, TrialEvent, watching
 from hpo.study.worker import run_worker
 
 
 def evaluate(storage: Storage, trial: optuna.trial.Trial, step: int, **metrics: float) -> None:
-    storage.report_evaluation(trial, step, metrics["score"], EvaluationRow(step, 1.0, 2.0, metrics))
+    worker_process.evaluate(storage, trial, step, metrics["score"], metrics=metrics, seconds=2.0)
 
 
 def run(

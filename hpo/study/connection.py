@@ -1,0 +1,78 @@
+"""Connections to PostgreSQL on which no call waits forever, however the network fails.
+
+A connection whose other end is gone without a word (a host that lost its power, a firewall that forgot) gives
+no error by itself. Three bounds make one of it:
+
+- the kernels on both sides ask for a sign of life (TCP keepalives), and do not wait for an acknowledgement
+  for longer than `tcp_user_timeout`;
+- where something between the two acknowledges what it does not deliver (a proxy, a load balancer), the
+  client does not wait for an answer for longer than `ANSWER_SECONDS`;
+- the server ends a transaction in which it hears nothing from its client for `IDLE_SECONDS`, so that its
+  locks do not outlive it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import psycopg
+import sqlalchemy as sa
+
+ANSWER_SECONDS = 30.0
+"""A statement of ours takes milliseconds; over a network that delays each packet by 0.5 s, about a second."""
+LOCK_SECONDS = 600.0
+"""How long a process waits for, and holds, the lock of `database.exclusive`."""
+IDLE_SECONDS = 60.0
+
+_ARGUMENTS = {
+    "application_name": "hpo",
+    "connect_timeout": 15,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+_SESSION = (
+    f"SET idle_in_transaction_session_timeout = '{IDLE_SECONDS:.0f}s';"
+    "SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"
+)
+
+
+class BoundedConnection(psycopg.Connection[Any]):
+    """A connection that breaks when the server does not answer for `answer_seconds`."""
+
+    answer_seconds = ANSWER_SECONDS
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        started = time.monotonic()
+        try:
+            return super().wait(gen, interval, timeout or self.answer_seconds)
+        except psycopg.OperationalError:
+            if time.monotonic() - started >= self.answer_seconds:
+                self.close()  # in the middle of a query it is of no further use
+            raise
+
+
+def postgres_pool(url: sa.URL) -> sa.Pool:
+    """A pool of bounded connections; what the URL says goes before the bounds above."""
+    _, arguments = url.get_dialect()().create_connect_args(url)
+
+    def connect() -> psycopg.Connection[Any]:
+        connection = BoundedConnection.connect(**{**_ARGUMENTS, **arguments})
+        connection.execute(_SESSION)
+        connection.commit()
+        return connection
+
+    return sa.create_pool_from_url(url, pre_ping=True, creator=connect)
+
+
+def wait_for_lock(connection: sa.Connection, statement: sa.Executable, values: dict[str, Any]) -> None:
+    """Take a lock for which others may be waiting too, and that is held for long."""
+    connection.execute(sa.text(f"SET LOCAL idle_in_transaction_session_timeout = '{LOCK_SECONDS:.0f}s'"))
+    driver: Any = connection.connection.driver_connection
+    driver.answer_seconds = LOCK_SECONDS
+    try:
+        connection.execute(statement, values)
+    finally:
+        del driver.answer_seconds

@@ -1,0 +1,230 @@
+"""What docker/ says, as far as it can be told without an engine, and a build where podman can."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_line import COMMANDS, ROOT
+
+from hpo.study.database import parse_url
+
+DOCKER = ROOT / "docker"
+COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+OF_IMAGE = [name for name, service in SERVICES.items() if "localhost/hpo" in service["image"]]
+
+
+def instructions() -> list[list[tuple[str, str]]]:
+    """The instructions of each stage of the Dockerfile, as (name, the rest of it in one line)."""
+    lines = (DOCKER / "Dockerfile").read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    stages: list[list[tuple[str, str]]] = [[]]
+    for line in re.sub(r"\s*\\\n\s*", " ", text).splitlines():
+        if line:
+            name, _, rest = line.partition(" ")
+            if name == "FROM":
+                stages.append([])
+            stages[-1].append((name, rest))
+    return stages
+
+
+def of_kind(stage: list[tuple[str, str]], kind: str) -> list[str]:
+    return [rest for name, rest in stage if name == kind]
+
+
+def without_variables(text: str, **values: str) -> str:
+    """`text` with `${NAME:-default}` replaced, as compose does."""
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: values.get(found[1], found[2]), text)
+
+
+# The image
+
+
+def test_what_is_installed_is_pinned() -> None:
+    _, build, image = instructions()
+    (install,) = [run for run in of_kind(build, "RUN") if "pip install" in run]
+    steps = [step for step in install.split(";") if "pip install" in step]
+    assert len(steps) == 3
+    assert all("docker/constraints.txt" in step for step in steps)
+    assert not any("pip install" in run for run in of_kind(image, "RUN")), (
+        "nothing is built in the last stage"
+    )
+
+
+def test_the_image_is_of_an_ordinary_user_and_runs_hpo() -> None:
+    before, build, image = instructions()
+    assert of_kind(before, "ARG")[0].startswith("PYTHON_IMAGE=docker.io/library/python:3.")
+    assert of_kind(build, "FROM") == ["${PYTHON_IMAGE} AS build"]
+    assert of_kind(image, "FROM") == ["${PYTHON_IMAGE}"]
+    assert json.loads(of_kind(image, "ENTRYPOINT")[0]) == ["hpo"]
+    (user,) = of_kind(image, "USER")
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
+    after_user = [name for name, _ in image[[name for name, _ in image].index("USER") :]]
+    assert "RUN" not in after_user
+
+
+def test_no_secret_comes_to_lie_in_a_layer() -> None:
+    given = [rest for stage in instructions() for kind in ("ARG", "ENV") for rest in of_kind(stage, kind)]
+    assert not [text for text in given if re.search(r"(?i)pass|token|secret|credential", text)]
+    assert "--mount=type=secret,id=pip_conf" in (DOCKER / "Dockerfile").read_text()
+
+
+def test_the_builder_is_given_what_is_copied_and_no_more() -> None:
+    lines = (DOCKER / "Dockerfile.dockerignore").read_text().split()
+    given = [line.removeprefix("!") for line in lines if line.startswith("!")]
+    copied = [copy.split()[:-1] for stage in instructions() for copy in of_kind(stage, "COPY")]
+    sources = {source for names in copied if not names[0].startswith("--from") for source in names}
+    assert lines[0] == "*"
+    assert all((ROOT / source).exists() for source in sources)
+    assert all(any(source == name or source.startswith(f"{name}/") for name in given) for source in sources)
+    assert not [name for name in given if fnmatch("docker/secrets", name)]
+
+
+# Compose
+
+
+def test_ports_are_on_loopback() -> None:
+    assert [name for name, service in SERVICES.items() if "ports" in service] == ["dashboard"]
+    assert [without_variables(port) for port in SERVICES["dashboard"]["ports"]] == ["127.0.0.1:8080:8080"]
+
+
+def test_secrets_are_files_that_git_does_not_know() -> None:
+    assert {name: secret.keys() for name, secret in COMPOSE["secrets"].items()} == {
+        "database_password": {"file"},
+        "storage_url": {"file"},
+    }
+    files = [f"docker/{secret['file']}" for secret in COMPOSE["secrets"].values()]
+    ignored = subprocess.run(["git", "check-ignore", *files, "docker/.env"], cwd=ROOT, capture_output=True)
+    assert ignored.stdout.decode().split() == [*files, "docker/.env"]
+    assert SERVICES["database"]["environment"].keys() == {
+        "POSTGRES_USER",
+        "POSTGRES_DB",
+        "POSTGRES_PASSWORD_FILE",
+    }
+    assert not re.search(r"\w+://\w*:\w+@", (DOCKER / "compose.yaml").read_text())
+    for name in OF_IMAGE:
+        assert SERVICES[name]["environment"]["HPO_STORAGE"] == "@/run/secrets/storage_url"
+        assert SERVICES[name]["secrets"] == ["storage_url"]
+
+
+@pytest.mark.parametrize("name", OF_IMAGE)
+def test_containers_of_the_image_have_no_more_rights_than_they_need(name: str) -> None:
+    service = SERVICES[name]
+    assert not without_variables(service["user"]).startswith("0")
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_who_waits_for_whom_and_what_is_started_again() -> None:
+    assert SERVICES["study"]["depends_on"] == {"database": {"condition": "service_healthy"}}
+    for name in ("worker", "dashboard"):
+        assert SERVICES[name]["depends_on"] == {"study": {"condition": "service_completed_successfully"}}
+    assert {name for name, service in SERVICES.items() if "healthcheck" in service} == {
+        "database",
+        "dashboard",
+    }
+    restart = {name: service.get("restart") for name, service in SERVICES.items()}
+    assert restart == {
+        "database": "unless-stopped",
+        "study": None,
+        "worker": "on-failure",
+        "dashboard": "unless-stopped",
+    }
+    assert SERVICES["worker"]["stop_grace_period"] == "2m"
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "compose.cuda.yaml"])
+def test_the_commands_are_those_of_the_command_line(file: str) -> None:
+    services = yaml.safe_load((DOCKER / file).read_text())["services"]
+    commands = [service["command"] for service in services.values() if "command" in service]
+    assert commands
+    for name, *arguments in commands:
+        context = COMMANDS[name].make_context(name, [without_variables(argument) for argument in arguments])
+        assert (ROOT / "studies" / f"{context.params['study']}.yaml").exists()
+
+
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.cuda.yaml"]])
+def test_compose_takes_the_files(files: list[str]) -> None:
+    if not shutil.which("docker-compose"):
+        pytest.skip("docker-compose is not installed")
+    named = [f"--file={DOCKER / file}" for file in files]
+    done = subprocess.run(["docker-compose", *named, "config"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout)["services"].keys() == SERVICES.keys()
+
+
+# The scripts
+
+
+@pytest.mark.parametrize("script", ["build-and-run", "make-secrets"])
+def test_shellcheck_finds_nothing(script: str) -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run(["shellcheck", DOCKER / script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:
+    script = shutil.copy(DOCKER / "make-secrets", tmp_path)
+    done = subprocess.run([script], capture_output=True, text=True, check=True)
+    files = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
+    assert files.keys() == {"database_password", "storage_url"}
+    url = parse_url(files["storage_url"])
+    assert (url.username, url.host, url.database) == ("hpo", "database", "hpo")
+    assert url.password == files["database_password"]
+    assert len(files["database_password"]) == 48
+    assert files["database_password"] not in done.stdout + done.stderr
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
+    user, group = (tmp_path / ".env").read_text().strip().removeprefix("HPO_USER=").split(":")
+    assert int(user) != 0
+    for path in (tmp_path / "secrets").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert (path.stat().st_uid, path.stat().st_gid) == (int(user), int(group))
+
+    again = subprocess.run([script], capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "Remove both to begin anew" in again.stderr
+    assert files == {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
+
+
+def test_no_engine_is_one_clear_message(tmp_path: Path) -> None:
+    for program in ("bash", "dirname"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    done = subprocess.run(
+        [DOCKER / "build-and-run"], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "build-and-run: podman, docker or buildah must be installed and work.\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_image_is_built_and_runs_the_smoke_study() -> None:
+    """HPO_IMAGE_OPTIONS: more options of the build, for a machine with an index of packages of its own."""
+    base = of_kind(instructions()[0], "ARG")[0].partition("=")[2]
+    if not shutil.which("podman"):
+        pytest.skip("podman is not installed")
+    if subprocess.run(["podman", "image", "exists", base]).returncode:
+        pytest.skip(f"podman has no image {base}, and tests download none")
+    options = ["--pull=never", *shlex.split(os.environ.get("HPO_IMAGE_OPTIONS", ""))]
+    environment = os.environ | {"ENGINE": "podman", "TAG": "localhost/hpo-test:cpu"}
+    try:
+        done = subprocess.run(
+            [DOCKER / "build-and-run", *options], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        assert "the smoke study ran in it" in done.stdout
+    finally:
+        subprocess.run(["podman", "rmi", "--force", environment["TAG"]], capture_output=True)

@@ -1,0 +1,306 @@
+"""The database restarts, the network to it breaks, a worker is stopped: real processes, a real PostgreSQL.
+
+The trials here train nothing, but all that they say goes the way of real ones: `trial_runner`, outbox, lease.
+Workers are told that they are on machines of their own, so that only the database says who lives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command_line import finish as finish_command
+from command_line import ok, start_hpo, wait_until
+from postgres import PostgresServer
+from proxy import Network, Proxy
+from tiny import write_study
+from worker_process import finish, note, notes, result, start_process, study, wait_for
+
+from hpo.config.study_config import StudyConfig
+from hpo.errors import LeaseLostError
+from hpo.study.connection import BoundedConnection
+from hpo.study.deaths import last_saved_step
+from hpo.study.outbox import OUTBOX, Outbox
+from hpo.study.storage import open_storage
+from hpo.study.worker import run_worker, trial_runner
+
+pytestmark = pytest.mark.postgres
+
+STEPS, EVALUATED = 100, list(range(20, 101, 20))
+
+
+class Train:
+    """Stands in for an Executor: a step takes `step_seconds`, each evaluation is checkpointed."""
+
+    def __init__(self, config: StudyConfig, folder: Path, step_seconds: float) -> None:
+        self.study = config
+        self.device = SimpleNamespace(device_id="cpu")
+        self._folder = folder
+        self._step_seconds = step_seconds
+
+    def trial_folder(self, _token: str, number: int) -> Path:
+        return self._folder / f"trial-{number:05d}"
+
+    def run(
+        self, _params: Any, folder: Path, _key: str, on_evaluation: Any, should_stop: Any, **_: Any
+    ) -> Any:
+        number, log = int(folder.name.removeprefix("trial-")), self._folder / "log"
+        start = last_saved_step(folder)
+        note(log, event="started", number=number, pid=os.getpid(), step=start)
+        try:
+            for step in range(start + 1, STEPS + 1):
+                time.sleep(self._step_seconds)
+                if step in EVALUATED:
+                    on_evaluation(_evaluation(step))
+                    (folder / f"step-{step:08d}").mkdir(parents=True)
+                note(log, event="step", number=number, pid=os.getpid(), step=step)
+                if should_stop():
+                    return result("preempted")
+        except LeaseLostError:
+            note(log, event="lost", number=number, pid=os.getpid(), step=step)
+            raise
+        note(log, event="ended", number=number, pid=os.getpid(), step=STEPS)
+        return result("complete", telemetry={"device": {}})
+
+
+def _evaluation(step: int) -> Any:
+    index = EVALUATED.index(step) + 1
+    measured = SimpleNamespace(
+        step=step, epoch=1.0, seconds=float(step), metrics={}, rates={}, index=index, budget_used=step / STEPS
+    )
+    return SimpleNamespace(evaluation=measured, values=(step / STEPS,))
+
+
+def work(
+    url: str,
+    config: StudyConfig,
+    folder: Path,
+    machine: str,
+    lease_seconds: float,
+    step_seconds: float = 0.05,
+) -> None:
+    """Be a worker on a machine of its own until the study is done."""
+    socket.gethostname = lambda: machine
+    BoundedConnection.answer_seconds = min(lease_seconds / 2, BoundedConnection.answer_seconds)
+    Outbox.wait_seconds = 1.0
+    with open_storage(url) as storage:
+        storage.lease_seconds = lease_seconds
+        executor: Any = Train(config, folder, step_seconds)
+        run_worker(config, storage, trial_runner(executor, storage, storage.stop), poll_seconds=0.2)
+
+
+def log_of(folder: Path, event: str) -> list[dict[str, Any]]:
+    return [line for line in notes(folder / "log") if line["event"] == event]
+
+
+def check_whole(url: str, config: StudyConfig, folder: Path) -> None:
+    """Each trial once, complete, with all its evaluations, each once."""
+    with open_storage(url) as storage:
+        record = storage.read_study(config.name)
+        optuna_trials = storage.load_study(config.name).trials
+    assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
+    assert [trial.outcome for trial in record.trials] == ["complete"] * config.n_trials
+    for trial, frozen in zip(record.trials, optuna_trials, strict=True):
+        assert [row.step for row in trial.evaluations] == EVALUATED
+        assert frozen.intermediate_values == {i: step / STEPS for i, step in enumerate(EVALUATED, 1)}
+    ends = Counter(line["number"] for line in log_of(folder, "ended"))
+    assert ends == dict.fromkeys(range(config.n_trials), 1), "none is trained twice to its end"
+    assert not list(folder.glob(f"*/{OUTBOX}"))
+
+
+def check_nobody_was_robbed(folder: Path, config: StudyConfig) -> None:
+    """Each trial stayed with its worker."""
+    started = Counter(line["number"] for line in log_of(folder, "started"))
+    assert started == dict.fromkeys(range(config.n_trials), 1)
+
+
+@pytest.fixture
+def url(postgres_server: PostgresServer, postgres_url: str) -> str:
+    """A database that loses nothing that was committed when its server crashes."""
+    name = postgres_url.rpartition("/")[2]
+    with postgres_server.connect("postgres") as connection:
+        connection.execute(f"ALTER DATABASE {name} SET synchronous_commit = on")
+    return postgres_url
+
+
+@pytest.fixture
+def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
+    with Proxy(postgres_server.port) as proxy:
+        yield proxy
+
+
+def start_workers(url: str, config: StudyConfig, folder: Path, *args: float, count: int = 3) -> list[Any]:
+    with open_storage(url) as storage:
+        storage.create_or_resume_study(config)
+    machines = [f"node-{number}" for number in range(count)]
+    return [start_process(work, url, config, folder, machine, *args) for machine in machines]
+
+
+def steps_made(folder: Path) -> int:
+    return len(log_of(folder, "step"))
+
+
+def wait_for_steps(folder: Path, more: int) -> None:
+    enough = steps_made(folder) + more
+    wait_for(lambda: steps_made(folder) >= enough)
+
+
+@pytest.mark.parametrize(
+    ("away_seconds", "lease_seconds", "step_seconds"),
+    [(4.0, 3.0, 0.05), pytest.param(60.0, 60.0, 0.6, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+def test_postgres_stopped_three_times(
+    postgres_server: PostgresServer,
+    url: str,
+    tmp_path: Path,
+    away_seconds: float,
+    lease_seconds: float,
+    step_seconds: float,
+) -> None:
+    config = study(9)
+    workers = start_workers(url, config, tmp_path, lease_seconds, step_seconds)
+    for _ in range(3):
+        wait_for_steps(tmp_path, 50)
+        postgres_server.stop(immediate=True)
+        before = steps_made(tmp_path)
+        try:
+            time.sleep(away_seconds)
+        finally:
+            postgres_server.start()
+        assert steps_made(tmp_path) > before + 20, "training goes on"
+    finish(*workers)
+    check_whole(url, config, tmp_path)
+    check_nobody_was_robbed(tmp_path, config)
+
+
+@pytest.mark.parametrize("network", ["cut", "silent"])
+@pytest.mark.parametrize(
+    ("away_seconds", "lease_seconds", "step_seconds"),
+    [(6.0, 4.0, 0.05), pytest.param(60.0, 60.0, 0.6, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+def test_network_away_and_back(
+    url: str,
+    proxy: Proxy,
+    tmp_path: Path,
+    network: Network,
+    away_seconds: float,
+    lease_seconds: float,
+    step_seconds: float,
+) -> None:
+    """After `silent` the connections of before stay half-open for good."""
+    config, through = study(6), through_proxy(url, proxy)
+    workers = start_workers(through, config, tmp_path, lease_seconds, step_seconds)
+    wait_for_steps(tmp_path, 50)
+    proxy.set(network)
+    before = steps_made(tmp_path)
+    time.sleep(away_seconds)
+    proxy.set("whole")
+    assert steps_made(tmp_path) > before + 20, "training goes on"
+    finish(*workers)
+    check_whole(url, config, tmp_path)
+    check_nobody_was_robbed(tmp_path, config)
+
+
+def through_proxy(url: str, proxy: Proxy) -> str:
+    return re.sub(r":\d+/", f":{proxy.port}/", url) + "?connect_timeout=2"
+
+
+@pytest.mark.parametrize(
+    ("slow_seconds", "lease_seconds"), [(10.0, 20.0), pytest.param(60.0, 60.0, marks=pytest.mark.slow)]
+)
+def test_slow_network(
+    url: str, proxy: Proxy, tmp_path: Path, slow_seconds: float, lease_seconds: float
+) -> None:
+    """Each packet 500 ms late: a statement takes a second."""
+    config, through = study(4), through_proxy(url, proxy)
+    workers = start_workers(through, config, tmp_path, lease_seconds, count=2)
+    wait_for_steps(tmp_path, 30)
+    proxy.delay = 0.5
+    before = steps_made(tmp_path)
+    time.sleep(slow_seconds)
+    assert steps_made(tmp_path) > before + 20, "training goes on"
+    proxy.delay = 0.0
+    finish(*workers)
+    check_whole(url, config, tmp_path)
+    check_nobody_was_robbed(tmp_path, config)
+
+
+def test_killed_in_an_outage(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
+    """What only the outbox of the killed worker has is written by the one that goes on with its trial."""
+    config = study(1)
+    [worker] = start_workers(url, config, tmp_path, 2.0, count=1)
+    wait_for_steps(tmp_path, 30)
+    postgres_server.stop(immediate=True)
+    try:
+        wait_for(lambda: steps_made(tmp_path) >= 85)
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+    finally:
+        postgres_server.start()
+    with open_storage(url) as storage:
+        assert [row.step for row in storage.read_study("tiny").trials[0].evaluations] == [20]
+    finish(*start_workers(url, config, tmp_path, 2.0, count=1))
+    assert [line["step"] for line in log_of(tmp_path, "started")] == [0, 80]
+    check_whole(url, config, tmp_path)
+
+
+def test_stopped_past_its_lease_and_continued(url: str, tmp_path: Path) -> None:
+    """Another worker has ended its trial meanwhile, or has it: what it then writes is refused."""
+    config = study(1)
+    [stopped] = start_workers(url, config, tmp_path, 2.0, count=1)
+    wait_for_steps(tmp_path, 30)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        other = start_process(work, url, config, tmp_path, "node-9", 2.0)
+        wait_for(lambda: len(log_of(tmp_path, "started")) == 2)
+        wait_for_steps(tmp_path, 40)
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    finish(stopped, other)
+    assert [line["pid"] for line in log_of(tmp_path, "lost")] == [stopped.pid]
+    assert [line["pid"] for line in log_of(tmp_path, "ended")] == [other.pid]
+    check_whole(url, config, tmp_path)
+
+
+def test_told_to_stop_while_the_database_is_away(
+    postgres_server: PostgresServer, url: str, tmp_path: Path
+) -> None:
+    """`hpo run` writes its checkpoint and leaves; run again, it goes on from there."""
+    training = {"max_steps": 60, "batch_size": 8, "max_length": 64}
+
+    def write(every_seconds: float) -> None:
+        write_study(tmp_path, n_trials=1, training=training, checkpoint={"every_seconds": every_seconds})
+
+    def saved() -> int:
+        return max(map(last_saved_step, tmp_path.glob("runs/tiny/checkpoints-*/trial-00000")), default=0)
+
+    write(every_seconds=0.1)
+    process = start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)
+    wait_until(lambda: saved() > 0, process)
+    postgres_server.stop(immediate=True)
+    try:
+        process.terminate()
+        stopped = finish_command(process, seconds=60)
+    finally:
+        postgres_server.start()
+    assert stopped.exit_code == 130, stopped
+    assert "told to stop while the database is away" in stopped.err
+    assert "Traceback" not in stopped.err
+    newest = saved()
+    assert 0 < newest < 60, "stopped too late to test anything"
+
+    write(every_seconds=30)
+    ok(finish_command(start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)))
+    with open_storage(url) as storage:
+        [trial] = storage.read_study("tiny").trials
+    assert trial.outcome == "complete"
+    assert trial.telemetry["resumed_from_step"] == newest
