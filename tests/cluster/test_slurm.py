@@ -12,8 +12,8 @@ from postgres import PASSWORD, PostgresServer
 from slurm import SlurmCluster
 from tiny import write_study
 
-from hpo.cluster.jobs import add_job, read_jobs
-from hpo.cluster.slurm import WorkerArray, cancel_jobs
+from hpo.cluster.jobs import add_job
+from hpo.cluster.slurm import WorkerArray
 from hpo.cluster.slurm_database import DatabaseJob
 from hpo.errors import InputError, RunError, StorageError
 from hpo.study.database import storage_url
@@ -45,7 +45,7 @@ def test_the_script_has_the_options_as_sbatch_names_them(tmp_path: Path) -> None
     assert found["array"].partition("%")[0] == "0-2", "ten workers are three jobs of four GPUs"
     assert found["signal"] == "B:USR1@300"
     assert found["chdir"] == str(tmp_path)
-    assert re.search(r"^exec \S+python\S* -m hpo worker tiny\.yaml", script, re.MULTILINE)
+    assert re.search(r"^exec \S+python\S* -m hpo worker tiny --workers-per-device 1$", script, re.MULTILINE)
 
 
 def test_what_is_not_given_is_left_to_the_cluster(tmp_path: Path) -> None:
@@ -155,11 +155,12 @@ def test_jobs_that_wait(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) 
     text = ok(hpo_command(tmp_path, "status", "tiny", "--storage", postgres_url)).out
     assert re.search(rf"{job} +3 pending \(JobHeldUser\) +3 ", text)
 
+    cancel = ("cancel", "tiny", "--jobs", "--json", "--storage", postgres_url)
     with open_storage(postgres_url) as storage:
-        jobs = [found.id for found in read_jobs(storage, "tiny")]
-        assert cancel_jobs(jobs) == [job]
-        slurm.wait(lambda: {*slurm.states(job.removeprefix("slurm:")).values()} == {"CANCELLED"})
-        assert cancel_jobs(jobs) == []
+        add_job(storage, "slurm:999", None, 1)  # of workers for every study
+    assert ok(hpo_command(tmp_path, *cancel)).json["jobs"] == [job]
+    slurm.wait(lambda: {*slurm.states(job.removeprefix("slurm:")).values()} == {"CANCELLED"})
+    assert ok(hpo_command(tmp_path, *cancel)).json["jobs"] == []
 
 
 @pytest.mark.slurm
@@ -183,7 +184,7 @@ def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServe
         folder.chmod(0o711)
     said: list[str] = []
     database = DatabaseJob(tmp_path / "postgres", {"partition": "low"}, check_seconds=0.2)
-    other = slurm.run("sbatch --parsable --hold --wrap true").strip()
+    other = slurm.run("sbatch --parsable --hold --output=/dev/null --wrap true").strip()
     database.start(said.append)
     assert said[-1].endswith(" is running.")
     job = said[-1].split()[3].removeprefix("slurm:")

@@ -57,7 +57,7 @@ def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
 
 def preempt(slurm: SlurmCluster, job: str) -> None:
     del job
-    slurm.run("sbatch --partition=high --exclusive --nodes=2 --wrap", "sleep 1")
+    slurm.run("sbatch --partition=high --exclusive --nodes=2 --output=/dev/null --wrap", "sleep 1")
 
 
 def requeue(slurm: SlurmCluster, job: str) -> None:
