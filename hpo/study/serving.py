@@ -16,7 +16,6 @@ import gc
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
 from collections import Counter
@@ -35,6 +34,7 @@ from hpo.study.overview import Demand, demands
 from hpo.study.process import process_start, this_machine
 from hpo.study.run import OpenStudy, open_study, run_study
 from hpo.study.schema import workers
+from hpo.study.stopping import Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import Stint
 
@@ -80,7 +80,7 @@ def serve(
     runs_dir: Path,
     options: ServingOptions,
     *,
-    stop: threading.Event,
+    stop: Stop,
     shown: Callable[[OpenStudy], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Served:
     """Run trials of the open studies of the database at `url` until none is left for this worker.
@@ -99,7 +99,7 @@ class _Choice:
 
 
 class _Server:
-    def __init__(self, url: str, runs_dir: Path, options: ServingOptions, stop: threading.Event) -> None:
+    def __init__(self, url: str, runs_dir: Path, options: ServingOptions, stop: Stop) -> None:
         self._url = url
         self._runs_dir = runs_dir
         self._options = options
@@ -212,9 +212,9 @@ class _Server:
                 needed = f"what is left of it needs a device with {' or '.join(summary.elsewhere)}"
                 self._leave_out(study, needed)
             elif summary.ended == "timeout" and time.monotonic() <= self._deadline:
-                self._leave_out(
-                    study, f"this worker was in it for the study's `timeout` of {config.timeout:g} s"
-                )
+                spent = f"this worker was in it for the study's `timeout` of {config.timeout} s"
+                has_time = config.timeout is not None and self._stop.seconds_left > 0
+                self._leave_out(study, spent if has_time else "its evaluations take longer than this job has")
         finally:
             with open_storage(self._url, create=False) as storage:
                 _withdraw(storage, choice)

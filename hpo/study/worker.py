@@ -6,8 +6,7 @@ Workers know of each other through the database alone, so it does not matter how
 run and when they come or go. A worker leaves when every slot is done. While others still run the last
 trials it waits, to take over if one of them dies.
 
-Told to stop (SIGINT, SIGTERM), a worker lets its trial write a checkpoint and leaves; told twice, it dies
-at once, which the database survives just as well.
+Told to stop (`hpo.study.stopping`), a worker lets its trial write a checkpoint and leaves.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ from hpo.study.leases import Lease, WorkerLease
 from hpo.study.lifecycle import end_unfinished
 from hpo.study.outbox import Outbox, Report
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
+from hpo.study.stopping import Stop
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
+from hpo.study.time_left import TimeLeft
 
 if TYPE_CHECKING:
     from hpo.config.search_space import SearchSpace
@@ -79,6 +80,8 @@ class Stint:
     """Asked after each trial (True), and when there is none to run but others still run some (False)."""
     reservation: str = ""
     """See `WorkerLease`."""
+    has_time: Callable[[], bool] = lambda: True
+    """Asked before each trial; where there is no time for another one, the worker leaves."""
 
 
 STAYS = Stint()
@@ -129,6 +132,8 @@ def run_worker(
             lock=partial(exclusive, storage.engine),
         )
         while not stop.is_set() and not worker.halted.is_set() and time.monotonic() <= deadline:
+            if not stint.has_time():
+                break
             lease = worker.claim()
             if lease is not None:
                 outcome = _run_slot(worker, lease, execute)
@@ -231,16 +236,23 @@ def _ended(outcome: Outcome, reason: str, trace: str | None = None) -> TrialResu
 
 
 def trial_runner(
-    executor: Executor, storage: Storage, stop: threading.Event, *, shared_device: bool = False
+    executor: Executor,
+    storage: Storage,
+    stop: Stop,
+    time_left: TimeLeft | None = None,
+    *,
+    shared_device: bool = False,
 ) -> Execute:
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation.
 
     `shared_device` says that workers were started together on the device; others are looked for.
     """
     metric_names = [objective.metric for objective in executor.study.objective]
+    time_left = time_left or TimeLeft(storage, executor.study.name, stop)
     token = storage.study_token(executor.study.name)
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
+        time_left.begin()
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
 
@@ -256,6 +268,7 @@ def trial_runner(
             )
             lease.check()
             outbox.put(Report(evaluation.index, scored.values[0], row, evaluation.budget_used >= 1))
+            time_left.evaluated()
             check_pruned()
 
         def check_pruned() -> None:
@@ -265,6 +278,7 @@ def trial_runner(
         def should_stop() -> bool:
             lease.check()
             check_pruned()
+            time_left.look(executor.checkpoint_seconds)
             return stop.is_set() or lease.halted.is_set()
 
         folder = executor.trial_folder(token, trial.number)

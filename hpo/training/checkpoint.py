@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, resume_key: str) -> None:
         self.folder = folder
         self.resume_key = resume_key
+        self.write_seconds = 0.0
+        """How long the last write took."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -126,7 +129,7 @@ class CheckpointStore:
         state: Mapping[str, Any] | None,
         best: Mapping[str, Any] | None,
     ) -> None:
-        written = None
+        written, began = None, time.monotonic()
         for kind, keep, content in (("best", 1, best), ("step", 2, state)):
             if content is not None:
                 path = self.folder / f"{kind}-{step:08d}"
@@ -135,6 +138,7 @@ class CheckpointStore:
                 for old in others[: len(others) + 1 - keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 written = path
+        self.write_seconds = time.monotonic() - began
 
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
@@ -162,6 +166,8 @@ def _resume_key(path: Path) -> str | None:
 
 class NoCheckpoints:
     """Takes the place of a store for a trial that nobody will go on with: nothing is kept."""
+
+    write_seconds = 0.0
 
     def __enter__(self) -> NoCheckpoints:
         return self

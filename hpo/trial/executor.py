@@ -77,6 +77,8 @@ class Executor:
         self.dataset = load_data(study.data)
         self.tasks = self.dataset.tasks
         self.cache = compatibility_cache
+        self.checkpoint_seconds = 0.0
+        """How long the last checkpoint took to write."""
         self._apply_compile = apply_compile
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}

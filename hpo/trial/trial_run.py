@@ -174,6 +174,7 @@ class TrialRun:
             self._on_evaluation(evaluation)
 
     def _on_step(self) -> bool:
+        self.executor.checkpoint_seconds = self.store.write_seconds
         if self.should_stop():
             self._save()
             raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
