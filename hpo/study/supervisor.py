@@ -191,7 +191,7 @@ def run_workers(
     Raises:
         InputError, RunError: workers failed and the study is not done; with the end of the log.
     """
-    stop = stop or Stop()
+    stop = storage.stop = stop or Stop()
     if stop.is_set():
         return RunSummary("stopped")
     watch = StudyWatch(storage, config)
