@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from hpo.cli.kubernetes import KUBERNETES_OPTIONS, print_manifests
 from hpo.cli.options import (
     RUNS,
     JsonOption,
@@ -82,16 +83,18 @@ def _with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]],
 
 
 @app.command()
-@_with_options(SLURM_OPTIONS)
+@_with_options(SLURM_OPTIONS, KUBERNETES_OPTIONS)
 def submit(
     study: StudyArgument,
     storage: StorageOption = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write manifests for kubectl.")] = False,
     database: Annotated[
         Literal["private"] | None,
         typer.Option(
             metavar="private",
-            help="Run a PostgreSQL in a job of its own, in runs/postgres, or use the one that runs there.",
+            help="Run a PostgreSQL in a job of its own, in runs/postgres, or use the one that runs there; on "
+            "Kubernetes, as a service of the cluster.",
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
@@ -106,8 +109,13 @@ def submit(
     The jobs need a database that all their nodes reach. They end when the study is done.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    if not slurm:
-        raise InputError("hpo submit must be told where the workers are to run. Give --slurm.")
+    if slurm == kubernetes:
+        raise InputError("hpo submit must be told where the workers are to run: --slurm or --kubernetes.")
+    if kubernetes:
+        print_manifests(study, workers, given, private=database is not None, as_json=as_json)
+        return
+    if others := [name.replace("_", "-") for name in given if name in KUBERNETES_OPTIONS]:
+        raise InputError(f"--{', --'.join(others)} goes with --kubernetes, not with --slurm. Leave it out.")
     from hpo.cluster.slurm import WorkerArray, job_folder
     from hpo.cluster.slurm_database import DatabaseJob
     from hpo.study.database import URL_FROM_FILE, storage_url

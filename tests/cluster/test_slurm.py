@@ -80,7 +80,7 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "must be told where the workers are to run. Give --slurm."),
+        ((), "must be told where the workers are to run: --slurm or --kubernetes."),
         (("--slurm", "--gpus-per-node", "many"), "--gpus-per-node must be a number or TYPE:NUMBER, but got"),
         (("--slurm", "--time", "3"), "--time must be more than a minute longer than --signal-lead, 120 s"),
         (("--slurm", "--time", "2:00"), "a job is warned of its end at its beginning, but got `2:00`."),
