@@ -13,8 +13,9 @@ distribution with all choices. Of the trials, a sampler is not shown what says n
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution
@@ -83,13 +84,20 @@ class WrapperSampler(BaseSampler):
 
 
 class _StudyView(Study):
-    """A study that shows these trials: those of all of Hyperband's brackets, as they were at one moment."""
+    """A study that shows these trials: those of all of Hyperband's brackets, as they were at one moment.
 
-    def __init__(self, study: Study, trials: list[FrozenTrial]) -> None:
+    They are read when a sampler asks for them; one that draws at random does not.
+    """
+
+    def __init__(self, study: Study, read: Callable[[], list[FrozenTrial]]) -> None:
         # Not Optuna's own, which asks the database. A bracket of Hyperband has no other attributes.
         for name in ("study_name", "_study_id", "_storage", "_directions", "_thread_local", "pruner"):
             setattr(self, name, getattr(study, name))
-        self._trials = trials
+        self._read = read
+
+    @cached_property
+    def _trials(self) -> list[FrozenTrial]:
+        return self._read()
 
     def _get_trials(
         self,
@@ -127,8 +135,11 @@ class DeviceSampler(WrapperSampler):
             self._narrow[PRECISION] = CategoricalDistribution(runnable)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        trials = (self._shown(other) for other in study._get_trials(deepcopy=False))
-        self._view = _StudyView(study, [other for other in trials if other is not None])
+        def read() -> list[FrozenTrial]:
+            trials = map(self._shown, study._get_trials(deepcopy=False))
+            return [other for other in trials if other is not None]
+
+        self._view = _StudyView(study, read)
         super().before_trial(self._view, trial)
 
     def _shown(self, trial: FrozenTrial) -> FrozenTrial | None:

@@ -50,6 +50,7 @@ from hpo.study.lifecycle import study_state
 from hpo.study.process import process_start, this_job, this_machine
 from hpo.study.samplers import known_params
 from hpo.study.schema import slots, workers
+from hpo.study.sqlite_place import refuse_other_hosts
 from hpo.study.storage import Storage
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class WorkerLease:
         with exclusive(storage.engine):
             storage.check_data(name)
             with storage.engine.begin() as connection:
+                refuse_other_hosts(connection, storage.now, storage.lease_seconds)
                 # The row of an attempt that was committed though the connection broke before the answer.
                 connection.execute(sa.delete(workers).where(workers.c.id.in_((self.id, self.reservation))))
                 last = connection.execute(last_number).scalar()
@@ -292,7 +294,8 @@ class WorkerLease:
 
     def _lease_of(self, slot: sa.Row[Any], deaths: Deaths) -> Lease:
         name = self._study.study_name
-        return Lease(name, self.id, slot.slot, deaths, slot.trial_number, halted=self.halted)
+        about = {"trial_number": slot.trial_number, "saved_step": slot.saved_step, "halted": self.halted}
+        return Lease(name, self.id, slot.slot, deaths, **about)
 
     def _own_slot(self, connection: sa.Connection) -> sa.Row[Any] | None:
         """A slot that this worker has already: the connection broke after the commit of its claim, say."""
@@ -352,7 +355,8 @@ class WorkerLease:
         trial = self._study.get_trials(deepcopy=False)[slot.trial_number]
         if cause is None or "outcome" in trial.user_attrs:
             return Deaths.of_slot(slot)
-        return count_death(connection, slot, trial, self.saved_step(trial.number), cause)
+        saved_step = max(slot.saved_step, self.saved_step(trial.number))
+        return count_death(connection, slot, trial, saved_step, cause)
 
     # The trial of a slot
 
@@ -446,7 +450,8 @@ class WorkerLease:
 
     def _retries_left(self, failed: FrozenTrial) -> bool:
         """Whether a slot whose last trial FAILed gets another one."""
-        trials = self._storage.optuna.recent_trials(self._study._study_id)
+        recent = self._storage.optuna.recent_trials(self._study._study_id)
+        trials = {trial.number: trial for trial in recent}
         failures = [failed]
         while (before := failures[-1].user_attrs.get("retry_of")) is not None:
             failures.append(trials[before])

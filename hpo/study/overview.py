@@ -143,7 +143,7 @@ def _studies(connection: sa.Connection, *conditions: sa.ColumnElement[bool]) -> 
 def _alive(storage: Storage, connection: sa.Connection) -> dict[str, dict[str, Any]]:
     """The live workers of each study, by their ids."""
     alive: dict[str, dict[str, Any]] = defaultdict(dict)
-    query = sa.select(workers, storage.now.label("now")).where(workers.c.state == "live")
+    query = sa.select(workers, *storage.clock).where(workers.c.state == "live")
     for row in connection.execute(query):
         if is_alive(row, storage.lease_seconds):
             alive[row.study][row.id] = row

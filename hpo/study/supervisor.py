@@ -245,6 +245,7 @@ def serve_with_workers(
     What they print is added to `runs_dir`/worker-<host>-<number>.log. Other arguments and errors are those of
     `run_workers`; a timeout is one of the `options`, and begins anew with a worker that is started again.
     """
+    storage.stop = stop
     workers = _workers(places, runs_dir, storage)
     command = [*worker_command(None, None, stop.until), *options]
     with _started(workers, command):

@@ -138,7 +138,8 @@ class TrialStorage(_CachedStorage):
     def _trials(self, study_id: int) -> list[FrozenTrial]:
         with self._lock:
             known = self._studies[study_id].trials
-            return [known[number] for number in range(len(known))]
+            # An own trial may be known before others with smaller numbers.
+            return [known[number] for number in sorted(known)]
 
     def _read_trials_from_remote_storage(self, study_id: int) -> None:
         with self._lock:

@@ -26,17 +26,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.study import StudyDirection
-from optuna.trial import TrialState
 
 from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
+from hpo.study.checkpoint_artifacts import ArtifactCheckpoints, ArtifactStore, FolderCheckpoints
+from hpo.study.checkpoint_folders import kept_checkpoints
 from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
 from hpo.study.leases import Lease, WorkerLease
+from hpo.study.lifecycle import end_unfinished
 from hpo.study.outbox import Outbox, Report
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
 from hpo.study.stopping import Stop
@@ -154,6 +155,8 @@ def run_worker(
                 return RunSummary("yielded", outcomes)
             # Others run what is left; if one of them dies, this worker takes over.
             stop.wait(min(poll_seconds, max(0.0, deadline - time.monotonic())))
+    if worker.halted.is_set():
+        end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
     if stop.is_set():
         return RunSummary("stopped", outcomes)
     return RunSummary("halted" if worker.halted.is_set() else "timeout", outcomes)
@@ -240,10 +243,12 @@ def trial_runner(
     time_left: TimeLeft | None = None,
     *,
     shared_device: bool = False,
+    artifacts: ArtifactStore | None = None,
 ) -> Execute:
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation.
 
-    `shared_device` says that workers were started together on the device; others are looked for.
+    `shared_device` says that workers were started together on the device; others are looked for. `artifacts`
+    is where its checkpoints are copied to.
     """
     metric_names = [objective.metric for objective in executor.study.objective]
     time_left = time_left or TimeLeft(storage, executor.study.name, stop)
@@ -285,9 +290,19 @@ def trial_runner(
         resume_key = f"{token}/{trial.number}"
         with Outbox(storage, trial, lease, folder, last_saved_step(folder)) as outbox:
             result = executor.run(
-                params, folder, resume_key, on_evaluation, should_stop, shared_device=shared
+                params,
+                folder,
+                resume_key,
+                on_evaluation,
+                should_stop,
+                shared_device=shared,
+                mirror=FolderCheckpoints(lease)
+                if artifacts is None
+                else ArtifactCheckpoints(artifacts, storage, lease, trial.number, outbox.is_settled),
             )
             outbox.flush()
+        if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
+            stop.set()  # where another rank was told
         if not shared and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})
@@ -296,18 +311,20 @@ def trial_runner(
     return execute
 
 
-def keep_best_checkpoints(study: optuna.Study, folder: Callable[[int], Path], top_k: int) -> None:
+def keep_best_checkpoints(
+    study: optuna.Study,
+    folder: Callable[[int], Path],
+    top_k: int,
+    drop: Callable[[set[int]], None] = lambda _: None,
+) -> None:
     """Remove the checkpoints of all finished trials but the best `top_k`.
 
-    Best is by the first objective; with several, the trials of the Pareto front come first. `folder` gives
-    that of a trial by its number.
+    `folder` gives that of a trial by its number; `drop` removes those of trials elsewhere.
     """
-    trials = study.get_trials(deepcopy=False)
-    sign = 1 if study.directions[0] == StudyDirection.MAXIMIZE else -1
-    front = {trial.number for trial in study.best_trials} if len(study.directions) > 1 else set()
-    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    complete.sort(key=lambda trial: (trial.number not in front, -sign * trial.values[0], trial.number))
-    kept = {trial.number for trial in complete[:top_k]}
-    for trial in trials:
-        if trial.state.is_finished() and trial.number not in kept:
-            shutil.rmtree(folder(trial.number), ignore_errors=True)
+    kept = kept_checkpoints(study, top_k)
+    finished = {trial.number for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()}
+    gone = finished - kept
+    for number in gone:
+        if folder(number).exists():
+            shutil.rmtree(folder(number), ignore_errors=True)
+    drop(gone)

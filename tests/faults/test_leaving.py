@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 from command_line import Finished, finish, hpo_command, ok, start_hpo, stored, wait_until
 from tiny import write_study
+from worker_process import store_seconds
 
-from hpo.study.schema import evaluations
 from hpo.study.storage import open_storage
 
 NUM_STEPS = 200
@@ -47,10 +46,8 @@ def check_given_back(folder: Path, left: Finished, n_trials: int = 1) -> None:
 
 def store_evaluation(folder: Path, seconds: float) -> None:
     """As if a trial had come to its first evaluation after so many seconds of training."""
-    row = {"study": "tiny", "trial_number": 0, "step": 1, "epoch": 1.0, "seconds": seconds, "metrics": "{}"}
-    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
-        connection.execute(sa.delete(evaluations))
-        connection.execute(sa.insert(evaluations).values(row))
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
+        store_seconds(storage, [seconds])
 
 
 @pytest.mark.parametrize(

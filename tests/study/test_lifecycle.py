@@ -10,12 +10,12 @@ import optuna
 import pytest
 import sqlalchemy as sa
 from optuna.storages._rdb import models
-from worker_process import evaluate, result, study, wait_for
+from worker_process import change_worker, evaluate, result, study, wait_for
 
 from hpo.config.search_space import suggest
 from hpo.errors import RunError, StorageError
 from hpo.study import schema
-from hpo.study.leases import Lease
+from hpo.study.leases import Lease, WorkerLease
 from hpo.study.lifecycle import (
     checkpoints_folder,
     delete_study,
@@ -91,8 +91,7 @@ def test_the_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> Non
     worker = Worker(storage.url, config)
     set_state(storage, "tiny", "cancelled")
     assert worker.left().ended == "halted"
-    assert end_unfinished(storage, "tiny") == 1
-    assert end_unfinished(storage, "tiny") == 0
+    assert end_unfinished(storage, "tiny") == 0, "the worker has done so"
     record = storage.read_study("tiny")
     ended = [(trial.state, trial.outcome, trial.reason) for trial in record.trials]
     assert ended == [("FAIL", "preempted", "the study was cancelled")]
@@ -161,3 +160,16 @@ def test_a_study_that_is_not_there(storage: Storage, tmp_path: Path) -> None:
         set_state(storage, "tony", "paused")
     with pytest.raises(StorageError, match="must be letters, digits"):
         checkpoints_folder(storage, "../tiny", tmp_path)
+
+
+def test_a_trial_whose_worker_died_ends_with_its_cancelled_study(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        assert lease is not None
+        worker.open_trial(lease)
+        set_state(storage, "tiny", "cancelled")
+        assert end_unfinished(storage, "tiny") == 0, "a worker has it"
+        change_worker(storage, worker, process_start="1")
+        assert end_unfinished(storage, "tiny") == 1
+    assert storage.read_study("tiny").slots == {"open": 3, "running": 0, "done": 0}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 import worker_process
-from worker_process import evaluate, study
+from worker_process import store_seconds, study
 
 from hpo.errors import InputError, RunError
 from hpo.study import supervisor
@@ -191,9 +191,8 @@ def test_workers_that_leave_before_the_end_of_the_job(
 ) -> None:
     """With exit code 0 none had time for a trial at its beginning, and the next job would have no more."""
     use_command("-c", f"raise SystemExit({code})")
-    opened = storage.create_or_resume_study(study(2))
-    trial = opened.ask()
-    evaluate(storage, trial)
+    storage.create_or_resume_study(study(2))
+    store_seconds(storage, (40.0,))
     stop = Stop(time.time() + 3600)
     stop.reserve(3600 - 60)
     summary = run_workers(study(2), storage, tmp_path, TWO, stop=stop, max_restarts=5)

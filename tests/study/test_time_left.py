@@ -6,25 +6,15 @@ import time
 from typing import Any
 
 import pytest
-from worker_process import result, study
+from worker_process import result, store_seconds, study
 
 from hpo.study import time_left as time_left_module
 from hpo.study.stopping import Stop
 from hpo.study.storage import Storage
-from hpo.study.study_record import EvaluationRow
 from hpo.study.time_left import TimeLeft
-from hpo.study.worker import run_worker
+from hpo.study.worker import Stint, run_worker
 
 HOUR = 3600.0
-
-
-def store_evaluations(storage: Storage, *trials: tuple[float, ...]) -> None:
-    """Trials of the tiny study with evaluations after so many seconds of training."""
-    opened = storage.create_or_resume_study(study())
-    for seconds in trials:
-        trial = opened.ask()
-        for index, each in enumerate(seconds, 1):
-            storage.report_evaluation(trial, index, 0.5, EvaluationRow(index, 1.0, each, {"score": 0.5}))
 
 
 def stop_with(seconds_left: float) -> Stop:
@@ -45,7 +35,8 @@ def stop_with(seconds_left: float) -> Stop:
 def test_seconds_to_the_next_evaluation(
     storage: Storage, trials: list[tuple[float, ...]], needed: float
 ) -> None:
-    store_evaluations(storage, *trials)
+    if trials:
+        store_seconds(storage, *trials)
     time_left = TimeLeft(storage, "tiny", stop_with(600))
     assert time_left.seconds_needed() == pytest.approx(needed, abs=1)
 
@@ -53,7 +44,7 @@ def test_seconds_to_the_next_evaluation(
 def test_what_this_process_has_seen_counts_everything(storage: Storage, monkeypatch: Any) -> None:
     clock = 100.0
     monkeypatch.setattr(time_left_module.time, "monotonic", lambda: clock)
-    store_evaluations(storage, (40.0,))
+    store_seconds(storage, (40.0,))
     stop = Stop()
     time_left = TimeLeft(storage, "tiny", stop)
     time_left.begin()
@@ -63,14 +54,14 @@ def test_what_this_process_has_seen_counts_everything(storage: Storage, monkeypa
     clock += 10
     time_left.evaluated()
     assert time_left.seconds_needed() == 75, "the longest"
-    store_evaluations(storage, (80.0,))
+    store_seconds(storage, (40.0,), (80.0,))
     assert time_left.seconds_needed() == 100, "of another worker"
 
 
 def test_only_the_newest_evaluations_are_read(storage: Storage, monkeypatch: Any) -> None:
     """The oldest of them counts where it is known when it began."""
     monkeypatch.setattr(time_left_module, "NUM_ROWS", 3)
-    store_evaluations(storage, (500.0,), (100.0, 120.0), (30.0, 60.0))
+    store_seconds(storage, (500.0,), (100.0, 120.0), (30.0, 60.0))
     assert TimeLeft(storage, "tiny", Stop()).seconds_needed() == 60
 
 
@@ -79,10 +70,13 @@ def test_no_trial_begins_that_cannot_reach_its_evaluation(
 ) -> None:
     caplog.set_level("INFO")
     config = study()
-    store_evaluations(storage, (40.0,))
+    storage.create_or_resume_study(config)
+    store_seconds(storage, (40.0,))
     stop = stop_with(70)
     time_left = TimeLeft(storage, "tiny", stop)
-    ended = run_worker(config, storage, lambda *_: result("complete"), stop=stop, has_time=time_left.suffices)
+    ended = run_worker(
+        config, storage, lambda *_: result("complete"), stop=stop, stint=Stint(has_time=time_left.suffices)
+    )
     assert (ended.ended, ended.exit_code, ended.outcomes) == ("timeout", 0, {})
     assert storage.slot_counts("tiny") == {"open": 8, "running": 0, "done": 0}
     assert not stop.asks_for_requeue, "the next job would have no more time"
@@ -92,7 +86,8 @@ def test_no_trial_begins_that_cannot_reach_its_evaluation(
 
 def test_a_worker_whose_job_ends_asks_for_another(storage: Storage) -> None:
     config, stop = study(4), stop_with(100)
-    store_evaluations(storage, (40.0,))
+    storage.create_or_resume_study(config)
+    store_seconds(storage, (40.0,))
     time_left = TimeLeft(storage, "tiny", stop)
 
     def execute(*_: object) -> Any:
@@ -100,7 +95,7 @@ def test_a_worker_whose_job_ends_asks_for_another(storage: Storage) -> None:
         stop.reserve(stop.seconds_given - 70)  # as if 30 s had passed
         return result("complete")
 
-    summary = run_worker(config, storage, execute, stop=stop, has_time=time_left.suffices)
+    summary = run_worker(config, storage, execute, stop=stop, stint=Stint(has_time=time_left.suffices))
     assert (summary.ended, summary.exit_code, summary.outcomes) == ("stopped", 130, {"complete": 1})
     assert stop.asks_for_requeue
 
@@ -109,7 +104,9 @@ def test_a_study_that_is_done_needs_no_time(storage: Storage) -> None:
     config = study(1)
     run_worker(config, storage, lambda *_: result("complete"))
     stop = Stop(time.time() - 10)
-    summary = run_worker(config, storage, lambda *_: None, has_time=TimeLeft(storage, "tiny", stop).suffices)
+    summary = run_worker(
+        config, storage, lambda *_: None, stint=Stint(has_time=TimeLeft(storage, "tiny", stop).suffices)
+    )
     assert (summary.ended, stop.asks_for_requeue) == ("finished", False)
 
 
