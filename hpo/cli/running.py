@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shlex
 import sys
 import uuid
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord
     from hpo.study.supervisor import WorkerPlace
     from hpo.study.worker import RunSummary
+    from hpo.training.distributed import Ranks
     from hpo.trial.telemetry import ScoredEvaluation
 
 
@@ -69,17 +72,23 @@ def run(
     end = end_of_job(until)
     _check_one_of(workers, workers_per_device)
     config = load_to_run(study, n_trials=n_trials, timeout=timeout)
+    if "TORCHELASTIC_RUN_ID" in os.environ and (workers or workers_per_device):
+        raise InputError(
+            "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
+        )
     places = plan_workers(config, workers or 1, workers_per_device)
     trials_run: TrialsRun = "in workers" if places else "in this process"
     with (
         progress_shown(quiet=as_json),
         stop_signals(end) as stop,
+        _ranks(stop) as ranks,
         open_study(
             config,
             storage_url(storage),
             RUNS,
             trials_run=trials_run,
             trust_remote_code=config.model.trust_remote_code,
+            ranks=ranks,
         ) as opened,
     ):
         with _shown(opened, stop, quiet=as_json):
@@ -152,8 +161,15 @@ def worker(
     with (
         progress_shown(quiet=as_json),
         stop_signals(end) as stop,
+        _ranks(stop) as ranks,
         open_study(
-            config, url, RUNS, resize=False, trials_run=trials_run, trust_remote_code=trusted
+            config,
+            url,
+            RUNS,
+            resize=False,
+            trials_run=trials_run,
+            trust_remote_code=trusted,
+            ranks=ranks,
         ) as opened,
         _shown(opened, stop, quiet=as_json, own=not places),
     ):
@@ -175,7 +191,8 @@ def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) 
     from hpo.study.serving import serve
 
     options = replace(options, device=probe_device("auto").device_id)
-    with progress_shown(quiet=as_json), stop_signals(end) as stop:
+    with progress_shown(quiet=as_json), stop_signals(end) as stop, _ranks(stop) as ranks:
+        options = replace(options, ranks=ranks)
         served = serve(
             url, RUNS, options, stop=stop, shown=partial(_shown, stop=stop, quiet=as_json, own=True)
         )
@@ -273,8 +290,9 @@ def train(
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
-    with progress_shown(quiet=as_json), stop_signals() as stop:
+    with progress_shown(quiet=as_json), stop_signals() as stop, _ranks(stop) as ranks:
         executor = Executor(config, probe_device(config.device), RUNS)
+        executor.ranks = ranks or executor.ranks
         result = executor.run(params, None, uuid.uuid4().hex, show, stop.is_set)
     record = {
         "params": params,
@@ -298,6 +316,26 @@ def _check_one_of(workers: int | None, per_device: int | None) -> None:
             f"--workers {workers} counts all processes of this machine and --workers-per-device "
             f"{per_device} those of each device. Give one of them."
         )
+
+
+@contextmanager
+def _ranks(stop: threading.Event) -> Iterator[Ranks | None]:
+    """The processes of torchrun, which train each trial together; None: it did not start this one.
+
+    The first of them runs the block. The others follow it until it leaves, and end their command then.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield None
+        return
+    from hpo.training.distributed import connected_ranks
+    from hpo.trial.executor import follow
+
+    with connected_ranks() as ranks:
+        if not ranks.is_main:
+            logging.getLogger("hpo").setLevel(logging.ERROR)  # the first one says it
+            follow(ranks, RUNS, stop.is_set)
+            raise typer.Exit
+        yield ranks
 
 
 @contextmanager

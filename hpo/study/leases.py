@@ -50,6 +50,7 @@ from hpo.study.lifecycle import study_state
 from hpo.study.process import process_start, this_machine
 from hpo.study.samplers import known_params
 from hpo.study.schema import slots, workers
+from hpo.study.sqlite_place import refuse_other_hosts
 from hpo.study.storage import Storage
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class WorkerLease:
         with exclusive(storage.engine):
             storage.check_data(name)
             with storage.engine.begin() as connection:
+                refuse_other_hosts(connection, storage.now, storage.lease_seconds)
                 # The row of an attempt that was committed though the connection broke before the answer.
                 connection.execute(sa.delete(workers).where(workers.c.id.in_((self.id, self.reservation))))
                 last = connection.execute(last_number).scalar()

@@ -29,6 +29,7 @@ from hpo.device import (
 from hpo.errors import InputError, NoDatabaseError, StudyChangedError
 from hpo.memory import gc_frozen_imports, release_free_memory
 from hpo.precision.table import apply_preset, left_out
+from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
@@ -40,6 +41,7 @@ from hpo.study.time_left import TimeLeft
 from hpo.study.worker import STAYS, RunSummary, Stint, keep_best_checkpoints, run_worker, trial_runner
 
 if TYPE_CHECKING:
+    from hpo.training.distributed import Ranks
     from hpo.trial.executor import Executor
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
@@ -81,6 +83,7 @@ def open_study(
     resize: bool = True,
     trials_run: TrialsRun = "in this process",
     trust_remote_code: bool = False,
+    ranks: Ranks | None = None,
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
@@ -92,6 +95,7 @@ def open_study(
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
         trust_remote_code: whether the code that comes with the study's encoder may run here. The database
             does not decide that: a user's own study file does, or an option.
+        ranks: the processes of torchrun that train each trial together, of which this is the first.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
@@ -118,7 +122,7 @@ def open_study(
         device, lacking = _check_device(config, trials_run)
         must_check = not has_trained and WORKERS_ON_DEVICE not in os.environ
         if trains_here or must_check:
-            executor = _build_executor(config, device, runs_dir)
+            executor = _build_executor(config, device, runs_dir, ranks)
             if must_check:
                 executor.check_study()
         if not trains_here:
@@ -131,7 +135,7 @@ def open_study(
         if trains_here and record.slots["done"] < config.n_trials:
             if executor is None:  # it was finished, and somebody raised `n_trials` meanwhile
                 device, lacking = _check_device(config, trials_run)
-                executor = _build_executor(config, device, runs_dir)
+                executor = _build_executor(config, device, runs_dir, ranks)
             executor.cache = storage
         yield OpenStudy(config, storage, runs_dir, record, lacking, executor, trust_remote_code)
 
@@ -187,11 +191,14 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
     return lacking
 
 
-def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
+def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path, ranks: Ranks | None) -> Executor:
     with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
         from hpo.trial.executor import Executor
 
-    return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+    executor = Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+    if ranks is not None:
+        executor.ranks = ranks
+    return executor
 
 
 def _num_on_device() -> int:
@@ -263,6 +270,7 @@ def run_study(
     storage.bind_data(config.name, executor.dataset.fingerprint)
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
+    note_database(folder(0).parent, storage.url)
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
     time_left = TimeLeft(storage, config.name, stop)
     return run_worker(

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import sqlalchemy as sa
 
@@ -37,6 +37,9 @@ from hpo.study.schema import workers
 from hpo.study.stopping import Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import Stint
+
+if TYPE_CHECKING:
+    from hpo.training.distributed import Ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +60,8 @@ class ServingOptions:
     device: str | None = None
     """The `DeviceInfo.device_id` of what its trials run on, where known."""
     poll_seconds: float = 2.0
+    ranks: Ranks | None = None
+    """The processes of torchrun that train each trial together, of which this is the first."""
 
 
 @dataclass
@@ -194,6 +199,7 @@ class _Server:
                     self._runs_dir,
                     resize=False,
                     trust_remote_code=self._options.trust_remote_code,
+                    ranks=self._options.ranks,
                 ) as opened,
                 shown(opened),
             ):

@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.study import StudyDirection
-from optuna.trial import TrialState
 
 from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
+from hpo.study.checkpoint_folders import kept_checkpoints
 from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
@@ -291,6 +290,8 @@ def trial_runner(
                 params, folder, resume_key, on_evaluation, should_stop, shared_device=shared
             )
             outbox.flush()
+        if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
+            stop.set()  # where another rank was told
         if not shared and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})
@@ -300,17 +301,10 @@ def trial_runner(
 
 
 def keep_best_checkpoints(study: optuna.Study, folder: Callable[[int], Path], top_k: int) -> None:
-    """Remove the checkpoints of all finished trials but the best `top_k`.
-
-    Best is by the first objective; with several, the trials of the Pareto front come first. `folder` gives
-    that of a trial by its number.
-    """
+    """Remove the checkpoints of all finished trials but the best `top_k`; `folder` gives that of a trial by
+    its number."""
     trials = study.get_trials(deepcopy=False)
-    sign = 1 if study.directions[0] == StudyDirection.MAXIMIZE else -1
-    front = {trial.number for trial in study.best_trials} if len(study.directions) > 1 else set()
-    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    complete.sort(key=lambda trial: (trial.number not in front, -sign * trial.values[0], trial.number))
-    kept = {trial.number for trial in complete[:top_k]}
+    kept = kept_checkpoints(study, top_k)
     for trial in trials:
         if trial.state.is_finished() and trial.number not in kept:
             shutil.rmtree(folder(trial.number), ignore_errors=True)
