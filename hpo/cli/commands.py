@@ -188,6 +188,7 @@ def _use_checkpoint(
 ) -> dict[str, Any]:
     """Score and export the checkpoint of a trial."""
     from hpo.device import probe_device
+    from hpo.study.checkpoint_artifacts import fetch_best, open_artifact_store
     from hpo.trial.best_model import export_checkpoint, score_checkpoint
     from hpo.trial.executor import Executor
 
@@ -195,6 +196,8 @@ def _use_checkpoint(
     executor = Executor(config, probe_device(config.device), RUNS)
     database.check_data(config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), number)
+    if (artifacts := open_artifact_store(config.checkpoint)) is not None:
+        fetch_best(artifacts, database, config.name, number, folder)
     found: dict[str, Any] = {}
     if evaluate:
         metrics = score_checkpoint(executor, folder, evaluate)

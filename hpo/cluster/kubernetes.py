@@ -20,6 +20,7 @@ there, and nothing else can.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -60,15 +61,15 @@ class KubernetesJob:
     study_file: str | None = None
     """The text of the study file; None: the study is in the database."""
     num_workers: int = 1
-    num_gpus: int = 1
-    """Of each worker; 0: it trains on the CPU."""
+    num_gpus: int = 0
+    """Of each pod, which runs a worker on each; 0: one on the CPU."""
     num_cpus: int = 1
     memory: str | None = None
     """As `sbatch --mem` takes it: `16G`, or megabytes."""
     seconds: int | None = None
     """After so long the Job ends, finished or not."""
     lead_seconds: int = 120
-    """From the signal to stop to the end of a pod: for a checkpoint."""
+    """From the signal to stop to the end of a pod: for its checkpoints."""
     secret: str = "hpo-storage"
     """The Secret with the URL of the database, as `storage_url`."""
     volume_claim: str | None = None
@@ -94,6 +95,10 @@ class KubernetesJob:
     def name(self) -> str:
         """Of the study's objects: a DNS label, and another one for each study."""
         return f"hpo-{dns_label(self.study)}"
+
+    @property
+    def num_pods(self) -> int:
+        return math.ceil(self.num_workers / max(1, self.num_gpus))
 
 
 def dns_label(name: str, limit: int = 40) -> str:
@@ -157,6 +162,27 @@ def memory_quantity(given: str) -> str:
     return f"{found[1]}{found[2] or 'M'}i"
 
 
+def seconds_of(given: str) -> int:
+    """Seconds of what `sbatch --time` takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`.
+
+    Raises InputError.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", given.strip(), re.ASCII)
+    if found:
+        days, *rest = found.groups()
+        numbers = [int(number) for number in rest if number is not None]
+        # What the first number counts depends on how many there are.
+        units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
+        seconds = int(days or 0) * 86400 + sum(
+            number * unit for number, unit in zip(numbers, units, strict=False)
+        )
+        if seconds > 0:
+            return seconds
+    raise InputError(
+        f"--time must be a time such as 90 (minutes), 12:00:00 or 2-00:00:00, but got `{given}`."
+    )
+
+
 class _Dumper(yaml.SafeDumper):
     """Text of several lines as such; no aliases, which people do not read easily."""
 
@@ -193,7 +219,8 @@ def _workers(job: KubernetesJob) -> Manifest:
     memory = {"memory": memory_quantity(job.memory)} if job.memory else {}
     # With the cores as a limit, too: a worker has as many threads as that.
     resources = {"cpu": job.num_cpus, **memory, **gpus}
-    pod = _pod(job, ["worker"], resources)
+    # Its parent process sees how a worker dies, which nobody else in the pod could.
+    pod = _pod(job, ["worker", "--workers-per-device=1"], resources)
     pod["restartPolicy"] = "Never"
     pod["terminationGracePeriodSeconds"] = job.lead_seconds
     if gpus:
@@ -207,8 +234,8 @@ def _workers(job: KubernetesJob) -> Manifest:
     ]
     spec = {
         "completionMode": "Indexed",
-        "completions": job.num_workers,
-        "parallelism": job.num_workers,
+        "completions": job.num_pods,
+        "parallelism": job.num_pods,
         "backoffLimitPerIndex": _RETRIES,
         **({"activeDeadlineSeconds": job.seconds} if job.seconds else {}),
         "podFailurePolicy": {"rules": rules},

@@ -22,8 +22,9 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpo.cluster.finding import Finding
-from hpo.config.study_config import StudyConfig
+from hpo.config.study_config import StudyConfig, stored_study
 from hpo.data.dataset import load_data
+from hpo.data.sources import DATA_DIR, located
 from hpo.device import GpuMemory, probe_device
 from hpo.errors import DataError, InputError
 from hpo.outcome import Outcome
@@ -109,6 +110,7 @@ def clock_skew(patient: Patient) -> Iterator[Finding]:
 def stale_trials(patient: Patient) -> Iterator[Finding]:
     """Trials that are RUNNING, or slots that are taken, and no worker has them."""
     for row in patient.studies():
+        before = {one.number for one in patient.trials(row.name) if one.state == TrialState.RUNNING}
         by_number, alive = patient.slots(row.name)
         for slot in by_number.values():
             if slot.state == "running" and slot.owner not in alive:
@@ -119,9 +121,10 @@ def stale_trials(patient: Patient) -> Iterator[Finding]:
                     "Opens the slot for the next worker, which would take it over in any case.",
                     partial(_open_slot, patient.storage, slot),
                 )
-        held = {slot.trial_number for slot in by_number.values() if slot.state != "done"}
-        for trial in patient.trials(row.name):
-            if trial.state == TrialState.RUNNING and trial.number not in held:
+        taken = {slot.trial_number for slot in by_number.values() if slot.state != "done"}
+        # A trial ends in the transaction that closes its slot, so one that still runs was in none.
+        for trial in patient.trials(row.name) if before - taken else ():
+            if trial.number in before - taken and trial.state == TrialState.RUNNING:
                 reason = "it was RUNNING, but no slot of the study has it, so no worker would go on with it."
                 yield Finding(
                     "warning",
@@ -215,18 +218,19 @@ def full_gpus(patient: Patient) -> Iterator[Finding]:
 def data_of_studies(patient: Patient) -> Iterator[Finding]:
     """Whether this host has the data of each study that is not finished, and the same as the others."""
     for row in patient.studies():
-        config = StudyConfig.model_validate(json.loads(row.definition))
+        config = stored_study(row.name, json.loads(row.definition))
         if row.state == "cancelled" or not any(
             slot.state != "done" for slot in patient.slots(row.name)[0].values()
         ):
             continue
-        files = [config.data.path, *dict(config.data.files).values()]
+        data = located(config.data)
+        files = [data.path, *dict(data.files).values()]
         missing = [str(path) for path in files if path is not None and not path.exists()]
         if missing:
             yield Finding(
                 "warning",
                 f"Study {row.name}: {socket.gethostname()} does not have its data, {', '.join(missing)}.",
-                "Put them there, on each host that is to run its trials.",
+                f"Put them there, or name the folder that holds them in {DATA_DIR}, where workers run.",
             )
         elif patient.named is not None and row.data is not None and config.data.source != "hub":
             try:
@@ -249,7 +253,7 @@ def progress(patient: Patient) -> Iterator[Finding]:
         left = [slot for slot in by_number.values() if slot.state != "done"]
         if not left or alive or row.state != "open":
             continue
-        config = StudyConfig.model_validate(json.loads(row.definition))
+        config = stored_study(row.name, json.loads(row.definition))
         what = f"Study {row.name}: {len(left)} of {len(by_number)} trials are left, and no worker is in it."
         if reason := _why_not_here(config, patient.trials(row.name), left):
             remedy = "Start a worker on another host; `hpo verify` shows what it can run."

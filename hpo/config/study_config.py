@@ -50,6 +50,9 @@ MEASURED_METRICS = (
 )
 """What an objective may name of what a trial costs."""
 
+ARTIFACTS, S3 = "artifacts:", "s3://"
+"""What a `checkpoint.location` in an artifact store begins with."""
+
 
 def study_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -130,13 +133,42 @@ class EvaluationConfig(Section):
         return self.per_trial or math.ceil(epochs or 1) * self.per_epoch
 
 
-class CheckpointConfig(Section):
-    """What is kept of a trial."""
+def _checkpoint_location(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(
+            f"must be a folder, `{ARTIFACTS}FOLDER` or `{S3}BUCKET/PREFIX`, but got {show(value)}."
+        )
+    if re.match(r"\w+://", value):
+        if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w.-]+)*/?", value):
+            raise ValueError(
+                f"must be `{S3}BUCKET/PREFIX` in letters, digits, `.`, `_` and `-`, but got {show(value)}. "
+                "The server and its keys come from AWS's environment variables (AWS_ENDPOINT_URL, "
+                "AWS_ACCESS_KEY_ID ...)."
+            )
+        return value
+    scheme = ARTIFACTS if value.startswith(ARTIFACTS) else ""
+    folder = (info.context or {}).get("folder", Path())
+    return scheme + str(Path(folder, Path(value.removeprefix(scheme)).expanduser()).absolute())
 
+
+class CheckpointConfig(Section):
+    """What is kept of a trial, and where."""
+
+    location: Annotated[str, BeforeValidator(_checkpoint_location)] | None = None
+    """Where checkpoints are kept, so that any worker that reads them goes on with a trial. Left out: under
+    `runs/`. A folder that the workers share; `artifacts:FOLDER`, an artifact store of Optuna's; or
+    `s3://BUCKET/PREFIX`, one on S3 or what speaks its protocol (extra `s3`), with AWS's environment variables
+    for the server and its keys."""
     top_k: Annotated[Whole, Field(ge=0)] = 3
     """Best trials of a study that keep their weights."""
     every_seconds: Positive = 30.0
     """Seconds between checkpoints of a running trial."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The shared folder; None: checkpoints are written under `runs/`."""
+        is_store = self.location is None or self.location.startswith((ARTIFACTS, S3))
+        return None if is_store else Path(str(self.location))
 
 
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:

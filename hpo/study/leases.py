@@ -293,7 +293,8 @@ class WorkerLease:
 
     def _lease_of(self, slot: sa.Row[Any], deaths: Deaths) -> Lease:
         name = self._study.study_name
-        return Lease(name, self.id, slot.slot, deaths, slot.trial_number, halted=self.halted)
+        about = {"trial_number": slot.trial_number, "saved_step": slot.saved_step, "halted": self.halted}
+        return Lease(name, self.id, slot.slot, deaths, **about)
 
     def _own_slot(self, connection: sa.Connection) -> sa.Row[Any] | None:
         """A slot that this worker has already: the connection broke after the commit of its claim, say."""
@@ -353,7 +354,8 @@ class WorkerLease:
         trial = self._study.get_trials(deepcopy=False)[slot.trial_number]
         if cause is None or "outcome" in trial.user_attrs:
             return Deaths.of_slot(slot)
-        return count_death(connection, slot, trial, self.saved_step(trial.number), cause)
+        saved_step = max(slot.saved_step, self.saved_step(trial.number))
+        return count_death(connection, slot, trial, saved_step, cause)
 
     # The trial of a slot
 

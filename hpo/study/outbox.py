@@ -107,7 +107,7 @@ class Outbox:
             self._waiting.append(report)
             self._changed.notify_all()
             if not is_behind:
-                self._changed.wait_for(lambda: self._is_away or self._is_settled(), timeout=self.wait_seconds)
+                self._changed.wait_for(lambda: self._is_away or self.is_settled(), timeout=self.wait_seconds)
             for waiting in list(self._waiting)[self._num_in_file :]:
                 self._append(waiting)
 
@@ -132,7 +132,7 @@ class Outbox:
         deadline = time.monotonic() + storage.patience_seconds
         stopped_by = math.inf
         with self._changed:
-            while not self._is_settled():
+            while not self.is_settled():
                 if storage.stop.is_set():
                     stopped_by = min(stopped_by, time.monotonic() + self.wait_seconds)
                     if self._is_away or time.monotonic() > stopped_by:
@@ -142,7 +142,8 @@ class Outbox:
                 self._changed.wait(0.1)
         self.pruned_at()
 
-    def _is_settled(self) -> bool:
+    def is_settled(self) -> bool:
+        """Whether nothing waits."""
         return self._error is not None or not (self._waiting or self._left_behind)
 
     def _run(self) -> None:

@@ -29,6 +29,7 @@ from hpo.device import (
 from hpo.errors import InputError, NoDatabaseError, StudyChangedError
 from hpo.memory import gc_frozen_imports, release_free_memory
 from hpo.precision.table import apply_preset, left_out
+from hpo.study.checkpoint_artifacts import drop_artifacts, open_artifact_store
 from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
@@ -271,16 +272,20 @@ def run_study(
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
     note_database(folder(0).parent, storage.url)
+    artifacts = open_artifact_store(config.checkpoint)
+    drop = partial(drop_artifacts, artifacts, storage, config.name) if artifacts else lambda _: None
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
     time_left = TimeLeft(storage, config.name, stop)
     return run_worker(
         config,
         storage,
-        trial_runner(executor, storage, stop, time_left, shared_device=_num_on_device() > 1),
+        trial_runner(
+            executor, storage, stop, time_left, shared_device=_num_on_device() > 1, artifacts=artifacts
+        ),
         device=WorkerDevice(executor.device.device_id, memory_bytes, study.lacking),
         stop=stop,
         saved_step=lambda number: last_saved_step(folder(number)),
-        after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k),
+        after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k, drop),
         stint=replace(stint, has_time=time_left.suffices),
     )
 

@@ -31,6 +31,7 @@ from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
+from hpo.study.checkpoint_artifacts import ArtifactCheckpoints, ArtifactStore, FolderCheckpoints
 from hpo.study.checkpoint_folders import kept_checkpoints
 from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
@@ -242,10 +243,12 @@ def trial_runner(
     time_left: TimeLeft | None = None,
     *,
     shared_device: bool = False,
+    artifacts: ArtifactStore | None = None,
 ) -> Execute:
     """Return how a trial runs for real: suggest, train with `executor`, report each evaluation.
 
-    `shared_device` says that workers were started together on the device; others are looked for.
+    `shared_device` says that workers were started together on the device; others are looked for. `artifacts`
+    is where its checkpoints are copied to.
     """
     metric_names = [objective.metric for objective in executor.study.objective]
     time_left = time_left or TimeLeft(storage, executor.study.name, stop)
@@ -287,7 +290,15 @@ def trial_runner(
         resume_key = f"{token}/{trial.number}"
         with Outbox(storage, trial, lease, folder, last_saved_step(folder)) as outbox:
             result = executor.run(
-                params, folder, resume_key, on_evaluation, should_stop, shared_device=shared
+                params,
+                folder,
+                resume_key,
+                on_evaluation,
+                should_stop,
+                shared_device=shared,
+                mirror=FolderCheckpoints(lease)
+                if artifacts is None
+                else ArtifactCheckpoints(artifacts, storage, lease, trial.number, outbox.is_settled),
             )
             outbox.flush()
         if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
@@ -300,11 +311,20 @@ def trial_runner(
     return execute
 
 
-def keep_best_checkpoints(study: optuna.Study, folder: Callable[[int], Path], top_k: int) -> None:
-    """Remove the checkpoints of all finished trials but the best `top_k`; `folder` gives that of a trial by
-    its number."""
-    trials = study.get_trials(deepcopy=False)
+def keep_best_checkpoints(
+    study: optuna.Study,
+    folder: Callable[[int], Path],
+    top_k: int,
+    drop: Callable[[set[int]], None] = lambda _: None,
+) -> None:
+    """Remove the checkpoints of all finished trials but the best `top_k`.
+
+    `folder` gives that of a trial by its number; `drop` removes those of trials elsewhere.
+    """
     kept = kept_checkpoints(study, top_k)
-    for trial in trials:
-        if trial.state.is_finished() and trial.number not in kept:
-            shutil.rmtree(folder(trial.number), ignore_errors=True)
+    finished = {trial.number for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()}
+    gone = finished - kept
+    for number in gone:
+        if folder(number).exists():
+            shutil.rmtree(folder(number), ignore_errors=True)
+    drop(gone)

@@ -8,6 +8,10 @@ was damaged afterwards does not match its manifest and is passed over for the on
 The manifest also holds the resume key: what must be equal for a trial to go on from there (configuration,
 effective precision, device type). A store reads and replaces the checkpoints of its own key only.
 
+A write that fails (a full disk) does not end the trial: it leaves nothing half-written and the checkpoints
+before as they were, is told as one of the store's `problems`, and the next write is tried all the same. So is
+why a trial does not go on from its newest checkpoint.
+
     <trial folder>/
         step-00000120/      to go on from; the two newest while the trial runs, the last when it has ended
         best-00000080/      weights of the best evaluation
@@ -18,15 +22,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -35,7 +41,12 @@ from torch import Tensor
 
 from hpo.errors import CheckpointError, Preempted
 
+_logger = logging.getLogger(__name__)
+
 _WEIGHTS, _STATE, _MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+MAX_PROBLEMS = 20
+SETTLE_SECONDS = (60.0, 10.0)
+"""How long the end of a trial waits for a slow mirror: when it is done, and when it is to leave in time."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +58,40 @@ class Checkpoint:
     state: dict[str, Any]
 
 
+class CheckpointMirror(Protocol):
+    """Where the checkpoints of a trial are for other workers, too."""
+
+    problems: list[str]
+    """What did not work."""
+
+    def names(self, kind: str, resume_key: str, /) -> Sequence[str]:
+        """The checkpoints that are there, of a kind: `step` or `best`."""
+
+    def fetch(self, path: Path, /) -> None:
+        """Bring one of them to its place here. Raises CheckpointError if it cannot be had."""
+
+    def sync(self, kept: Sequence[Path], resume_key: str, /) -> None:
+        """Take what is kept here, and drop those of this key that it replaces; returns at once."""
+
+    def settle(self, seconds: float, /) -> None:
+        """Wait for that, so long at most; the trial has no further checkpoint."""
+
+
 class CheckpointStore:
     """The checkpoints of one trial under one resume key; a context manager that waits for the last write.
 
-    A thread writes while the trial goes on. A failed write (a full disk) is raised as CheckpointError by the
-    next call or at the end; it leaves nothing half-written and the checkpoints before as they were. It does
-    not replace another exception that ends the trial, except `Preempted`, which promises a checkpoint.
+    A thread writes while the trial goes on. Only where the trial ends as `Preempted`, which promises a
+    checkpoint, a last write that failed is raised, as CheckpointError.
     """
 
-    def __init__(self, folder: Path, resume_key: str) -> None:
+    def __init__(self, folder: Path, resume_key: str, mirror: CheckpointMirror | None = None) -> None:
         self.folder = folder
         self.resume_key = resume_key
         self.write_seconds = 0.0
         """How long the last write took."""
+        self._problems: list[str] = []
+        self._is_failing = False
+        self._mirror = mirror
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -68,10 +100,16 @@ class CheckpointStore:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None or issubclass(kind, Preempted):
-                self.wait()
+            self.wait(must_be_written=kind is not None and issubclass(kind, Preempted))
         finally:
             self._writer.shutdown()
+            if self._mirror is not None:
+                self._mirror.settle(SETTLE_SECONDS[kind is not None])
+
+    @property
+    def problems(self) -> list[str]:
+        """What did not work, each once."""
+        return [*self._problems, *(self._mirror.problems if self._mirror else ())]
 
     def save(
         self,
@@ -90,26 +128,69 @@ class CheckpointStore:
         try:
             if copy:
                 weights, state, best = _copied((weights, state, best))
+            self._writing = self._writer.submit(self._save, step, weights, state, best)
         except (RuntimeError, MemoryError) as error:
-            raise CheckpointError(
-                f"there is no memory for the copy of checkpoint {self.folder}, step {step}: {error}. "
-                "Run fewer workers on this machine."
-            ) from error
-        self._writing = self._writer.submit(self._save, step, weights, state, best)
+            self._writing = Future()
+            self._writing.set_exception(
+                CheckpointError(
+                    f"there is no memory for the copy of checkpoint {self.folder}, step {step}: {error}. "
+                    "Run fewer workers on this machine."
+                )
+            )
 
-    def wait(self) -> None:
-        """Wait until what was saved is on the disk. Raises CheckpointError if it is not."""
+    def wait(self, *, must_be_written: bool = False) -> None:
+        """Wait until what was saved is on the disk, or has failed to be written.
+
+        Raises CheckpointError if it failed and `must_be_written`.
+        """
         writing, self._writing = self._writing, None
-        if writing is not None:
+        if writing is None:
+            return
+        try:
             writing.result()
+            self._is_failing = False
+        except CheckpointError as error:
+            if not self._is_failing:  # said once, not at every interval
+                self._note(str(error))
+            self._is_failing = True
+            if must_be_written:
+                raise
 
-    def latest(self) -> Checkpoint | None:
-        """The newest intact checkpoint of this key to go on from, or None."""
-        return _newest_intact(self._own("step"))
+    def latest(self, shapes: Mapping[str, torch.Size] | None = None) -> Checkpoint | None:
+        """The newest intact checkpoint of this key to go on from, or None.
 
-    def best(self) -> Checkpoint | None:
-        """The best weights of this key, or None if there are none or they are damaged."""
-        return _newest_intact(self._own("best"))
+        With `shapes`, those of the trial's weights by their names, one of another model is passed over.
+        """
+        return self._newest("step", shapes)
+
+    def best(self, shapes: Mapping[str, torch.Size] | None = None) -> Checkpoint | None:
+        """The best weights of this key, or None if there are none or they are damaged; `shapes` as above."""
+        return self._newest("best", shapes)
+
+    def _newest(self, kind: str, shapes: Mapping[str, torch.Size] | None) -> Checkpoint | None:
+        mirrored = self._mirror.names(kind, self.resume_key) if self._mirror else ()
+        names = {path.name for path in _named(self.folder, kind)} | set(mirrored)
+        for path in sorted((self.folder / name for name in names), reverse=True):
+            try:
+                if self._mirror is not None and path.name in mirrored and not (path / _MANIFEST).exists():
+                    self._mirror.fetch(path)
+                if _resume_key(path) not in (None, self.resume_key):
+                    self._note(f"checkpoint {path} is of another precision, device, data or version.")
+                    continue
+                found = read_checkpoint(path)
+            except CheckpointError as error:
+                self._note(str(error))
+                continue
+            if shapes is not None and shapes != {name: w.shape for name, w in found.weights.items()}:
+                self._note(f"checkpoint {path} is of another model.")
+            else:
+                return found
+        return None
+
+    def _note(self, problem: str) -> None:
+        _logger.warning("%s", problem)
+        if problem not in self._problems and len(self._problems) < MAX_PROBLEMS:
+            self._problems.append(problem)
 
     def finish(self) -> None:
         """Keep this key's best and last only."""
@@ -118,6 +199,11 @@ class CheckpointStore:
         for path in [*_named(self.folder, "best"), *_named(self.folder, "step"), *self.folder.glob(".*.tmp")]:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+        self._sync()
+
+    def _sync(self) -> None:
+        if self._mirror is not None:
+            self._mirror.sync([*self._own("best"), *self._own("step")], self.resume_key)
 
     def _own(self, kind: str) -> list[Path]:
         return [path for path in _named(self.folder, kind) if _resume_key(path) == self.resume_key]
@@ -134,27 +220,25 @@ class CheckpointStore:
             if content is not None:
                 path = self.folder / f"{kind}-{step:08d}"
                 _write(path, weights, content, self.resume_key, same_weights=written)
-                others = [old for old in self._own(kind) if old != path]
-                for old in others[: len(others) + 1 - keep]:
+                # Older ones alone: a newer one is another worker's, which has taken over meanwhile.
+                older = [old for old in self._own(kind) if old.name < path.name]
+                for old in older[: len(older) + 1 - keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 written = path
         self.write_seconds = time.monotonic() - began
+        self._sync()
 
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
     """The best weights that a finished trial left in its folder, or None if they are missing or damaged."""
-    return _newest_intact(_named(folder, "best"))
+    for path in reversed(_named(folder, "best")):
+        with contextlib.suppress(CheckpointError):
+            return read_checkpoint(path)
+    return None
 
 
 def _named(folder: Path, kind: str) -> list[Path]:
     return sorted(folder.glob(f"{kind}-????????"))
-
-
-def _newest_intact(paths: list[Path]) -> Checkpoint | None:
-    for path in reversed(paths):
-        with contextlib.suppress(CheckpointError):
-            return read_checkpoint(path)
-    return None
 
 
 def _resume_key(path: Path) -> str | None:
@@ -168,6 +252,7 @@ class NoCheckpoints:
     """Takes the place of a store for a trial that nobody will go on with: nothing is kept."""
 
     write_seconds = 0.0
+    problems: Sequence[str] = ()
 
     def __enter__(self) -> NoCheckpoints:
         return self
@@ -178,11 +263,10 @@ class NoCheckpoints:
     def save(self, *_: object, **__: object) -> None:
         pass
 
-    def latest(self) -> None:
+    def latest(self, _: object = None) -> None:
         return None
 
-    def best(self) -> None:
-        return None
+    best = latest
 
     def finish(self) -> None:
         pass
@@ -217,9 +301,9 @@ def _write(
     path: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any], key: str, same_weights: Path | None
 ) -> None:
     """Write a checkpoint; its weights are a hard link to those of the checkpoint `same_weights`, if given."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Process ids repeat on the machines that share a folder.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         if same_weights is not None:
             with contextlib.suppress(OSError):  # a file system without hard links
@@ -243,7 +327,7 @@ def _write(
         full = "No space left" in str(error)
         raise CheckpointError(
             f"checkpoint {path} could not be written: {error}.{' Free some space.' if full else ''} "
-            "The trial goes on from the checkpoint before when the study is started again."
+            "The checkpoint before stays."
         ) from error
 
 

@@ -65,7 +65,7 @@ def _best_model(
     if best is None:
         raise RunError(
             f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
-            "trial ran, and checkpoint.top_k says how many trials keep theirs."
+            "trial ran, or at checkpoint.location, and checkpoint.top_k says how many trials keep theirs."
         )
     config = TrialConfig.model_validate_json(best.state["config"])
     precision = PRECISIONS[best.state["precision"]]

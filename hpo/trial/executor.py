@@ -42,6 +42,7 @@ from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.table import PRECISION, Precision, Resolution, apply_preset, resolve
+from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import ONE_RANK, ConnectedRanks, Ranks
 from hpo.training.loop import Budget, TrainingArgs
@@ -114,7 +115,8 @@ class Executor:
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Where a trial of this study keeps its checkpoints; the token tells it from others of its name."""
-        return self.runs_dir / self.study.name / f"checkpoints-{study_token[:8]}" / f"trial-{number:05d}"
+        base = self.study.checkpoint.folder or self.runs_dir
+        return base / self.study.name / f"checkpoints-{study_token[:8]}" / f"trial-{number:05d}"
 
     def run(
         self,
@@ -125,13 +127,14 @@ class Executor:
         should_stop: Callable[[], bool] = lambda: False,
         *,
         shared_device: bool = False,
+        mirror: CheckpointMirror | None = None,
     ) -> TrialResult:
         """Run one trial with `params` to its outcome.
 
         `folder` holds its checkpoints (None: it keeps none); those of another `resume_key` are neither used
-        nor touched. `on_evaluation` may end the trial by raising a TrialEnd. When `should_stop` says so, the
-        trial is checkpointed and ends as `preempted`. `shared_device` is recorded: other workers use the
-        device too.
+        nor touched. `mirror` has them for other workers. `on_evaluation` may end the trial by raising a
+        TrialEnd. When `should_stop` says so, the trial is checkpointed and ends as `preempted`.
+        `shared_device` is recorded: other workers use the device too.
 
         Raises InputError and RunError for what concerns more than this trial.
         """
@@ -148,7 +151,7 @@ class Executor:
         try:
             with self.ranks.together(ends_trial=True):
                 run = TrialRun(self, recorder, on_evaluation, should_stop)
-                values = run.run(params, folder, resume_key)
+                values = run.run(params, folder, resume_key, mirror)
             outcome, reason = Outcome.COMPLETE, ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)

@@ -21,7 +21,7 @@ from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, observe
 from hpo.precision.table import resolve, support
-from hpo.training.checkpoint import CheckpointStore, NoCheckpoints
+from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
 from hpo.training.compilation import CompileClock, compiled_modules, run_compiled_shapes
 from hpo.training.distributed import Ranks
 from hpo.training.evaluate import Evaluation
@@ -79,7 +79,13 @@ class TrialRun:
         self.best: ScoredEvaluation | None = None
         self.peak_memory = RanksPeakMemory(executor.device, executor.ranks)
 
-    def run(self, params: Mapping[str, Any], folder: Path | None, resume_key: str) -> tuple[float, ...]:
+    def run(
+        self,
+        params: Mapping[str, Any],
+        folder: Path | None,
+        resume_key: str,
+        mirror: CheckpointMirror | None = None,
+    ) -> tuple[float, ...]:
         """Run the trial to its end and return its values; the arguments and errors are `Executor.run`'s."""
         executor, recorder = self.executor, self.recorder
         config = build_trial_config(executor.study, params, executor.default_precision, executor.amp)
@@ -97,7 +103,8 @@ class TrialRun:
         used_ids = executor.used_ids(config)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
         key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
-        checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key)
+        checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
+        recorder.follow(lambda: {"checkpoint_problems": list(checkpoints.problems)})
         with backend_flags(resolution.precision, config.amp), checkpoints as self.store:
             self.parts = executor.parts(config, resolution)
             split = self.parts.train_split
@@ -135,16 +142,21 @@ class TrialRun:
         The best weights may be newer, of an evaluation that will be made again: its value, which was
         reported before they were written, stays the trial's best until there is a better one.
         """
-        best, last = self.store.best(), self.store.latest()
-        scored = best.state["best"] if best else last.state["best"] if last else None
+        shapes = {name: value.shape for name, value in self.parts.model.state_dict().items()}
+        best, last = self.store.best(shapes), self.store.latest(shapes)
         if last is not None:
             self.parts.model.load_state_dict(last.weights)
         # Rank 0 alone reads checkpoints, so that all go on from the same.
         ranks = self.executor.ranks
         ranks.copy_from_main(self.parts.model)
-        scored, state = ranks.broadcast((scored, last.state if last else None))
-        if scored is not None:
-            self._set_best(ScoredEvaluation.from_state_dict(scored))
+        found = [one.state["best"] for one in (best, last) if one]
+        found, state = ranks.broadcast((found, last.state if last else None))
+        for best_state in filter(None, found):
+            # The best weights may be older, too, if newer ones could not be written.
+            scored = ScoredEvaluation.from_state_dict(best_state)
+            values = self.best.values if self.best else None
+            if is_better(self.executor.study.objective[0], scored.values, values):
+                self._set_best(scored)
         if state is None:
             return
         self.optimizer.load_state_dict(state["optimizer"])

@@ -28,6 +28,7 @@ from hpo.study import sqlite_place
 from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import parse_url
 from hpo.study.leases import WorkerLease
+from hpo.study.migrations import newest_version
 from hpo.study.process import this_machine
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
@@ -90,7 +91,7 @@ def test_nothing_is_wrong_with_a_new_study(storage: Storage, host: Host) -> None
 
 def test_tables_of_an_earlier_version_are_moved_up(storage_url: str, host: Host) -> None:
     make_v1(storage_url)
-    mends(storage_url, host, "must be of version v2, but are of v1")
+    mends(storage_url, host, f"must be of version {newest_version()}, but are of v1")
 
 
 def test_tables_of_a_later_version_are_left_alone(storage: Storage, host: Host) -> None:
@@ -272,12 +273,18 @@ def test_a_running_trial_without_a_slot_is_ended(storage: Storage, host: Host) -
     opened.add_trial(create_trial(state=TrialState.RUNNING))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         run_trial(worker)
-    opened.add_trial(create_trial(state=TrialState.RUNNING))
+        lease = worker.claim()
+        assert lease is not None
+        worker.open_trial(lease)
+        with storage.engine.begin() as connection:  # as a lowered `n_trials` did before
+            connection.execute(sa.delete(slots).where(slots.c.slot == 1))
     first, second = found(storage, host)
     assert "trial 0 is RUNNING, but no slot" in first.problem
     assert "trial 2 is RUNNING, but no slot" in second.problem
     assert all(one.mended for one in found(storage, host, fix=True))
-    assert [trial.state.name for trial in opened.trials] == ["FAIL", "COMPLETE", "FAIL"]
+    with open_storage(storage.url, create=False) as fresh:  # what a process owns it does not read again
+        trials = fresh.load_study("tiny").trials
+    assert [trial.state.name for trial in trials] == ["FAIL", "COMPLETE", "FAIL"]
     assert found(storage, host) == []
 
 
@@ -376,7 +383,7 @@ def test_the_memory_of_gpus_is_what_the_driver_says(tmp_path: Path, monkeypatch:
 
 
 def test_data_that_this_host_lacks_or_has_otherwise_are_told(
-    sqlite_url: str, host: Host, tmp_path: Path
+    sqlite_url: str, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"id": str(number), "text": f"text {number}", "labels": {"size": number}} for number in range(40)]
     data = write_set(tmp_path / "data", {"tasks": {"size": {"kind": "regression"}}}, train=rows)
@@ -392,6 +399,10 @@ def test_data_that_this_host_lacks_or_has_otherwise_are_told(
         data.rename(tmp_path / "moved")
         (one,) = found(storage, host)
         assert f"does not have its data, {data}" in one.problem
+        (tmp_path / "mounted").mkdir()
+        (tmp_path / "moved").rename(tmp_path / "mounted" / "data")
+        monkeypatch.setenv("HPO_DATA_DIR", str(tmp_path / "mounted"))
+        assert found(storage, host) == []
 
 
 def test_a_study_that_cannot_go_on_here_is_told(sqlite_url: str, host: Host) -> None:

@@ -18,6 +18,7 @@ from hpo.cluster.kubernetes import (
     dns_label,
     manifests,
     memory_quantity,
+    seconds_of,
     secret_commands,
     write,
 )
@@ -25,7 +26,7 @@ from hpo.errors import InputError
 from hpo.study.database import parse_url, storage_url
 
 STUDY_FILE = "# A study: with *odd* {{characters}} \n\nname: 'x'\nquestion: \"é\\t\"\n---\nkind: Secret\n"
-SMALL = KubernetesJob("tiny", "registry.example.org/hpo:cpu", num_gpus=0)
+SMALL = KubernetesJob("tiny", "registry.example.org/hpo:cpu")
 FULL = KubernetesJob(
     "tiny",
     "registry.example.org/hpo:cuda",
@@ -78,7 +79,7 @@ def test_a_misspelt_field_would_be_found() -> None:
 
 def test_workers_are_an_indexed_job_that_tells_the_ends_of_its_pods_apart() -> None:
     job = of_kind(FULL, "Job")["spec"]
-    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 8, 8)
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 4, 4)
     assert job["activeDeadlineSeconds"] == 7200
     assert job["backoffLimitPerIndex"] > 0
     disruption, wrong_input, stopped = job["podFailurePolicy"]["rules"]
@@ -200,9 +201,9 @@ def test_the_study_file_goes_along_letter_by_letter() -> None:
     assert study["data"]["study.yaml"] == STUDY_FILE
     (worker,) = of_kind(FULL, "Job")["spec"]["template"]["spec"]["containers"]
     folder = next(m["mountPath"] for m in worker["volumeMounts"] if m["name"] == "study")
-    assert worker["command"] == ["hpo", "worker", f"{folder}/study.yaml"]
+    assert worker["command"] == ["hpo", "worker", "--workers-per-device=1", f"{folder}/study.yaml"]
     (named,) = of_kind(SMALL, "Job")["spec"]["template"]["spec"]["containers"]
-    assert named["command"] == ["hpo", "worker", "tiny"]
+    assert named["command"] == ["hpo", "worker", "--workers-per-device=1", "tiny"]
     assert "ConfigMap" not in {one["kind"] for one in documents(SMALL)}
 
 
@@ -252,6 +253,27 @@ def test_memory_is_given_as_to_sbatch(given: str, quantity: str) -> None:
 def test_what_is_no_amount_of_memory_is_refused(given: str) -> None:
     with pytest.raises(InputError, match="--mem must be a number"):
         memory_quantity(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:01", 7201),
+        ("1-1", 90000),
+        ("1-0:30", 88200),
+        ("2-00:00:05", 172805),
+    ],
+)
+def test_a_time_is_given_as_to_sbatch(given: str, seconds: int) -> None:
+    assert seconds_of(given) == seconds
+
+
+@pytest.mark.parametrize("given", ["", "0", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED"])
+def test_what_is_no_time_is_refused(given: str) -> None:
+    with pytest.raises(InputError, match="--time must be a time"):
+        seconds_of(given)
 
 
 def test_files_are_written_into_a_folder(tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_trial_knows_of_other_workers_on_its_machine(
             if kind != "alone":
                 connection.execute(sa.insert(workers).values(row))
 
-    def run(*_: Any, shared_device: bool) -> TrialResult:
+    def run(*_: Any, shared_device: bool, **__: Any) -> TrialResult:
         told = shared_device
         others(end)
         return TrialResult(

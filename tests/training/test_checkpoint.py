@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -112,17 +113,24 @@ def test_a_checkpoint_with_code_in_it_is_not_loaded(store: CheckpointStore) -> N
         read_checkpoint(store.folder / "step-00000001")
 
 
-def test_a_full_disk_is_one_clear_error_and_loses_nothing(
-    store: CheckpointStore, request: pytest.FixtureRequest
+def test_a_full_disk_is_a_problem_that_loses_nothing_and_the_next_write_is_tried(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save(1, WEIGHTS, state={"step": 1})
     store.wait()
-    request.getfixturevalue("_disk_is_full")
-    problem = r"not be written: .*No space left on device.*Free some space"
-    with pytest.raises(CheckpointError, match=problem), store:
-        store.save(2, WEIGHTS, state={"step": 2})
+    with monkeypatch.context() as patch:
+        full = Mock(side_effect=OSError(28, "No space left on device"))
+        patch.setattr("hpo.training.checkpoint.torch.save", full)
+        for step in (2, 3):
+            store.save(step, WEIGHTS, state={"step": step})
+        store.wait()
     assert names_in(store.folder) == ["step-00000001"]
     assert store.latest().state == {"step": 1}
+    assert len(store.problems) == 1
+    assert re.search(r"0002 could not be written: .*No space left.*Free some space", store.problems[0])
+    store.save(4, WEIGHTS, state={"step": 4})
+    store.wait()
+    assert store.latest().state == {"step": 4}
 
 
 def fails_and_ends(store: CheckpointStore, end: type[BaseException]) -> None:
@@ -138,15 +146,35 @@ def test_a_failed_write_replaces_only_an_end_that_promises_a_checkpoint(
 ) -> None:
     with pytest.raises(CheckpointError if end is Preempted else end):
         fails_and_ends(store, end)
+    assert len(store.problems) == 1
 
 
-def test_no_memory_for_the_copy_is_an_error_of_the_checkpoint(store: CheckpointStore) -> None:
+def test_no_memory_for_the_copy_is_a_problem_of_the_checkpoint(store: CheckpointStore) -> None:
     class TooLarge(dict[str, torch.Tensor]):
         def items(self) -> Any:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    with pytest.raises(CheckpointError, match="no memory for the copy"):
-        store.save(1, TooLarge(a=torch.ones(1)), state={})
+    store.save(1, TooLarge(a=torch.ones(1)), state={})
+    store.wait()
+    assert "no memory for the copy" in store.problems[0]
+
+
+def test_checkpoint_of_another_model_gives_way_to_the_one_before(store: CheckpointStore) -> None:
+    store.save(1, WEIGHTS, state={"step": 1})
+    store.save(2, {"a": torch.ones(3, 2)}, state={"step": 2})
+    store.wait()
+    assert store.latest({name: value.shape for name, value in WEIGHTS.items()}).state == {"step": 1}
+    assert store.problems == [f"checkpoint {store.folder / 'step-00000002'} is of another model."]
+
+
+def test_newer_checkpoints_are_those_of_a_worker_that_took_over(tmp_path: Path) -> None:
+    late, new = (CheckpointStore(tmp_path, "key") for _ in range(2))
+    for store, steps in ((late, (10, 20)), (new, (30, 40, 50)), (late, (25, 35))):
+        for step in steps:
+            store.save(step, WEIGHTS, state={"step": step}, best={})
+        store.wait()
+    assert new.latest().state == {"step": 50}
+    assert {"step-00000040", "step-00000050", "best-00000050"} <= set(names_in(tmp_path))
 
 
 def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: CheckpointStore) -> None:

@@ -1,0 +1,313 @@
+"""Checkpoints that cannot be written, read or reached: the trial goes on from what there is, and says why.
+
+`hpo run` as a user starts it, each machine with a `runs/` folder of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Finished, finish, ok, start_hpo, wait_until
+from tiny import write_study
+
+from hpo.study.storage import open_storage
+from hpo.study.study_record import StudyRecord
+
+STEPS = 40
+TRAINING = {"max_steps": STEPS, "batch_size": 8, "max_length": 64}
+
+
+class Machine:
+    """A machine of the study: a folder in which `hpo` runs."""
+
+    def __init__(self, folder: Path, url: str, **environment: str) -> None:
+        self.folder = folder
+        self._url = url
+        self._environment = environment
+        folder.mkdir()
+        self.process: subprocess.Popen[str] | None = None
+
+    def write(self, location: str | None, every_seconds: float = 0.05, **changes: Any) -> None:
+        checkpoint: dict[str, Any] = {"top_k": 1, "every_seconds": every_seconds}
+        checkpoint |= {"location": location} if location else {}
+        write_study(
+            self.folder,
+            **{"n_trials": 1, "training": TRAINING, "checkpoint": checkpoint, **changes},
+            evaluation={"per_trial": 2},
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = arguments or ("run", "tiny.yaml")
+        return start_hpo(self.folder, *command, HPO_STORAGE=self._url, **self._environment)
+
+    def run(self, *arguments: str) -> Finished:
+        return ok(finish(self.start(*arguments)))
+
+    def run_until(self, condition: Callable[[], bool], number: signal.Signals = signal.SIGKILL) -> Finished:
+        """Run the study until something holds, then send a signal."""
+        process = self.start()
+        wait_until(condition, process)
+        process.send_signal(number)
+        return finish(process)
+
+    def checkpoints(self, kind: str = "step", base: Path | None = None) -> list[Path]:
+        base = base or self.folder / "runs"
+        return sorted(base.glob(f"tiny/checkpoints-*/trial-00000/{kind}-????????"))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/hpo.db"
+
+
+def stored(url: str) -> StudyRecord:
+    with open_storage(url) as storage:
+        return storage.read_study("tiny")
+
+
+def telemetry(url: str) -> dict[str, Any]:
+    """Of the one trial, which is complete with all its steps."""
+    [trial] = stored(url).trials
+    assert trial.outcome == "complete", trial
+    assert trial.telemetry["num_steps"] == STEPS
+    assert [row.step for row in trial.evaluations] == [STEPS // 2, STEPS]
+    return dict(trial.telemetry)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+# Damaged
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path / "model.safetensors", (path / "model.safetensors").stat().st_size // 2)
+
+
+def tear(path: Path) -> None:
+    (path / "manifest.json").write_text('{"resume_key": "')
+
+
+def change_key(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"resume_key": "another model's"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "num_damaged", "why"),
+    [
+        (truncate, 1, "model.safetensors does not match its manifest"),
+        (tear, 2, "cannot be read"),
+        (change_key, 2, "is of another precision, device, data or version"),
+    ],
+)
+def test_damaged_checkpoint(
+    tmp_path: Path, url: str, damage: Callable[[Path], None], num_damaged: int, why: str
+) -> None:
+    """The one before is taken, or the trial starts anew."""
+    machine = Machine(tmp_path / "a", url)
+    machine.write(None)
+    machine.run_until(lambda: len(machine.checkpoints()) == 2)
+    found = machine.checkpoints()
+    for path in found[-num_damaged:]:
+        damage(path)
+    machine.write(None, every_seconds=30)
+    machine.run()
+    known = telemetry(url)
+    if num_damaged == 1:
+        assert known["resumed_from_step"] == step_of(found[-2])
+    else:
+        assert known.get("resumed_from_step", 0) == 0
+    problems = " ".join(known["checkpoint_problems"])
+    assert why in problems
+    assert found[-1].name in problems
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 40 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a file system of a few megabytes can only be mounted by root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    filler = disk / "filler"
+    free = shutil.disk_usage(disk).free
+    filler.write_bytes(b"\0" * (free - 20_000))
+    return filler
+
+
+def test_full_disk_ends_no_trial_and_the_next_checkpoint_is_tried(
+    tmp_path: Path, url: str, small_disk: Path
+) -> None:
+    machine = Machine(tmp_path / "a", url)
+    machine.write(str(small_disk), training={**TRAINING, "max_steps": 300})
+    machine.run("init", "tiny.yaml")
+    filler = fill(small_disk)
+    process = machine.start()
+    wait_until(lambda: any(trial.evaluations for trial in stored(url).trials), process)
+    assert not machine.checkpoints(base=small_disk)
+    filler.unlink()
+    ok(finish(process))
+    [trial] = stored(url).trials
+    assert trial.outcome == "complete"
+    problems = trial.telemetry["checkpoint_problems"]
+    assert re.search(r"could not be written: .*No space left on device.* Free some space", problems[0])
+    assert machine.checkpoints(base=small_disk), "there was room again"
+
+
+def test_stop_on_a_full_disk_says_that_there_is_no_checkpoint(
+    tmp_path: Path, url: str, small_disk: Path
+) -> None:
+    machine = Machine(tmp_path / "a", url)
+    machine.write(str(small_disk), every_seconds=0.05)
+    process = machine.start()
+    wait_until(lambda: len(machine.checkpoints(base=small_disk)) == 2, process)
+    fill(small_disk)
+    process.terminate()
+    stopped = finish(process)
+    assert stopped.exit_code == 1
+    assert re.search(r"could not be written: .*No space left.*The checkpoint before stays", stopped.err)
+    (small_disk / "filler").unlink()
+    before = machine.checkpoints(base=small_disk)
+    machine.write(str(small_disk), every_seconds=30)
+    machine.run()
+    assert telemetry(url)["resumed_from_step"] == step_of(before[-1])
+
+
+# Other machines
+
+
+class Store:
+    """An artifact store, which may be away, and how a study names it."""
+
+    def __init__(self, location: str, environment: dict[str, str], names: Callable[[], list[str]]) -> None:
+        self.location = location
+        self.environment = environment
+        self.names = names
+        self.go = self.come_back = lambda: None
+
+
+@pytest.fixture(params=["artifacts", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "artifacts":
+        folder, away = tmp_path / "store", tmp_path / "away"
+        found = Store(f"artifacts:{folder}", {}, lambda: sorted(path.name for path in folder.glob("*")))
+        found.go = lambda: shutil.move(folder, away)
+        found.come_back = lambda: shutil.move(away, folder)
+        yield found
+        return
+    boto3 = pytest.importorskip("boto3")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "user",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    session = boto3.Session("user", "secret", region_name="us-east-1")
+    client = session.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"])
+    client.create_bucket(Bucket="studies")
+
+    def names() -> list[str]:
+        found = client.list_objects_v2(Bucket="studies", Prefix="team/")
+        return [entry["Key"] for entry in found.get("Contents", ())]
+
+    found = Store("s3://studies/team", environment, names)
+    servers = [server]
+
+    def come_back() -> None:
+        again = type(server)("127.0.0.1", port, verbose=False)
+        again.start()
+        servers[:] = [again]
+
+    found.go = lambda: servers.pop().stop()
+    found.come_back = come_back
+    try:
+        yield found
+    finally:
+        client.close()
+        for running in servers:
+            running.stop()
+
+
+def test_another_machine_goes_on_from_the_store(tmp_path: Path, url: str, store: Store) -> None:
+    first, second, third = (Machine(tmp_path / name, url, **store.environment) for name in "abc")
+    first.write(store.location)
+    first.run("init", "tiny.yaml")
+    first.run_until(lambda: len(stored_steps(url)) == 2)
+    entered = stored_steps(url)
+    shutil.rmtree(first.folder)
+
+    second.write(store.location, n_trials=2)
+    second.run()
+    record = stored(url)
+    assert record.slots == {"open": 0, "running": 0, "done": 2}
+    # Perhaps not from the newest, which may have been on its way.
+    assert record.trials[0].telemetry["resumed_from_step"] in entered
+    assert {name.partition("trial-")[2][:5] for name in store.names()} == {f"{best_of(record):05d}"}
+    assert len(store.names()) <= 2, "the best and the last"
+
+    third.write(store.location, n_trials=2)
+    found = third.run("best", "tiny.yaml", "--evaluate", "test", "--export", "model", "--json")
+    assert found.json["evaluation"]["trial"] == best_of(record)
+    assert (third.folder / "model" / "model.safetensors").exists()
+
+
+def best_of(record: StudyRecord) -> int:
+    return max(record.trials, key=lambda trial: trial.values).number
+
+
+def stored_steps(url: str) -> list[int]:
+    import sqlalchemy as sa
+
+    from hpo.study.schema import artifacts
+
+    with open_storage(url) as storage, storage.engine.connect() as connection:
+        names = connection.execute(sa.select(artifacts.c.checkpoint)).scalars().all()
+    return [int(name.removeprefix("step-")) for name in names if name.startswith("step")]
+
+
+def test_store_away_and_back(tmp_path: Path, url: str, store: Store) -> None:
+    """Training goes on with checkpoints of its own; the store gets the newest when it is back."""
+    machine = Machine(tmp_path / "a", url, **store.environment)
+    machine.write(store.location, training={**TRAINING, "max_steps": 400})
+    machine.run("init", "tiny.yaml")
+    process = machine.start()
+    wait_until(lambda: bool(stored_steps(url) and store.names()), process)
+    store.go()
+    before = max(stored_steps(url))
+    # Entered and not taken, and training goes on.
+    wait_until(lambda: max(stored_steps(url), default=0) > before, process)
+    tried = max(stored_steps(url))
+    wait_until(lambda: step_of(machine.checkpoints()[-1]) > tried + 5, process)
+    here = machine.checkpoints()[-1]
+    store.come_back()
+    wait_until(lambda: any(name.partition("step-")[2][:8] > here.name[5:] for name in store.names()), process)
+    ok(finish(process))
+    [trial] = stored(url).trials
+    assert trial.outcome == "complete"
+    assert any("checkpoints wait for" in problem for problem in trial.telemetry["checkpoint_problems"])
+    assert any("best" in name for name in store.names())
