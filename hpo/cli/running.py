@@ -136,6 +136,7 @@ def worker(
     as_json: JsonOption = False,
 ) -> None:
     """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
+    from hpo.cluster.slurm import requeue_this_job
     from hpo.study.database import storage_url
     from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
     from hpo.study.stopping import end_of_job
@@ -175,6 +176,7 @@ def worker(
     ):
         summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
         record = opened.storage.read_study(config.name)
+    requeue_this_job(summary.ended, stop)
     if as_json:
         found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
         print_json(found | {"left_out": opened.left_out})
@@ -187,6 +189,7 @@ def worker(
 
 def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) -> NoReturn:
     """Be a worker of all studies of a database, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
     from hpo.device import probe_device
     from hpo.study.serving import serve
 
@@ -196,6 +199,7 @@ def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) 
         served = serve(
             url, RUNS, options, stop=stop, shown=partial(_shown, stop=stop, quiet=as_json, own=True)
         )
+    requeue_this_job(served.ended, stop)
     if as_json:
         print_json({"ended": served.ended, "outcomes": served.outcomes, "left_out": served.left_out})
     else:
@@ -217,6 +221,7 @@ def _serve_with_workers(
     as_json: bool,
 ) -> NoReturn:
     """Run workers of all studies of a database in processes of their own, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
     from hpo.study.storage import open_storage
     from hpo.study.supervisor import serve_with_workers
 
@@ -229,6 +234,7 @@ def _serve_with_workers(
         open_storage(url, create=False) as storage,
     ):
         ended = serve_with_workers(storage, RUNS, places, given, stop=stop, max_restarts=max_restarts)
+    requeue_this_job(ended, stop)
     if as_json:
         print_json({"ended": ended})
     else:

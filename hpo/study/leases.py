@@ -47,7 +47,7 @@ from hpo.study import trial_rows
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import Deaths, count_death, counted_cause, num_oom_kills
 from hpo.study.lifecycle import study_state
-from hpo.study.process import process_start, this_machine
+from hpo.study.process import process_start, this_job, this_machine
 from hpo.study.samplers import known_params
 from hpo.study.schema import slots, workers
 from hpo.study.sqlite_place import refuse_other_hosts
@@ -204,6 +204,7 @@ class WorkerLease:
                         oom_kills=num_oom_kills(),
                         state="live",
                         number=self.number,
+                        job=this_job(),
                     )
                 )
 

@@ -10,6 +10,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from command_line import Finished, hpo_command, ok
+from tiny import write_study
 
 from hpo.cluster.kubernetes import (
     DATABASE,
@@ -324,3 +326,81 @@ def test_the_secret_is_made_by_commands_without_a_password_in_their_arguments(tm
 def test_the_secret_for_a_database_that_is_there_holds_its_url() -> None:
     command = secret_commands(SMALL)
     assert command.startswith("kubectl create secret generic hpo-storage --from-file=storage_url=")
+
+
+def submit(folder: Path, *arguments: str) -> Finished:
+    return hpo_command(folder, "submit", str(folder / "tiny.yaml"), "--kubernetes", *arguments)
+
+
+def test_the_command_prints_what_kubectl_takes(tmp_path: Path) -> None:
+    text = write_study(tmp_path).read_text()
+    finished = ok(
+        submit(tmp_path, "--image", "hpo:cpu", "--workers", "3", "--time", "2:00:00", "--mem", "8G")
+    )
+    printed = list(yaml.safe_load_all(finished.out))
+    (job,) = (one["spec"] for one in printed if one["kind"] == "Job")
+    assert (job["parallelism"], job["activeDeadlineSeconds"]) == (3, 7200)
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 120
+    (study,) = (one["data"]["study.yaml"] for one in printed if one["kind"] == "ConfigMap")
+    assert study == text
+    assert "kubectl create secret generic hpo-storage" in finished.err
+    assert "kubectl port-forward service/hpo-tiny-dashboard 8080" in finished.err
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}  # no database is asked or made
+
+
+def test_the_command_writes_into_a_folder(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    options = ("--image", "hpo:cuda", "--database", "private", "--gpus-per-node", "2", "--cpus-per-task", "4")
+    more = ("--workers", "3", "--signal-lead", "60", "--volume-claim", "shared", "--secret", "mine")
+    finished = ok(submit(tmp_path, "--out", str(tmp_path / "out"), *options, *more))
+    assert "Written: " in finished.out
+    assert f"kubectl apply -f {tmp_path}/out" in finished.out.replace("\n", "")
+    job = yaml.safe_load((tmp_path / "out" / "workers.yaml").read_text().split("\n---\n")[0])["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    assert job["completions"] == 2
+    assert container["resources"]["limits"] == {"cpu": 4, "nvidia.com/gpu": 2}
+    assert job["template"]["spec"]["terminationGracePeriodSeconds"] == 60
+    assert (tmp_path / "out" / "database.yaml").exists()
+    described = ok(submit(tmp_path, "--json", *options)).json
+    assert sorted(described["files"]) == ["dashboard.yaml", "database.yaml", "study.yaml", "workers.yaml"]
+
+
+def test_a_study_that_is_in_the_database_alone_goes_by_its_name(tmp_path: Path) -> None:
+    finished = ok(hpo_command(tmp_path, "submit", "of.the_database", "--kubernetes", "--image", "hpo"))
+    (job,) = (one for one in yaml.safe_load_all(finished.out) if one["kind"] == "Job")
+    assert job["spec"]["template"]["spec"]["containers"][0]["command"][-1] == "of.the_database"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--kubernetes needs --image"),
+        (("--image", "hpo", "--partition", "a"), "--partition means nothing to Kubernetes"),
+        (("--image", "hpo", "--sbatch", "qos=long"), "--sbatch means nothing to Kubernetes"),
+        (("--image", "hpo", "--gpus-per-node", "a100:4"), "--gpus-per-node must be a number >= 0"),
+        (("--image", "hpo", "--cpus-per-task", "0"), "--cpus-per-task must be a number >= 1"),
+        (("--image", "hpo", "--mem", "lots"), "--mem must be a number"),
+        (("--image", "hpo", "--slurm"), "--slurm or --kubernetes"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    write_study(tmp_path)
+    refused = submit(tmp_path, *arguments)
+    assert refused.exit_code == 2
+    assert message in " ".join(refused.err.split())
+
+
+@pytest.mark.parametrize("name", ["a;b", "-x", "a\nkind: Secret", "a b"])
+def test_what_is_no_name_of_a_study_is_refused(tmp_path: Path, name: str) -> None:
+    refused = hpo_command(tmp_path, "submit", "--kubernetes", "--image", "hpo", "--", name)
+    assert refused.exit_code == 2
+    assert "The name of a study must be letters" in " ".join(refused.err.split())
+
+
+def test_options_of_kubernetes_are_refused_with_slurm(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    refused = hpo_command(tmp_path, "submit", "tiny.yaml", "--slurm", "--image", "hpo")
+    assert refused.exit_code == 2
+    assert "--image goes with --kubernetes" in refused.err
