@@ -66,6 +66,7 @@ class SlurmCluster:
 
     def __init__(self, kill_wait: int = 5) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hpo-slurm-"))
+        self.folder.chmod(0o711)  # for jobs of root that run servers as another user
         self.config = self.folder / "slurm.conf"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._environment = {

@@ -177,13 +177,11 @@ def test_slurm_refuses_the_options(slurm: SlurmCluster, postgres_url: str, tmp_p
 
 @pytest.mark.slurm
 @pytest.mark.postgres
-def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServer, tmp_path: Path) -> None:
+def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
     """It is used by whoever comes next, and ends after the last of its owner's other jobs."""
     del postgres_server  # skips where there is no PostgreSQL
-    for folder in (tmp_path, *tmp_path.parents[:2]):  # root's server is another user
-        folder.chmod(0o711)
     said: list[str] = []
-    database = DatabaseJob(tmp_path / "postgres", {"partition": "low"}, check_seconds=0.2)
+    database = DatabaseJob(slurm.folder / "postgres", {"partition": "low"}, check_seconds=0.2)
     other = slurm.run("sbatch --parsable --hold --output=/dev/null --wrap true").strip()
     database.start(said.append)
     assert said[-1].endswith(" is running.")

@@ -16,15 +16,17 @@ from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
 
 pytestmark = [pytest.mark.slurm, pytest.mark.postgres]
-NUM_STEPS = 120
 
 
-def submit(folder: Path, url: str, *options: str) -> str:
-    """Submit one worker to the partition `low` with a study of one trial; return the job's number."""
+def submit(folder: Path, url: str, *options: str, seconds: float = 12) -> str:
+    """Submit one worker to the partition `low` with a study of one trial; return the job's number.
+
+    The trial trains for so long, on a fast machine too: what is to befall it takes Slurm some seconds.
+    """
     write_study(
         folder,
         n_trials=1,
-        training={"max_steps": NUM_STEPS, "batch_size": 8, "max_length": 64, "fp_precision": "fp32"},
+        training={"max_seconds": seconds, "batch_size": 8, "max_length": 64, "fp_precision": "fp32"},
         evaluation={"per_trial": 4},
         checkpoint={"every_seconds": 0.1},
     )
@@ -49,9 +51,8 @@ def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
     assert record.slots == {"open": 0, "running": 0, "done": 1}
     [trial] = record.trials
     assert (trial.number, trial.outcome) == (0, "complete")
-    assert trial.telemetry["num_steps"] == NUM_STEPS
-    assert 0 < trial.telemetry["resumed_from_step"] < NUM_STEPS
-    assert [row.step for row in trial.evaluations] == [30, 60, 90, 120]
+    assert 0 < trial.telemetry["resumed_from_step"] <= trial.telemetry["num_steps"]
+    assert len(trial.evaluations) == 4
     assert {worker.job for worker in record.workers} >= {f"slurm:{job}_0"}
 
 
@@ -69,7 +70,7 @@ def warn(slurm: SlurmCluster, job: str) -> None:
 
 
 def come_to_the_time_limit(slurm: SlurmCluster, job: str) -> None:
-    slurm.run(f"scontrol update jobid={job}_0 EndTime=now+15")  # Slurm warns, as less than a minute is left
+    slurm.run(f"scontrol update jobid={job}_0 EndTime=now+50")  # it looks every 30 s who is to be warned
 
 
 def kill_the_node(slurm: SlurmCluster, job: str) -> None:
@@ -77,11 +78,18 @@ def kill_the_node(slurm: SlurmCluster, job: str) -> None:
     slurm.kill_node(node)
 
 
-@pytest.mark.parametrize("befall", [preempt, requeue, warn, come_to_the_time_limit, kill_the_node])
+@pytest.mark.parametrize(
+    ("befall", "seconds"),
+    [(preempt, 12), (requeue, 12), (warn, 12), (kill_the_node, 12), (come_to_the_time_limit, 45)],
+)
 def test_a_job_that_is_requeued(
-    befall: Callable[[SlurmCluster, str], None], slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+    befall: Callable[[SlurmCluster, str], None],
+    seconds: float,
+    slurm: SlurmCluster,
+    postgres_url: str,
+    tmp_path: Path,
 ) -> None:
-    job = submit(tmp_path, postgres_url, "--signal-lead", "30")
+    job = submit(tmp_path, postgres_url, "--signal-lead", "50", seconds=seconds)
     slurm.wait(lambda: has_checkpoint(tmp_path))
     befall(slurm, job)
     slurm.wait(lambda: slurm.states(job) != {f"{job}_0": "RUNNING"})
