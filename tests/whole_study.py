@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -80,12 +81,13 @@ def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
         }
         for trial in opened.trials
     ]
+    record = storage.read_study(name)
     found: dict[str, Any] = {
         "trials": trials,
         "order of the parameters": [list(trial.params) for trial in opened.trials],
         "attributes": (opened.user_attrs, storage.optuna.get_study_system_attrs(opened._study_id)),
         "directions": (opened.directions, opened.metric_names),
-        "record": storage.read_study(name),
+        "record": replace(record, workers=[replace(one, silent_seconds=0.0) for one in record.workers]),
     }
     with storage.engine.connect() as connection:
         for table in (schema.studies, schema.workers, *OURS):

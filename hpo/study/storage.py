@@ -37,6 +37,7 @@ from hpo.study.availability import Availability
 from hpo.study.database import exclusive, explain, is_outage, open_database, redact, snapshot
 from hpo.study.process import is_alive, this_machine
 from hpo.study.reader import read_study
+from hpo.study.resize import resize_study
 from hpo.study.schema import compat, evaluations, slots, studies, workers
 from hpo.study.study_record import StudyRecord
 from hpo.study.trial_storage import TrialStorage
@@ -206,7 +207,8 @@ class Storage:
                 values = _definition(completed) if resize else {"n_trials": row.n_trials}
                 # Also where nothing changes: from here on nobody else writes to a SQLite file.
                 connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))
-            dropped = self._resize(connection, config.name, values["n_trials"])
+            live = self.live_workers(connection, config.name)
+            dropped = resize_study(connection, config.name, values["n_trials"], live)
         if row is None:
             with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
                 study.set_metric_names([objective.metric for objective in config.objective])
@@ -242,34 +244,6 @@ class Storage:
             if trial_rows.end_trial(connection, trial._trial_id, TrialState.FAIL, None):
                 table = trial_rows.user_attributes
                 trial_rows.write_attributes(connection, table, trial._trial_id, attributes)
-
-    def _resize(self, connection: sa.Connection, name: str, n_trials: int) -> set[int | None]:
-        """Add slots, or drop those without a live worker; return the trial numbers of dropped ones."""
-        of_study = slots.c.study == name
-        count, last = connection.execute(
-            sa.select(sa.func.count(), sa.func.max(slots.c.slot)).where(of_study)
-        ).one()
-        if count < n_trials:
-            first = 0 if last is None else last + 1
-            new = range(first, first + n_trials - count)
-            connection.execute(sa.insert(slots), [{"study": name, "slot": slot} for slot in new])
-        if count <= n_trials:
-            return set()
-        has_no_worker = sa.or_(
-            slots.c.state == "open",
-            sa.and_(slots.c.state == "running", slots.c.owner.not_in(self.live_workers(connection, name))),
-        )
-        surplus = connection.execute(
-            sa.select(slots.c.slot, slots.c.trial_number)
-            .where(of_study, has_no_worker)
-            .order_by(slots.c.trial_number.is_(None).desc(), slots.c.slot.desc())
-            .limit(count - n_trials)
-            .with_for_update(skip_locked=True)
-        ).all()
-        if surplus:
-            gone = sa.delete(slots).where(of_study, slots.c.slot == sa.bindparam("gone"))
-            connection.execute(gone, [{"gone": row.slot} for row in surplus])
-        return {row.trial_number for row in surplus}
 
     @persistent
     def _stored(self, name: str, column: sa.Column[Any]) -> Any:

@@ -24,7 +24,6 @@ from search_table import Row, Table
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
-from hpo.study.leases import CONSTRAINT
 from hpo.study.samplers import build_pruner, build_sampler
 
 TARGET = 0.99
@@ -139,7 +138,7 @@ def _run(contender: Contender, study: optuna.Study, trial: Trial, row: Row) -> t
         told = study.tell(trial, row.score if contender.value == "best" else row.evaluations[-1].score)
     elif contender.infeasible == "constraint":
         trial.set_user_attr("outcome", row.outcome)
-        trial.set_constraint(CONSTRAINT, 1.0)
+        trial.set_constraint("feasible", 1.0)
         told = study.tell(trial, state=TrialState.PRUNED)
     else:
         told = study.tell(trial, state=TrialState.FAIL)

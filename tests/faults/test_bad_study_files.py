@@ -92,8 +92,8 @@ n_trials: 1e9
 given: [a]
   => 3: given: there is no such key.
 givn: [a]
-  => 3: givn: there is no such key. Known: name, objective, sampler, n_trials, timeout, max_retries, device,
-     data, model, training, amp, compat, evaluation, checkpoint, search_space, pruner.
+  => 3: givn: there is no such key. Known: name, objective, sampler, n_trials, priority, timeout, max_retries,
+     device, data, model, training, amp, compat, evaluation, checkpoint, search_space, pruner.
 timeout: .inf
   => 3: timeout: must be a finite number, but got `.inf`.
 training: {betas: [0.9, 1.5]}

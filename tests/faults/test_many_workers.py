@@ -1,0 +1,95 @@
+"""Workers that are killed one after the other at random moments, and workers by the dozen."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from worker_process import CONTEXT, evaluate, finish, note, notes, result, study, wait_for
+
+from hpo.config.search_space import suggest
+from hpo.config.study_config import StudyConfig
+from hpo.study.deaths import MAX_DEATHS
+from hpo.study.leases import Lease
+from hpo.study.schema import slots
+from hpo.study.storage import open_storage
+from hpo.study.worker import run_worker
+
+
+def labour(url: str, config: StudyConfig, log: Path, trial_seconds: float) -> None:
+    """Be a worker whose trials take their time; each notes its begin and its end."""
+    with open_storage(url) as storage:
+        storage.lease_seconds = 3.0
+
+        def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+            suggest(config.search_space, trial)
+            lease.store_params()
+            note(log, began=trial.number, pid=os.getpid())
+            evaluate(storage, trial, step=10, value=0.25)
+            deadline = time.monotonic() + trial_seconds
+            while time.monotonic() < deadline:
+                lease.check()
+                time.sleep(0.01)
+            note(log, ended=trial.number)
+            return result("complete", telemetry={"pid": os.getpid()})
+
+        run_worker(config, storage, execute, poll_seconds=0.05)
+
+
+def begin(url: str, config: StudyConfig, log: Path, trial_seconds: float = 0.0) -> Any:
+    process = CONTEXT.Process(target=labour, args=(url, config, log, trial_seconds), daemon=True)
+    process.start()
+    return process
+
+
+def check_exact(url: str, config: StudyConfig, log: Path) -> None:
+    """Every slot is done once; a trial that was killed twice in one place may have ended as `crashed`."""
+    with open_storage(url) as storage:
+        record = storage.read_study(config.name)
+        with storage.engine.connect() as connection:
+            query = sa.select(slots.c.trial_number).where(slots.c.deaths >= MAX_DEATHS)
+            crashed = set(connection.execute(query).scalars())
+    assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
+    assert [trial.number for trial in record.trials] == list(range(config.n_trials))
+    assert {trial.number for trial in record.trials if trial.outcome == "crashed"} == crashed
+    assert {trial.outcome for trial in record.trials if trial.number not in crashed} == {"complete"}
+    ended = Counter(line["ended"] for line in notes(log) if "ended" in line)
+    # Keys alone: one whose worker was killed between its end and the record of it ended twice.
+    assert sorted(ended) == [trial.number for trial in record.trials if trial.outcome == "complete"]
+
+
+def test_one_of_four_workers_is_killed_twenty_times(storage_url: str, tmp_path: Path) -> None:
+    config, log = study(24), tmp_path / "log"
+    moments = random.Random(0)
+    workers = [begin(storage_url, config, log, 0.3) for _ in range(4)]
+    wait_for(lambda: len(notes(log)) >= 4)
+    for _ in range(20):
+        seen = len(notes(log))
+        wait_for(lambda seen=seen: len(notes(log)) > seen or not any(one.is_alive() for one in workers))
+        time.sleep(moments.uniform(0.0, 0.3))
+        victim = moments.choice(workers)
+        if victim.is_alive():
+            os.kill(victim.pid, signal.SIGKILL)
+        victim.join(60)
+        workers[workers.index(victim)] = begin(storage_url, config, log, 0.3)
+    finish(*workers)
+    check_exact(storage_url, config, log)
+
+
+@pytest.mark.postgres
+def test_64_workers_start_at_once_on_an_empty_database(postgres_url: str, tmp_path: Path) -> None:
+    config, log = study(128), tmp_path / "log"
+    workers = [begin(postgres_url, config, log, 0.5) for _ in range(64)]
+    for worker in workers:
+        worker.join(240)
+    assert [worker.exitcode for worker in workers] == [0] * 64
+    check_exact(postgres_url, config, log)
+    assert len({line["pid"] for line in notes(log) if "began" in line}) > 32
