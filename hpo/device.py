@@ -11,6 +11,7 @@ import contextlib
 import os
 import platform
 import socket
+import subprocess
 import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -87,6 +88,8 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
     import torch
 
     if _uses_cuda(kind, torch.cuda.is_available()):
+        if "LOCAL_RANK" in os.environ:  # torchrun's
+            torch.cuda.set_device(_local_rank(torch.cuda.device_count()))
         index = torch.cuda.current_device()
         properties = torch.cuda.get_device_properties(index)
         return DeviceInfo(
@@ -116,12 +119,56 @@ def probe_device(kind: str = "auto", root: Path = Path("/")) -> DeviceInfo:
     )
 
 
+def _local_rank(num_devices: int) -> int:
+    """The GPU of this process of torchrun, each of which has one of its own."""
+    rank = int(os.environ["LOCAL_RANK"])
+    if rank >= num_devices:
+        raise InputError(
+            f"each process of torchrun must have a GPU of its own, but process {rank} (counted from 0) has "
+            f"none: {num_devices} are here. Lower --nproc-per-node, or use device: cpu."
+        )
+    return rank
+
+
 def _uses_cuda(kind: str, has_cuda: bool) -> bool:
     if kind not in ("auto", "cpu", "cuda"):
         raise InputError(f"device must be auto, cpu or cuda, but got {kind!r}.")
     if kind == "cuda" and not has_cuda:
         raise InputError("device is cuda, but PyTorch sees no CUDA device here. Use device: auto or cpu.")
     return has_cuda and kind != "cpu"
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """How full a GPU of this machine is."""
+
+    device_id: str
+    """As `DeviceInfo.device_id`."""
+    name: str
+    used_bytes: int
+    total_bytes: int
+
+
+def gpu_memory() -> tuple[GpuMemory, ...]:
+    """How full the GPUs of this machine are, by the driver's `nvidia-smi`; empty where there is none.
+
+    PyTorch could tell, too, but would take memory of each GPU for that.
+    """
+    command = [
+        "nvidia-smi",
+        "--query-gpu=uuid,name,memory.used,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):  # no driver, or no GPU that it finds
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
+    return tuple(
+        GpuMemory(uuid.removeprefix("GPU-"), name, int(used) * 2**20, int(total) * 2**20)
+        for uuid, name, used, total in rows
+        if used.isdecimal() and total.isdecimal()  # `[N/A]` where it shares the machine's memory
+    )
 
 
 def device_uuid(visible: str | None, reported: str) -> str:

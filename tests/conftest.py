@@ -1,5 +1,5 @@
-"""Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed) and
-the real sets, where they are."""
+"""Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed), a
+real Slurm where its programs are, and the real sets, where they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.real_sets import REAL_SETS
 from postgres import PostgresServer
+from slurm import SlurmCluster, why_not
 
 from hpo.cluster.postgres_programs import find_programs
 
@@ -52,6 +53,20 @@ def sqlite_url(tmp_path: Path) -> str:
 def storage_url(request: pytest.FixtureRequest) -> str:
     """An empty database of each supported kind."""
     return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    """A Slurm of two nodes, which commands in this process find."""
+    if reason := why_not():
+        pytest.skip(reason)
+    cluster = SlurmCluster()
+    try:
+        cluster.start()
+        with cluster.environment():
+            yield cluster
+    finally:
+        cluster.remove()
 
 
 @pytest.fixture

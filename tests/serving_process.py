@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 from worker_process import CONTEXT, note, notes, result
 
 from hpo.study.serving import Served, ServingOptions, serve
+from hpo.study.stopping import Stop
 
 CONTEXT.set_forkserver_preload(["hpo.study.serving", "psycopg", "alembic.context", "torch"])
 
@@ -55,8 +55,8 @@ def be_worker(url: str, folder: Path, **options: Any) -> None:
     )
 
 
-def serve_here(url: str, folder: Path, stop: threading.Event | None = None, **options: Any) -> Served:
+def serve_here(url: str, folder: Path, stop: Stop | None = None, **options: Any) -> Served:
     """Serve in this process; `options` are those of `ServingOptions`."""
     sys.modules["hpo.trial.executor"] = SimpleNamespace(Executor=GatedExecutor)  # type: ignore[assignment]
     given = ServingOptions(**{"poll_seconds": 0.05, **options})
-    return serve(url, folder, given, stop=stop or threading.Event())
+    return serve(url, folder, given, stop=stop or Stop())

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from hpo.cli import cluster, running, studies  # noqa: F401  (their commands)
 from hpo.cli import database as databases  # noqa: F401  (its commands)
-from hpo.cli import running, studies  # noqa: F401  (their commands)
+from hpo.cli import doctor as doctors  # noqa: F401  (its command)
 from hpo.cli.options import (
     RUNS,
     JsonOption,
@@ -99,12 +100,13 @@ def verify(
 
 @app.command()
 def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
-    """Show trials by state and outcome, the best so far, live workers, the rate and the estimated end."""
+    """Show trials by outcome, the best so far, batch jobs, live workers, the rate and the estimated end."""
     from hpo.cli.display import print_status
-    from hpo.report.status import study_status
+    from hpo.cluster.jobs import read_jobs
+    from hpo.report.status import job_status, study_status
 
-    with existing_study(study, storage) as (_, record):
-        summary = study_status(record)
+    with progress_shown(quiet=as_json), existing_study(study, storage) as (database, record):
+        summary = study_status(record) | {"jobs": job_status(read_jobs(database, record.name))}
     if as_json:
         print_json(summary)
     else:

@@ -17,6 +17,7 @@ from hpo.report.formats import (
     describe_params,
     format_metric,
     format_number,
+    format_seconds,
     objective_values,
     precision_facts,
 )
@@ -114,12 +115,9 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
         console.print(counts)
         states = (f"{count} {state}" for state, count in status["states"].items())
         console.print(f"In Optuna: {', '.join(states)}.", style="dim")
-    if status["workers"]:
-        workers = _table("live worker", "trial", "last seen")
-        for worker in status["workers"]:
-            trial = "" if worker["trial"] is None else str(worker["trial"])
-            workers.add_row(worker["id"], trial, worker["last_seen"])
-        console.print(workers)
+    for table in (_jobs_table(status.get("jobs", ())), _workers_table(status["workers"])):
+        if table.row_count:
+            console.print(table)
     stranded = [trial for trial in record.trials if trial.state == "RUNNING" and trial.number not in in_hand]
     if stranded:
         console.print(f"Unfinished, with no worker: {len(stranded)}. The next worker goes on with them.")
@@ -130,6 +128,27 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     if status["estimated_end"]:
         console.print(f"Estimated end: {status['estimated_end']}.")
     print_best(record)
+
+
+def _jobs_table(jobs: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("job", "state", "workers", "submitted on", "at")
+    for job in jobs:
+        states = ", ".join(f"{count} {state}" for state, count in job["states"].items())
+        reason = f" ({job['reason']})" if job["reason"] else ""
+        table.add_row(job["id"], states + reason, str(job["num_workers"]), job["host"], job["created"])
+    return table
+
+
+def _workers_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+    columns = {name: any(worker[name] is not None for worker in workers) for name in ("device", "job")}
+    shown = [name for name, is_known in columns.items() if is_known]
+    table = _table("live worker", "host", *shown, "trial", "last seen")
+    for worker in workers:
+        cells = ("" if worker[name] is None else str(worker[name]) for name in ("host", *shown, "trial"))
+        table.add_row(
+            str(worker["number"]), *map(escape, cells), f"{format_seconds(worker['silent_seconds'])} ago"
+        )
+    return table
 
 
 def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: str) -> None:

@@ -16,14 +16,16 @@ import typer
 from hpo.errors import InputError
 
 if TYPE_CHECKING:
-    import threading
-
     from hpo.config.study_config import StudyConfig
+    from hpo.study.stopping import Stop
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord
 
 RUNS = Path("runs")
 """In the working folder: all that a run makes."""
+
+MAX_RESTARTS = 10
+"""So often a worker process that dies is started again within an hour, by default."""
 
 app = typer.Typer(
     help="Hyperparameter search for multitask transformer encoders, with precision as a searched dimension.",
@@ -67,6 +69,43 @@ TimeoutOption = Annotated[
         metavar="SECONDS", callback=_positive_seconds, help="No further trial begins after so long."
     ),
 ]
+UntilOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="When this job ends: 18:30, 2026-11-22T18:30 or +3600 (seconds from now). No trial begins that "
+        "would not reach its next evaluation, and the trial in hand is checkpointed before.",
+        show_default="SLURM_JOB_END_TIME",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=1000,
+        metavar="W",
+        help="Processes on this machine, spread over its GPUs.",
+        show_default="1",
+    ),
+]
+WorkersPerDeviceOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=100,
+        metavar="K",
+        help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
+    ),
+]
+MaxRestartsOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=1000,
+        metavar="N",
+        help="A worker process that dies is started again, at most so often an hour.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -99,12 +138,12 @@ def progress_shown(*, quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def stop_signals() -> Iterator[threading.Event]:
-    """`stop_on_signals`; a second signal ends the command at once, with a word on what that means."""
-    from hpo.study.processes import stop_on_signals
+def stop_signals(until: float | None = None) -> Iterator[Stop]:
+    """`stop_on_signals`; a second SIGINT ends the command at once, with a word on what that means."""
+    from hpo.study.stopping import stop_on_signals
 
     try:
-        with stop_on_signals() as stop:
+        with stop_on_signals(until) as stop:
             yield stop
     except KeyboardInterrupt:
         typer.echo("Ended at once. A study goes on from the last checkpoint when it is run again.", err=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shlex
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,13 +16,18 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from hpo.cli.options import (
+    MAX_RESTARTS,
     RUNS,
     JsonOption,
+    MaxRestartsOption,
     NumTrialsOption,
     StorageOption,
     StudyArgument,
     TimeoutOption,
     TrustOption,
+    UntilOption,
+    WorkersOption,
+    WorkersPerDeviceOption,
     app,
     load_to_run,
     load_to_work,
@@ -37,7 +44,9 @@ if TYPE_CHECKING:
     from hpo.study.run import OpenStudy
     from hpo.study.serving import ServingOptions
     from hpo.study.study_record import StudyRecord
+    from hpo.study.supervisor import WorkerPlace
     from hpo.study.worker import RunSummary
+    from hpo.training.distributed import Ranks
     from hpo.trial.telemetry import ScoredEvaluation
 
 
@@ -46,55 +55,44 @@ def run(
     study: StudyArgument,
     storage: StorageOption = None,
     n_trials: NumTrialsOption = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1000,
-            metavar="W",
-            help="Processes on this machine, spread over its GPUs.",
-            show_default="1",
-        ),
-    ] = None,
-    workers_per_device: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=100,
-            metavar="K",
-            help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
-        ),
-    ] = None,
+    workers: WorkersOption = None,
+    workers_per_device: WorkersPerDeviceOption = None,
+    max_restarts: MaxRestartsOption = MAX_RESTARTS,
     timeout: TimeoutOption = None,
+    until: UntilOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.report.status import study_status
     from hpo.study.database import storage_url
     from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
+    from hpo.study.stopping import end_of_job
     from hpo.study.study_record import complete_trials
 
-    if workers is not None and workers_per_device is not None:
-        raise InputError(
-            f"--workers {workers} counts all processes of this machine and --workers-per-device "
-            f"{workers_per_device} those of each device. Give one of them."
-        )
+    end = end_of_job(until)
+    _check_one_of(workers, workers_per_device)
     config = load_to_run(study, n_trials=n_trials, timeout=timeout)
+    if "TORCHELASTIC_RUN_ID" in os.environ and (workers or workers_per_device):
+        raise InputError(
+            "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
+        )
     places = plan_workers(config, workers or 1, workers_per_device)
-    trials_run: TrialsRun = "in this process" if len(places) == 1 else "in workers"
+    trials_run: TrialsRun = "in workers" if places else "in this process"
     with (
         progress_shown(quiet=as_json),
-        stop_signals() as stop,
+        stop_signals(end) as stop,
+        _ranks(stop) as ranks,
         open_study(
             config,
             storage_url(storage),
             RUNS,
             trials_run=trials_run,
             trust_remote_code=config.model.trust_remote_code,
+            ranks=ranks,
         ) as opened,
     ):
         with _shown(opened, stop, quiet=as_json):
-            summary = run_study(opened, places, stop=stop)
+            summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
         record = opened.storage.read_study(config.name)
     if as_json:
         print_json(study_status(record) | {"ended": summary.ended, "left_out": opened.left_out})
@@ -120,7 +118,11 @@ def worker(
         ),
     ] = None,
     storage: StorageOption = None,
+    workers: WorkersOption = None,
+    workers_per_device: WorkersPerDeviceOption = None,
+    max_restarts: MaxRestartsOption = MAX_RESTARTS,
     timeout: TimeoutOption = None,
+    until: UntilOption = None,
     idle_timeout: Annotated[
         float | None,
         typer.Option(
@@ -133,29 +135,48 @@ def worker(
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Join a study as a worker and leave when it is done; without a name, serve every open study."""
+    """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
+    from hpo.cluster.slurm import requeue_this_job
     from hpo.study.database import storage_url
-    from hpo.study.run import open_study, run_study
+    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
+    from hpo.study.stopping import end_of_job
 
-    url = storage_url(storage)
+    url, end = storage_url(storage), end_of_job(until)
+    _check_one_of(workers, workers_per_device)
     if study is None:
         from hpo.study.serving import ServingOptions
 
         options = ServingOptions(idle_timeout or 0.0, timeout, trust_remote_code)
-        _serve(url, options, as_json)
+        places = plan_workers(None, workers or 1, workers_per_device)
+        if places:
+            _serve_with_workers(url, options, end, places, max_restarts, as_json)
+        _serve(url, options, end, as_json)
     if idle_timeout is not None:
         raise InputError(
             "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
         )
     config, trusted = load_to_work(study, url, timeout=timeout)
+    places = plan_workers(config, workers or 1, workers_per_device)
+    trials_run: TrialsRun = "in workers" if places else "in this process"
+    trusted = trusted or trust_remote_code
     with (
         progress_shown(quiet=as_json),
-        stop_signals() as stop,
-        open_study(config, url, RUNS, resize=False, trust_remote_code=trust_remote_code or trusted) as opened,
-        _shown(opened, stop, quiet=as_json, own=True),
+        stop_signals(end) as stop,
+        _ranks(stop) as ranks,
+        open_study(
+            config,
+            url,
+            RUNS,
+            resize=False,
+            trials_run=trials_run,
+            trust_remote_code=trusted,
+            ranks=ranks,
+        ) as opened,
+        _shown(opened, stop, quiet=as_json, own=not places),
     ):
-        summary = run_study(opened, stop=stop)
+        summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
         record = opened.storage.read_study(config.name)
+    requeue_this_job(summary.ended, stop)
     if as_json:
         found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
         print_json(found | {"left_out": opened.left_out})
@@ -166,16 +187,19 @@ def worker(
     raise typer.Exit(summary.exit_code)
 
 
-def _serve(url: str, options: ServingOptions, as_json: bool) -> NoReturn:
+def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) -> NoReturn:
     """Be a worker of all studies of a database, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
     from hpo.device import probe_device
     from hpo.study.serving import serve
 
     options = replace(options, device=probe_device("auto").device_id)
-    with progress_shown(quiet=as_json), stop_signals() as stop:
+    with progress_shown(quiet=as_json), stop_signals(end) as stop, _ranks(stop) as ranks:
+        options = replace(options, ranks=ranks)
         served = serve(
             url, RUNS, options, stop=stop, shown=partial(_shown, stop=stop, quiet=as_json, own=True)
         )
+    requeue_this_job(served.ended, stop)
     if as_json:
         print_json({"ended": served.ended, "outcomes": served.outcomes, "left_out": served.left_out})
     else:
@@ -186,6 +210,36 @@ def _serve(url: str, options: ServingOptions, as_json: bool) -> NoReturn:
     if ends == {Outcome.FAILED}:
         raise RunError("every trial that this worker ran failed.")
     raise typer.Exit(served.exit_code)
+
+
+def _serve_with_workers(
+    url: str,
+    options: ServingOptions,
+    end: float | None,
+    places: Sequence[WorkerPlace],
+    max_restarts: int,
+    as_json: bool,
+) -> NoReturn:
+    """Run workers of all studies of a database in processes of their own, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
+    from hpo.study.storage import open_storage
+    from hpo.study.supervisor import serve_with_workers
+
+    given = ["--idle-timeout", str(options.idle_timeout)]
+    given += ["--timeout", str(options.timeout)] if options.timeout is not None else []
+    given += ["--trust-remote-code"] if options.trust_remote_code else []
+    with (
+        progress_shown(quiet=as_json),
+        stop_signals(end) as stop,
+        open_storage(url, create=False) as storage,
+    ):
+        ended = serve_with_workers(storage, RUNS, places, given, stop=stop, max_restarts=max_restarts)
+    requeue_this_job(ended, stop)
+    if as_json:
+        print_json({"ended": ended})
+    else:
+        typer.echo("Stopped." if ended == "stopped" else "Nothing is left to do here.")
+    raise typer.Exit(130 if ended == "stopped" else 0)
 
 
 @app.command()
@@ -242,8 +296,9 @@ def train(
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
-    with progress_shown(quiet=as_json), stop_signals() as stop:
+    with progress_shown(quiet=as_json), stop_signals() as stop, _ranks(stop) as ranks:
         executor = Executor(config, probe_device(config.device), RUNS)
+        executor.ranks = ranks or executor.ranks
         result = executor.run(params, None, uuid.uuid4().hex, show, stop.is_set)
     record = {
         "params": params,
@@ -259,6 +314,34 @@ def train(
         if result.traceback:
             typer.echo(result.traceback, err=True)
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
+
+
+def _check_one_of(workers: int | None, per_device: int | None) -> None:
+    if workers is not None and per_device is not None:
+        raise InputError(
+            f"--workers {workers} counts all processes of this machine and --workers-per-device "
+            f"{per_device} those of each device. Give one of them."
+        )
+
+
+@contextmanager
+def _ranks(stop: threading.Event) -> Iterator[Ranks | None]:
+    """The processes of torchrun, which train each trial together; None: it did not start this one.
+
+    The first of them runs the block. The others follow it until it leaves, and end their command then.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield None
+        return
+    from hpo.training.distributed import connected_ranks
+    from hpo.trial.executor import follow
+
+    with connected_ranks() as ranks:
+        if not ranks.is_main:
+            logging.getLogger("hpo").setLevel(logging.ERROR)  # the first one says it
+            follow(ranks, RUNS, stop.is_set)
+            raise typer.Exit
+        yield ranks
 
 
 @contextmanager

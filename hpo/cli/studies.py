@@ -78,10 +78,13 @@ def cancel(
     storage: StorageOption = None,
     wait: WaitOption = True,
     timeout: WaitSecondsOption = WAIT_SECONDS,
+    jobs: Annotated[
+        bool, typer.Option("--jobs", help="End its Slurm jobs too, also those that wait.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Stop a study for good: as pause, and its unfinished trials end."""
-    _halt(study, "cancelled", storage, wait=wait, timeout=timeout, as_json=as_json)
+    _halt(study, "cancelled", storage, wait=wait, timeout=timeout, end_jobs=jobs, as_json=as_json)
 
 
 @app.command()
@@ -136,21 +139,43 @@ def delete(
 
 
 def _halt(
-    study: str, state: StudyState, storage: str | None, *, wait: bool, timeout: float, as_json: bool
+    study: str,
+    state: StudyState,
+    storage: str | None,
+    *,
+    wait: bool,
+    timeout: float,
+    as_json: bool,
+    end_jobs: bool = False,
 ) -> None:
+    from hpo.cluster.jobs import read_jobs
+    from hpo.cluster.slurm import cancel_jobs
     from hpo.study.database import storage_url
     from hpo.study.lifecycle import end_unfinished, set_state
     from hpo.study.storage import open_storage
 
     with open_storage(storage_url(storage), create=False) as database:
         before = set_state(database, study, state)
+        own = [job.id for job in read_jobs(database, study) if job.study is not None] if end_jobs else []
+        cancelled = cancel_jobs(own)
         if wait:
             _wait(database, study, state, timeout)
         ended = end_unfinished(database, study) if state == "cancelled" else 0
         slots = database.slot_counts(study)
     if as_json:
-        print_json({"study": study, "state": state, "before": before, "trials": slots, "ended": ended})
+        print_json(
+            {
+                "study": study,
+                "state": state,
+                "before": before,
+                "trials": slots,
+                "ended": ended,
+                "jobs": cancelled,
+            }
+        )
         return
+    if cancelled:
+        typer.echo(f"Jobs that are ended: {', '.join(cancelled)}.")
     ends = f", {ended} unfinished ended" if ended else ""
     typer.echo(
         f"The study {study} is {state}: {slots['done']} of {sum(slots.values())} trials done{ends}. "

@@ -57,8 +57,11 @@ class Batch:
     def split(self, micro_batch_size: int) -> list[Batch]:
         """Cut into batches of at most `micro_batch_size` windows; they keep the padded length."""
         starts = range(0, len(self.windows_B), micro_batch_size)
-        parts = [slice(start, start + micro_batch_size) for start in starts]
-        return [self._map(itemgetter(part), part) for part in parts]
+        return [self.rows(slice(start, start + micro_batch_size)) for start in starts]
+
+    def rows(self, part: slice) -> Batch:
+        """Some of the windows, perhaps none, at the padded length of all."""
+        return self._map(itemgetter(part), part)
 
     def _map(self, change: Callable[[Tensor], Tensor], windows: slice = slice(None)) -> Batch:
         return Batch(

@@ -169,6 +169,8 @@ class MixedPrecision:
         self._losses_in_a_row = self._gradients_in_a_row = self._overflows_at_floor = self._zero
         self._skipped = self._scale_sum = self._scale_min = self._scale_max = self._zero
         self._epoch_fallbacks = 0
+        self.step_fallbacks = 0
+        """Micro-batches of the step that is being made that this process ran again in fp32."""
         self.reset_statistics()
 
     def autocast(self, *, enabled: bool = True) -> torch.autocast:
@@ -200,13 +202,8 @@ class MixedPrecision:
         reduced = self.precision.linear_dtype != "float32" and not self.precision.float8
         if not self.config.fallback_to_fp32 or not reduced or bool(torch.isfinite(loss)):
             return loss
-        self._epoch_fallbacks += 1
-        if self._epoch_fallbacks > self.config.max_fp32_fallbacks:
-            raise Nonfinite(
-                f"more than {self.config.max_fp32_fallbacks} micro-batches of one epoch were not finite "
-                f"under {self.precision.name} (amp.max_fp32_fallbacks)."
-            )
-        self._fp32_fallbacks += 1
+        self._check_fallbacks(self._epoch_fallbacks + self.step_fallbacks + 1)
+        self.step_fallbacks += 1
         with self.autocast(enabled=False), backend_flags(PRECISIONS["fp32"], self.config):
             return compute(_in_float32(model))
 
@@ -251,6 +248,27 @@ class MixedPrecision:
         """Give the fp32 fallback its allowance anew."""
         self._epoch_fallbacks = 0
 
+    def start_step(self) -> None:
+        """Begin a step, or one that was not finished again: its fallbacks are then counted once."""
+        self.step_fallbacks = 0
+
+    def end_step(self, num_fallbacks: int) -> None:
+        """Count the fallbacks of the step's micro-batches, `step_fallbacks` of them in this process.
+
+        Raises Nonfinite when there are more than an epoch may have.
+        """
+        self.step_fallbacks = 0
+        self._epoch_fallbacks += num_fallbacks
+        self._fp32_fallbacks += num_fallbacks
+        self._check_fallbacks(self._epoch_fallbacks)
+
+    def _check_fallbacks(self, count: int) -> None:
+        if count > self.config.max_fp32_fallbacks:
+            raise Nonfinite(
+                f"more than {self.config.max_fp32_fallbacks} micro-batches of one epoch were not finite "
+                f"under {self.precision.name} (amp.max_fp32_fallbacks)."
+            )
+
     def update_amp_config(self, **changes: Any) -> None:
         """Change `AmpConfig` keys between epochs; a new `init_scale` becomes the scale at once.
 
@@ -272,19 +290,20 @@ class MixedPrecision:
 
     def statistics(self) -> AmpStatistics:
         """What was counted since the last reset. Waits for the device."""
+        fallbacks = self._fp32_fallbacks + self.step_fallbacks
         if not self._num_steps:
             untracked = self.precision.loss_scaling and self.config.track_stats is False
-            return AmpStatistics(skipped_steps=None if untracked else 0, fp32_fallbacks=self._fp32_fallbacks)
+            return AmpStatistics(skipped_steps=None if untracked else 0, fp32_fallbacks=fallbacks)
         return AmpStatistics(
             scale_min=float(self._scale_min),
             scale_mean=float(self._scale_sum) / self._num_steps,
             scale_max=float(self._scale_max),
             skipped_steps=int(self._skipped),
-            fp32_fallbacks=self._fp32_fallbacks,
+            fp32_fallbacks=fallbacks,
         )
 
     def reset_statistics(self) -> None:
-        self._num_steps = self._fp32_fallbacks = 0
+        self._num_steps = self._fp32_fallbacks = self.step_fallbacks = 0
         self._skipped = self._scale_sum = self._zero
         self._scale_min, self._scale_max = self._zero + math.inf, self._zero - math.inf
 

@@ -14,6 +14,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import optuna
 import sqlalchemy as sa
@@ -22,6 +23,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError, shorten
 from hpo.study.migrations import newest_version, stored_version, upgrade
+from hpo.study.sqlite_place import check_place
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 URL_FROM_FILE = "@"
@@ -142,10 +144,13 @@ def place(url: str) -> str:
 
 
 def check_folder(url: str) -> None:
-    """Raise StorageError where the folder of a SQLite file does not exist."""
+    """Raise StorageError where the folder of a SQLite file does not exist, or is on a network file system."""
     path = sqlite_path(parse_url(url))
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise StorageError(f"The folder `{path.parent}` of {redact(url)} must exist. Create it first.")
+    check_place(path)
 
 
 def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
@@ -159,10 +164,10 @@ def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
     """
     parsed = parse_url(url)
     path = sqlite_path(parsed)
-    if path is not None and not path.exists():
-        if not create:
-            raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
+    if create:
         check_folder(url)
+    elif path is not None and not path.exists():
+        raise NoDatabaseError(f"There is no study database at {place(url)}. `hpo run STUDY` makes one.")
     try:
         engine = connect(url)
         try:
@@ -178,12 +183,12 @@ def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
                 with exclusive(engine):  # before the first connection: only one may turn on SQLite's log
                     if (version := _version(engine)) != newest_version():
                         if version is None:
-                            _optuna_storage(parsed).engine.dispose()
+                            optuna_storage(parsed).engine.dispose()
                         with engine.begin() as connection:
                             upgrade(connection)  # last: these tables mean that the schema is complete
         finally:
             engine.dispose()
-        return _optuna_storage(parsed)
+        return optuna_storage(parsed)
     except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
         raise explain(url, error) from error
 
@@ -194,18 +199,23 @@ def connect(url: str) -> sa.Engine:
     return sa.create_engine(parsed, pool=_connection_pool(parsed))
 
 
-def _optuna_storage(url: sa.URL) -> optuna.storages.RDBStorage:
+def optuna_storage(url: sa.URL, **options: Any) -> optuna.storages.RDBStorage:
+    """Optuna's storage, with its tables made where they are missing; `options` are RDBStorage's.
+
+    Raises:
+        StorageError: the tables are of another version of Optuna.
+    """
     # Optuna calls str.format on the URL, so braces in a password are doubled.
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")
     pool = _connection_pool(url)
     try:
-        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool})
+        return optuna.storages.RDBStorage(text, engine_kwargs={"pool": pool}, **options)
     except Exception as error:
         pool.dispose()  # Optuna leaves its connections open
         if "compatible with the table schema" not in str(error):
             raise
         made_by = re.search(r"set up by optuna ([^)]+)\)", str(error))
-        advice = "Update Optuna" if "latest version" in str(error) else "Run `optuna storage upgrade`"
+        advice = "Update Optuna" if "latest version" in str(error) else "Move them up with `hpo doctor --fix`"
         raise StorageError(
             f"The tables in {redact(text)} must be of Optuna {optuna.__version__}, but they are of "
             f"Optuna {made_by[1] if made_by else '?'}. {advice}, or name another database."

@@ -47,9 +47,10 @@ from hpo.study import trial_rows
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import Deaths, count_death, counted_cause, num_oom_kills
 from hpo.study.lifecycle import study_state
-from hpo.study.process import process_start, this_machine
+from hpo.study.process import process_start, this_job, this_machine
 from hpo.study.samplers import known_params
 from hpo.study.schema import slots, workers
+from hpo.study.sqlite_place import refuse_other_hosts
 from hpo.study.storage import Storage
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class WorkerLease:
         with exclusive(storage.engine):
             storage.check_data(name)
             with storage.engine.begin() as connection:
+                refuse_other_hosts(connection, storage.now, storage.lease_seconds)
                 # The row of an attempt that was committed though the connection broke before the answer.
                 connection.execute(sa.delete(workers).where(workers.c.id.in_((self.id, self.reservation))))
                 last = connection.execute(last_number).scalar()
@@ -202,6 +204,7 @@ class WorkerLease:
                         oom_kills=num_oom_kills(),
                         state="live",
                         number=self.number,
+                        job=this_job(),
                     )
                 )
 

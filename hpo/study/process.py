@@ -7,6 +7,7 @@ the process ends. So a process is known by machine, id and start time.
 from __future__ import annotations
 
 import math
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ def process_start(pid: int) -> str | None:
         return None
     state, start_time = fields[0], fields[19]
     return None if state in "ZX" else start_time  # a zombie is dead, though its parent has not looked
+
+
+def this_job() -> str | None:
+    """Name the batch job that runs this process as `hpo_jobs` does, with its task: `slurm:123_4`."""
+    job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    if job and task:
+        return f"slurm:{job}_{task}"
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"slurm:{job}" if job else None
 
 
 def is_alive(worker: Any, lease_seconds: float, witnessed_seconds: float = math.inf) -> bool:

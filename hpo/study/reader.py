@@ -51,6 +51,9 @@ def read_study(
             alive=is_alive(row, lease_seconds),
             trial_number=running.get(row.id),
             number=row.number,
+            device=row.device,
+            job=row.job,
+            silent_seconds=row.now - row.last_seen,
         )
         for row in connection.execute(members.order_by(schema.workers.c.started))
     ]

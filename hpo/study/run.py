@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,15 +30,19 @@ from hpo.errors import InputError, NoDatabaseError, StudyChangedError
 from hpo.memory import gc_frozen_imports, release_free_memory
 from hpo.precision.table import apply_preset, left_out
 from hpo.study.checkpoint_artifacts import drop_artifacts, open_artifact_store
+from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
-from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace, place_workers, run_workers
+from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
+from hpo.study.supervisor import WorkerPlace, place_workers, run_workers
+from hpo.study.time_left import TimeLeft
 from hpo.study.worker import STAYS, RunSummary, Stint, keep_best_checkpoints, run_worker, trial_runner
 
 if TYPE_CHECKING:
+    from hpo.training.distributed import Ranks
     from hpo.trial.executor import Executor
 
 TrialsRun = Literal["in this process", "in workers", "elsewhere"]
@@ -81,6 +84,7 @@ def open_study(
     resize: bool = True,
     trials_run: TrialsRun = "in this process",
     trust_remote_code: bool = False,
+    ranks: Ranks | None = None,
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
@@ -92,6 +96,7 @@ def open_study(
         resize: False for a worker that joins: the stored `n_trials` stays as it is.
         trust_remote_code: whether the code that comes with the study's encoder may run here. The database
             does not decide that: a user's own study file does, or an option.
+        ranks: the processes of torchrun that train each trial together, of which this is the first.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
@@ -118,7 +123,7 @@ def open_study(
         device, lacking = _check_device(config, trials_run)
         must_check = not has_trained and WORKERS_ON_DEVICE not in os.environ
         if trains_here or must_check:
-            executor = _build_executor(config, device, runs_dir)
+            executor = _build_executor(config, device, runs_dir, ranks)
             if must_check:
                 executor.check_study()
         if not trains_here:
@@ -131,7 +136,7 @@ def open_study(
         if trains_here and record.slots["done"] < config.n_trials:
             if executor is None:  # it was finished, and somebody raised `n_trials` meanwhile
                 device, lacking = _check_device(config, trials_run)
-                executor = _build_executor(config, device, runs_dir)
+                executor = _build_executor(config, device, runs_dir, ranks)
             executor.cache = storage
         yield OpenStudy(config, storage, runs_dir, record, lacking, executor, trust_remote_code)
 
@@ -187,11 +192,14 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
     return lacking
 
 
-def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
+def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path, ranks: Ranks | None) -> Executor:
     with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
         from hpo.trial.executor import Executor
 
-    return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+    executor = Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+    if ranks is not None:
+        executor.ranks = ranks
+    return executor
 
 
 def _num_on_device() -> int:
@@ -199,21 +207,25 @@ def _num_on_device() -> int:
     return int(os.environ.get(WORKERS_ON_DEVICE, "1"))
 
 
-def plan_workers(config: StudyConfig, workers: int, per_device: int | None = None) -> list[WorkerPlace]:
-    """Where each worker of a run on this machine is: in this process if it is one, else in its own.
+def plan_workers(
+    config: StudyConfig | None, workers: int, per_device: int | None = None
+) -> list[WorkerPlace]:
+    """Where each worker of a run on this machine is, in a process of its own; none: one in this process.
 
     Args:
-        workers: how many, spread over the GPUs of this machine in turn.
-        per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`.
+        config: of the study; None for workers that serve all studies of a database.
+        workers: how many, spread over the GPUs of this machine in turn; 1 is this process.
+        per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`; all of them
+            are processes of their own.
 
     Raises InputError where the workers of one GPU and their contexts may take more than its memory: a trial
     that found none because of its neighbour would be stored as one that does not fit.
     """
     if workers == 1 and per_device is None:
-        return place_workers(1, ())
-    devices = cuda_devices(config.device)
+        return []
+    devices = cuda_devices(config.device if config else "auto")
     places = place_workers(workers if per_device is None else per_device * max(1, len(devices)), devices)
-    if devices:
+    if devices and config:
         most = max(place.workers_on_device for place in places)
         share_memory(config, probe_device(config.device), most)
     return places
@@ -223,8 +235,9 @@ def run_study(
     study: OpenStudy,
     places: Sequence[WorkerPlace] = (),
     *,
-    stop: threading.Event | None = None,
+    stop: Stop | None = None,
     stint: Stint = STAYS,
+    max_restarts: int = 0,
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
@@ -234,6 +247,7 @@ def run_study(
         places: of `plan_workers`, where the trials run in processes of their own, `hpo worker STUDY`.
         stop: from `stop_on_signals`.
         stint: of a worker that serves other studies too.
+        max_restarts: how often the worker of a place that dies is started again within an hour.
 
     Raises:
         StudyChangedError: the study had other data.
@@ -241,32 +255,38 @@ def run_study(
         RunError: the workers ended before the study did.
     """
     config, storage, executor = study.config, study.storage, study.executor
-    stop = stop or threading.Event()
+    stop = stop or Stop()
     if study.record.state != "open":
         return RunSummary("halted")
     if study.record.slots["done"] == config.n_trials:
         return RunSummary("finished")
     if executor is None:
-        options = ["--trust-remote-code"] if study.trust_remote_code else []
-        summary = run_workers(config, storage, study.runs_dir, places, stop=stop, options=options)
+        trust = ["--trust-remote-code"] if study.trust_remote_code else []
+        summary = run_workers(
+            config, storage, study.runs_dir, places, stop=stop, max_restarts=max_restarts, options=trust
+        )
         if summary.ended != "elsewhere":
             return summary
         return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
     storage.bind_data(config.name, executor.dataset.fingerprint)
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
+    note_database(folder(0).parent, storage.url)
     artifacts = open_artifact_store(config.checkpoint)
     drop = partial(drop_artifacts, artifacts, storage, config.name) if artifacts else lambda _: None
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
+    time_left = TimeLeft(storage, config.name, stop)
     return run_worker(
         config,
         storage,
-        trial_runner(executor, storage, stop, shared_device=_num_on_device() > 1, artifacts=artifacts),
+        trial_runner(
+            executor, storage, stop, time_left, shared_device=_num_on_device() > 1, artifacts=artifacts
+        ),
         device=WorkerDevice(executor.device.device_id, memory_bytes, study.lacking),
         stop=stop,
         saved_step=lambda number: last_saved_step(folder(number)),
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k, drop),
-        stint=stint,
+        stint=replace(stint, has_time=time_left.suffices),
     )
 
 

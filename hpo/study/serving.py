@@ -16,7 +16,6 @@ import gc
 import logging
 import os
 import socket
-import threading
 import time
 import uuid
 from collections import Counter
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import sqlalchemy as sa
 
@@ -35,8 +34,12 @@ from hpo.study.overview import Demand, demands
 from hpo.study.process import process_start, this_machine
 from hpo.study.run import OpenStudy, open_study, run_study
 from hpo.study.schema import workers
+from hpo.study.stopping import Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import Stint
+
+if TYPE_CHECKING:
+    from hpo.training.distributed import Ranks
 
 _logger = logging.getLogger(__name__)
 
@@ -57,6 +60,8 @@ class ServingOptions:
     device: str | None = None
     """The `DeviceInfo.device_id` of what its trials run on, where known."""
     poll_seconds: float = 2.0
+    ranks: Ranks | None = None
+    """The processes of torchrun that train each trial together, of which this is the first."""
 
 
 @dataclass
@@ -80,7 +85,7 @@ def serve(
     runs_dir: Path,
     options: ServingOptions,
     *,
-    stop: threading.Event,
+    stop: Stop,
     shown: Callable[[OpenStudy], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> Served:
     """Run trials of the open studies of the database at `url` until none is left for this worker.
@@ -99,7 +104,7 @@ class _Choice:
 
 
 class _Server:
-    def __init__(self, url: str, runs_dir: Path, options: ServingOptions, stop: threading.Event) -> None:
+    def __init__(self, url: str, runs_dir: Path, options: ServingOptions, stop: Stop) -> None:
         self._url = url
         self._runs_dir = runs_dir
         self._options = options
@@ -194,6 +199,7 @@ class _Server:
                     self._runs_dir,
                     resize=False,
                     trust_remote_code=self._options.trust_remote_code,
+                    ranks=self._options.ranks,
                 ) as opened,
                 shown(opened),
             ):
@@ -212,9 +218,9 @@ class _Server:
                 needed = f"what is left of it needs a device with {' or '.join(summary.elsewhere)}"
                 self._leave_out(study, needed)
             elif summary.ended == "timeout" and time.monotonic() <= self._deadline:
-                self._leave_out(
-                    study, f"this worker was in it for the study's `timeout` of {config.timeout:g} s"
-                )
+                spent = f"this worker was in it for the study's `timeout` of {config.timeout} s"
+                has_time = config.timeout is not None and self._stop.seconds_left > 0
+                self._leave_out(study, spent if has_time else "its evaluations take longer than this job has")
         finally:
             with open_storage(self._url, create=False) as storage:
                 _withdraw(storage, choice)

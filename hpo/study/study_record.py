@@ -69,6 +69,12 @@ class WorkerRecord:
     """The trial it is running."""
     number: int = 0
     """Unique within the study."""
+    device: str | None = None
+    """Of its machine, as `DeviceInfo.device_id`."""
+    job: str | None = None
+    """That runs it: `slurm:123_4`."""
+    silent_seconds: float = 0.0
+    """Since it was last seen, by the database's clock."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ Workers know of each other through the database alone, so it does not matter how
 run and when they come or go. A worker leaves when every slot is done. While others still run the last
 trials it waits, to take over if one of them dies.
 
-Told to stop (SIGINT, SIGTERM), a worker lets its trial write a checkpoint and leaves; told twice, it dies
-at once, which the database survives just as well.
+Told to stop (`hpo.study.stopping`), a worker lets its trial write a checkpoint and leaves.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.study import StudyDirection
-from optuna.trial import TrialState
 
 from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.study.checkpoint_artifacts import ArtifactCheckpoints, ArtifactStore, FolderCheckpoints
+from hpo.study.checkpoint_folders import kept_checkpoints
 from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
@@ -42,8 +40,10 @@ from hpo.study.leases import Lease, WorkerLease
 from hpo.study.lifecycle import end_unfinished
 from hpo.study.outbox import Outbox, Report
 from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
+from hpo.study.stopping import Stop
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
+from hpo.study.time_left import TimeLeft
 
 if TYPE_CHECKING:
     from hpo.config.search_space import SearchSpace
@@ -81,6 +81,8 @@ class Stint:
     """Asked after each trial (True), and when there is none to run but others still run some (False)."""
     reservation: str = ""
     """See `WorkerLease`."""
+    has_time: Callable[[], bool] = lambda: True
+    """Asked before each trial; where there is no time for another one, the worker leaves."""
 
 
 STAYS = Stint()
@@ -131,6 +133,8 @@ def run_worker(
             lock=partial(exclusive, storage.engine),
         )
         while not stop.is_set() and not worker.halted.is_set() and time.monotonic() <= deadline:
+            if not stint.has_time():
+                break
             lease = worker.claim()
             if lease is not None:
                 outcome = _run_slot(worker, lease, execute)
@@ -235,7 +239,8 @@ def _ended(outcome: Outcome, reason: str, trace: str | None = None) -> TrialResu
 def trial_runner(
     executor: Executor,
     storage: Storage,
-    stop: threading.Event,
+    stop: Stop,
+    time_left: TimeLeft | None = None,
     *,
     shared_device: bool = False,
     artifacts: ArtifactStore | None = None,
@@ -246,9 +251,11 @@ def trial_runner(
     is where its checkpoints are copied to.
     """
     metric_names = [objective.metric for objective in executor.study.objective]
+    time_left = time_left or TimeLeft(storage, executor.study.name, stop)
     token = storage.study_token(executor.study.name)
 
     def execute(trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
+        time_left.begin()
         params = storage.persist(lambda: suggest(executor.study.search_space, trial))
         lease.store_params()
 
@@ -264,6 +271,7 @@ def trial_runner(
             )
             lease.check()
             outbox.put(Report(evaluation.index, scored.values[0], row, evaluation.budget_used >= 1))
+            time_left.evaluated()
             check_pruned()
 
         def check_pruned() -> None:
@@ -273,6 +281,7 @@ def trial_runner(
         def should_stop() -> bool:
             lease.check()
             check_pruned()
+            time_left.look(executor.checkpoint_seconds)
             return stop.is_set() or lease.halted.is_set()
 
         folder = executor.trial_folder(token, trial.number)
@@ -292,6 +301,8 @@ def trial_runner(
                 else ArtifactCheckpoints(artifacts, storage, lease, trial.number, outbox.is_settled),
             )
             outbox.flush()
+        if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
+            stop.set()  # where another rank was told
         if not shared and storage.has_other_workers_on(place):  # it came during the trial
             device = {**result.telemetry["device"], "shared": True}
             result = replace(result, telemetry={**result.telemetry, "device": device})
@@ -308,16 +319,12 @@ def keep_best_checkpoints(
 ) -> None:
     """Remove the checkpoints of all finished trials but the best `top_k`.
 
-    Best is by the first objective; with several, the trials of the Pareto front come first. `folder` gives
-    that of a trial by its number; `drop` removes those of trials elsewhere.
+    `folder` gives that of a trial by its number; `drop` removes those of trials elsewhere.
     """
-    trials = study.get_trials(deepcopy=False)
-    sign = 1 if study.directions[0] == StudyDirection.MAXIMIZE else -1
-    front = {trial.number for trial in study.best_trials} if len(study.directions) > 1 else set()
-    complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
-    complete.sort(key=lambda trial: (trial.number not in front, -sign * trial.values[0], trial.number))
-    kept = {trial.number for trial in complete[:top_k]}
-    gone = {trial.number for trial in trials if trial.state.is_finished()} - kept
+    kept = kept_checkpoints(study, top_k)
+    finished = {trial.number for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()}
+    gone = finished - kept
     for number in gone:
-        shutil.rmtree(folder(number), ignore_errors=True)
+        if folder(number).exists():
+            shutil.rmtree(folder(number), ignore_errors=True)
     drop(gone)

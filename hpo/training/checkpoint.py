@@ -25,6 +25,7 @@ import json
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -86,6 +87,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, resume_key: str, mirror: CheckpointMirror | None = None) -> None:
         self.folder = folder
         self.resume_key = resume_key
+        self.write_seconds = 0.0
+        """How long the last write took."""
         self._problems: list[str] = []
         self._is_failing = False
         self._mirror = mirror
@@ -212,7 +215,7 @@ class CheckpointStore:
         state: Mapping[str, Any] | None,
         best: Mapping[str, Any] | None,
     ) -> None:
-        written = None
+        written, began = None, time.monotonic()
         for kind, keep, content in (("best", 1, best), ("step", 2, state)):
             if content is not None:
                 path = self.folder / f"{kind}-{step:08d}"
@@ -222,6 +225,7 @@ class CheckpointStore:
                 for old in older[: len(older) + 1 - keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 written = path
+        self.write_seconds = time.monotonic() - began
         self._sync()
 
 
@@ -247,6 +251,7 @@ def _resume_key(path: Path) -> str | None:
 class NoCheckpoints:
     """Takes the place of a store for a trial that nobody will go on with: nothing is kept."""
 
+    write_seconds = 0.0
     problems: Sequence[str] = ()
 
     def __enter__(self) -> NoCheckpoints:

@@ -16,6 +16,7 @@ from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.training.decoding import DecodingThresholds, decode_tasks
+from hpo.training.distributed import ONE_RANK, Ranks
 from hpo.training.metrics import score
 
 
@@ -50,13 +51,15 @@ def evaluate(
     pad_id: int,
     decisions: Mapping[str, DecodingThresholds] | None = None,
     decision_metrics: Mapping[str, str] | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> tuple[dict[str, dict[str, float]], dict[str, DecodingThresholds]]:
     """Metrics of every task on a split, and the decisions that they were computed with.
 
     Without `decisions` (thresholds and the like) they are chosen on this split, to maximise
-    `decision_metrics`. Raises Nonfinite when logits are NaN or infinite.
+    `decision_metrics`. The same on all `ranks`, which share the forward passes. Raises Nonfinite when logits
+    are NaN or infinite.
     """
-    logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id)
+    logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id, ranks)
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
         raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
@@ -71,18 +74,20 @@ def predict_logits(
     mixed_precision: MixedPrecision,
     max_tokens: int,
     pad_id: int,
+    ranks: Ranks = ONE_RANK,
 ) -> dict[str, NDArray[np.float32]]:
     """fp32 logits of a whole split: [W, K] for sequence tasks, [T, K] for token tasks, in window order.
 
-    If memory runs out, a batch is halved.
+    Each of the `ranks` runs some of the batches, which are the same for any number of them. If memory runs
+    out, a batch is halved.
     """
     device = mixed_precision.device
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     rows = {"sequence": split.num_windows, "token": split.num_tokens}
-    logits = {task.name: np.empty((rows[task.level], task.num_outputs), np.float32) for task in tasks}
+    logits = {task.name: np.zeros((rows[task.level], task.num_outputs), np.float32) for task in tasks}
     model.eval()
-    pending = evaluation_batches(lengths_W, max_tokens)[::-1]
-    with mixed_precision.evaluation():
+    pending = ranks.own(evaluation_batches(lengths_W, max_tokens))[::-1]
+    with ranks.together(), ranks.watched(), mixed_precision.evaluation():
         while pending:
             windows = pending.pop()
             batch = collate(split, windows, (), pad_id).to(device.torch_device)
@@ -104,4 +109,5 @@ def predict_logits(
                     logits[task.name][windows] = outputs[task.name]
                 else:
                     logits[task.name][tokens] = outputs[task.name][real_BL]
+    ranks.merge(logits)
     return logits

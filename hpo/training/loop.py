@@ -30,6 +30,7 @@ from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.training.compilation import CompileClock
+from hpo.training.distributed import ONE_RANK, Ranks
 from hpo.training.evaluate import Evaluation, evaluate
 from hpo.training.losses import MultitaskLoss
 from hpo.training.optim import schedule_factor, set_learning_rate
@@ -113,6 +114,8 @@ class TrainingArgs:
     """Padded tokens in one evaluation batch."""
     decision_metrics: Mapping[str, str]
     """{task: metric} that thresholds and the like maximise; a task left out: its primary metric."""
+    ranks: Ranks = ONE_RANK
+    """The processes that train together; each calls `train` with the same arguments."""
 
 
 @dataclass
@@ -210,19 +213,23 @@ def train(
     args: TrainingArgs,
     clock: TrainingClock,
     on_step: Callable[[], bool] = lambda: False,
+    on_micro_batch: Callable[[], None] = lambda: None,
 ) -> Iterator[Evaluation]:
     """Train until the budget is used up, yielding an evaluation of the validation split at a time.
 
     `model` is on the device, in the precision's weights. `clock.state` says where to begin and is kept up to
-    date. `on_step` runs after each step; True says that it took its time (the copy for a checkpoint), which
-    then counts as no training. What it raises ends the training.
+    date. `on_step` runs after each step but the last; True says that it took its time (the copy for a
+    checkpoint), which then counts as no training. `on_micro_batch` runs between the micro-batches of a step.
+    What these raise ends the training, with model, optimiser and state as the last whole step left them.
 
     Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
     example does not fit.
     """
     device, state, lengths_W = mixed_precision.device, clock.state, data.train.lengths_W
+    ranks = args.ranks
     budget = args.budget.in_steps(num_batches(len(lengths_W), args.batch_size))
-    state.micro_batch_size = state.micro_batch_size or min(args.micro_batch_size, args.batch_size)
+    micro_batch_size = min(args.micro_batch_size, ranks.share(args.batch_size))
+    state.micro_batch_size = state.micro_batch_size or micro_batch_size
     model.train()
     clock.start()
     while budget.used(state) < 1:
@@ -230,17 +237,20 @@ def train(
         if state.batch == 0:
             mixed_precision.start_epoch()
         for windows in batches[state.batch :]:
-            position = budget.learning_rate_position(state)
-            set_learning_rate(optimizer, schedule_factor(args.schedule, position, args.warmup_ratio))
-            batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
-            loss = accumulate_gradients(model, loss_fn, batch, mixed_precision, args.seed, state)
-            apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
-            num_examples = float(data.train.example_share_W[windows].sum())
-            state.count_step(loss, num_examples, batch.num_tokens)
-            clock.step(num_examples, batch)
-            if state.step % CHECK_EVERY[device.type] == 0:
-                _check(mixed_precision, loss_fn)
-            state.step_seconds = clock.lap()
+            with ranks.watched():
+                position = budget.learning_rate_position(state)
+                set_learning_rate(optimizer, schedule_factor(args.schedule, position, args.warmup_ratio))
+                batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
+                loss = accumulate_gradients(
+                    model, loss_fn, batch, mixed_precision, args.seed, state, on_micro_batch, ranks
+                )
+                apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
+                num_examples = float(data.train.example_share_W[windows].sum())
+                state.count_step(loss, num_examples, batch.num_tokens)
+                clock.step(num_examples, batch)
+                if state.step % CHECK_EVERY[device.type] == 0:
+                    _check(mixed_precision, loss_fn)
+                state.step_seconds = _lap(clock, ranks)
             if state.batch == len(batches):
                 state.epoch, state.batch = state.epoch + 1, 0
             # A slow step may pass two evaluations: the number of the last then stays that of its place.
@@ -248,15 +258,22 @@ def train(
             if evaluates:
                 _check(mixed_precision, loss_fn)
                 synchronize(device)
-                clock.lap()
+                _lap(clock, ranks)
                 # Waiting for the device may have made another one due.
                 state.num_evaluations = budget.evaluations_due(state, args.num_evaluations)
                 yield _evaluate(model, loss_fn, mixed_precision, data, args, clock)
                 model.train()
-            if on_step() or evaluates:
-                clock.start()
             if budget.used(state) >= 1:
                 return
+            if on_step() or evaluates:
+                clock.start()
+
+
+def _lap(clock: TrainingClock, ranks: Ranks) -> float:
+    """`clock.lap()` as rank 0 has it: learning rates and the end of the budget may follow from it."""
+    seconds = clock.lap()
+    clock.state.train_seconds, seconds = ranks.of_main(clock.state.train_seconds, seconds)
+    return seconds
 
 
 def _check(mixed_precision: MixedPrecision, loss_fn: MultitaskLoss) -> None:
@@ -277,7 +294,7 @@ def _evaluate(
 ) -> Evaluation:
     state, began = clock.state, clock.now()
     where = model, data.validation, loss_fn.tasks, mixed_precision, args.evaluation_tokens, data.pad_id
-    metrics, decisions = evaluate(*where, decision_metrics=args.decision_metrics)
+    metrics, decisions = evaluate(*where, decision_metrics=args.decision_metrics, ranks=args.ranks)
     seconds = clock.now() - began
     state.evaluation_seconds += seconds
     steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
@@ -302,17 +319,20 @@ def accumulate_gradients(
     mixed_precision: MixedPrecision,
     seed: int,
     state: TrainState,
+    on_micro_batch: Callable[[], None] = lambda: None,
+    ranks: Ranks = ONE_RANK,
 ) -> Tensor:
     """Forward and backward over the global batch in micro-batches; return its loss, detached.
 
-    If memory runs out, the micro-batch is halved and the batch done again.
-    Raises OutOfMemory when one example does not fit.
+    If memory runs out, the micro-batch is halved and the batch done again. `on_micro_batch` runs between
+    micro-batches. Raises OutOfMemory when one example does not fit. On all `ranks` the same.
     """
     while True:
-        torch.manual_seed(step_seed(seed, state.step))
+        torch.manual_seed(step_seed(ranks.seed(seed), state.step))
         model.zero_grad(set_to_none=True)
+        mixed_precision.start_step()
         try:
-            return _accumulate(model, loss_fn, batch, mixed_precision, state)
+            return _accumulate(model, loss_fn, batch, mixed_precision, state, on_micro_batch, ranks)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -321,26 +341,40 @@ def accumulate_gradients(
                     f"one example of {batch.input_ids_BL.shape[1]} tokens does not fit into memory."
                 ) from error
         # Here, after the error and the activations that it holds are gone.
-        state.micro_batch_size = -(-min(state.micro_batch_size, len(batch.windows_B)) // 2)
+        most = ranks.share(len(batch.windows_B))
+        state.micro_batch_size = -(-min(state.micro_batch_size, most) // 2)
         state.oom_halvings += 1
         if mixed_precision.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _accumulate(
-    model: nn.Module, loss_fn: MultitaskLoss, batch: Batch, mixed_precision: MixedPrecision, state: TrainState
+    model: nn.Module,
+    loss_fn: MultitaskLoss,
+    batch: Batch,
+    mixed_precision: MixedPrecision,
+    state: TrainState,
+    on_micro_batch: Callable[[], None],
+    ranks: Ranks,
 ) -> Tensor:
     device = mixed_precision.device.torch_device
     global_items = loss_fn.count(batch)
     total = torch.zeros((), device=device)
     task_losses_T = torch.zeros(len(loss_fn.tasks), device=device)
-    for part in batch.split(state.micro_batch_size):
-        items = loss_fn.count(part)
-        compute = partial(loss_fn, batch=part.to(device), items=items, global_items=global_items)
-        loss = mixed_precision.loss(model, compute)
-        mixed_precision.scaler.scale(loss).backward()
-        total += loss.detach()
-        task_losses_T += loss_fn.task_losses_T
+    for number, part in enumerate(ranks.micro_batches(batch, state.micro_batch_size)):
+        with ranks.together():
+            if number:
+                on_micro_batch()
+            if not len(part.windows_B):
+                continue
+            items = loss_fn.count(part)
+            compute = partial(loss_fn, batch=part.to(device), items=items, global_items=global_items)
+            loss = mixed_precision.loss(model, compute)
+            mixed_precision.scaler.scale(loss).backward()
+            total += loss.detach()
+            task_losses_T += loss_fn.task_losses_T
+    ranks.sum_gradients(model, total, task_losses_T)
+    mixed_precision.end_step(ranks.total(mixed_precision.step_fallbacks))
     loss_fn.note_nonfinite(task_losses_T, state.step)
     return total
 

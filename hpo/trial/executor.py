@@ -10,6 +10,7 @@ keeps data and tokens from trial to trial.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -32,7 +33,7 @@ from hpo.data.batches import collate
 from hpo.data.dataset import load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
-from hpo.device import DeviceInfo, limit_threads
+from hpo.device import DeviceInfo, limit_threads, probe_device
 from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd, did_you_mean
 from hpo.memory import disable_malloc_trim, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
@@ -43,6 +44,7 @@ from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.table import PRECISION, Precision, Resolution, apply_preset, resolve
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import apply_compile
+from hpo.training.distributed import ONE_RANK, ConnectedRanks, Ranks
 from hpo.training.loop import Budget, TrainingArgs
 from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
 from hpo.training.optim import build_optimizer, parameter_groups
@@ -57,6 +59,7 @@ class Executor:
     """Runs trials of one study on one device; keeps data and tokens from trial to trial.
 
     `apply_compile` is what compiles a model in place, as `hpo.training.compilation.apply_compile` does.
+    `ranks` are the processes that train each trial together, of which those after the first run `follow`.
 
     Raises DataError when the study's data cannot be used, InputError when its objective names a metric
     that no task has.
@@ -70,14 +73,18 @@ class Executor:
         compatibility_cache: CompatibilityCache | None = None,
         *,
         apply_compile: Callable[..., object] = apply_compile,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self.study = study
+        self.ranks = ranks
         self.device = device
         self.runs_dir = runs_dir
         self.amp, self.default_precision = apply_preset(study.amp, device)
         self.dataset = load_data(study.data)
         self.tasks = self.dataset.tasks
         self.cache = compatibility_cache
+        self.checkpoint_seconds = 0.0
+        """How long the last checkpoint took to write."""
         self._apply_compile = apply_compile
         self._tokenizers: dict[str, Any] = {}
         self._tokens: dict[tuple[str, str, int], TokenizedSplit] = {}
@@ -131,6 +138,7 @@ class Executor:
 
         Raises InputError and RunError for what concerns more than this trial.
         """
+        self.ranks.announce((self.study.definition(), dict(params)))
         recorder = TrialRecorder()
         recorder.note(device=device_facts(self.device, shared_device, self.amp.memory_fraction))
         gc.collect()  # cycles, such as the model of a trial that failed
@@ -141,9 +149,9 @@ class Executor:
         self._num_started += 1
         values = trace = None
         try:
-            values = TrialRun(self, recorder, on_evaluation, should_stop).run(
-                params, folder, resume_key, mirror
-            )
+            with self.ranks.together(ends_trial=True):
+                run = TrialRun(self, recorder, on_evaluation, should_stop)
+                values = run.run(params, folder, resume_key, mirror)
             outcome, reason = Outcome.COMPLETE, ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)
@@ -316,7 +324,26 @@ class Executor:
             num_evaluations=evaluation.count(config.epochs),
             evaluation_tokens=evaluation.batch_tokens,
             decision_metrics=decision_metrics([objective.metric for objective in self.study.objective]),
+            ranks=self.ranks,
         )
+
+
+def follow(ranks: ConnectedRanks, runs_dir: Path, should_stop: Callable[[], bool]) -> None:
+    """Train together with rank 0 in each of its trials, until it has no more.
+
+    What this rank raises is raised by rank 0 too, which says so; this one then waits for the next trial.
+    """
+    executor, known = None, None
+    while (task := ranks.next_task()) is not None:
+        definition, params = task
+        of_trials = {key: value for key, value in definition.items() if key not in ("n_trials", "timeout")}
+        with contextlib.suppress(Exception):
+            with ranks.together():
+                if executor is None or of_trials != known:
+                    study = StudyConfig.model_validate(definition)
+                    executor, known = None, of_trials
+                    executor = Executor(study, probe_device(study.device), runs_dir, ranks=ranks)
+            executor.run(params, None, "", should_stop=should_stop)
 
 
 class _Lowest:

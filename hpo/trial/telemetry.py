@@ -71,8 +71,12 @@ def training_facts(
     meter: ThroughputMeter,
     utilization: Utilization,
     evaluation_rates: Sequence[float],
+    num_ranks: int,
 ) -> dict[str, Any]:
-    """How the training goes. `evaluation_rates` are the examples per second of each evaluation."""
+    """How the training goes, of all ranks but for `device_utilization`, which is rank 0's.
+
+    `evaluation_rates` are the examples per second of each evaluation.
+    """
     scaler = asdict(mixed_precision.statistics())
     evaluation_rate = float(np.median(evaluation_rates)) if evaluation_rates else None
     return {
@@ -81,26 +85,27 @@ def training_facts(
         "scaler": scaler,
         "micro_batch_size": state.micro_batch_size,
         "oom_halvings": state.oom_halvings,
+        "num_ranks": num_ranks,
         "num_steps": state.step,
         "num_examples": round(state.num_examples),
         "num_tokens": state.num_tokens,
         "train_seconds": state.train_seconds,
         "evaluation_seconds": state.evaluation_seconds,
         "device_utilization": utilization.read(),
-        "model_flops_utilization": _flops_utilization(model, mixed_precision, meter),
+        "model_flops_utilization": _flops_utilization(model, mixed_precision, meter, num_ranks),
     }
 
 
 def _flops_utilization(
-    model: MultitaskModel, mixed_precision: MixedPrecision, meter: ThroughputMeter
+    model: MultitaskModel, mixed_precision: MixedPrecision, meter: ThroughputMeter, num_ranks: int
 ) -> float | None:
-    """Model FLOP/s over the data sheet's peak for the precision's products; None where unknown."""
+    """Model FLOP/s over the data sheets' peak for the precision's products; None where unknown."""
     peak = peak_flops(mixed_precision.device, mixed_precision.precision.products)
     steps = meter.totals()
     if peak is None or not steps.seconds:
         return None
     flops = training_flops(model, steps.tokens, steps.windows)
-    return None if flops is None else flops / steps.seconds / peak
+    return None if flops is None else flops / steps.seconds / (peak * num_ranks)
 
 
 class TrialRecorder:

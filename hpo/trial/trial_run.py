@@ -15,7 +15,7 @@ from hpo.config.search_space import is_searched
 from hpo.config.study_config import MEASURED_METRICS
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import BUDGETS, STEP_SETTINGS
-from hpo.device import Utilization
+from hpo.device import DeviceInfo, Utilization
 from hpo.errors import Incompatible, InputError, Preempted
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.multitask import MultitaskModel
@@ -23,6 +23,7 @@ from hpo.precision.amp import MixedPrecision, backend_flags, observe
 from hpo.precision.table import resolve, support
 from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
 from hpo.training.compilation import CompileClock, compiled_modules, run_compiled_shapes
+from hpo.training.distributed import Ranks
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import check_loss
@@ -39,6 +40,22 @@ CHECKPOINT_FORMAT = 3
 
 UTILIZATION_EVERY = 20
 """Steps between two samples of the device's utilisation."""
+
+
+class RanksPeakMemory:
+    """The largest peak of the memory of any rank, of the others as of their last evaluation."""
+
+    def __init__(self, device: DeviceInfo, ranks: Ranks) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._of_all = 0
+
+    def ask_all(self) -> None:
+        """To be called by all ranks."""
+        self._of_all = self._ranks.largest(peak_memory_bytes(self._device))
+
+    def read(self) -> int:
+        return max(self._of_all, peak_memory_bytes(self._device))
 
 
 class TrialRun:
@@ -60,6 +77,7 @@ class TrialRun:
         self.state = TrainState()
         self.evaluation_rates: list[float] = []
         self.best: ScoredEvaluation | None = None
+        self.peak_memory = RanksPeakMemory(executor.device, executor.ranks)
 
     def run(
         self,
@@ -72,13 +90,16 @@ class TrialRun:
         executor, recorder = self.executor, self.recorder
         config = build_trial_config(executor.study, params, executor.default_precision, executor.amp)
         check_loss(executor.tasks, config.loss)
+        fingerprint = executor.dataset.fingerprint
+        executor.ranks.start_trial(executor.device, fingerprint, compiles=config.compile != "none")
         requested = config.fp_precision
         level = support(requested, executor.device).level
         recorder.note(precision={"requested": requested, "effective": None, "support": level})
         resolution = resolve(requested, executor.device, config.amp)
         recorder.note(precision=asdict(resolution))
         reset_peak_memory(executor.device)
-        recorder.follow(lambda: {"peak_memory_bytes": peak_memory_bytes(executor.device)})
+        peak_memory = self.peak_memory
+        recorder.follow(lambda: {"peak_memory_bytes": peak_memory.read()})
         used_ids = executor.used_ids(config)
         used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
         key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
@@ -94,7 +115,8 @@ class TrialRun:
                     "num_lost_spans": dict(split.num_lost_spans),
                 }
             )
-            self._check()
+            if executor.ranks.is_main:
+                self._check()
             self.optimizer = executor.prepare(self.parts.model, resolution.precision, config, used_ids)
             self.mixed_precision = MixedPrecision(resolution.precision, config.amp, executor.device)
             self._resume()
@@ -122,20 +144,26 @@ class TrialRun:
         """
         shapes = {name: value.shape for name, value in self.parts.model.state_dict().items()}
         best, last = self.store.best(shapes), self.store.latest(shapes)
-        for state in (found.state["best"] for found in (best, last) if found):
-            if state is not None:  # the best weights may be older, too, if newer ones could not be written
-                scored = ScoredEvaluation.from_state_dict(state)
-                values = self.best.values if self.best else None
-                if is_better(self.executor.study.objective[0], scored.values, values):
-                    self._set_best(scored)
-        if last is None:
+        if last is not None:
+            self.parts.model.load_state_dict(last.weights)
+        # Rank 0 alone reads checkpoints, so that all go on from the same.
+        ranks = self.executor.ranks
+        ranks.copy_from_main(self.parts.model)
+        found = [one.state["best"] for one in (best, last) if one]
+        found, state = ranks.broadcast((found, last.state if last else None))
+        for best_state in filter(None, found):
+            # The best weights may be older, too, if newer ones could not be written.
+            scored = ScoredEvaluation.from_state_dict(best_state)
+            values = self.best.values if self.best else None
+            if is_better(self.executor.study.objective[0], scored.values, values):
+                self._set_best(scored)
+        if state is None:
             return
-        self.parts.model.load_state_dict(last.weights)
-        self.optimizer.load_state_dict(last.state["optimizer"])
-        self.mixed_precision.load_state_dict(last.state["mixed_precision"])
-        self.state.load_state_dict(last.state["progress"])
-        self.evaluation_rates = list(last.state["evaluation_rates"])
-        self.meter.load_state_dict(last.state["meter"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.mixed_precision.load_state_dict(state["mixed_precision"])
+        self.state.load_state_dict(state["progress"])
+        self.evaluation_rates = list(state["evaluation_rates"])
+        self.meter.load_state_dict(state["meter"])
         self.recorder.note(resumed_from_step=self.state.step)
 
     def _observe_and_compile(self) -> None:
@@ -170,9 +198,10 @@ class TrialRun:
         parts, mixed_precision, state, meter = self.parts, self.mixed_precision, self.state, self.meter
         self.utilization = Utilization(self.executor.device, torch.get_num_threads())
         measured = (parts.model, mixed_precision, state, meter, self.utilization, self.evaluation_rates)
-        self.recorder.follow(lambda: training_facts(*measured))
+        num_ranks = self.executor.ranks.world_size
+        self.recorder.follow(lambda: training_facts(*measured, num_ranks))
         self.last_saved = time.monotonic()
-        for evaluation in train(
+        evaluations = train(
             parts.model,
             self.optimizer,
             parts.loss_fn,
@@ -181,13 +210,22 @@ class TrialRun:
             self.executor.training_args(parts.config),
             TrainingClock(state, meter, self.compile_clock),
             self._on_step,
-        ):
-            self._on_evaluation(evaluation)
+            self._stop_if_told,
+        )
+        try:
+            for evaluation in evaluations:
+                self._on_evaluation(evaluation)
+        except Preempted:
+            self._save()
+            raise
+
+    def _stop_if_told(self) -> None:
+        if self.should_stop():
+            raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
 
     def _on_step(self) -> bool:
-        if self.should_stop():
-            self._save()
-            raise Preempted(f"told to stop after step {self.state.step}; checkpointed.")
+        self.executor.checkpoint_seconds = self.store.write_seconds
+        self._stop_if_told()
         if self.state.step % UTILIZATION_EVERY == 0:
             self.utilization.sample()
         due = time.monotonic() - self.last_saved > self.executor.study.checkpoint.every_seconds
@@ -196,6 +234,7 @@ class TrialRun:
         return due
 
     def _on_evaluation(self, evaluation: Evaluation) -> None:
+        self.peak_memory.ask_all()
         self.evaluation_rates.append(evaluation.examples_per_second)
         scored = ScoredEvaluation(evaluation, self._values(evaluation))
         best_values = self.best.values if self.best else None
@@ -215,7 +254,7 @@ class TrialRun:
     def _values(self, evaluation: Evaluation) -> tuple[float, ...]:
         measured = {
             **evaluation.rates,
-            "peak_memory_bytes": peak_memory_bytes(self.executor.device),
+            "peak_memory_bytes": self.peak_memory.read(),
             "evaluation_examples_per_second": evaluation.examples_per_second,
         }
         study, config = self.executor.study, self.parts.config

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import re
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hpo.cli.progress import StudyDisplay
 from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.formats import describe_params
 from hpo.report.status import study_status
+from hpo.study.study_record import WorkerRecord
 from hpo.study.watch import TrialEvent
 from hpo.trial.compat import Compatibility
 from hpo.trial.measure import Measurement
@@ -193,6 +195,19 @@ def test_status(screen: Screen) -> None:
         assert re.search(rf"^ +{outcome} +\d+$", "\n".join(screen.lines), re.MULTILINE)
     assert "Unfinished, with no worker: 2. The next worker goes on with them." in screen.text
     assert max(map(len, screen.lines)) <= screen.console.width
+
+
+@pytest.mark.parametrize("screen", WIDTHS, indirect=True)
+def test_status_shows_jobs_and_who_runs_what_where(screen: Screen) -> None:
+    now, known = datetime.now(UTC), {"device": "GPU-7f", "job": "slurm:123_4", "silent_seconds": 12.0}
+    worker = WorkerRecord("node1-7-abc", "node1", 7, now, alive=True, trial_number=3, number=5, **known)
+    job = {"id": "slurm:123", "host": "login", "num_workers": 8, "created": "today", "reason": "Priority"}
+    record = record_of([fake_trial(3, "fp32", "running")], workers=[worker])
+    status = study_status(record) | {"jobs": [{**job, "states": {"running": 5, "pending": 3}}]}
+    display.print_status(record, status)
+    text = " ".join(screen.text.split())
+    assert "slurm:123 5 running, 3 pending (Priority) 8 login today" in text
+    assert "5 node1 GPU-7f slurm:123_4 3 12 s ago" in text
 
 
 def test_pareto_front_begins_with_the_best_of_the_first_objective(screen: Screen) -> None:

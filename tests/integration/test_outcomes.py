@@ -254,20 +254,28 @@ def test_failed_keeps_the_traceback_and_not_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16-true"])
-def test_preempted_goes_on_as_if_nothing_had_happened(executor: Executor, tmp_path: Path, name: str) -> None:
-    params = {"fp_precision": name, "dropout": 0.1, "max_steps": 10}
+@pytest.mark.parametrize(
+    ("micro_batch_size", "stop_at", "num_steps"),
+    [(8, 7, 7), (3, 20, 6)],
+    ids=["after a step", "between micro-batches"],
+)
+def test_preempted_goes_on_as_if_nothing_had_happened(
+    executor: Executor, tmp_path: Path, name: str, micro_batch_size: int, stop_at: int, num_steps: int
+) -> None:
+    """Stopped in the middle of a step, too, whose gradients are dropped."""
+    params = {"fp_precision": name, "dropout": 0.1, "max_steps": 10, "micro_batch_size": micro_batch_size}
     whole = executor.run(params, tmp_path / "whole", "w")
     calls = 0
 
     def stop() -> bool:
         nonlocal calls
         calls += 1
-        return calls == 7  # in the second epoch
+        return calls == stop_at  # in the second epoch, or its first step
 
     stopped = executor.run(params, tmp_path / "cut", "c", should_stop=stop)
-    assert (stopped.outcome, stopped.telemetry["num_steps"]) == ("preempted", 7)
+    assert (stopped.outcome, stopped.telemetry["num_steps"]) == ("preempted", num_steps)
     resumed = executor.run(params, tmp_path / "cut", "c")
-    assert resumed.telemetry["resumed_from_step"] == 7
+    assert resumed.telemetry["resumed_from_step"] == num_steps
     assert resumed.telemetry["num_steps"] == 10
     assert resumed.values == whole.values
     assert resumed.telemetry["metrics"] == whole.telemetry["metrics"]

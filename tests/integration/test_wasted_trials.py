@@ -7,7 +7,6 @@ without even a check.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import tiny
 import worker_process
 from worker_process import study
 
+from hpo.study.stopping import Stop
 from hpo.study.storage import open_storage
 from hpo.study.worker import run_worker, trial_runner
 from hpo.trial.executor import Executor
@@ -55,7 +55,7 @@ def test_sampler_that_does_not_learn(sqlite_url: str, tmp_path: Path, name: str)
     with open_storage(sqlite_url) as storage:
         executor = Executor(config, tiny.CPU, tmp_path / "runs", storage)
         storage.create_or_resume_study(config)
-        stop = threading.Event()
+        stop = Stop()
         run_worker(config, storage, trial_runner(executor, storage, stop))
         trials = storage.read_study(config.name).trials
     outcomes = Counter((trial.params["fp_precision"], trial.outcome) for trial in trials)

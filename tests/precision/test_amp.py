@@ -90,8 +90,19 @@ def test_the_limit_of_fallbacks_is_for_an_epoch() -> None:
         amp.start_epoch()
         for _ in range(2):
             amp.loss(model, infinite_under_autocast)
+        amp.end_step(amp.step_fallbacks)
     with pytest.raises(Nonfinite, match="more than 2 micro-batches of one epoch"):
         amp.loss(model, infinite_under_autocast)
+
+
+def test_the_fallbacks_of_a_step_that_is_made_again_count_once() -> None:
+    model, amp = nn.Identity(), mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=3)
+    for _ in range(3):
+        amp.start_step()
+        amp.loss(model, infinite_under_autocast)
+    amp.end_step(amp.step_fallbacks)
+    assert amp.statistics().fp32_fallbacks == 1
+    assert amp.state_dict()["epoch_fallbacks"] == 1
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])

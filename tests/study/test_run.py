@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,8 @@ from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, StorageError, StudyChangedError
 from hpo.study import run as run_module
 from hpo.study.device_sampler import WorkerDevice
-from hpo.study.processes import WORKERS_ON_DEVICE, WorkerPlace
 from hpo.study.run import check_precisions, open_study, plan_workers, run_study, share_memory
+from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import RunSummary, run_worker
 
@@ -208,7 +207,7 @@ def test_only_skip_leaves_out_what_is_searched(
     config = searching("fp32", "bf16", on_unsupported=on_unsupported)
     with open_study(config, sqlite_url, tmp_path) as opened:
         assert opened.left_out.keys() == ({"bf16"} if on_unsupported == "skip" else set())
-        run_study(opened, stop=threading.Event())
+        run_study(opened, stop=Stop())
     assert given["device"].left_out.keys() == {"bf16"}
 
 
@@ -305,7 +304,8 @@ def test_the_contexts_of_workers_need_room_too(
         ((1, 2), ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
         ((1, 1), ("0", "1"), [(1, "0"), (1, "1")]),
         ((1, 3), (), [(3, None)] * 3),
-        ((1, None), ("0", "1"), [(1, None)]),  # in this process
+        ((1, None), ("0", "1"), []),  # in this process
+        ((1, 1), (), [(1, None)]),
         ((3, None), (), [(3, None)] * 3),
         ((2, None), ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
         ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
@@ -320,7 +320,8 @@ def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
     places: list[tuple[int, str | None]],
 ) -> None:
     monkeypatch.setattr(run_module, "cuda_devices", lambda _: devices)
-    assert plan_workers(study(2), *given) == [WorkerPlace(mates, gpu) for mates, gpu in places]
+    planned = plan_workers(study(2), *given)
+    assert [(place.workers_on_device, place.cuda_device) for place in planned] == places
 
 
 def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
@@ -351,7 +352,7 @@ def test_sampler_knows_the_memory_of_its_worker(
     monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
     config = study(1, search_space={})
     with open_study(config, sqlite_url, tmp_path) as opened:
-        run_study(opened, stop=threading.Event())
+        run_study(opened, stop=Stop())
     assert given["device"] == WorkerDevice("GPU-0", gib * 2**30, {})
 
 
@@ -370,6 +371,6 @@ def test_several_workers_are_processes(
     config = load_study(write_study(tmp_path, amp={}, search_space=PRECISIONS))
     places = plan_workers(study(), 2)
     with open_study(config, sqlite_url, tmp_path / "runs", trials_run="in workers") as opened:
-        summary = run_study(opened, places, stop=threading.Event())
+        summary = run_study(opened, places, stop=Stop())
     assert given == [tmp_path / "tiny.yaml", tmp_path / "runs", places]
     assert summary == RunSummary("elsewhere", elsewhere=("bf16",))

@@ -21,6 +21,7 @@ from hpo.study.device_sampler import WorkerDevice
 from hpo.study.leases import Lease
 from hpo.study.process import process_start, this_machine
 from hpo.study.schema import workers
+from hpo.study.stopping import Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import keep_best_checkpoints, run_worker, trial_runner
 from hpo.trial.telemetry import TrialResult
@@ -238,7 +239,7 @@ def test_trial_knows_of_other_workers_on_its_machine(
     storage.create_or_resume_study(config)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
         others(start)
-        run_worker(config, storage, trial_runner(executor, storage, threading.Event()))
+        run_worker(config, storage, trial_runner(executor, storage, Stop()))
         peer.kill()
     assert storage.read_study("tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
 

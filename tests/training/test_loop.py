@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import CPU, CPU_PRECISIONS, EMULATED, ENCODER, tiny_executor
-from tiny_loop import amp_of, config_of, loop_parts
+from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
+from tiny_loop import amp_of, config_of, loop_parts, train_steps
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -25,7 +25,6 @@ from hpo.data.batches import collate, training_batches
 from hpo.data.examples import Example
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS
 from hpo.training import loop as loop_module
 from hpo.training.compilation import CompileClock
@@ -96,32 +95,11 @@ def reference_losses(executor: Executor, num_steps: int, **params: Any) -> list[
     return losses
 
 
-class LossRecorder(MixedPrecision):
-    """Keeps the loss of every step."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.losses: list[float] = []
-
-    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> None:
-        self.losses.append(loss.item())
-        super().record_step(loss, gradient_norm)
-
-
-def our_losses(executor: Executor, num_steps: int, **params: Any) -> list[float]:
-    config = config_of(executor, max_steps=num_steps, **params)
-    model, optimizer, loss_fn, data = loop_parts(executor, config)
-    amp = LossRecorder(PRECISIONS[config.fp_precision], EMULATED, CPU)
-    clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
-    assert len(list(train(model, optimizer, loss_fn, amp, data, executor.training_args(config), clock))) == 1
-    return amp.losses
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
 def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name: str, dropout: float) -> None:
     params = {"fp_precision": name, "dropout": dropout, "head_dropout": dropout}
-    ours, plain = our_losses(executor, 6, **params), reference_losses(executor, 6, **params)
+    ours, plain = train_steps(executor, 6, **params).losses, reference_losses(executor, 6, **params)
     assert len(ours) == 6
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
     assert ours == pytest.approx(plain, rel=1e-5 if name == "fp32" else 2e-3)
@@ -130,8 +108,8 @@ def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name:
 def test_activations_computed_anew_give_the_same_losses(executor: Executor) -> None:
     """With dropout, whose masks are drawn again, under autocast."""
     params = {"fp_precision": "bf16", "dropout": 0.1, "head_dropout": 0.1, "attention_dropout": 0.1}
-    anew = our_losses(executor, 4, **params, gradient_checkpointing=True)
-    assert anew == pytest.approx(our_losses(executor, 4, **params), rel=1e-5)
+    anew = train_steps(executor, 4, **params, gradient_checkpointing=True).losses
+    assert anew == pytest.approx(train_steps(executor, 4, **params).losses, rel=1e-5)
 
 
 def plain_loss_and_gradients(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.environment import EnvironmentContext
 from alembic.runtime.migration import MigrationContext
@@ -68,6 +69,24 @@ def upgrade(connection: sa.Connection) -> None:
     with EnvironmentContext(Config(), scripts, fn=steps) as environment:
         environment.configure(connection=connection, version_table=_VERSION_TABLE)
         environment.run_migrations()
+
+
+def differences(connection: sa.Connection) -> dict[str, bool]:
+    """How our tables differ from `schema`, each difference with whether a whole table is missing."""
+    options = {"include_name": lambda name, kind, _: kind != "table" or name in schema.metadata.tables}
+    found: dict[str, bool] = {}
+    for change in compare_metadata(MigrationContext.configure(connection, opts=options), schema.metadata):
+        # A change of a column comes as a list; what it begins with is what would make the tables right.
+        kind, *about = change[0] if isinstance(change, list) else change
+        if kind == "add_table":
+            found[f"The table `{about[0].name}` is missing."] = True
+        elif kind in ("add_column", "remove_column"):
+            what = "is missing" if kind == "add_column" else "is not of this hpo"
+            found[f"The column `{about[1]}.{about[2].name}` {what}."] = False
+        elif kind not in ("add_index", "add_constraint") or about[0].table.name not in str(found):
+            named = ".".join(part for part in about if isinstance(part, str)) or about[0]
+            found[f"The tables of hpo differ in {named}: it needs `{kind}`."] = False
+    return found
 
 
 def _scripts() -> ScriptDirectory:

@@ -1,0 +1,198 @@
+"""The command that hands workers to a batch system: `submit`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hpo.cli.kubernetes import KUBERNETES_OPTIONS, print_manifests
+from hpo.cli.options import (
+    RUNS,
+    JsonOption,
+    StorageOption,
+    StudyArgument,
+    app,
+    load_to_run,
+    print_json,
+    progress_shown,
+)
+from hpo.errors import InputError
+
+if TYPE_CHECKING:
+    from hpo.cluster.slurm import WorkerArray
+    from hpo.cluster.slurm_database import DatabaseJob
+    from hpo.config.study_config import StudyConfig
+
+_OF_ALL_JOBS = ("partition", "account", "qos")
+"""Options of the workers' jobs that the database's job has too."""
+
+
+def _of_slurm(metavar: str, help_text: str) -> Any:
+    return Annotated[
+        str | None, typer.Option(metavar=metavar, help=help_text, rich_help_panel="With --slurm")
+    ]
+
+
+SLURM_OPTIONS: Mapping[str, Any] = {
+    "partition": _of_slurm("NAME", "As sbatch's; so are the next five."),
+    "account": _of_slurm("NAME", "To charge."),
+    "time": _of_slurm("D-HH:MM:SS", "Limit of a job, which is requeued when it comes to it."),
+    "gpus_per_node": _of_slurm("[TYPE:]G", "GPUs of a job, which runs a worker on each."),
+    "cpus_per_task": _of_slurm("N", "CPU cores of a job."),
+    "mem": _of_slurm("SIZE", "Memory of a job, such as 60G."),
+    "sbatch": Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="Any other option of sbatch, such as qos=long or exclusive. Repeatable.",
+            rich_help_panel="With --slurm",
+        ),
+    ],
+    "signal_lead": Annotated[
+        int | None,
+        typer.Option(
+            min=10,
+            metavar="SECONDS",
+            help="How long before its time limit a job is warned, to write its checkpoints.",
+            show_default="120",
+            rich_help_panel="With --slurm",
+        ),
+    ],
+}
+
+
+def _with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `**options` those of the tables, None where they are not given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [found for found in signature.parameters.values() if found.kind is not found.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for table in tables
+            for name, annotation in table.items()
+        ]
+        command.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
+        command.__annotations__ = {found.name: found.annotation for found in own + more}
+        return command
+
+    return decorate
+
+
+@app.command()
+@_with_options(SLURM_OPTIONS, KUBERNETES_OPTIONS)
+def submit(
+    study: StudyArgument,
+    storage: StorageOption = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write manifests for kubectl.")] = False,
+    database: Annotated[
+        Literal["private"] | None,
+        typer.Option(
+            metavar="private",
+            help="Run a PostgreSQL in a job of its own, in runs/postgres, or use the one that runs there; on "
+            "Kubernetes, as a service of the cluster.",
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the script of the jobs; make and submit nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+    **options: Any,
+) -> None:
+    """Check and make a study as `hpo init` does, and submit batch jobs whose workers run its trials.
+
+    The jobs need a database that all their nodes reach. They end when the study is done.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if slurm == kubernetes:
+        raise InputError("hpo submit must be told where the workers are to run: --slurm or --kubernetes.")
+    if kubernetes:
+        print_manifests(study, workers, given, private=database is not None, as_json=as_json)
+        return
+    if others := [name.replace("_", "-") for name in given if name in KUBERNETES_OPTIONS]:
+        raise InputError(f"--{', --'.join(others)} goes with --kubernetes, not with --slurm. Leave it out.")
+    from hpo.cluster.slurm import WorkerArray, job_folder
+    from hpo.cluster.slurm_database import DatabaseJob
+    from hpo.study.database import URL_FROM_FILE, storage_url
+
+    config = load_to_run(study)
+    signal_lead = given.pop("signal_lead", 120)
+    sbatch = _sbatch_options(given)
+    private = None
+    if database:
+        private = DatabaseJob(RUNS / "postgres", {key: sbatch[key] for key in _OF_ALL_JOBS if key in sbatch})
+        place = f"{URL_FROM_FILE}{private.url_file}"
+        if storage not in (None, "", place):
+            raise InputError(
+                "--database private makes the study's database, but --storage or HPO_STORAGE names another. "
+                "Give one of them."
+            )
+        storage = place
+    array = WorkerArray(
+        study=config.name,
+        storage=storage if storage and storage.startswith(URL_FROM_FILE) else storage_url(storage),
+        folder=job_folder(RUNS, config.name),
+        num_workers=workers,
+        signal_lead=signal_lead,
+        sbatch=sbatch,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    array.check_time()  # before the study is made
+    scripts = [array.script()] if private is None else [private.script(), array.script()]
+    if dry_run and as_json:
+        print_json({"study": config.name, "scripts": scripts})
+    elif dry_run:
+        typer.echo("\n".join(scripts))
+    else:
+        _submit(config, array, private, as_json=as_json)
+
+
+def _submit(config: StudyConfig, array: WorkerArray, private: DatabaseJob | None, *, as_json: bool) -> None:
+    from hpo.cluster.jobs import add_job
+    from hpo.study.database import URL_FROM_FILE, parse_url, storage_url
+    from hpo.study.run import open_study
+
+    if private is not None:
+        private.start(lambda what: typer.echo(what, err=True))
+    url = storage_url(array.storage)
+    if parse_url(url).get_backend_name() == "sqlite":
+        raise InputError(
+            "The study's database must be a PostgreSQL server that all nodes reach, but it is a SQLite file, "
+            "which several hosts would damage. --database private runs one in a job; "
+            "`hpo copy STUDY --to URL` takes a study there."
+        )
+    with (
+        progress_shown(quiet=as_json),
+        open_study(
+            config, url, RUNS, trials_run="elsewhere", trust_remote_code=array.trust_remote_code
+        ) as opened,
+    ):
+        job_id = array.submit()
+        num_workers = array.num_jobs * array.workers_per_job
+        add_job(opened.storage, job_id, config.name, num_workers)
+    if as_json:
+        print_json(
+            {"study": config.name, "job": job_id, "num_workers": num_workers, "folder": str(array.folder)}
+        )
+        return
+    if array.storage.startswith(URL_FROM_FILE):
+        typer.echo(f"The database: export HPO_STORAGE={array.storage}")
+    typer.echo(
+        f"Submitted {job_id}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
+        f"Watch it:  hpo status {array.study}   squeue --job {job_id.partition(':')[2]}\n"
+        f"Logs:      {array.folder}/*.log"
+    )
+
+
+def _sbatch_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
+    """Options as sbatch names them, with those of `--sbatch NAME=VALUE`; True for one without a value."""
+    named = {name.replace("_", "-"): value for name, value in options.items() if name != "sbatch"}
+    for text in options.get("sbatch", ()):
+        name, equals, value = text.lstrip("-").partition("=")
+        named[name] = value if equals else True
+    return named

@@ -1,0 +1,137 @@
+"""Real processes leave in time: on each signal in mid-training, before the end of their job, as a group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from command_line import Finished, finish, hpo_command, ok, start_hpo, stored, wait_until
+from tiny import write_study
+from worker_process import store_seconds
+
+from hpo.study.storage import open_storage
+
+NUM_STEPS = 200
+
+
+def write(folder: Path, every_seconds: float, n_trials: int = 1, max_steps: int = NUM_STEPS) -> None:
+    """A study whose trials are evaluated at their end only."""
+    training = {"max_steps": max_steps, "batch_size": 8, "max_length": 64, "fp_precision": "fp32"}
+    write_study(
+        folder,
+        n_trials=n_trials,
+        training=training,
+        evaluation={"per_trial": 1},
+        checkpoint={"top_k": 9, "every_seconds": every_seconds},
+    )
+
+
+def saved_steps(folder: Path, trial: int = 0) -> list[int]:
+    """The steps of the checkpoints that a trial can go on from."""
+    paths = folder.glob(f"runs/tiny/checkpoints-*/trial-{trial:05d}/step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in paths)
+
+
+def check_given_back(folder: Path, left: Finished, n_trials: int = 1) -> None:
+    """The trials that a stopped run has begun are open, and nobody has them."""
+    assert left.exit_code == 130, left
+    record = stored(folder)
+    assert record.slots == {"open": n_trials, "running": 0, "done": 0}
+    assert {trial.outcome for trial in record.trials} == {"preempted"}
+    assert not any(worker.alive for worker in record.workers)
+
+
+def store_evaluation(folder: Path, seconds: float) -> None:
+    """As if a trial had come to its first evaluation after so many seconds of training."""
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
+        store_seconds(storage, [seconds])
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [signal.SIGINT],
+        [signal.SIGUSR2],
+        [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM],  # a launcher that warns before it terminates
+    ],
+    ids=lambda numbers: "-".join(number.name for number in numbers),
+)
+def test_signal_in_mid_training(tmp_path: Path, numbers: list[signal.Signals]) -> None:
+    """The trial is checkpointed where it is, and goes on there."""
+    write(tmp_path, every_seconds=0.1)
+    process = start_hpo(tmp_path, "run", "tiny.yaml")
+    wait_until(lambda: bool(saved_steps(tmp_path)), process)
+    for number in numbers:
+        process.send_signal(number)
+    left = finish(process)
+    check_given_back(tmp_path, left)
+    assert f"Told to stop: {numbers[0].name}.\n" in left.err
+    step = saved_steps(tmp_path)[-1]
+
+    write(tmp_path, every_seconds=600)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    (trial,) = stored(tmp_path).trials
+    assert trial.outcome == "complete"
+    assert trial.telemetry["num_steps"] == NUM_STEPS
+    assert trial.telemetry["resumed_from_step"] == step, "no step is trained twice"
+
+
+def test_end_of_the_job(tmp_path: Path) -> None:
+    """A worker writes its checkpoint before its job ends, and begins nothing that would be cut off."""
+    write(tmp_path, every_seconds=600, max_steps=10**7)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    store_evaluation(tmp_path, seconds=0.1)  # else it must be ready in half of its time
+    end = int(time.time()) + 30
+    left = finish(start_hpo(tmp_path, "worker", "tiny.yaml", SLURM_JOB_END_TIME=str(end)))
+    check_given_back(tmp_path, left)
+    assert "Told to stop: its job ends at 20" in left.err
+    (checkpoint,) = tmp_path.glob("runs/tiny/checkpoints-*/trial-00000/step-*")
+    assert checkpoint.stat().st_mtime < end
+    assert saved_steps(tmp_path)[0] > 0
+
+    store_evaluation(tmp_path, seconds=900.0)
+    before = stored(tmp_path)
+    refused = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--until", "+600"))
+    assert "Out of time: 0 of 1 trials done. To go on: hpo run tiny.yaml --until +600\n" in refused.out
+    assert "No further trial begins: it may take 1800 s to its next evaluation" in refused.err
+    after = stored(tmp_path)
+    assert (after.slots, after.trials) == (before.slots, before.trials)
+    assert list(tmp_path.glob("runs/tiny/checkpoints-*/trial-00000/step-*")) == [checkpoint]
+
+
+@pytest.mark.parametrize("study", [("tiny",), ()], ids=["of a study", "of all studies"])
+def test_supervisor_starts_a_killed_worker_again_and_passes_signals_on(
+    tmp_path: Path, study: tuple[str, ...]
+) -> None:
+    write(tmp_path, every_seconds=0.1, n_trials=2, max_steps=10**7)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    process = start_hpo(tmp_path, "worker", *study, "--workers", "2")
+    wait_until(lambda: bool(saved_steps(tmp_path, 0) and saved_steps(tmp_path, 1)), process)
+    killed = next(worker for worker in stored(tmp_path).workers if worker.trial_number == 0)
+    reached = saved_steps(tmp_path, 0)[-1]
+    os.kill(killed.pid, signal.SIGKILL)
+    wait_until(
+        lambda: saved_steps(tmp_path, 0)[-1:] > [reached] and sorted(living(tmp_path)) == [0, 1], process
+    )
+    process.send_signal(signal.SIGUSR1)
+    left = finish(process)
+    check_given_back(tmp_path, left, n_trials=2)
+    assert "was killed by SIGKILL; it is started again (1 of at most 10 times an hour)" in left.err
+    assert len(stored(tmp_path).workers) == 3
+
+
+def living(folder: Path) -> list[int]:
+    """The trials of the workers that live and have one."""
+    running = [worker for worker in stored(folder).workers if worker.alive]
+    return [worker.trial_number for worker in running if worker.trial_number is not None]
+
+
+def test_until_must_be_a_time_that_lies_ahead(tmp_path: Path) -> None:
+    write(tmp_path, every_seconds=600)
+    for command in ("run", "worker"):
+        refused = hpo_command(tmp_path, command, "tiny.yaml", "--until", "2020-01-01T00:00")
+        assert refused.exit_code == 2
+        assert refused.err.startswith("Error: --until must lie ahead, but got 2020-01-01T00:00, and it is 20")

@@ -1,0 +1,124 @@
+"""`torchrun -m hpo run`: whatever happens to a rank, all end, and the trial has its outcome or goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, Finished, finish, hpo_command, ok, stored, wait_until
+from tiny import write_study
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 12
+ALL_END_IN = 60.0
+
+
+def write(folder: Path, n_trials: int = 2) -> None:
+    training = {"max_steps": NUM_STEPS, "batch_size": 8, "micro_batch_size": 2, "max_length": 64}
+    write_study(
+        folder,
+        n_trials=n_trials,
+        training=training | {"fp_precision": "fp32"},
+        evaluation={"per_trial": 3},
+        checkpoint={"top_k": 9, "every_seconds": 0.01},
+    )
+
+
+def torchrun(folder: Path, *command: str) -> subprocess.Popen[str]:
+    """Start two processes of `python COMMAND` in `folder`."""
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPO_STORAGE": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run_with_faults(folder: Path, faults: str, rank: int) -> subprocess.Popen[str]:
+    return torchrun(
+        folder, str(ROOT / "tests" / "rank_faults.py"), faults, str(rank), "run", "tiny.yaml", "--json"
+    )
+
+
+def finish_all(process: subprocess.Popen[str], seconds: float) -> Finished:
+    """Its end, and that of all processes that it started: they hold its output open."""
+    try:
+        return finish(process, seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def check_goes_on(folder: Path) -> None:
+    """One process continues the trial that was running, and the study ends as if nothing had happened."""
+    before = stored(folder)
+    assert before.slots == {"open": 2, "running": 0, "done": 0}
+    assert not any(worker.alive for worker in before.workers)
+    assert [(trial.state, trial.outcome) for trial in before.trials] == [("RUNNING", "preempted")]
+    ok(hpo_command(folder, "run", "tiny.yaml"))
+    after = stored(folder)
+    assert [trial.outcome for trial in after.trials] == ["complete", "complete"]
+    first = after.trials[0]
+    assert (first.number, first.params) == (0, before.trials[0].params)
+    assert 0 < first.telemetry["resumed_from_step"] < NUM_STEPS
+    assert first.telemetry["num_steps"] == NUM_STEPS
+
+
+def test_a_study_is_run_by_two_ranks_and_each_failure_is_one_of_its_trial(tmp_path: Path) -> None:
+    """In the first trial rank 1 raises, in the second (which tries it again) it gets NaN, in the third it
+    runs out of memory; the fourth is as if there had been no other."""
+    write(tmp_path, n_trials=3)
+    finished = ok(finish_all(run_with_faults(tmp_path, "raises,nan,memory", rank=1), 240))
+    record = stored(tmp_path)
+    assert [trial.outcome for trial in record.trials] == ["failed", "nonfinite", "oom", "complete"]
+    assert finished.json["outcomes"] == {"failed": 1, "nonfinite": 1, "oom": 1, "complete": 1}
+    failed, _, _, complete = record.trials
+    assert failed.reason == "RankError: rank 1 raised ValueError: a bug"
+    assert "in fail" in failed.attributes["traceback"]
+    assert complete.telemetry["num_ranks"] == 2
+    assert len(record.workers) == 1, "the second rank is no worker of its own"
+    assert [row.step for row in complete.evaluations] == [4, 8, 12]
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("killed", 0), ("killed", 1), ("hangs", 1), ("stopped", 0)])
+def test_a_rank_is_lost(tmp_path: Path, fault: str, rank: int) -> None:
+    write(tmp_path)
+    process = run_with_faults(tmp_path, fault, rank)
+    wait_until((tmp_path / "fault").exists, process, 240)
+    assert finish_all(process, ALL_END_IN).exit_code != 0
+    check_goes_on(tmp_path)
+
+
+def test_told_to_stop(tmp_path: Path) -> None:
+    write(tmp_path)
+    process = torchrun(tmp_path, "-m", "hpo", "run", "tiny.yaml")
+    wait_until(lambda: bool(checkpoints(tmp_path)), process, 240)
+    process.terminate()
+    stopped = finish_all(process, ALL_END_IN)
+    assert "Stopped and checkpointed: 0 of 2 trials done." in stopped.out, stopped
+    check_goes_on(tmp_path)
+
+
+def checkpoints(folder: Path) -> Sequence[Path]:
+    return list(folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*"))
+
+
+def test_workers_of_one_machine_are_not_those_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    write(tmp_path)
+    refused = hpo_command(tmp_path, "run", "tiny.yaml", "--workers", "2")
+    assert refused.exit_code == 2
+    assert "the processes of torchrun are one worker: --workers" in refused.err
