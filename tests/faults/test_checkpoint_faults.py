@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ from tiny import write_study
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
 
-STEPS = 40
+MakeMachine = Callable[..., "Machine"]
+STEPS = 200
 TRAINING = {"max_steps": STEPS, "batch_size": 8, "max_length": 64}
 
 
@@ -34,7 +37,7 @@ class Machine:
         self._url = url
         self._environment = environment
         folder.mkdir()
-        self.process: subprocess.Popen[str] | None = None
+        self._processes: list[subprocess.Popen[str]] = []
 
     def write(self, location: str | None, every_seconds: float = 0.05, **changes: Any) -> None:
         checkpoint: dict[str, Any] = {"top_k": 1, "every_seconds": every_seconds}
@@ -47,7 +50,16 @@ class Machine:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = arguments or ("run", "tiny.yaml")
-        return start_hpo(self.folder, *command, HPO_STORAGE=self._url, **self._environment)
+        process = start_hpo(self.folder, *command, HPO_STORAGE=self._url, **self._environment)
+        self._processes.append(process)
+        return process
+
+    def end(self) -> None:
+        """End what a failed test left running."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+                finish(process)
 
     def run(self, *arguments: str) -> Finished:
         return ok(finish(self.start(*arguments)))
@@ -67,6 +79,20 @@ class Machine:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/hpo.db"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, url: str) -> Iterator[MakeMachine]:
+    """Makes machines of the study, by their names."""
+    made: list[Machine] = []
+
+    def make(name: str, **environment: str) -> Machine:
+        made.append(Machine(tmp_path / name, url, **environment))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
 
 
 def stored(url: str) -> StudyRecord:
@@ -112,17 +138,17 @@ def change_key(path: Path) -> None:
     ],
 )
 def test_damaged_checkpoint(
-    tmp_path: Path, url: str, damage: Callable[[Path], None], num_damaged: int, why: str
+    url: str, machine: MakeMachine, damage: Callable[[Path], None], num_damaged: int, why: str
 ) -> None:
     """The one before is taken, or the trial starts anew."""
-    machine = Machine(tmp_path / "a", url)
-    machine.write(None)
-    machine.run_until(lambda: len(machine.checkpoints()) == 2)
-    found = machine.checkpoints()
+    a = machine("a")
+    a.write(None)
+    a.run_until(lambda: len(a.checkpoints()) == 2)
+    found = a.checkpoints()
     for path in found[-num_damaged:]:
         damage(path)
-    machine.write(None, every_seconds=30)
-    machine.run()
+    a.write(None, every_seconds=30)
+    a.run()
     known = telemetry(url)
     if num_damaged == 1:
         assert known["resumed_from_step"] == step_of(found[-2])
@@ -152,46 +178,57 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(disk: Path) -> Path:
     filler = disk / "filler"
-    free = shutil.disk_usage(disk).free
-    filler.write_bytes(b"\0" * (free - 20_000))
+    with filler.open("ab") as file:
+        file.write(b"\0" * max(0, shutil.disk_usage(disk).free - 20_000))
     return filler
 
 
+def fill_until_nothing_is_written(disk: Path, written: Callable[[], list[Path]]) -> None:
+    """A checkpoint in the making, or the one that it replaces, leaves room when it goes."""
+    newest, since = None, time.monotonic()
+    while time.monotonic() < since + 1.0:
+        with contextlib.suppress(OSError):  # somebody else took the room
+            fill(disk)
+        if written()[-1] != newest:
+            newest, since = written()[-1], time.monotonic()
+        time.sleep(0.01)
+
+
 def test_full_disk_ends_no_trial_and_the_next_checkpoint_is_tried(
-    tmp_path: Path, url: str, small_disk: Path
+    url: str, machine: MakeMachine, small_disk: Path
 ) -> None:
-    machine = Machine(tmp_path / "a", url)
-    machine.write(str(small_disk), training={**TRAINING, "max_steps": 300})
-    machine.run("init", "tiny.yaml")
+    a = machine("a")
+    a.write(str(small_disk))
+    a.run("init", "tiny.yaml")
     filler = fill(small_disk)
-    process = machine.start()
+    process = a.start()
     wait_until(lambda: any(trial.evaluations for trial in stored(url).trials), process)
-    assert not machine.checkpoints(base=small_disk)
+    assert not a.checkpoints(base=small_disk)
     filler.unlink()
     ok(finish(process))
     [trial] = stored(url).trials
     assert trial.outcome == "complete"
     problems = trial.telemetry["checkpoint_problems"]
     assert re.search(r"could not be written: .*No space left on device.* Free some space", problems[0])
-    assert machine.checkpoints(base=small_disk), "there was room again"
+    assert a.checkpoints(base=small_disk), "there was room again"
 
 
 def test_stop_on_a_full_disk_says_that_there_is_no_checkpoint(
-    tmp_path: Path, url: str, small_disk: Path
+    url: str, machine: MakeMachine, small_disk: Path
 ) -> None:
-    machine = Machine(tmp_path / "a", url)
-    machine.write(str(small_disk), every_seconds=0.05)
-    process = machine.start()
-    wait_until(lambda: len(machine.checkpoints(base=small_disk)) == 2, process)
-    fill(small_disk)
+    a = machine("a")
+    a.write(str(small_disk))
+    process = a.start()
+    wait_until(lambda: len(a.checkpoints(base=small_disk)) == 2, process)
+    fill_until_nothing_is_written(small_disk, lambda: a.checkpoints(base=small_disk))
     process.terminate()
     stopped = finish(process)
-    assert stopped.exit_code == 1
+    assert stopped.exit_code == 1, stopped
     assert re.search(r"could not be written: .*No space left.*The checkpoint before stays", stopped.err)
     (small_disk / "filler").unlink()
-    before = machine.checkpoints(base=small_disk)
-    machine.write(str(small_disk), every_seconds=30)
-    machine.run()
+    before = a.checkpoints(base=small_disk)
+    a.write(str(small_disk), every_seconds=30)
+    a.run()
     assert telemetry(url)["resumed_from_step"] == step_of(before[-1])
 
 
@@ -253,11 +290,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
             running.stop()
 
 
-def test_another_machine_goes_on_from_the_store(tmp_path: Path, url: str, store: Store) -> None:
-    first, second, third = (Machine(tmp_path / name, url, **store.environment) for name in "abc")
+def test_another_machine_goes_on_from_the_store(url: str, machine: MakeMachine, store: Store) -> None:
+    first, second, third = (machine(name, **store.environment) for name in "abc")
     first.write(store.location)
     first.run("init", "tiny.yaml")
-    first.run_until(lambda: len(stored_steps(url)) == 2)
+    first.run_until(lambda: len(stored_steps(url)) >= 2)
     entered = stored_steps(url)
     shutil.rmtree(first.folder)
 
@@ -290,20 +327,20 @@ def stored_steps(url: str) -> list[int]:
     return [int(name.removeprefix("step-")) for name in names if name.startswith("step")]
 
 
-def test_store_away_and_back(tmp_path: Path, url: str, store: Store) -> None:
+def test_store_away_and_back(url: str, machine: MakeMachine, store: Store) -> None:
     """Training goes on with checkpoints of its own; the store gets the newest when it is back."""
-    machine = Machine(tmp_path / "a", url, **store.environment)
-    machine.write(store.location, training={**TRAINING, "max_steps": 400})
-    machine.run("init", "tiny.yaml")
-    process = machine.start()
+    a = machine("a", **store.environment)
+    a.write(store.location)
+    a.run("init", "tiny.yaml")
+    process = a.start()
     wait_until(lambda: bool(stored_steps(url) and store.names()), process)
     store.go()
     before = max(stored_steps(url))
     # Entered and not taken, and training goes on.
     wait_until(lambda: max(stored_steps(url), default=0) > before, process)
     tried = max(stored_steps(url))
-    wait_until(lambda: step_of(machine.checkpoints()[-1]) > tried + 5, process)
-    here = machine.checkpoints()[-1]
+    wait_until(lambda: step_of(a.checkpoints()[-1]) > tried + 5, process)
+    here = a.checkpoints()[-1]
     store.come_back()
     wait_until(lambda: any(name.partition("step-")[2][:8] > here.name[5:] for name in store.names()), process)
     ok(finish(process))

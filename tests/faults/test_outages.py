@@ -141,8 +141,11 @@ def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
 def start_workers(url: str, config: StudyConfig, folder: Path, *args: float, count: int = 3) -> list[Any]:
     with open_storage(url) as storage:
         storage.create_or_resume_study(config)
+    before = len(log_of(folder, "started"))
     machines = [f"node-{number}" for number in range(count)]
-    return [start_process(work, url, config, folder, machine, *args) for machine in machines]
+    workers = [start_process(work, url, config, folder, machine, *args) for machine in machines]
+    wait_for(lambda: len(log_of(folder, "started")) == before + count)  # who starts without a database fails
+    return workers
 
 
 def steps_made(folder: Path) -> int:
