@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -126,13 +127,13 @@ def submit(
     private = None
     if database:
         private = DatabaseJob(RUNS / "postgres", {key: sbatch[key] for key in _OF_ALL_JOBS if key in sbatch})
-        place = f"{URL_FROM_FILE}{private.url_file}"
-        if storage not in (None, "", place):
+        given_file = storage and Path(storage.removeprefix(URL_FROM_FILE)).absolute()
+        if storage and (given_file != private.url_file or not storage.startswith(URL_FROM_FILE)):
             raise InputError(
                 "--database private makes the study's database, but --storage or HPO_STORAGE names another. "
                 "Give one of them."
             )
-        storage = place
+        storage = f"{URL_FROM_FILE}{private.url_file}"
     array = WorkerArray(
         study=config.name,
         storage=storage if storage and storage.startswith(URL_FROM_FILE) else storage_url(storage),

@@ -221,7 +221,8 @@ def test_one_place_for_the_study(tmp_path: Path) -> None:
     refused = hpo_command(tmp_path, *given, "--storage", URL)
     assert refused.exit_code == 2
     assert "but --storage or HPO_STORAGE names another" in refused.err
-    database, workers = ok(hpo_command(tmp_path, *given)).out.split("#!/bin/bash")[1:]
+    again = ok(hpo_command(tmp_path, *given, "--storage", "@runs/postgres/url")).out
+    database, workers = again.split("#!/bin/bash")[1:]
     assert "hpo database start --folder" in database
     assert options_of(database).items() >= {"partition": "x", "mem": "2G"}.items()
     assert "time" not in options_of(database)
