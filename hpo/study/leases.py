@@ -42,7 +42,7 @@ from hpo.study import trial_rows
 from hpo.study.deaths import Deaths, count_death, counted_cause
 from hpo.study.membership import Membership
 from hpo.study.samplers import known_params
-from hpo.study.schema import slots, workers
+from hpo.study.schema import slots, studies, workers
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
@@ -167,27 +167,21 @@ class WorkerLease(Membership):
 
     def _claim(self) -> Lease | None:
         runnable = self._runnable()
-        while True:
-            with self._storage.engine.begin() as connection:
-                if (found := self._own_slot(connection)) is not None:
-                    return self._lease_of(found, Deaths.of_slot(found))
-                if not self._look_whether_open(connection):
-                    return None
-                found = self._free_slot(connection, runnable)
-                if found is None:
-                    return None
-                deaths = self._deaths(connection, found)
-                unchanged = (
-                    self._of_study,
-                    slots.c.slot == found.slot,
-                    slots.c.state == found.state,
-                    slots.c.owner.is_not_distinct_from(found.owner),
-                )
-                claim = sa.update(slots).where(*unchanged)
-                self._may_have_slot = True
-                taken = connection.execute(claim.values(state="running", owner=self.id, **deaths.columns))
-            if taken.rowcount:
-                return self._lease_of(found, deaths)
+        with self._storage.engine.begin() as connection:
+            if found := self._own_slot(connection):
+                return self._lease_of(found, Deaths.of_slot(found))
+            self._may_have_slot = True
+            now = time.monotonic()
+            looks = now - self._looked >= LOOK_SECONDS
+            if not looks and (found := self._take_open(connection, runnable)):
+                return self._lease_of(found, Deaths.of_slot(found))
+            if not self._look_whether_open(connection):
+                return None
+            self._looked = now
+            if lease := self._take_abandoned(connection, runnable):
+                return lease
+            found = self._take_open(connection, runnable) if looks else None
+            return self._lease_of(found, Deaths.of_slot(found)) if found else None
 
     def _lease_of(self, slot: sa.Row[Any], deaths: Deaths) -> Lease:
         name = self._study.study_name
@@ -203,19 +197,32 @@ class WorkerLease(Membership):
         self._may_have_slot = found is not None
         return found
 
-    def _free_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-        """The slot to claim next. Reads no slot that is done and, mostly, none that is running."""
-        free = sa.select(slots).where(self._of_study, slots.c.state == "open", runnable)
-        free = free.order_by(slots.c.slot).limit(1).with_for_update(skip_locked=True)
-        now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            if found := self._abandoned(connection, runnable):
-                return found
-        for begun in (slots.c.trial_number.is_not(None), slots.c.trial_number.is_(None)):
-            if found := connection.execute(free.where(begun)).one_or_none():
-                return found
-        return None if self._looked == now else self._abandoned(connection, runnable)
+    def _take_open(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+        """Take an open slot, first one with an unfinished trial. Reads no other slot; None: there is none, or
+        the study is not open."""
+        name = self._study.study_name
+        free = sa.select(slots.c.slot).where(self._of_study, slots.c.state == "open", runnable)
+        first = [
+            query.limit(1).with_for_update(skip_locked=True).scalar_subquery()
+            for query in (
+                free.where(slots.c.trial_number.is_not(None)).order_by(slots.c.trial_number),
+                free.where(slots.c.trial_number.is_(None)).order_by(slots.c.slot),
+            )
+        ]
+        is_open = sa.exists().where(studies.c.name == name, studies.c.state == "open")
+        take = sa.update(slots).where(self._of_study, slots.c.slot == sa.func.coalesce(*first), is_open)
+        taken = take.values(state="running", owner=self.id).returning(slots)
+        return connection.execute(taken).one_or_none()
+
+    def _take_abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> Lease | None:
+        """Take the slot of a worker that is dead; None: there is none."""
+        while found := self._abandoned(connection, runnable):
+            deaths = self._deaths(connection, found)
+            unchanged = (self._of_study, slots.c.slot == found.slot, slots.c.state == "running")
+            claim = sa.update(slots).where(*unchanged, slots.c.owner == found.owner)
+            if connection.execute(claim.values(owner=self.id, **deaths.columns)).rowcount:
+                return self._lease_of(found, deaths)
+        return None
 
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""
@@ -243,8 +250,8 @@ class WorkerLease(Membership):
         return next((row for row in rows if row.owner not in alive), None)
 
     def _deaths(self, connection: sa.Connection, slot: sa.Row[Any]) -> Deaths:
-        """The deaths in a slot that is claimed, with that of its owner if that died and it counts."""
-        if slot.state == "open" or slot.trial_number is None:
+        """The deaths in an abandoned slot, with that of its owner if it counts."""
+        if slot.trial_number is None:
             return Deaths.of_slot(slot)
         owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one()
         outlived = owner.id in self._alive_at_start or owner.number > self.number
