@@ -202,13 +202,12 @@ class WorkerLease(Membership):
         the study is not open."""
         name = self._study.study_name
         free = sa.select(slots.c.slot).where(self._of_study, slots.c.state == "open", runnable)
-        first = [
-            query.limit(1).with_for_update(skip_locked=True).scalar_subquery()
-            for query in (
-                free.where(slots.c.trial_number.is_not(None)).order_by(slots.c.trial_number),
-                free.where(slots.c.trial_number.is_(None)).order_by(slots.c.slot),
-            )
-        ]
+        number = slots.c.trial_number
+        free = free.order_by(number, slots.c.slot)  # as the index; else PostgreSQL takes one that reads more
+        first = (
+            free.where(has_trial).limit(1).with_for_update(skip_locked=True).scalar_subquery()
+            for has_trial in (number.is_not(None), number.is_(None))
+        )
         is_open = sa.exists().where(studies.c.name == name, studies.c.state == "open")
         take = sa.update(slots).where(self._of_study, slots.c.slot == sa.func.coalesce(*first), is_open)
         taken = take.values(state="running", owner=self.id).returning(slots)
