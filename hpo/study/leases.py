@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -124,6 +124,21 @@ class Lease:
             raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
 
 
+@lru_cache(maxsize=1)
+def _taking(runnable: sa.ColumnElement[bool]) -> sa.Executable:
+    """The statement by which the worker `by` takes an open slot of the study `of_study`, and reads no other."""
+    of_study, number = slots.c.study == sa.bindparam("of_study"), slots.c.trial_number
+    free = sa.select(slots.c.slot).where(of_study, slots.c.state == "open", runnable)
+    free = free.order_by(number, slots.c.slot)  # as the index; else PostgreSQL takes one that reads more
+    first = (
+        free.where(has_trial).limit(1).with_for_update(skip_locked=True).scalar_subquery()
+        for has_trial in (number.is_not(None), number.is_(None))
+    )
+    is_open = sa.exists().where(studies.c.name == sa.bindparam("of_study"), studies.c.state == "open")
+    take = sa.update(slots).where(of_study, slots.c.slot == sa.func.coalesce(*first), is_open)
+    return take.values(state="running", owner=sa.bindparam("by")).returning(slots)
+
+
 @dataclass(eq=False)
 class WorkerLease(Membership):
     """A worker that claims slots of a study and runs their trials.
@@ -198,20 +213,10 @@ class WorkerLease(Membership):
         return found
 
     def _take_open(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-        """Take an open slot, first one with an unfinished trial. Reads no other slot; None: there is none, or
-        the study is not open."""
-        name = self._study.study_name
-        free = sa.select(slots.c.slot).where(self._of_study, slots.c.state == "open", runnable)
-        number = slots.c.trial_number
-        free = free.order_by(number, slots.c.slot)  # as the index; else PostgreSQL takes one that reads more
-        first = (
-            free.where(has_trial).limit(1).with_for_update(skip_locked=True).scalar_subquery()
-            for has_trial in (number.is_not(None), number.is_(None))
-        )
-        is_open = sa.exists().where(studies.c.name == name, studies.c.state == "open")
-        take = sa.update(slots).where(self._of_study, slots.c.slot == sa.func.coalesce(*first), is_open)
-        taken = take.values(state="running", owner=self.id).returning(slots)
-        return connection.execute(taken).one_or_none()
+        """Take an open slot, first one with an unfinished trial; None: there is none, or the study is not
+        open."""
+        about = {"of_study": self._study.study_name, "by": self.id}
+        return connection.execute(_taking(runnable), about).one_or_none()
 
     def _take_abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> Lease | None:
         """Take the slot of a worker that is dead; None: there is none."""
