@@ -126,7 +126,7 @@ class Lease:
 
 @lru_cache(maxsize=1)
 def _taking(runnable: sa.ColumnElement[bool]) -> sa.Executable:
-    """The statement by which the worker `by` takes an open slot of the study `of_study`, and reads no other."""
+    """How the worker `by` takes an open slot of the study `of_study`, without a look at the others."""
     of_study, number = slots.c.study == sa.bindparam("of_study"), slots.c.trial_number
     free = sa.select(slots.c.slot).where(of_study, slots.c.state == "open", runnable)
     free = free.order_by(number, slots.c.slot)  # as the index; else PostgreSQL takes one that reads more
