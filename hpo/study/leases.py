@@ -323,9 +323,7 @@ class WorkerLease(Membership):
 
         One that no worker can run ends at once and takes no slot.
         """
-        for trial in self._storage.optuna.recent_trials(self._study._study_id):
-            if trial.state != TrialState.WAITING:
-                continue
+        for trial in self._storage.optuna.enqueued_trials(self._study._study_id):
             if refusal := self.refusal(trial.system_attrs.get("fixed_params", {})):
                 self._storage.fail_trial(trial, Outcome.FAILED, refusal)
                 continue
@@ -358,8 +356,7 @@ class WorkerLease(Membership):
 
     def _retries_left(self, failed: FrozenTrial) -> bool:
         """Whether a slot whose last trial FAILed gets another one."""
-        recent = self._storage.optuna.recent_trials(self._study._study_id)
-        trials = {trial.number: trial for trial in recent}
+        trials = self._study.get_trials(deepcopy=False)
         failures = [failed]
         while (before := failures[-1].user_attrs.get("retry_of")) is not None:
             failures.append(trials[before])
