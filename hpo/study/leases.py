@@ -246,7 +246,9 @@ class WorkerLease(Membership):
         """The deaths in a slot that is claimed, with that of its owner if that died and it counts."""
         if slot.state == "open" or slot.trial_number is None:
             return Deaths.of_slot(slot)
-        owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one()
+        owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one_or_none()
+        if owner is None:  # see `Membership`: it is forgotten, and how it ended is not known
+            return Deaths.of_slot(slot)
         outlived = owner.id in self._alive_at_start or owner.number > self.number
         cause = counted_cause(owner, outlived=outlived)
         trial = self._study.get_trials(deepcopy=False)[slot.trial_number]
