@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import running_server
 from postgres import PostgresServer
 from serving_process import be_worker
 from worker_process import finish, notes, start_process, study, wait_for
@@ -83,12 +81,6 @@ def test_of_six_workers_in_one_study_three_go_to_another_of_equal_priority(
         assert [study.trials["done"] for study in list_studies(storage)] == [20, 20]
 
 
-@pytest.fixture
-def server() -> Iterator[PostgresServer]:
-    """One that may be stopped."""
-    yield from running_server()
-
-
 def said(folder: Path, what: str) -> int:
     """How often the workers said it."""
     return sum(line["said"].startswith(what) for line in notes(folder / "said"))
@@ -96,25 +88,25 @@ def said(folder: Path, what: str) -> int:
 
 @pytest.mark.postgres
 def test_postgres_crashes_while_workers_without_a_name_wait_and_between_their_trials(
-    server: PostgresServer, tmp_path: Path
+    own_server: PostgresServer, tmp_path: Path
 ) -> None:
-    with server.database() as url, open_storage(url) as storage:
+    with own_server.database() as url, open_storage(url) as storage:
         add(storage, "begun", 3)
         workers = [start_process(be_worker, url, tmp_path, idle_timeout=10.0) for _ in range(3)]
         wait_for(lambda: shares(tmp_path, 0).total() == 3)
         (tmp_path / "gate-0").touch()
         wait_for(lambda: [(study.state, study.workers) for study in list_studies(storage)] == [("done", 0)])
-        server.stop(immediate=True)
+        own_server.stop(immediate=True)
         wait_for(lambda: said(tmp_path, "The database is away") == 3)
-        server.start()
+        own_server.start()
         wait_for(lambda: said(tmp_path, "The database is back") == 3)
         add(storage, "first", 6)
         add(storage, "second", 6)
         wait_for(lambda: shares(tmp_path, 1).total() == 3)
-        server.stop(immediate=True)
+        own_server.stop(immediate=True)
         (tmp_path / "open").touch()
         wait_for(lambda: said(tmp_path, "The database is away") >= 6)
-        server.start()
+        own_server.start()
         finish(*workers)
         ended = notes(tmp_path / "ended")
         assert [(line["ended"], line["left_out"]) for line in ended] == [("idle", {})] * 3
