@@ -87,6 +87,8 @@ class Lease:
     """Set when another worker has the slot."""
     store_params: Callable[[], None] = lambda: None
     """Stores what was suggested to the trial, in one transaction. Raises LeaseLostError."""
+    recorded: Callable[[], None] = lambda: None
+    """Called when the outcome of its trial is stored."""
     halted: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
 

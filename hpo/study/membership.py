@@ -14,7 +14,7 @@ import optuna
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.errors import OutageError, RunError, StoppedError
+from hpo.errors import HpoError, OutageError, StoppedError
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import num_oom_kills
 from hpo.study.lifecycle import study_state
@@ -128,7 +128,7 @@ class Membership:
                 self._storage.attempt(self._beat_once)
             except OutageError:
                 pass  # the next one finds the database back
-            except RunError as error:
+            except HpoError as error:
                 _logger.warning("Heartbeat failed, trying again: %s", error)
 
     def _beat_once(self) -> None:
