@@ -107,13 +107,13 @@ class Lease:
         values = {"owner": self.owner, **self.progress, **values}
         return connection.execute(sa.update(slots).where(*owned, *conditions).values(values)).rowcount > 0
 
-    def hold(self, connection: sa.Connection, **values: Any) -> None:
+    def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:
         """As `update`.
 
         Raises:
             LeaseLostError: another worker has the slot.
         """
-        if not self.update(connection, **values):
+        if not self.update(connection, *conditions, **values):
             self.lost.set()
             self.check()
 
@@ -180,9 +180,10 @@ class WorkerLease(Membership):
         return self._lease
 
     def _disown(self) -> None:
-        """Forget the trial that ran here."""
+        """Forget the trial that ran here; the heartbeat says nothing more of it."""
         if self._lease is not None and self._lease.trial_id is not None:
             self._storage.optuna.disown(self._lease.trial_id)
+        self._lease = None
 
     def _claim(self) -> Lease | None:
         runnable = self._runnable()
@@ -260,7 +261,9 @@ class WorkerLease(Membership):
         """The deaths in an abandoned slot, with that of its owner if it counts."""
         if slot.trial_number is None:
             return Deaths.of_slot(slot)
-        owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one()
+        owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one_or_none()
+        if owner is None:  # see `Membership`: it is forgotten, and how it ended is not known
+            return Deaths.of_slot(slot)
         outlived = owner.id in self._alive_at_start or owner.number > self.number
         cause = counted_cause(owner, outlived=outlived)
         trial = self._study.get_trials(deepcopy=False)[slot.trial_number]
@@ -423,12 +426,17 @@ class WorkerLease(Membership):
                 **Deaths().columns,
             }  # another trial, from its first step
 
+        is_again = False
+
         def store() -> None:
+            nonlocal is_again
+            may_be_stored, is_again = is_again, True
             with self._storage.engine.begin() as connection:
-                lease.hold(connection, **slot)
+                lease.hold(connection, slots.c.trial_number == trial.number, **slot)
                 storage.write(connection, trial._trial_id)
                 state = TrialState[result.outcome.optuna_state]
-                trial_rows.end_trial(connection, trial._trial_id, state, values)
+                if not (trial_rows.end_trial(connection, trial._trial_id, state, values) or may_be_stored):
+                    raise LeaseLostError(f"Trial {trial.number} was ended by somebody else.")
 
         self._storage.persist(store)
         self._may_have_slot = False
