@@ -37,6 +37,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hpo.config.search_space import SearchSpace, grid, is_finite
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
+from hpo.study import cma_sampler
 from hpo.study.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice
 from hpo.study.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.gp_sampler import PrunedAwareSampler
@@ -87,7 +88,7 @@ def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) 
     if name in ("cmaes", "qmc"):
         options["independent_sampler"] = RandomSampler(seed=seed)
     options["seed"] = config.seed if name == "qmc" else seed
-    sampler: BaseSampler = _build(optuna.samplers, config, options)
+    sampler: BaseSampler = _build(cma_sampler if name == "cmaes" else optuna.samplers, config, options)
     if name == "gp":
         sampler = PrunedAwareSampler(sampler)
     if name not in ("tpe", "gp", "nsga2"):

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import sqlalchemy as sa
 import torch
 from command_line import hpo_command, ok
-from tiny import ENCODER, tiny_executor, write_study
+from tiny import ENCODER, tiny_executor, tiny_study, write_study
 from transformers import AutoConfig, AutoTokenizer
 
 from hpo.errors import CheckpointError, HpoError, ModelError
 from hpo.models.encoder import encoder_folder, load_encoder
+from hpo.study.samplers import build_sampler
 from hpo.study.schema import evaluations, slots, studies, workers
 from hpo.study.storage import open_storage
 from hpo.training.checkpoint import CheckpointStore, read_checkpoint
@@ -173,3 +175,26 @@ def test_the_name_of_a_task_leads_nowhere(tmp_path: Path, task: str) -> None:
     tasks = {task: {"kind": "regression"}}
     with pytest.raises(HpoError, match="task's name must be a letter"):
         tiny_executor(tmp_path, data={"source": "jsonl", "path": ".", "tasks": tasks})
+
+
+def test_the_state_of_a_sampler_in_a_database_is_not_run(bomb: Bomb, tmp_path: Path) -> None:
+    """CMA-ES keeps its state as a pickle."""
+    space = {name: {"type": "float", "low": 0.1, "high": 0.2} for name in ("learning_rate", "weight_decay")}
+    config = tiny_study(tmp_path, sampler={"name": "cmaes"}, search_space=space)
+
+    def objective(trial: optuna.Trial) -> float:
+        return sum(trial.suggest_float(name, 0.1, 0.2) for name in space)
+
+    def states(trial: optuna.trial.FrozenTrial) -> list[str]:
+        return [name for name in trial.system_attrs if name.startswith("cma:optimizer:")]
+
+    study = optuna.create_study(sampler=build_sampler(config.sampler, config.search_space))
+    study.optimize(objective, n_trials=20)
+    generations = [trial.system_attrs.get("cma:generation", 0) for trial in study.trials]
+    assert max(generations) > 1, "what is its own is read"
+    for trial in filter(states, study.trials):
+        for name in states(trial):
+            study._storage.set_trial_system_attr(trial._trial_id, name, pickle.dumps(bomb).hex())
+    study.optimize(objective, n_trials=4)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 24
+    assert not bomb.marker.exists()
