@@ -20,6 +20,8 @@ CONTEXT.set_forkserver_preload(["hpo.study.serving", "psycopg", "alembic.context
 class GatedExecutor:
     """Stands for the executor: the n-th trial of a process lasts until the file `gate-n` is in the folder."""
 
+    checkpoint_seconds = 0.0
+
     def __init__(self, config: Any, device: Any, runs_dir: Path) -> None:
         self.study, self.device, self.amp = config, device, config.amp
         self.folder = runs_dir

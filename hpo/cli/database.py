@@ -12,6 +12,7 @@ from hpo.cli.options import RUNS, JsonOption, StorageOption, app, print_json
 
 if TYPE_CHECKING:
     from hpo.cluster.postgres_server import Running
+    from hpo.study.storage import Storage
 
 database = typer.Typer(
     help="Start and stop a private PostgreSQL; back a database up and restore it.", no_args_is_help=True
@@ -88,7 +89,7 @@ def status(folder: FolderOption = _FOLDER, as_json: JsonOption = False) -> None:
     else:
         typer.echo(f"The database in {folder} runs on {running.host}.")
         _say_how_to_use(folder / "url", running)
-    raise typer.Exit(running is None)
+    raise typer.Exit(1 if running is None else 0)
 
 
 @database.command()
@@ -136,6 +137,7 @@ def copy(
     from hpo.cli.options import load_file
     from hpo.study.copy import copy_study
     from hpo.study.database import place, storage_url
+    from hpo.study.lifecycle import checkpoints_folder
     from hpo.study.storage import open_storage
 
     config = load_file(study)
@@ -144,9 +146,10 @@ def copy(
         open_storage(storage_url(storage), create=False) as source,
         open_storage(storage_url(to)) as target,
     ):
+        before = checkpoints_folder(source, old, RUNS)
         copied = copy_study(source, target, old, name)
         where = place(target.url)
-    linked = _link_checkpoints(old, copied.name, copied.token)
+        linked = _hand_over(before, checkpoints_folder(target, copied.name, RUNS), target)
     if as_json:
         print_json({"study": copied.name, "trials": copied.num_trials, "slots": copied.slots})
         return
@@ -158,15 +161,21 @@ def copy(
         typer.echo("Go on with it there alone: both studies would write to the same checkpoints.")
 
 
-def _link_checkpoints(old: str, new: str, token: str) -> Path | None:
-    """Make the checkpoints of a study under `runs/` be found by its new name; return the link, if made."""
-    folder = f"checkpoints-{token[:8]}"
-    link = RUNS / new / folder
-    if link.exists() or not (RUNS / old / folder).is_dir():
+def _hand_over(before: Path, now: Path, target: Storage) -> Path | None:
+    """Note whose the checkpoints of a copied study are now, and make them be found by its new name.
+
+    Returns the link to them, if one was made.
+    """
+    from hpo.study.checkpoint_folders import note_database
+
+    if not before.is_dir():
         return None
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(Path("..", old, folder), target_is_directory=True)
-    return link
+    note_database(before, target)
+    if now.exists():
+        return None
+    now.parent.mkdir(parents=True, exist_ok=True)
+    now.symlink_to(Path("..", before.parent.name, before.name), target_is_directory=True)
+    return now
 
 
 def _described(url_file: Path, running: Running | None) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from hpo.cli.options import RUNS, JsonOption, StorageOption, StoredStudyArgument
 from hpo.errors import InputError, RunError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from hpo.study.lifecycle import StudyState
     from hpo.study.overview import StudyOverview
     from hpo.study.storage import Storage
@@ -98,10 +100,10 @@ def delete(
     timeout: WaitSecondsOption = WAIT_SECONDS,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove a study from the database, and its checkpoints from this machine."""
-    import shutil
+    """Remove a study from the database, and its checkpoints from where this machine finds them."""
     import sys
 
+    from hpo.study.checkpoint_folders import noted_database, remove_checkpoints
     from hpo.study.database import place, storage_url
     from hpo.study.lifecycle import checkpoints_folder, delete_study, set_state, wait_for_workers
     from hpo.study.storage import open_storage
@@ -124,18 +126,42 @@ def delete(
         if left:
             set_state(database, study, "cancelled")
             _wait(database, study, "cancelled", timeout)
+        noted = noted_database(database)
+        stored = _drop_artifacts(database, study, folder, noted)
         delete_study(database, study)
-    removed = folder.is_dir()
-    shutil.rmtree(folder, ignore_errors=True)
+    there = folder.exists()
+    here = remove_checkpoints(folder, noted)
     if as_json:
+        removed = there and not folder.exists()
         print_json({"study": study, "deleted": True, "checkpoints": str(folder), "removed_here": removed})
     else:
-        here = (
-            f"Its checkpoints in {folder} are removed"
-            if removed
-            else f"There were no checkpoints in {folder}"
-        )
-        typer.echo(f"The study {study} is deleted. {here}; other machines may have such a folder too.")
+        also = "other machines may have such a folder too"
+        typer.echo(f"The study {study} is deleted.{stored} {here}; {also}.")
+
+
+def _drop_artifacts(database: Storage, study: str, folder: Path, noted: str) -> str:
+    """Remove the checkpoints of a study from its artifact store; say which stay there, and why."""
+    from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts, open_artifact_store
+    from hpo.study.checkpoint_folders import is_of
+    from hpo.study.lifecycle import checkpoint_config
+
+    if not (count := num_artifacts(database, study)):
+        return ""
+    config = checkpoint_config(study, database.read_definition(study))
+    reason = "nothing on this machine says that no other database has this study with them"
+    if is_of(folder, noted):
+        try:
+            store = open_artifact_store(config)
+        except InputError as error:
+            reason = str(error).rstrip(".")
+        else:
+            numbers = range(len(database.load_study(study).get_trials(deepcopy=False)))
+            if store is not None:
+                drop_artifacts(store, database, study, numbers)
+            if not (left := num_artifacts(database, study)):
+                return f" {count} checkpoints are removed from {config.location}."
+            count, reason = left, "it did not let them be removed"
+    return f" {count} checkpoints stay in {config.location}: {reason}."
 
 
 def _halt(

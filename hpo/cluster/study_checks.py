@@ -22,14 +22,16 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpo.cluster.finding import Finding
-from hpo.config.study_config import StudyConfig, stored_study
+from hpo.config.study_config import CheckpointConfig, StudyConfig, stored_study
 from hpo.data.dataset import load_data
 from hpo.data.sources import DATA_DIR, located
 from hpo.device import GpuMemory, probe_device
-from hpo.errors import DataError, InputError
+from hpo.errors import DataError, InputError, RunError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION, left_out
-from hpo.study.checkpoint_folders import database_of, kept_checkpoints, noted_database
+from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts, open_artifact_store
+from hpo.study.checkpoint_folders import database_of, is_of, kept_checkpoints, noted_database
+from hpo.study.lifecycle import checkpoint_config
 from hpo.study.process import this_machine
 from hpo.study.schema import slots, studies, workers
 from hpo.study.sqlite_place import other_hosts
@@ -145,33 +147,64 @@ def _open_slot(storage: Storage, slot: sa.Row[Any]) -> None:
 
 
 def checkpoints(patient: Patient) -> Iterator[Finding]:
-    """Folders under `runs/` that no trial will read."""
-    found = sorted(patient.host.runs_dir.glob("*/checkpoints-*"))
-    trial_folders = {folder: sorted(folder.glob("trial-*")) for folder in found if folder.is_dir()}
-    rows = {row.token[:8]: row for row in replace(patient, named=None).studies()}
-    here = noted_database(patient.storage.url)
+    """Folders, under `runs/` and where studies keep their checkpoints, that no trial will read."""
+    rows = {f"checkpoints-{row.token[:8]}": row for row in replace(patient, named=None).studies()}
+    configs = {row.name: checkpoint_config(row.name, json.loads(row.definition)) for row in rows.values()}
+    runs = patient.host.runs_dir
+    folders = [configs[row.name].folder_of(row.name, row.token, runs) for row in rows.values()]
+    places = {runs, *(folder.parents[1] for folder in folders)}
+    found = sorted(folder for place in places for folder in place.glob("*/checkpoints-*"))
+    # Links lead to one of the others: `hpo copy --name` makes them.
+    found = [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
+    trial_folders = {folder: sorted(folder.glob("trial-*")) for folder in found}
+    here = noted_database(patient.storage)
     for folder, of_trials in trial_folders.items():  # listed before the trials, so that each has its trial
-        row = rows.get(folder.name.removeprefix("checkpoints-"))
-        if row is not None and patient.named in (None, row.name):
-            yield from _superfluous(patient, row, of_trials)
-        elif row is None and patient.named in (None, folder.parent.name) and not folder.is_symlink():
+        row, whose = rows.get(folder.name), database_of(folder) or "an unknown database"
+        if patient.named not in (None, folder.parent.name if row is None else row.name):
+            continue
+        if row is None:
             size = _num_bytes(folder)
             what = f"{folder} ({_mib(size)}) is of a study that this database does not have."
-            if size == 0 or database_of(folder) == here:
+            if size == 0 or is_of(folder, here):
                 yield Finding("warning", what, "Removes it.", partial(shutil.rmtree, folder))
             else:
-                whose = database_of(folder) or "an unknown database"
                 yield Finding("note", what, f"It was made with {whose}. Remove it if that has no use for it.")
+        elif is_of(folder, here):
+            yield from _superfluous(patient, row, configs[row.name].top_k, of_trials)
+        elif of_trials:
+            what = f"{folder}, of the study {row.name}, was last used by {whose}."
+            yield Finding("note", what, "`hpo doctor` of that database looks for what no trial will read.")
+    for folder, row in zip(folders, rows.values(), strict=True):
+        if patient.named in (None, row.name) and is_of(folder, here):
+            yield from _superfluous_artifacts(patient, row.name, configs[row.name])
 
 
-def _superfluous(patient: Patient, row: sa.Row[Any], folders: Sequence[Path]) -> Iterator[Finding]:
+def _superfluous_artifacts(patient: Patient, name: str, config: CheckpointConfig) -> Iterator[Finding]:
+    """What `drop_artifacts` could not remove from a store that was away."""
+    study = patient.storage.load_study(name)
+    finished = {trial.number for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()}
+    gone = finished - kept_checkpoints(study, config.top_k)
+    if count := num_artifacts(patient.storage, name, gone):
+
+        def drop() -> None:
+            if (store := open_artifact_store(config)) is not None:
+                drop_artifacts(store, patient.storage, name, gone)
+            if num_artifacts(patient.storage, name, gone):
+                raise RunError(f"{config.location} did not let all of them be removed.")
+
+        what = f"Study {name}: {count} checkpoints in {config.location} are of trials that keep none."
+        yield Finding("warning", what, "Removes them.", drop)
+
+
+def _superfluous(
+    patient: Patient, row: sa.Row[Any], top_k: int, folders: Sequence[Path]
+) -> Iterator[Finding]:
     """What the trials of a study have left behind."""
     by_number, alive = patient.slots(row.name)
     busy = {
         slot.trial_number for slot in by_number.values() if slot.owner in alive and slot.state == "running"
     }
     trials = {trial.number: trial for trial in patient.trials(row.name)}
-    top_k = json.loads(row.definition)["checkpoint"]["top_k"]
     kept = kept_checkpoints(patient.storage.load_study(row.name), top_k)
     for folder in folders:
         digits = folder.name.removeprefix("trial-")

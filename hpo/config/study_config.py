@@ -164,11 +164,11 @@ class CheckpointConfig(Section):
     every_seconds: Positive = 30.0
     """Seconds between checkpoints of a running trial."""
 
-    @property
-    def folder(self) -> Path | None:
-        """The shared folder; None: checkpoints are written under `runs/`."""
+    def folder_of(self, study: str, token: str, runs_dir: Path) -> Path:
+        """Where the trials of a study have their checkpoints; the token tells it from others of its name."""
         is_store = self.location is None or self.location.startswith((ARTIFACTS, S3))
-        return None if is_store else Path(str(self.location))
+        base = runs_dir if is_store else Path(str(self.location))
+        return base / study / f"checkpoints-{token[:8]}"
 
 
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:

@@ -377,6 +377,12 @@ def drop_artifacts(store: ArtifactStore, storage: Storage, study: str, numbers: 
             connection.execute(sa.delete(artifacts).where(*same))
 
 
+def num_artifacts(storage: Storage, study: str, numbers: Collection[int] | None = None) -> int:
+    """How many checkpoints of a study, or of these trials of it, are in its store."""
+    rows = storage.persist(lambda: _rows(storage, study))
+    return sum(numbers is None or row.trial_number in numbers for row in rows)
+
+
 def _rows(storage: Storage, study: str, number: int | None = None) -> Sequence[sa.Row[Any]]:
     """Of a trial, or of all; those are few: of the best and of those that run."""
     query = sa.select(artifacts).where(artifacts.c.study == study)

@@ -24,6 +24,8 @@ ANSWER_SECONDS = 30.0
 LOCK_SECONDS = 600.0
 """How long a process waits for, and holds, the lock of `database.exclusive`."""
 IDLE_SECONDS = 60.0
+ASK_AFTER_SECONDS = 1.0
+"""A connection that was used so lately is taken to work: to ask it first would cost a trial five calls."""
 
 _ARGUMENTS = {
     "application_name": "hpo",
@@ -64,7 +66,26 @@ def postgres_pool(url: sa.URL) -> sa.Pool:
         connection.commit()
         return connection
 
-    return sa.create_pool_from_url(url, pre_ping=True, creator=connect)
+    pool = sa.create_pool_from_url(url, creator=connect)
+    sa.event.listen(pool, "checkin", _note_use)
+    sa.event.listen(pool, "checkout", _ask_after_a_pause)
+    return pool
+
+
+def _note_use(_connection: object, record: Any) -> None:
+    record.info["used"] = time.monotonic()
+
+
+def _ask_after_a_pause(connection: Any, record: Any, _proxy: object) -> None:
+    """As the pool's `pre_ping`, but not of a connection that has just worked."""
+    used = record.info.get("used")  # None: it is new
+    if used is None or time.monotonic() - used < ASK_AFTER_SECONDS:
+        return
+    try:
+        connection.execute("SELECT 1")
+        connection.rollback()
+    except psycopg.Error as error:
+        raise sa.exc.InvalidatePoolError from error  # SQLAlchemy connects anew
 
 
 def wait_for_lock(connection: sa.Connection, statement: sa.Executable, values: dict[str, Any]) -> None:

@@ -143,8 +143,8 @@ def _make_room(writing: sa.Connection, url: str, token: str, name: str, new_name
     same = set(writing.execute(here).scalars()) & present
     if same:
         raise InputError(
-            f"{redact(url)} holds the study `{name}` already, as `{same.pop()}`; both would write to the "
-            "same checkpoints. Delete that one first, or name another database."
+            f"{redact(url)} holds the study `{name}` already, as `{same.pop()}`, with the same "
+            "checkpoints. Go on with that one, or name another database."
         )
     if new_name in present:
         raise InputError(

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -42,7 +42,7 @@ from hpo.study import trial_rows
 from hpo.study.deaths import Deaths, count_death, counted_cause
 from hpo.study.membership import Membership
 from hpo.study.samplers import known_params
-from hpo.study.schema import slots, workers
+from hpo.study.schema import slots, studies, workers
 
 if TYPE_CHECKING:
     from hpo.trial.telemetry import TrialResult
@@ -124,6 +124,21 @@ class Lease:
             raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
 
 
+@lru_cache(maxsize=1)
+def _taking(runnable: sa.ColumnElement[bool]) -> sa.Executable:
+    """How the worker `by` takes an open slot of the study `of_study`, without a look at the others."""
+    of_study, number = slots.c.study == sa.bindparam("of_study"), slots.c.trial_number
+    free = sa.select(slots.c.slot).where(of_study, slots.c.state == "open", runnable)
+    free = free.order_by(number, slots.c.slot)  # as the index; else PostgreSQL takes one that reads more
+    first = (
+        free.where(has_trial).limit(1).with_for_update(skip_locked=True).scalar_subquery()
+        for has_trial in (number.is_not(None), number.is_(None))
+    )
+    is_open = sa.exists().where(studies.c.name == sa.bindparam("of_study"), studies.c.state == "open")
+    take = sa.update(slots).where(of_study, slots.c.slot == sa.func.coalesce(*first), is_open)
+    return take.values(state="running", owner=sa.bindparam("by")).returning(slots)
+
+
 @dataclass(eq=False)
 class WorkerLease(Membership):
     """A worker that claims slots of a study and runs their trials.
@@ -167,27 +182,21 @@ class WorkerLease(Membership):
 
     def _claim(self) -> Lease | None:
         runnable = self._runnable()
-        while True:
-            with self._storage.engine.begin() as connection:
-                if (found := self._own_slot(connection)) is not None:
-                    return self._lease_of(found, Deaths.of_slot(found))
-                if not self._look_whether_open(connection):
-                    return None
-                found = self._free_slot(connection, runnable)
-                if found is None:
-                    return None
-                deaths = self._deaths(connection, found)
-                unchanged = (
-                    self._of_study,
-                    slots.c.slot == found.slot,
-                    slots.c.state == found.state,
-                    slots.c.owner.is_not_distinct_from(found.owner),
-                )
-                claim = sa.update(slots).where(*unchanged)
-                self._may_have_slot = True
-                taken = connection.execute(claim.values(state="running", owner=self.id, **deaths.columns))
-            if taken.rowcount:
-                return self._lease_of(found, deaths)
+        with self._storage.engine.begin() as connection:
+            if found := self._own_slot(connection):
+                return self._lease_of(found, Deaths.of_slot(found))
+            self._may_have_slot = True
+            now = time.monotonic()
+            looks = now - self._looked >= LOOK_SECONDS
+            if not looks and (found := self._take_open(connection, runnable)):
+                return self._lease_of(found, Deaths.of_slot(found))
+            if not self._look_whether_open(connection):
+                return None
+            self._looked = now
+            if lease := self._take_abandoned(connection, runnable):
+                return lease
+            found = self._take_open(connection, runnable) if looks else None
+            return self._lease_of(found, Deaths.of_slot(found)) if found else None
 
     def _lease_of(self, slot: sa.Row[Any], deaths: Deaths) -> Lease:
         name = self._study.study_name
@@ -203,19 +212,21 @@ class WorkerLease(Membership):
         self._may_have_slot = found is not None
         return found
 
-    def _free_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
-        """The slot to claim next. Reads no slot that is done and, mostly, none that is running."""
-        free = sa.select(slots).where(self._of_study, slots.c.state == "open", runnable)
-        free = free.order_by(slots.c.slot).limit(1).with_for_update(skip_locked=True)
-        now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            if found := self._abandoned(connection, runnable):
-                return found
-        for begun in (slots.c.trial_number.is_not(None), slots.c.trial_number.is_(None)):
-            if found := connection.execute(free.where(begun)).one_or_none():
-                return found
-        return None if self._looked == now else self._abandoned(connection, runnable)
+    def _take_open(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+        """Take an open slot, first one with an unfinished trial; None: there is none, or the study is not
+        open."""
+        about = {"of_study": self._study.study_name, "by": self.id}
+        return connection.execute(_taking(runnable), about).one_or_none()
+
+    def _take_abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> Lease | None:
+        """Take the slot of a worker that is dead; None: there is none."""
+        while found := self._abandoned(connection, runnable):
+            deaths = self._deaths(connection, found)
+            unchanged = (self._of_study, slots.c.slot == found.slot, slots.c.state == "running")
+            claim = sa.update(slots).where(*unchanged, slots.c.owner == found.owner)
+            if connection.execute(claim.values(owner=self.id, **deaths.columns)).rowcount:
+                return self._lease_of(found, deaths)
+        return None
 
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""
@@ -243,8 +254,8 @@ class WorkerLease(Membership):
         return next((row for row in rows if row.owner not in alive), None)
 
     def _deaths(self, connection: sa.Connection, slot: sa.Row[Any]) -> Deaths:
-        """The deaths in a slot that is claimed, with that of its owner if that died and it counts."""
-        if slot.state == "open" or slot.trial_number is None:
+        """The deaths in an abandoned slot, with that of its owner if it counts."""
+        if slot.trial_number is None:
             return Deaths.of_slot(slot)
         owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one()
         outlived = owner.id in self._alive_at_start or owner.number > self.number

@@ -9,14 +9,17 @@ the last to leave sees to, be it a worker or the command; opened again, it begin
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
 from optuna.storages._rdb import models
+from pydantic import ValidationError
 
-from hpo.config.study_config import check_study_name
-from hpo.errors import RunError
+from hpo.config.study_config import CheckpointConfig, check_study_name
+from hpo.config.study_file import show
+from hpo.errors import RunError, StorageError
 from hpo.outcome import Outcome
 from hpo.study import schema
 from hpo.study.database import exclusive
@@ -143,9 +146,18 @@ def delete_study(storage: Storage, name: str) -> None:
 
 
 def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
-    """Where the trials of a study that this machine ran have their checkpoints.
+    """Where the trials of a study have their checkpoints: in its shared folder, or on this machine.
 
-    Raises StorageError where the database's name or token of the study would lead out of `runs_dir`.
+    Raises StorageError where what the database says of the study is nothing that hpo writes.
     """
     check_study_name(name)
-    return runs_dir / name / f"checkpoints-{storage.study_token(name)[:8]}"
+    stored = checkpoint_config(name, storage.read_definition(name))
+    return stored.folder_of(name, storage.study_token(name), runs_dir)
+
+
+def checkpoint_config(name: str, definition: Mapping[str, Any]) -> CheckpointConfig:
+    """The section `checkpoint` of a stored study, whatever its others hold. Raises StorageError."""
+    try:
+        return CheckpointConfig.model_validate(definition.get("checkpoint", {}))
+    except ValidationError as error:
+        raise StorageError(f"The database's `checkpoint` of the study {show(name)}: {error}") from None

@@ -271,7 +271,7 @@ def run_study(
     storage.bind_data(config.name, executor.dataset.fingerprint)
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
-    note_database(folder(0).parent, storage.url)
+    note_database(folder(0).parent, storage)
     artifacts = open_artifact_store(config.checkpoint)
     drop = partial(drop_artifacts, artifacts, storage, config.name) if artifacts else lambda _: None
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)

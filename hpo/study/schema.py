@@ -38,7 +38,8 @@ slots = sa.Table(
     sa.Column("saved_step", sa.Integer, nullable=False, server_default="0"),
 )
 
-sa.Index("ix_hpo_slots_state", slots.c.study, slots.c.state, slots.c.slot)
+# For claims: of the open slots those with a trial, and the first without.
+sa.Index("ix_hpo_slots_state", slots.c.study, slots.c.state, slots.c.trial_number, slots.c.slot)
 
 workers = sa.Table(
     "hpo_workers",

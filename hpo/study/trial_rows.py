@@ -28,61 +28,87 @@ user_attributes: Any = models.TrialUserAttributeModel.__table__
 system_attributes: Any = models.TrialSystemAttributeModel.__table__
 intermediate_values: Any = models.TrialIntermediateValueModel.__table__
 
-_AS_LIST = 500
-"""So many trials are named one by one in a query; SQLite takes at most 32,766 values."""
+_AT_ONCE = 500
+"""The details of so many trials are read by one query; SQLite takes at most 32,766 values."""
 
 
 def read_trials(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> list[FrozenTrial]:
     """The trials for which `condition`, on `trials`, holds, by number; times in UTC."""
     rows = connection.execute(sa.select(trials).where(condition).order_by(trials.c.trial_id)).all()
-    if not rows:
-        return []
-    ids: Any = [row.trial_id for row in rows]
-    if len(ids) > _AS_LIST:
-        ids = sa.select(trials.c.trial_id).where(condition)
-
-    def of_trials(table: Any, *order: Any) -> dict[int, list[Any]]:
-        found: dict[int, list[Any]] = defaultdict(list)
-        query = sa.select(table).where(table.c.trial_id.in_(ids)).order_by(*order)
-        for row in connection.execute(query):
-            found[row.trial_id].append(row)
-        return found
-
-    of = {
-        table: of_trials(table, *order)
-        for table, *order in (
-            (params, params.c.param_id),
-            (values, values.c.objective),
-            (user_attributes,),
-            (system_attributes,),
-            (intermediate_values, intermediate_values.c.step),
-        )
-    }
-    return [_frozen_trial(row, {table: found[row.trial_id] for table, found in of.items()}) for row in rows]
+    details: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for start in range(0, len(rows), _AT_ONCE):
+        ids = [row.trial_id for row in rows[start : start + _AT_ONCE]]
+        for detail in connection.execute(_DETAILS, {"ids": ids}):
+            details[detail.trial_id][detail.table].append(detail)
+    return [_frozen_trial(row, details[row.trial_id]) for row in rows]
 
 
-def _frozen_trial(row: Any, of: Mapping[Any, Sequence[Any]]) -> FrozenTrial:
-    distributions = {param.param_name: _distribution(param.distribution_json) for param in of[params]}
-    to_value = models.TrialValueModel.stored_repr_to_value
-    to_intermediate = models.TrialIntermediateValueModel.stored_repr_to_intermediate_value
+def _details(table: Any, **columns: Any) -> sa.Select[Any]:
+    """What a table says of the trials `ids`, as `_COLUMNS`, so that one query reads all tables."""
+    filled = (sa.cast(columns.get(name, sa.null()), kind).label(name) for name, kind in _COLUMNS.items())
+    of = sa.literal_column(f"'{table.name}'", sa.String).label("table")
+    return sa.select(of, table.c.trial_id, *filled).where(
+        table.c.trial_id.in_(sa.bindparam("ids", expanding=True))
+    )
+
+
+_COLUMNS: dict[str, Any] = {
+    "position": sa.Integer,
+    "name": sa.String,
+    "document": sa.Text,
+    "value": sa.Float,
+    "type": sa.String,
+}
+_DETAILS = sa.union_all(
+    _details(
+        params,
+        position=params.c.param_id,
+        name=params.c.param_name,
+        document=params.c.distribution_json,
+        value=params.c.param_value,
+    ),
+    _details(values, position=values.c.objective, value=values.c.value, type=values.c.value_type),
+    _details(
+        intermediate_values,
+        position=intermediate_values.c.step,
+        value=intermediate_values.c.intermediate_value,
+        type=intermediate_values.c.intermediate_value_type,
+    ),
+    *(
+        _details(table, name=table.c.key, document=table.c.value_json)
+        for table in (user_attributes, system_attributes)
+    ),
+)
+
+
+def _frozen_trial(row: Any, of: Mapping[str, list[Any]]) -> FrozenTrial:
+    def in_order(table: Any) -> list[Any]:
+        return sorted(of.get(table.name, ()), key=lambda detail: detail.position)
+
+    def attributes(table: Any) -> dict[str, Any]:
+        return {detail.name: json.loads(detail.document) for detail in of.get(table.name, ())}
+
+    given = in_order(params)
+    distributions = {param.name: _distribution(param.document) for param in given}
+    value_of, value_type = models.TrialValueModel.stored_repr_to_value, models.TrialValueModel.TrialValueType
+    reported = models.TrialIntermediateValueModel
     return FrozenTrial(
         number=row.number,
         trial_id=row.trial_id,
         state=row.state,
         value=None,
-        values=[to_value(value.value, value.value_type) for value in of[values]] or None,
+        values=[value_of(value.value, value_type[value.type]) for value in in_order(values)] or None,
         datetime_start=row.datetime_start,
         datetime_complete=row.datetime_complete,
-        params={
-            param.param_name: distributions[param.param_name].to_external_repr(param.param_value)
-            for param in of[params]
-        },
+        params={param.name: distributions[param.name].to_external_repr(param.value) for param in given},
         distributions=distributions,
-        user_attrs={attr.key: json.loads(attr.value_json) for attr in of[user_attributes]},
-        system_attrs={attr.key: json.loads(attr.value_json) for attr in of[system_attributes]},
+        user_attrs=attributes(user_attributes),
+        system_attrs=attributes(system_attributes),
         intermediate_values={
-            value.step: to_intermediate(value.intermediate_value, value.intermediate_value_type)
-            for value in of[intermediate_values]
+            value.position: reported.stored_repr_to_intermediate_value(
+                value.value, reported.TrialIntermediateValueType[value.type]
+            )
+            for value in in_order(intermediate_values)
         },
     )
 
@@ -100,13 +126,16 @@ def make_trial(
     else:
         lock = sa.select(studies.c.study_id).where(studies.c.study_id == study_id)
         connection.execute(lock.with_for_update())
-    last = sa.select(trials.c.number).where(trials.c.study_id == study_id)
-    number = connection.execute(last.order_by(trials.c.trial_id.desc()).limit(1)).scalar()
-    number, started = 0 if number is None else number + 1, _now()
+    of_study = sa.select(trials.c.number + 1).where(trials.c.study_id == study_id)
+    after_last = of_study.order_by(trials.c.trial_id.desc()).limit(1).scalar_subquery()
+    started = _now()
     new = sa.insert(trials).values(
-        study_id=study_id, number=number, state=TrialState.RUNNING, datetime_start=started
+        study_id=study_id,
+        number=sa.func.coalesce(after_last, 0),
+        state=TrialState.RUNNING,
+        datetime_start=started,
     )
-    trial_id = connection.execute(new.returning(trials.c.trial_id)).scalar_one()
+    trial_id, number = connection.execute(new.returning(trials.c.trial_id, trials.c.number)).one()
     write_attributes(connection, system_attributes, trial_id, system_attrs)
     write_attributes(connection, user_attributes, trial_id, user_attrs)
     return FrozenTrial(
@@ -145,17 +174,17 @@ def write_params(
         for name, value, distribution in given
     ]
     if rows:
-        connection.execute(_insert(connection, params).values(rows).on_conflict_do_nothing())
+        connection.execute(_insert(connection, params).on_conflict_do_nothing(), rows)
 
 
 def write_attributes(connection: sa.Connection, table: Any, trial_id: int, given: Mapping[str, Any]) -> None:
     """Set attributes of a trial in `table`, `user_attributes` or `system_attributes`."""
     if given:
         rows = [{"trial_id": trial_id, "key": key, "value_json": json.dumps(given[key])} for key in given]
-        insert = _insert(connection, table).values(rows)
+        insert = _insert(connection, table)
         on = [table.c.trial_id, table.c.key]
         new = {"value_json": insert.excluded.value_json}
-        connection.execute(insert.on_conflict_do_update(index_elements=on, set_=new))
+        connection.execute(insert.on_conflict_do_update(index_elements=on, set_=new), rows)
 
 
 def end_trial(
@@ -173,7 +202,7 @@ def end_trial(
             | {"trial_id": trial_id, "objective": index}
             for index, value in enumerate(objectives)
         ]
-        connection.execute(sa.insert(values).values(rows))
+        connection.execute(sa.insert(values), rows)
     return True
 
 

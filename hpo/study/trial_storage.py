@@ -45,6 +45,8 @@ class TrialStorage(_CachedStorage):
         super().__init__(backend)
         self._own: dict[int, _OwnTrial] = {}
         self._last_read = 0.0
+        # No transaction: each query sees what is committed by then, and a trial's details come after its row.
+        self._reader = backend.engine.execution_options(isolation_level="AUTOCOMMIT")
 
     # A trial of this process
 
@@ -149,7 +151,7 @@ class TrialStorage(_CachedStorage):
             changed = table.c.trial_id > last
             if old := [trial_id for trial_id in unfinished if trial_id <= last]:
                 changed = sa.or_(changed, table.c.trial_id.in_(old))
-            with self._backend.engine.connect() as connection:
+            with self._reader.connect() as connection:
                 found = trial_rows.read_trials(connection, sa.and_(table.c.study_id == study_id, changed))
             self._last_read = time.monotonic()
             own = {trial_id: kept.trial for trial_id, kept in self._own.items()}

@@ -114,9 +114,9 @@ class Executor:
                 raise InputError(f"{LOSS_WEIGHT}{name}: there is no such task.{did_you_mean(name, names)}")
 
     def trial_folder(self, study_token: str, number: int) -> Path:
-        """Where a trial of this study keeps its checkpoints; the token tells it from others of its name."""
-        base = self.study.checkpoint.folder or self.runs_dir
-        return base / self.study.name / f"checkpoints-{study_token[:8]}" / f"trial-{number:05d}"
+        """Where a trial of this study keeps its checkpoints."""
+        folder = self.study.checkpoint.folder_of(self.study.name, study_token, self.runs_dir)
+        return folder / f"trial-{number:05d}"
 
     def run(
         self,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import sys
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import optuna
 import sqlalchemy as sa
 from postgres import PostgresServer
-from worker_process import result, study
+from worker_process import CONTEXT, result, study
 
 from hpo.config.search_space import suggest
 from hpo.study.database import parse_url
@@ -124,7 +123,6 @@ def ended_cpu_seconds(server: PostgresServer) -> float:
 
 
 def rate(server: PostgresServer, num_workers: int, num_trials: int, rounds: int) -> None:
-    context = multiprocessing.get_context("spawn")
     ratios = []
     for number in range(rounds + 1):
         rates = {}
@@ -137,9 +135,9 @@ def rate(server: PostgresServer, num_workers: int, num_trials: int, rounds: int)
                     else:
                         storage.create_or_resume_study(config)
                 works = [
-                    context.Process(target=ours, args=(url, config, Path(folder) / str(index)))
+                    CONTEXT.Process(target=ours, args=(url, config, Path(folder) / str(index)))
                     if name == "ours"
-                    else context.Process(target=plain, args=(url, config, num_trials // num_workers))
+                    else CONTEXT.Process(target=plain, args=(url, config, num_trials // num_workers))
                     for index in range(num_workers)
                 ]
                 run(works)
@@ -161,14 +159,13 @@ def busy_seconds(server: PostgresServer, url: str) -> float:
 
 
 def grow(server: PostgresServer, num_workers: int, num_trials: int) -> None:
-    context = multiprocessing.get_context("spawn")
     config = config_of("random", num_trials)
     with server.database() as url, tempfile.TemporaryDirectory() as folder:
         with open_storage(url) as storage:
             storage.create_or_resume_study(config)
         logs = [Path(folder) / str(index) for index in range(num_workers)]
         before = ended_cpu_seconds(server)
-        run([context.Process(target=ours, args=(url, config, log)) for log in logs])
+        run([CONTEXT.Process(target=ours, args=(url, config, log)) for log in logs])
         cpu = ended_cpu_seconds(server) - before
         seconds = busy_seconds(server, url)
         with open_storage(url) as storage:

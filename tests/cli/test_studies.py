@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
 from jsonl_sets import write_set
 from tiny import ENCODER, write_study
 
+from hpo.study.checkpoint_folders import note_database
 from hpo.study.schema import studies, workers
 from hpo.study.storage import open_storage
 
@@ -193,7 +195,8 @@ def test_trials_of_a_running_study_are_checkpointed_first(tmp_path: Path, comman
 def test_delete(folder: Path) -> None:
     """`folder` has a study that was run to its end."""
     kept = [*folder.glob("runs/tiny/checkpoints-*")]
-    assert kept
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
+        note_database(kept[0], storage)  # `folder` is a copy
     refused = hpo_command(folder, "delete", "tiny", "--json")
     assert (refused.exit_code, "give --yes" in refused.err) == (2, True)
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
@@ -248,3 +251,68 @@ def test_data_are_found_on_another_machine_and_must_be_the_same(
     assert other.exit_code == 2
     assert "The data of the study `tiny` have changed since it was made" in other.err
     assert stored(tmp_path).slots["done"] == 4
+
+
+@pytest.mark.parametrize("location", [None, "kept"])
+def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path, location: str | None) -> None:
+    """Neither `delete` nor `doctor --fix` of the database that it was copied from takes them."""
+    path = write_study(tmp_path, checkpoint={"location": location} if location else {})
+    ok(hpo_command(tmp_path, "run", str(path)))
+    other = ("--storage", "sqlite:///other.db")
+    ok(hpo_command(tmp_path, "copy", "tiny", "--to", other[1]))
+    base = tmp_path / (location or "runs")
+    (folder,) = base.glob("tiny/checkpoints-*")
+    (folder / "trial-00009").mkdir()  # superfluous
+    before = sorted(folder.rglob("*"))
+    again = hpo_command(tmp_path, "copy", "tiny", "--to", other[1])
+    assert (again.exit_code, "Go on with that one, or name another database." in again.err) == (2, True)
+    note = f"{folder if location else folder.relative_to(tmp_path)}, of the study tiny, was last used by"
+    assert note in ok(hpo_command(tmp_path, "doctor", "--fix")).out
+    deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
+    assert f"Its checkpoints stay in {note.partition(',')[0]}: {tmp_path}/other.db has" in deleted.out
+    assert sorted(folder.rglob("*")) == before
+    ok(hpo_command(tmp_path, "best", "tiny", "--evaluate", "test", *other))
+    assert (
+        "trial-00009 (0.0 MiB) is of trial 00009" in ok(hpo_command(tmp_path, "doctor", "--fix", *other)).out
+    )
+    deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--json", *other))
+    assert deleted.json["removed_here"] is True
+    assert not folder.exists()
+
+
+def test_delete_takes_the_link_of_a_copy_alone(folder: Path) -> None:
+    other = ("--storage", "sqlite:///other.db")
+    ok(hpo_command(folder, "copy", "tiny", "--to", other[1], "--name", "next"))
+    (link,) = folder.glob("runs/next/checkpoints-*")
+    target = link.resolve()
+    assert ok(hpo_command(folder, "doctor", "--fix", *other)).out.endswith("nothing to mend.\n")
+    deleted = ok(hpo_command(folder, "delete", "next", "--yes", *other))
+    assert f"next/{link.name} is removed; the checkpoints stay in {target}, where it led" in deleted.out
+    assert not link.is_symlink()
+    assert [*target.glob("trial-*/best-*")]
+
+
+def test_delete_takes_what_is_in_the_artifact_store(tmp_path: Path) -> None:
+    path = write_study(tmp_path, checkpoint={"location": "artifacts:store", "top_k": 2})
+    ok(hpo_command(tmp_path, "run", str(path)))
+    store = tmp_path / "store"
+    archives = sorted(store.iterdir())
+    assert archives
+    (note,) = tmp_path.glob("runs/tiny/checkpoints-*/database")
+    change_definition(
+        tmp_path, checkpoint={"location": f"artifacts:{store}", "top_k": 1, "every_seconds": 30}
+    )
+    found = ok(hpo_command(tmp_path, "doctor", "--fix"))
+    assert re.search(
+        r"Study tiny: \d+ checkpoints in artifacts:\S+/store are of trials that keep none", found.out
+    )
+    left = sorted(store.iterdir())
+    assert 0 < len(left) < len(archives)
+    note.unlink()
+    ok(hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///other.db"))
+    deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
+    assert f"{len(left)} checkpoints stay in artifacts:{store}" in deleted.out
+    assert sorted(store.iterdir()) == left
+    deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--storage", "sqlite:///other.db"))
+    assert f"{len(left)} checkpoints are removed from artifacts:{store}" in deleted.out
+    assert not list(store.iterdir())

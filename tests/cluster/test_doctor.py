@@ -297,7 +297,7 @@ def make_checkpoint(folder: Path, name: str = "best-00000001") -> Path:
 @pytest.fixture
 def trial_folder(storage: Storage, host: Host) -> Callable[[int], Path]:
     token = storage.study_token("tiny")[:8]
-    note_database(host.runs_dir / "tiny" / f"checkpoints-{token}", storage.url)
+    note_database(host.runs_dir / "tiny" / f"checkpoints-{token}", storage)
     return lambda number: host.runs_dir / "tiny" / f"checkpoints-{token}" / f"trial-{number:05d}"
 
 
@@ -340,7 +340,8 @@ def test_checkpoints_of_a_deleted_study_are_removed_if_they_were_of_this_databas
         make_checkpoint(trial_folder(run_trial(worker)))
     orphan = shutil.copytree(trial_folder(0).parent, host.runs_dir / "gone" / "checkpoints-0badcafe")
     of_another = shutil.copytree(trial_folder(0).parent, host.runs_dir / "tiny" / "checkpoints-deadbeef")
-    note_database(of_another, f"sqlite:///{tmp_path}/other.db")
+    with open_storage(f"sqlite:///{tmp_path}/other.db") as other:
+        note_database(of_another, other)
     of_whom = shutil.copytree(trial_folder(0).parent, host.runs_dir / "tiny" / "checkpoints-12345678")
     (of_whom / "database").unlink()
     notes = [one.problem for one in examine(storage.url, host) if one.severity == "note"]

@@ -114,13 +114,14 @@ def test_location_is_relative_to_the_study_file(tmp_path: Path) -> None:
     def of(location: str) -> CheckpointConfig:
         return CheckpointConfig.model_validate({"location": location}, context={"folder": tmp_path})
 
-    assert of("shared").folder == tmp_path / "shared"
-    assert (of("artifacts:kept").location, of("artifacts:kept").folder) == (
-        f"artifacts:{tmp_path}/kept",
-        None,
-    )
-    assert (of("s3://bucket/a/b").location, of("s3://bucket").folder) == ("s3://bucket/a/b", None)
-    assert CheckpointConfig().folder is None
+    def base(config: CheckpointConfig) -> Path:
+        return config.folder_of("tiny", "0123456789", Path("runs")).parents[1]
+
+    assert base(of("shared")) == tmp_path / "shared"
+    assert of("artifacts:kept").location == f"artifacts:{tmp_path}/kept"
+    assert of("s3://bucket/a/b").location == "s3://bucket/a/b"
+    for config in (of("artifacts:kept"), of("s3://bucket"), CheckpointConfig()):
+        assert base(config) == Path("runs")
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,11 @@ def look_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "LOOK_SECONDS", 0.0)
 
 
-def test_unfinished_trial_is_continued_first(storage: Storage, opened: optuna.Study) -> None:
+@pytest.mark.parametrize("look_seconds", [0.0, math.inf])
+def test_unfinished_trial_is_continued_first(
+    storage: Storage, opened: optuna.Study, monkeypatch: pytest.MonkeyPatch, look_seconds: float
+) -> None:
+    monkeypatch.setattr(leases, "LOOK_SECONDS", look_seconds)
     config = study(2)
     with worker_on(storage, opened) as worker:
         zero, one = worker.claim(), None
@@ -283,6 +287,28 @@ def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
             assert opened.trials[number].user_attrs["memo"] == "asked for"
         assert first.open_trial(first.claim()).number == 2
     assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("num_begun", [0, 1])
+def test_a_claim_reads_the_slot_that_it_takes_and_few_others(postgres_url: str, num_begun: int) -> None:
+    read = sa.text(
+        "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'hpo_slots'"
+    )
+    with open_storage(postgres_url) as storage:
+        opened = storage.create_or_resume_study(study(5000))
+        with storage.engine.begin() as connection:
+            some = (slots.c.study == "tiny", slots.c.slot)
+            connection.execute(sa.update(slots).where(some[0], some[1] < 2000).values(state="done"))
+            begun = (some[0], some[1].between(3000, 2999 + num_begun))
+            connection.execute(sa.update(slots).where(*begun).values(trial_number=7))
+        with storage.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+            connection.exec_driver_sql("VACUUM ANALYZE hpo_slots")
+        with worker_on(storage, opened) as worker, storage.engine.begin() as connection:
+            taken = worker._take_open(connection, sa.true())
+            assert taken is not None
+            assert taken.slot == (3000 if num_begun else 2000)
+            assert 1 <= connection.execute(read).scalar_one() < 20
 
 
 @pytest.mark.postgres

@@ -16,6 +16,7 @@ def upgrade() -> None:
     op.add_column("hpo_studies", sa.Column("priority", sa.Integer, nullable=False, server_default="0"))
     op.add_column("hpo_slots", sa.Column("saved_step", sa.Integer, nullable=False, server_default="0"))
     op.add_column("hpo_workers", sa.Column("job", sa.String(128)))
-    op.create_index("ix_hpo_slots_state", "hpo_slots", ["study", "state", "slot"])
+    columns = ["study", "state", "trial_number", "slot"]
+    op.create_index("ix_hpo_slots_state", "hpo_slots", columns)
     for table in (schema.jobs, schema.artifacts):
         table.create(op.get_bind())
