@@ -182,10 +182,10 @@ def _halt(
 
     with open_storage(storage_url(storage), create=False) as database:
         before = set_state(database, study, state)
-        own = [job.id for job in read_jobs(database, study) if job.study is not None] if end_jobs else []
+        own = [job.id for job in read_jobs(database, study)] if end_jobs else []
         cancelled, failure = [], None
         try:
-            cancelled = cancel_jobs(own)
+            cancelled = cancel_jobs(own, study)
         except HpoError as error:  # no Slurm here, say: what concerns the study comes first
             failure = error
         if wait:

@@ -295,15 +295,15 @@ def sqlite_path(url: sa.URL) -> Path | None:
 
 
 @contextmanager
-def exclusive(engine: sa.Engine) -> Iterator[None]:
-    """Hold a lock that one process at a time has, of all that use this database."""
+def exclusive(engine: sa.Engine) -> Iterator[sa.Connection | None]:
+    """Hold a lock that one process at a time has, of all that use this database; yield its connection."""
     path = sqlite_path(engine.url)
     if path is None:
         from hpo.study.connection import wait_for_lock
 
         with engine.begin() as connection:
             wait_for_lock(connection, sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
-            yield
+            yield connection
         return
     try:
         lock = path.with_name(path.name + ".lock").open("w")
@@ -314,7 +314,7 @@ def exclusive(engine: sa.Engine) -> Iterator[None]:
         ) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield None
 
 
 @contextmanager
@@ -326,6 +326,13 @@ def snapshot(engine: sa.Engine) -> Iterator[sa.Connection]:
         else:
             connection.exec_driver_sql("BEGIN")  # sqlite3 begins a transaction only before a change
         yield connection
+
+
+def allow_idle(*connections: sa.Connection | None) -> None:
+    """Let the transactions of these connections wait, for as long as it takes, for what else is done."""
+    for connection in connections:
+        if connection is not None and connection.dialect.name == "postgresql":
+            connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
 
 
 def explain(url: str, error: BaseException) -> HpoError:

@@ -51,7 +51,9 @@ CONSTRAINT = "constraints:feasible"
 """The system attribute in which Optuna keeps the constraint `feasible` of a trial."""
 
 LOOK_SECONDS = 1.0
-"""How often a worker that finds free slots looks for dead workers too."""
+"""How often a worker that finds free slots looks for dead workers too; of many workers each less often."""
+LOOK_AT_ONCE = 8
+"""So many workers look each `LOOK_SECONDS`, so that what it costs does not grow with the square of them."""
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class WorkerLease(Membership):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._may_have_slot = False
-        self._looked = -math.inf
+        self._looks_at = -math.inf  # for dead workers
 
     # Claims
 
@@ -189,13 +191,11 @@ class WorkerLease(Membership):
             if found := self._own_slot(connection):
                 return self._lease_of(found, Deaths.of_slot(found))
             self._may_have_slot = True
-            now = time.monotonic()
-            looks = now - self._looked >= LOOK_SECONDS
+            looks = time.monotonic() >= self._looks_at
             if not looks and (found := self._take_open(connection, runnable)):
                 return self._lease_of(found, Deaths.of_slot(found))
             if not self._look_whether_open(connection):
                 return None
-            self._looked = now
             if lease := self._take_abandoned(connection, runnable):
                 return lease
             found = self._take_open(connection, runnable) if looks else None
@@ -251,6 +251,7 @@ class WorkerLease(Membership):
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
         rows = connection.execute(query.order_by(slots.c.slot)).all()
+        self._looks_at = time.monotonic() + LOOK_SECONDS * max(1.0, len(rows) / LOOK_AT_ONCE)
         storage, name = self._storage, self._study.study_name
         witnessed = storage.availability.unbroken_seconds(storage.lease_seconds / 2)
         alive = storage.live_workers(connection, name, witnessed) if rows else set()
@@ -328,9 +329,7 @@ class WorkerLease(Membership):
 
         One that no worker can run ends at once and takes no slot.
         """
-        for trial in self._storage.optuna.recent_trials(self._study._study_id):
-            if trial.state != TrialState.WAITING:
-                continue
+        for trial in self._storage.optuna.enqueued_trials(self._study._study_id):
             if refusal := self.refusal(trial.system_attrs.get("fixed_params", {})):
                 self._storage.fail_trial(trial, Outcome.FAILED, refusal)
                 continue
@@ -363,8 +362,7 @@ class WorkerLease(Membership):
 
     def _retries_left(self, failed: FrozenTrial) -> bool:
         """Whether a slot whose last trial FAILed gets another one."""
-        recent = self._storage.optuna.recent_trials(self._study._study_id)
-        trials = {trial.number: trial for trial in recent}
+        trials = self._study.get_trials(deepcopy=False)
         failures = [failed]
         while (before := failures[-1].user_attrs.get("retry_of")) is not None:
             failures.append(trials[before])
