@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from hpo.config.study_file import section_of
 from hpo.config.trial_settings import BUDGETS
-from hpo.errors import StudyChangedError
+from hpo.errors import InputError, StudyChangedError
 
 CHANGEABLE = (
     "n_trials",
@@ -95,6 +95,27 @@ def refuse_changes(name: str, stored: Mapping[str, Any], now: Mapping[str, Any])
             f"The stored study `{name}` has another {what} than the study file, so its results would not "
             "compare. Restore the file, or give the study another `name`.\n  " + "\n  ".join(lines)
         )
+
+
+def refuse_other_code(name: str, file: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
+    """Refuse encoders that the file does not name where it trusts the code that comes with its own.
+
+    The values that a study was made with come from the database, which does not decide whose code runs.
+    A search space is never completed.
+
+    Raises:
+        InputError: `merged`, the file's definition completed, has other encoders or another revision.
+    """
+    if not file["model"]["trust_remote_code"]:
+        return
+    for section, key in (("model", "encoder"), ("model", "revision"), ("training", "encoder")):
+        before, after = (each[section].get(key) for each in (file, merged))
+        if before != after:
+            raise InputError(
+                f"{section}.{key}: the stored study `{name}` has {json.dumps(after)}, of which its file says "
+                "nothing, and the file trusts the code that comes with its encoder. Read that code, then "
+                "write this value into the file."
+            )
 
 
 def _without_folders(value: Any) -> Any:

@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from hpo.config.data_config import DataConfig
-from hpo.config.definition import completed, given_keys, refuse_changes
+from hpo.config.definition import completed, given_keys, refuse_changes, refuse_other_code
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
     Distribution,
@@ -280,10 +280,12 @@ class StudyConfig(CheckedSection):
 
         Raises:
             StudyChangedError: the two differ in what the study's results depend on.
-            InputError: the file's keys do not go with what is stored.
+            InputError: the file's keys do not go with what is stored, or what is stored names an encoder
+                that the file does not, and the file trusts the code of its own.
         """
         merged = completed(StudyConfig, stored, self.definition())
         refuse_changes(self.name, stored, merged)
+        refuse_other_code(self.name, self.definition(), merged)
         try:
             return StudyConfig.model_validate({**merged, "path": self.path})
         except ValidationError as error:

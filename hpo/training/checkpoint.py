@@ -43,7 +43,7 @@ from hpo.errors import CheckpointError, Preempted
 
 _logger = logging.getLogger(__name__)
 
-_WEIGHTS, _STATE, _MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+FILES = WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 MAX_PROBLEMS = 20
 SETTLE_SECONDS = (60.0, 10.0)
 """How long the end of a trial waits for a slow mirror: when it is done, and when it is to leave in time."""
@@ -168,11 +168,14 @@ class CheckpointStore:
         return self._newest("best", shapes)
 
     def _newest(self, kind: str, shapes: Mapping[str, torch.Size] | None) -> Checkpoint | None:
-        mirrored = self._mirror.names(kind, self.resume_key) if self._mirror else ()
-        names = {path.name for path in _named(self.folder, kind)} | set(mirrored)
-        for path in sorted((self.folder / name for name in names), reverse=True):
+        mirrored = set(self._mirror.names(kind, self.resume_key)) if self._mirror else set()
+        passed: set[str] = set()
+        # Listed anew each time: a file system that was waited for may show more meanwhile.
+        while names := ({path.name for path in _named(self.folder, kind)} | mirrored) - passed:
+            path = self.folder / max(names)
+            passed.add(path.name)
             try:
-                if self._mirror is not None and path.name in mirrored and not (path / _MANIFEST).exists():
+                if self._mirror is not None and path.name in mirrored and not (path / MANIFEST).exists():
                     self._mirror.fetch(path)
                 if _resume_key(path) not in (None, self.resume_key):
                     self._note(f"checkpoint {path} is of another precision, device, data or version.")
@@ -192,10 +195,12 @@ class CheckpointStore:
         if problem not in self._problems and len(self._problems) < MAX_PROBLEMS:
             self._problems.append(problem)
 
-    def finish(self) -> None:
-        """Keep this key's best and last only."""
+    def finish(self, best_step: int) -> None:
+        """Keep of this key the last, and of the best evaluations that at `best_step`, or else the newest."""
         self.wait()
-        kept = [*self._own("best")[-1:], *self._own("step")[-1:]]
+        best = self._own("best")
+        kept = [path for path in best if path.name == f"best-{best_step:08d}"] or best[-1:]
+        kept += self._own("step")[-1:]
         for path in [*_named(self.folder, "best"), *_named(self.folder, "step"), *self.folder.glob(".*.tmp")]:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
@@ -243,9 +248,20 @@ def _named(folder: Path, kind: str) -> list[Path]:
 
 def _resume_key(path: Path) -> str | None:
     """The key of a checkpoint; None where its manifest cannot be read."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return str(json.loads((path / _MANIFEST).read_text())["resume_key"])
+    with contextlib.suppress(CheckpointError):
+        return _read_manifest(path)[0]
     return None
+
+
+def _read_manifest(path: Path) -> tuple[str, dict[str, str]]:
+    """The key of a checkpoint, and the SHA-256 of its two files."""
+    try:
+        match json.loads((path / MANIFEST).read_text()):
+            case {"resume_key": str(key), "sha256": dict(digests)} if digests.keys() == {WEIGHTS, STATE}:
+                return key, digests
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+    raise CheckpointError(f"checkpoint {path} cannot be read: its manifest must hold a key and two digests.")
 
 
 class NoCheckpoints:
@@ -268,22 +284,22 @@ class NoCheckpoints:
 
     best = latest
 
-    def finish(self) -> None:
+    def finish(self, _: int) -> None:
         pass
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and verify one checkpoint. Raises CheckpointError if it is missing, torn or altered."""
+    key, digests = _read_manifest(path)
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-        for name, digest in manifest["sha256"].items():
+        for name, digest in digests.items():
             if _sha256(path / name) != digest:
                 raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its manifest.")
-        weights = load_file(path / _WEIGHTS)
-        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+        weights = load_file(path / WEIGHTS)
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    return Checkpoint(manifest["resume_key"], weights, state)
+    return Checkpoint(key, weights, state)
 
 
 def _copied(value: Any) -> Any:
@@ -307,17 +323,17 @@ def _write(
         temporary.mkdir(parents=True)
         if same_weights is not None:
             with contextlib.suppress(OSError):  # a file system without hard links
-                (temporary / _WEIGHTS).hardlink_to(same_weights / _WEIGHTS)
-        if not (temporary / _WEIGHTS).exists():
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / _WEIGHTS)
-        torch.save(dict(state), temporary / _STATE)
-        names = (_WEIGHTS, _STATE)
+                (temporary / WEIGHTS).hardlink_to(same_weights / WEIGHTS)
+        if not (temporary / WEIGHTS).exists():
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / WEIGHTS)
+        torch.save(dict(state), temporary / STATE)
+        names = (WEIGHTS, STATE)
         with ThreadPoolExecutor(max_workers=1) as disk:  # which is waited for while the hashes are made
             flushed = disk.map(_flush, [temporary / name for name in names])
             digests = {name: _sha256(temporary / name) for name in names}
             list(flushed)
-        (temporary / _MANIFEST).write_text(json.dumps({"resume_key": key, "sha256": digests}))
-        _flush(temporary / _MANIFEST)
+        (temporary / MANIFEST).write_text(json.dumps({"resume_key": key, "sha256": digests}))
+        _flush(temporary / MANIFEST)
         shutil.rmtree(path, ignore_errors=True)  # of the same step, before a restart
         temporary.rename(path)
         _flush(path.parent)

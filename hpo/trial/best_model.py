@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpo.config.trial_config import TrialConfig
+from hpo.config.study_config import StudyConfig
+from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.errors import DataError, RunError, did_you_mean
 from hpo.models.export import export_model
 from hpo.models.multitask import MultitaskModel
@@ -68,9 +69,21 @@ def _best_model(
             "trial ran, or at checkpoint.location, and checkpoint.top_k says how many trials keep theirs."
         )
     config = TrialConfig.model_validate_json(best.state["config"])
+    _check_encoder(executor.study, config)
     precision = PRECISIONS[best.state["precision"]]
     model = executor.build_model(config)
     prepare_model(model, precision)
     model.load_state_dict(best.weights)
     decisions = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation.decisions
     return model, config, precision, decisions
+
+
+def _check_encoder(study: StudyConfig, config: TrialConfig) -> None:
+    """Refuse a checkpoint from elsewhere that names an encoder of its own, whose code would run."""
+    choices = getattr(study.search_space.get("encoder"), "choices", None)
+    possible = [{"encoder": choice} for choice in choices] if choices else [{}]
+    if config.encoder not in [build_trial_config(study, params, "fp32").encoder for params in possible]:
+        raise RunError(
+            f"the encoder must be one of the study's, but the checkpoint names {config.encoder!r}. It is of "
+            "another study, or was changed."
+        )

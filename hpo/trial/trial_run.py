@@ -296,6 +296,6 @@ class TrialRun:
         self.last_saved = time.monotonic()
 
     def _finish(self) -> tuple[float, ...]:
-        self.store.finish()
         assert self.best is not None
+        self.store.finish(self.best.evaluation.step)
         return final_values(self.executor.study.objective, self.best.values, self.recorder.telemetry())

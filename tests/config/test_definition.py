@@ -224,3 +224,26 @@ def test_options_of_the_command_count_as_given() -> None:
     resumed = config.completed(stored(study()))
     assert (resumed.n_trials, resumed.timeout) == (5, 2.0)
     assert study().completed(stored(resumed)).n_trials == 20
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("model.revision", {"model": {"revision": "refs/pr/7"}}),
+        ("model.encoder", {"model": {"encoder": "other/name"}}),
+        ("training.encoder", {"training": {"encoder": "other/name"}}),
+    ],
+)
+def test_a_file_trusts_the_code_of_no_encoder_that_the_database_adds(
+    key: str, changes: dict[str, Any]
+) -> None:
+    model: dict[str, Any] = {"trust_remote_code": True}
+    if key == "model.revision":
+        model["encoder"] = "org/name"
+    config = study(model=model)
+    definition = stored(config)
+    assert config.completed(definition).definition() == config.definition()
+    for section, values in changes.items():
+        definition[section] |= values
+    with pytest.raises(InputError, match=rf"{key}: the stored study .* the file trusts the code"):
+        config.completed(definition)

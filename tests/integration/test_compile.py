@@ -16,6 +16,7 @@ from hpo.errors import InputError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.compilation import CompileClock
+from hpo.training.loop import TrainState
 from hpo.trial.executor import Executor
 
 
@@ -56,13 +57,13 @@ def test_a_shape_that_comes_up_later_is_charged_as_compilation(
         clock.seconds = 3600.0
         start(clock)
 
-    def after_a_step() -> bool:
-        if not steps:
+    def after_a_step(state: TrainState, *counts: Any) -> None:
+        if not state.step:
             later.start()
-        steps.append(later.seconds)
-        return False
+        count_step(state, *counts)
 
-    steps: list[float] = []
+    count_step = TrainState.count_step
+    monkeypatch.setattr(TrainState, "count_step", after_a_step)
     monkeypatch.setattr(CompileClock, "start", start_with_an_hour)
     executor = executor_of(
         tmp_path,
@@ -72,10 +73,10 @@ def test_a_shape_that_comes_up_later_is_charged_as_compilation(
         training={"epochs": 1, "batch_size": 8, "max_length": 64, "compile": "default"},
         compat={"enabled": False},
     )
-    result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial", should_stop=after_a_step)
+    result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
     assert result.outcome == "complete", result.traceback
     assert result.telemetry["precision"]["observed"]["compiled"]
-    assert result.telemetry["num_steps"] == len(steps) == 3
+    assert result.telemetry["num_steps"] == 3
     assert result.telemetry["compile_seconds"] > later.seconds > 3600, "before the first step and after it"
 
 

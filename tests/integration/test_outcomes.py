@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import training_batches
 from hpo.device import DeviceInfo
-from hpo.errors import InputError, ModelError, Pruned
+from hpo.errors import InputError, ModelError, Pruned, RunError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.checkpoint import CheckpointStore, best_checkpoint
@@ -339,3 +340,17 @@ def test_the_best_checkpoint_is_scored_on_the_test_split(executor: Executor, tmp
     validation = score_checkpoint(executor, tmp_path / "trial", "validation")
     assert validation == result.telemetry["metrics"]
     assert score_checkpoint(executor, tmp_path / "trial", "test") != validation
+
+
+def test_a_checkpoint_with_an_encoder_of_its_own_is_refused(executor: Executor, tmp_path: Path) -> None:
+    """Its config says which encoder's code runs."""
+    run(executor, tmp_path)
+    [path] = (tmp_path / "trial").glob("best-*")
+    state = torch.load(path / "state.pt", weights_only=True)
+    state["config"] = json.dumps(json.loads(state["config"]) | {"encoder": "other/name"})
+    torch.save(state, path / "state.pt")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"]["state.pt"] = hashlib.sha256((path / "state.pt").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RunError, match="must be one of the study's, but the checkpoint names 'other/name'"):
+        score_checkpoint(executor, tmp_path / "trial", "test")

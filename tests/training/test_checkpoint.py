@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,52 @@ def test_the_newest_two_stay_and_one_at_the_end(store: CheckpointStore) -> None:
         store.save(step, WEIGHTS, state={}, best={})
     store.wait()
     assert names_in(store.folder) == ["best-00000003", "step-00000002", "step-00000003"]
-    store.finish()
+    store.finish(3)
     assert names_in(store.folder) == ["best-00000003", "step-00000003"]
+
+
+def test_of_the_best_that_stays_which_counts(store: CheckpointStore) -> None:
+    """A newer one may be of an evaluation that was made again."""
+    for step in (2, 1):  # as a worker that went on from before
+        store.save(step, WEIGHTS, best={"step": step})
+    store.finish(1)
+    assert names_in(store.folder) == ["best-00000001"]
+    store.finish(5)
+    assert names_in(store.folder) == ["best-00000001"]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ["[]", '"key"', "{}", '{"resume_key": "key", "sha256": {}}', '{"resume_key": "key", "sha256": []}'],
+)
+def test_a_manifest_from_elsewhere_is_checked(store: CheckpointStore, manifest: str) -> None:
+    store.save(1, WEIGHTS, state={})
+    store.wait()
+    path = store.folder / "step-00000001"
+    whole = json.loads((path / "manifest.json").read_text())
+    others = {**whole, "sha256": {**whole["sha256"], "/etc/hostname": "0"}}
+    for text in (manifest, json.dumps(others)):
+        (path / "manifest.json").write_text(text)
+        with pytest.raises(CheckpointError, match="must hold a key and two digests"):
+            read_checkpoint(path)
+        assert store.latest() is None
+
+
+def test_what_shows_while_a_newer_one_is_waited_for_is_found(tmp_path: Path) -> None:
+    class Slow:
+        problems = ()
+
+        def names(self, kind: str, _: str) -> list[str]:
+            return [f"{kind}-00000009"]
+
+        def fetch(self, path: Path) -> None:
+            with CheckpointStore(path.parent, "key") as elsewhere:
+                elsewhere.save(8, WEIGHTS, state={"step": 8})
+            raise CheckpointError("it is not there")
+
+    latest = CheckpointStore(tmp_path, "key", Slow()).latest()
+    assert latest is not None
+    assert latest.state == {"step": 8}
 
 
 @pytest.mark.parametrize("has_links", [True, False])
@@ -184,7 +229,7 @@ def test_what_a_killed_writer_left_is_never_read_and_goes_at_the_end(store: Chec
     left.mkdir()
     (left / "model.safetensors").write_bytes(b"half")
     assert store.latest().state == {"step": 1}
-    store.finish()
+    store.finish(0)
     assert not left.exists()
 
 
@@ -201,6 +246,6 @@ def test_checkpoints_of_another_key_do_not_displace_those_of_this_one(tmp_path: 
     assert back.best().state == {"of": "A"}
     of_none = CheckpointStore(tmp_path, "C")
     assert (of_none.latest(), of_none.best()) == (None, None)
-    now.finish()
+    now.finish(0)
     assert names_in(tmp_path) == ["best-00000030", "step-00000090"]
     assert best_checkpoint(tmp_path).state == {"of": "B"}
