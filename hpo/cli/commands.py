@@ -189,7 +189,8 @@ def _use_checkpoint(
 ) -> dict[str, Any]:
     """Score and export the checkpoint of a trial."""
     from hpo.device import probe_device
-    from hpo.study.checkpoint_artifacts import fetch_best, open_artifact_store
+    from hpo.study.artifact_store import open_artifact_store
+    from hpo.study.checkpoint_artifacts import fetch_best
     from hpo.trial.best_model import export_checkpoint, score_checkpoint
     from hpo.trial.executor import Executor
 

@@ -141,7 +141,8 @@ def delete(
 
 def _drop_artifacts(database: Storage, study: str, folder: Path, noted: str) -> str:
     """Remove the checkpoints of a study from its artifact store; say which stay there, and why."""
-    from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts, open_artifact_store
+    from hpo.study.artifact_store import open_artifact_store
+    from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts
     from hpo.study.checkpoint_folders import is_of
     from hpo.study.lifecycle import checkpoint_config
 
