@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from command_line import Finished, hpo_command
 from jsonl_sets import write_set
 from old_tables import make_v1
 from optuna.trial import TrialState, create_trial
 from postgres import PostgresServer
-from tiny import tiny_study, write_study
+from tiny import tiny_study
 from worker_process import change_worker, result, study
 
 from hpo.cluster import database_checks
@@ -30,7 +29,7 @@ from hpo.study.database import parse_url
 from hpo.study.leases import WorkerLease
 from hpo.study.migrations import newest_version
 from hpo.study.process import this_machine
-from hpo.study.schema import slots, workers
+from hpo.study.schema import slots
 from hpo.study.storage import Storage, open_storage
 
 GIB = 2**30
@@ -414,51 +413,3 @@ def test_a_study_that_cannot_go_on_here_is_told(sqlite_url: str, host: Host) -> 
         assert "2 of 2 trials are left, and no worker is in it. None of them can run here:" in one.problem
         with WorkerLease(storage, opened, max_retries=0):
             assert found(storage, host) == []
-
-
-# The command
-
-
-def run(folder: Path, *arguments: str) -> Finished:
-    return hpo_command(folder, "doctor", *arguments)
-
-
-def test_the_command_mends_and_says_by_its_exit_code_what_is_left(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/runs/hpo.db"
-    (tmp_path / "runs").mkdir()
-    path = write_study(tmp_path, n_trials=1)
-    with open_storage(url) as storage:
-        opened = storage.create_or_resume_study(tiny_study(tmp_path, n_trials=1))
-        worker = WorkerLease(storage, opened, max_retries=0)
-        with worker:
-            worker.claim()
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(slots).values(state="running"))
-            connection.execute(sa.update(workers).values(state="live", process_start="1"))
-    first = run(tmp_path)
-    assert first.exit_code == 1
-    assert "warning (stale trials)" in first.out
-    assert "1 to mend. `hpo doctor --fix` mends 1." in " ".join(first.out.split())
-    as_json = run(tmp_path, "tiny", "--json")
-    assert as_json.exit_code == 1
-    assert [one["check"] for one in as_json.json["findings"]] == ["stale trials", "progress"]
-    assert as_json.json["ok"] is False
-    mended = run(tmp_path, str(path), "--fix")
-    assert mended.exit_code == 0
-    assert "Mended. Opens the slot" in mended.out
-    assert "nothing to mend. 1 mended." in mended.out
-    again = run(tmp_path, "--json")
-    assert again.exit_code == 0
-    assert again.json["ok"] is True
-
-
-def test_a_study_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
-        storage.create_or_resume_study(study(1))
-        with pytest.raises(StorageError, match="Did you mean `tiny`"):
-            found(storage, Host(tmp_path / "runs"), study="tiney")
-    refused = run(tmp_path, "tiney")
-    assert refused.exit_code == 2
-    assert "Did you mean `tiny`" in refused.err
-    assert run(tmp_path, "--storage", "mysql://a:b@c/d").exit_code == 2
