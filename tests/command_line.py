@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +77,12 @@ def ok(finished: Finished) -> Finished:
     return finished
 
 
-def start_hpo(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """Start `python -m hpo` in `folder`, in a session of its own."""
+def start_hpo(
+    folder: Path, *arguments: str, program: Sequence[str] = ("-m", "hpo"), **environment: str
+) -> subprocess.Popen[str]:
+    """Start `python -m hpo` in `folder`, in a session of its own, or another Python program in its place."""
     return subprocess.Popen(
-        [sys.executable, "-m", "hpo", *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPO_STORAGE": "", **environment},
         stdin=subprocess.DEVNULL,

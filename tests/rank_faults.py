@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from hpo.training import loop
+from hpo.precision.amp import MixedPrecision
+from hpo.training import evaluate, loop
+from hpo.training.distributed import ConnectedRanks
 from hpo.training.loop import TrainState
 from hpo.training.losses import MultitaskLoss
 
@@ -34,12 +36,28 @@ def run_out_of_memory() -> NoReturn:
     raise torch.OutOfMemoryError("no memory is left")
 
 
+def run_out_of_memory_once_and_then_fail() -> NoReturn:
+    """Here, and where all begin the step again with half the micro-batch."""
+    start_step = MixedPrecision.start_step
+
+    def fail_once(_: MixedPrecision) -> NoReturn:
+        MixedPrecision.start_step = start_step  # type: ignore[method-assign]
+        fail()
+
+    MixedPrecision.start_step = fail_once  # type: ignore[method-assign]
+    run_out_of_memory()
+
+
 FAULTS: dict[str, tuple[str, Callable[[], object]]] = {
     "raises": ("step", fail),
     "killed": ("step", lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "stopped": ("step", lambda: os.kill(os.getpid(), signal.SIGSTOP)),
     "hangs": ("step", lambda: threading.Event().wait()),
     "memory": ("loss", run_out_of_memory),
+    "raises in the sum": ("sum", fail),
+    "memory in the sum": ("sum", run_out_of_memory),
+    "raises in the retry": ("loss", run_out_of_memory_once_and_then_fail),
+    "raises in an evaluation": ("evaluation", fail),
     "memory in the update": ("update", run_out_of_memory),
     "nan": ("loss", lambda: torch.nan),
 }
@@ -57,8 +75,8 @@ def install(fault: Callable[[], str], on_fault: Callable[[], object] = lambda: N
             if place == "step":
                 step = next(arg.step for arg in args if isinstance(arg, TrainState))
             where, what = FAULTS.get(fault(), ("", fail))
-            happens = where == place and step >= AFTER_STEPS
-            ends = place == "update"
+            happens = where == place and (step >= AFTER_STEPS or place == "evaluation")
+            ends = place in ("update", "evaluation")
             try:
                 if happens:
                     on_fault()
@@ -66,7 +84,7 @@ def install(fault: Callable[[], str], on_fault: Callable[[], object] = lambda: N
                 value = function(*args, **kwargs)
                 return value if factor is None else factor * value
             except BaseException:
-                ends = place != "loss"
+                ends = place not in ("loss", "sum")
                 raise
             finally:
                 step = 0 if ends else step  # what follows is of no step
@@ -75,6 +93,8 @@ def install(fault: Callable[[], str], on_fault: Callable[[], object] = lambda: N
 
     loop.accumulate_gradients = with_fault("step", loop.accumulate_gradients)
     loop.apply_gradients = with_fault("update", loop.apply_gradients)
+    ConnectedRanks._take_buffer = with_fault("sum", ConnectedRanks._take_buffer)  # type: ignore[method-assign]
+    evaluate.collate = with_fault("evaluation", evaluate.collate)
     MultitaskLoss.__call__ = with_fault("loss", MultitaskLoss.__call__)  # type: ignore[method-assign]
 
 

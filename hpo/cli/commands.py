@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli import cluster, running, studies  # noqa: F401  (their commands)
+from hpo.cli import cluster, running, studies, working  # noqa: F401  (their commands)
 from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli import doctor as doctors  # noqa: F401  (its command)
 from hpo.cli.options import (
@@ -189,7 +189,8 @@ def _use_checkpoint(
 ) -> dict[str, Any]:
     """Score and export the checkpoint of a trial."""
     from hpo.device import probe_device
-    from hpo.study.checkpoint_artifacts import fetch_best, open_artifact_store
+    from hpo.study.artifact_store import open_artifact_store
+    from hpo.study.checkpoint_artifacts import fetch_best
     from hpo.trial.best_model import export_checkpoint, score_checkpoint
     from hpo.trial.executor import Executor
 

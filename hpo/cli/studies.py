@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpo.cli.options import RUNS, JsonOption, StorageOption, StoredStudyArgument, app, print_json
-from hpo.errors import InputError, RunError
+from hpo.errors import HpoError, InputError, RunError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,7 +141,8 @@ def delete(
 
 def _drop_artifacts(database: Storage, study: str, folder: Path, noted: str) -> str:
     """Remove the checkpoints of a study from its artifact store; say which stay there, and why."""
-    from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts, open_artifact_store
+    from hpo.study.artifact_store import open_artifact_store
+    from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts
     from hpo.study.checkpoint_folders import is_of
     from hpo.study.lifecycle import checkpoint_config
 
@@ -183,11 +184,17 @@ def _halt(
     with open_storage(storage_url(storage), create=False) as database:
         before = set_state(database, study, state)
         own = [job.id for job in read_jobs(database, study)] if end_jobs else []
-        cancelled = cancel_jobs(own, study)
+        cancelled, failure = [], None
+        try:
+            cancelled = cancel_jobs(own, study)
+        except HpoError as error:  # no Slurm here, say: what concerns the study comes first
+            failure = error
         if wait:
             _wait(database, study, state, timeout)
         ended = end_unfinished(database, study) if state == "cancelled" else 0
         slots = database.slot_counts(study)
+    if failure is not None:
+        raise type(failure)(f"The study `{study}` is {state}, but its jobs are not ended: {failure}")
     if as_json:
         print_json(
             {

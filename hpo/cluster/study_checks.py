@@ -29,7 +29,8 @@ from hpo.device import GpuMemory, probe_device
 from hpo.errors import DataError, InputError, RunError
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION, left_out
-from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts, open_artifact_store
+from hpo.study.artifact_store import open_artifact_store
+from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts
 from hpo.study.checkpoint_folders import database_of, is_of, kept_checkpoints, noted_database
 from hpo.study.lifecycle import checkpoint_config
 from hpo.study.process import this_machine

@@ -12,14 +12,16 @@
 
 An archive is entered in the table by the worker that has the trial, and only when the evaluations up to its
 step are in the database, so that nobody goes on from behind one that is lost; and before it is written, so
-that none is forgotten in the store: one that is not there, or is torn, gives way to the one before. What
-comes out of an archive is three files by their names, verified as every checkpoint is
-(`hpo.training.checkpoint`).
+that none is forgotten in the store: one that is not there, or is torn, gives way to the one before. Whether
+it was written stands beside it, and whoever has the checkpoint writes one that was not. What comes out of an
+archive is three files by their names, verified as every checkpoint is (`hpo.training.checkpoint`).
+
+A trial that is done does not wait for a store that is away. What it owes is written after a checkpoint of a
+later trial, or when the worker leaves.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import shutil
@@ -29,15 +31,14 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import sqlalchemy as sa
-from optuna.artifacts import Boto3ArtifactStore, FileSystemArtifactStore
 from optuna.artifacts.exceptions import ArtifactNotFound
 
-from hpo.config.study_config import ARTIFACTS, S3, CheckpointConfig
-from hpo.errors import CheckpointError, InputError, LeaseLostError, OutageError
-from hpo.study.schema import artifacts
+from hpo.errors import CheckpointError, LeaseLostError, OutageError
+from hpo.study.artifact_store import ArtifactStore
+from hpo.study.schema import artifacts, slots
 
 if TYPE_CHECKING:
     from hpo.study.leases import Lease
@@ -46,101 +47,12 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"(step|best)-\d{8}")
-_ARTIFACT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ARCHIVE = ".to-store"
-_FILES = ("model.safetensors", "state.pt", "manifest.json")
 
-
-class _Backend(Protocol):
-    """One of Optuna's artifact stores."""
-
-    def open_reader(self, artifact_id: str) -> BinaryIO: ...
-    def write(self, artifact_id: str, content_body: BinaryIO) -> None: ...
-    def remove(self, artifact_id: str) -> None: ...
-
-
-class ArtifactStore:
-    """An artifact store that holds checkpoints, each an uncompressed tar archive."""
-
-    def __init__(self, location: str, backend: _Backend, prefix: str = "") -> None:
-        self.location = location
-        self._backend = backend
-        self._prefix = prefix
-
-    def write(self, artifact_id: str, archive: Path) -> None:
-        with archive.open("rb") as file:
-            self._backend.write(self._key(artifact_id), file)
-
-    def extract(self, artifact_id: str, folder: Path) -> None:
-        """Write the files of an archive into `folder`; whatever else it holds is left out."""
-        with (
-            self._backend.open_reader(self._key(artifact_id)) as file,
-            tarfile.open(fileobj=file, mode="r|") as archive,
-        ):
-            for member in archive:
-                if member.name in _FILES and member.isreg():
-                    archive.extract(member, folder, filter="data")
-
-    def remove(self, artifact_id: str) -> None:
-        """Remove an archive, if it is there."""
-        with contextlib.suppress(ArtifactNotFound):
-            self._backend.remove(self._key(artifact_id))
-
-    def _key(self, artifact_id: str) -> str:
-        if not _ARTIFACT_ID.fullmatch(artifact_id):
-            raise CheckpointError(
-                f"the database names an artifact {artifact_id!r}, which is no name of ours."
-            )
-        return self._prefix + artifact_id
-
-
-def open_artifact_store(config: CheckpointConfig) -> ArtifactStore | None:
-    """The artifact store that a study names; None: it names none. A folder is made.
-
-    Raises:
-        InputError: it cannot be used. One that only does not answer now is no error.
-    """
-    location = config.location or ""
-    if location.startswith(S3):
-        bucket, _, prefix = location.removeprefix(S3).partition("/")
-        prefix = prefix.strip("/")
-        backend = Boto3ArtifactStore(bucket, _s3_client(bucket), avoid_buf_copy=True)
-        return ArtifactStore(location, cast(Any, backend), f"{prefix}/" if prefix else "")
-    folder = Path(location.removeprefix(ARTIFACTS)) if location else None
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"checkpoint.location: {folder} cannot be made: {error.strerror}.") from None
-    if folder is None or not location.startswith(ARTIFACTS):
-        return None
-    return ArtifactStore(location, cast(Any, FileSystemArtifactStore(folder)))
-
-
-def _s3_client(bucket: str) -> Any:
-    try:
-        import boto3
-        from botocore.config import Config
-        from botocore.exceptions import BotoCoreError, ClientError
-    except ImportError:
-        raise InputError(
-            "checkpoint.location: s3:// needs boto3. Run `pip install 'hpo[s3]'`, or name a folder."
-        ) from None
-    bounds = Config(connect_timeout=5, read_timeout=30, retries={"max_attempts": 2})
-    try:
-        client = boto3.client("s3", config=bounds)
-        client.head_bucket(Bucket=bucket)
-    except ClientError as error:
-        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        if 400 <= status < 500:
-            why = {404: "there is no such bucket", 403: "these credentials may not use it"}.get(status, error)
-            raise InputError(f"checkpoint.location: the bucket {bucket!r}: {why}.") from None
-        _logger.warning("The artifact store does not answer now: %s", error)
-    except BotoCoreError as error:
-        if not str(error).startswith(("Could not connect", "Connect timeout", "Read timeout")):
-            raise InputError(f"checkpoint.location: {S3}{bucket}: {error}") from None
-        _logger.warning("The artifact store does not answer now: %s", error)
-    return client
+LEAVE_SECONDS = 10.0
+"""How long the end of a trial that goes on elsewhere waits for the store, and twice the last upload more."""
+FINISH_SECONDS = 60.0
+"""How long that of a finished one waits for a store that is slow; for one that is away, not at all."""
 
 
 class FolderCheckpoints:
@@ -149,6 +61,7 @@ class FolderCheckpoints:
     Says which step the newest has, as the one who goes on with the trial must find it.
     """
 
+    write_seconds = 0.0
     wait_seconds = 20.0
     """How long a checkpoint that was written elsewhere is waited for. NFS shows it within
     `acregmax`/`acdirmax`, 60 s at most, but at once to who opens it by its name, if nobody looked before."""
@@ -183,7 +96,7 @@ class FolderCheckpoints:
         """Note the newest of those that are kept now."""
         self._lease.saved_step = _newest_step(kept, default=self._lease.saved_step)
 
-    def settle(self, seconds: float) -> None:
+    def end(self, how: object) -> None:
         """Everything is where it must be."""
 
 
@@ -212,16 +125,18 @@ class ArtifactCheckpoints:
         is_reported: Callable[[], bool] = lambda: True,
     ) -> None:
         self.problems: list[str] = []
+        self.write_seconds = 0.0
         self._store = store
         self._storage = storage
         self._lease = lease
         self._number = trial_number
         self._is_reported = is_reported
         self._known: dict[str, str] = {}  # checkpoint -> artifact id
-        self._entered: dict[str, str] = {}  # likewise, of those that the store has not taken yet
         self._changed = threading.Condition()
         self._wanted: tuple[Sequence[Path], str] | None = None
+        self._is_failing = False
         self._is_closing = False
+        self._is_finished = False
         self._thread: threading.Thread | None = None
 
     # Reading
@@ -255,14 +170,27 @@ class ArtifactCheckpoints:
                 self._thread.start()
             self._changed.notify_all()
 
-    def settle(self, seconds: float) -> None:
-        """Wait so long until the store holds what it is to hold, and end the thread."""
+    def end(self, how: Literal["finished", "preempted", "dropped"]) -> None:
+        """The trial has no further checkpoint here. Where somebody wants the last, wait for the store.
+
+        A finished trial waits only while the store works, and owes it the rest.
+        """
+        waits = {"finished": FINISH_SECONDS, "preempted": LEAVE_SECONDS + 2 * self.write_seconds}
+        deadline = time.monotonic() + waits.get(how, 0.0)
+        stop = self._storage.stop
         with self._changed:
-            if not self._changed.wait_for(lambda: self._wanted is None, timeout=seconds):
-                self._say(f"the last checkpoint is not in {self._store.location}, which did not take it.")
+            while self._wanted and time.monotonic() < deadline:
+                if how == "finished" and (self._is_failing or stop.is_set()):
+                    break
+                self._changed.wait(0.1)
+            wanted, self._wanted = self._wanted, None
             self._is_closing = True
-            self._wanted = None
             self._changed.notify_all()
+        if wanted and how in waits:
+            self._say(f"the last checkpoint is not in {self._store.location}, which did not take it.")
+        if wanted and how == "finished":
+            self._is_finished = True
+            self._store.owe(lambda: self._sync(*wanted))
 
     def _run(self) -> None:
         while True:
@@ -271,74 +199,86 @@ class ArtifactCheckpoints:
                 wanted = self._wanted
             if wanted is None:
                 return
+            problem = ""
             try:
-                self._sync(*wanted)
+                with self._store.writing:
+                    self._sync(*wanted)
+                    self._store.pay()
             except LeaseLostError:
                 pass  # the trial hears of it at its next step
             except Exception as error:  # of the store, whichever it is, or of the database
-                self._say(f"checkpoints wait for {self._store.location}: {type(error).__name__}: {error}")
-                time.sleep(self.retry_seconds)
-                continue
+                problem = f"checkpoints wait for {self._store.location}: {type(error).__name__}: {error}"
+                self._say(problem)
             with self._changed:
-                if self._wanted is wanted:
+                self._is_failing = bool(problem)
+                if self._wanted is wanted and not problem:
                     self._wanted = None
                 self._changed.notify_all()
+                if problem:
+                    self._changed.wait_for(lambda: self._is_closing, timeout=self.retry_seconds)
 
     def _sync(self, kept: Sequence[Path], resume_key: str) -> None:
-        stored = self._storage.attempt(lambda: _rows(self._storage, self._lease.study, self._number))
-        own = {row.checkpoint: row.artifact_id for row in stored if row.resume_key == resume_key}
-        others = {row.checkpoint: row.artifact_id for row in stored if row.resume_key != resume_key}
+        rows = self._storage.attempt(lambda: _rows(self._storage, self._lease.study, self._number))
+        stored = {row.checkpoint: row for row in rows}
         for left in [left for path in kept[:1] for left in path.parent.glob(f"*{_ARCHIVE}")]:
             left.unlink(missing_ok=True)  # by a worker that was killed
         for path in kept:
-            if (path.name not in own or path.name in self._entered) and path.is_dir():
-                self._push(path, resume_key, replaced=others.get(path.name))
+            row = stored.get(path.name)
+            if not (row and row.written and row.resume_key == resume_key) and path.is_dir():
+                self._push(path, resume_key, row)
         self._lease.saved_step = _newest_step(kept, default=self._lease.saved_step)
-        for name in own.keys() - {path.name for path in kept}:
-            if any(path.name > name and path.name[:4] == name[:4] for path in kept):
-                self._enter(name, None)
-                self._entered.pop(name, None)
-                self._store.remove(own[name])
+        for name in stored.keys() - {path.name for path in kept}:
+            newer = any(path.name > name and path.name[:4] == name[:4] for path in kept)
+            if newer and stored[name].resume_key == resume_key:
+                self._change(sa.delete(artifacts), name)
+                self._store.remove(stored[name].artifact_id)
 
-    def _push(self, path: Path, resume_key: str, replaced: str | None) -> None:
+    def _push(self, path: Path, resume_key: str, row: sa.Row[Any] | None) -> None:
+        """Enter a checkpoint and write it, also in place of one of another key and one that is torn."""
         if not self._is_reported():
             raise OutageError("the evaluations before it are not in the database yet.")
-        artifact_id = self._entered.get(path.name)
-        artifact_id = artifact_id or f"trial-{self._number:05d}-{path.name}-{uuid.uuid4().hex}.tar"
+        began = time.monotonic()
+        artifact_id = f"trial-{self._number:05d}-{path.name}-{uuid.uuid4().hex}.tar"
+        if row is not None and row.resume_key == resume_key:
+            artifact_id = row.artifact_id
         archive = path.with_name(f"{artifact_id}{_ARCHIVE}")
         try:
-            # First as a whole: the checkpoint may be replaced while the store takes it, or before.
-            try:
-                with tarfile.open(archive, "w") as tar:
-                    for name in _FILES:
-                        tar.add(path / name, arcname=name)
-            except FileNotFoundError:
-                return  # replaced now; the next one is on its way
-            if path.name not in self._entered:
-                self._enter(path.name, (artifact_id, resume_key))
-                self._entered[path.name] = artifact_id
+            if not _pack(path, archive):
+                return
+            self._change(sa.delete(artifacts), path.name, enters=(artifact_id, resume_key))
+            if row is not None:
+                self._store.remove(row.artifact_id)
             self._store.write(artifact_id, archive)
         finally:
             archive.unlink(missing_ok=True)
-        del self._entered[path.name]
-        if replaced is not None:
-            self._store.remove(replaced)
+        self._change(sa.update(artifacts).values(written=True), path.name)
+        self.write_seconds = time.monotonic() - began
 
-    def _enter(self, checkpoint: str, artifact: tuple[str, str] | None) -> None:
-        """Replace the row of a checkpoint, as the worker that has the trial."""
+    def _change(
+        self, statement: sa.Delete | sa.Update, checkpoint: str, enters: tuple[str, str] | None = None
+    ) -> None:
+        """Change the row of a checkpoint, and enter a new one, as the worker that has the trial."""
         key = {"study": self._lease.study, "trial_number": self._number, "checkpoint": checkpoint}
 
         def action() -> None:
             with self._storage.engine.begin() as connection:
-                self._lease.hold(connection)
-                same = (artifacts.c[name] == value for name, value in key.items())
-                connection.execute(sa.delete(artifacts).where(*same))
-                if artifact is not None:
-                    artifact_id, resume_key = artifact
+                self._hold(connection)
+                connection.execute(statement.where(*(artifacts.c[name] == key[name] for name in key)))
+                if enters is not None:
+                    artifact_id, resume_key = enters
                     values = {**key, "artifact_id": artifact_id, "resume_key": resume_key}
                     connection.execute(sa.insert(artifacts).values(**values, created=self._storage.now))
 
         self._storage.attempt(action)
+
+    def _hold(self, connection: sa.Connection) -> None:
+        if not self._is_finished:
+            self._lease.hold(connection)
+            return
+        # Nobody else has a trial that is done.
+        same = (slots.c.study == self._lease.study, slots.c.trial_number == self._number)
+        if connection.execute(sa.select(slots.c.slot).where(*same)).first() is None:
+            raise LeaseLostError(f"Trial {self._number} is no longer in the database.")
 
     def _say(self, problem: str) -> None:
         if problem not in self.problems:
@@ -355,15 +295,12 @@ def fetch_best(store: ArtifactStore, storage: Storage, study: str, number: int, 
     best = [row for row in rows if row.checkpoint.startswith("best") and _NAME.fullmatch(row.checkpoint)]
     for row in sorted(best, key=lambda row: row.created)[-1:]:
         path = folder / row.checkpoint
-        if not (path / _FILES[-1]).exists():
+        if not path.is_dir():
             _fetch(store, row.artifact_id, path)
 
 
 def drop_artifacts(store: ArtifactStore, storage: Storage, study: str, numbers: Collection[int]) -> None:
-    """Remove all checkpoints of trials that have ended.
-
-    With a store that is away they stay for a later call.
-    ."""
+    """Remove all checkpoints of trials that have ended. With a store that is away they stay for later."""
     for row in _rows(storage, study):
         if row.trial_number not in numbers:
             continue
@@ -390,6 +327,19 @@ def _rows(storage: Storage, study: str, number: int | None = None) -> Sequence[s
         query = query.where(artifacts.c.trial_number == number)
     with storage.engine.connect() as connection:
         return connection.execute(query).all()
+
+
+def _pack(path: Path, archive: Path) -> bool:
+    """Write a checkpoint into one file, as it may be replaced meanwhile; False: it was replaced before."""
+    from hpo.training.checkpoint import FILES  # PyTorch
+
+    try:
+        with tarfile.open(archive, "w") as tar:
+            for name in FILES:
+                tar.add(path / name, arcname=name)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _fetch(store: ArtifactStore, artifact_id: str, path: Path) -> None:

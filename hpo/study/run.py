@@ -29,7 +29,8 @@ from hpo.device import (
 from hpo.errors import InputError, NoDatabaseError, StudyChangedError
 from hpo.memory import gc_frozen_imports, release_free_memory
 from hpo.precision.table import apply_preset, left_out
-from hpo.study.checkpoint_artifacts import drop_artifacts, open_artifact_store
+from hpo.study.artifact_store import open_artifact_store
+from hpo.study.checkpoint_artifacts import FINISH_SECONDS, LEAVE_SECONDS, drop_artifacts
 from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
@@ -131,6 +132,8 @@ def open_study(
         if not trains_here:
             executor = None
             release_free_memory(device)
+    if resize and (stored is None or _location(stored) != config.checkpoint.location):
+        open_artifact_store(config.checkpoint, create=True)
     with open_storage(url, stop=stop) as storage:
         storage.create_or_resume_study(config, resize=resize)
         record = storage.read_study(config.name)
@@ -151,6 +154,12 @@ def check_trust(config: StudyConfig, trust_remote_code: bool) -> None:
             "(`model.trust_remote_code: true`), which whoever can write to the database can change. Read "
             "that code, then give the option --trust-remote-code, or the study's own file."
         )
+
+
+def _location(stored: StudyRecord) -> str | None:
+    """Where the checkpoints of a stored study are."""
+    checkpoint: Mapping[str, str | None] = stored.definition.get("checkpoint", {})
+    return checkpoint.get("location")
 
 
 def _read_stored(name: str, url: str, stop: Stop | None) -> StudyRecord | None:
@@ -240,6 +249,7 @@ def run_study(
     stop: Stop | None = None,
     stint: Stint = STAYS,
     max_restarts: int = 0,
+    storage_as_given: str | None = None,
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
@@ -250,6 +260,7 @@ def run_study(
         stop: from `stop_on_signals`.
         stint: of a worker that serves other studies too.
         max_restarts: how often the worker of a place that dies is started again within an hour.
+        storage_as_given: what the workers of `places` find the storage by (`run_workers`).
 
     Raises:
         StudyChangedError: the study had other data.
@@ -265,7 +276,14 @@ def run_study(
     if executor is None:
         trust = ["--trust-remote-code"] if study.trust_remote_code else []
         summary = run_workers(
-            config, storage, study.runs_dir, places, stop=stop, max_restarts=max_restarts, options=trust
+            config,
+            storage,
+            study.runs_dir,
+            places,
+            stop=stop,
+            max_restarts=max_restarts,
+            options=trust,
+            storage_as_given=storage_as_given,
         )
         if summary.ended != "elsewhere":
             return summary
@@ -278,7 +296,7 @@ def run_study(
     drop = partial(drop_artifacts, artifacts, storage, config.name) if artifacts else lambda _: None
     memory_bytes = memory_limit(executor.device, executor.amp.memory_fraction)
     time_left = TimeLeft(storage, config.name, stop)
-    return run_worker(
+    summary = run_worker(
         config,
         storage,
         trial_runner(
@@ -290,6 +308,9 @@ def run_study(
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k, drop),
         stint=replace(stint, has_time=time_left.suffices),
     )
+    if artifacts is not None:
+        artifacts.settle(LEAVE_SECONDS if stop.is_set() else FINISH_SECONDS)
+    return summary
 
 
 def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:

@@ -100,5 +100,6 @@ artifacts = sa.Table(
     sa.Column("checkpoint", sa.String(64), primary_key=True),  # the name of its folder: step-00000120
     sa.Column("artifact_id", sa.String(128), nullable=False),  # in the study's artifact store
     sa.Column("resume_key", sa.Text, nullable=False),
+    sa.Column("written", sa.Boolean, nullable=False, default=False),  # the store has taken all of it
     sa.Column("created", sa.Float, nullable=False),
 )

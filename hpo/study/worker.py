@@ -31,7 +31,8 @@ from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
-from hpo.study.checkpoint_artifacts import ArtifactCheckpoints, ArtifactStore, FolderCheckpoints
+from hpo.study.artifact_store import ArtifactStore
+from hpo.study.checkpoint_artifacts import ArtifactCheckpoints, FolderCheckpoints
 from hpo.study.checkpoint_folders import kept_checkpoints
 from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step

@@ -32,7 +32,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -45,8 +45,6 @@ _logger = logging.getLogger(__name__)
 
 FILES = WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 MAX_PROBLEMS = 20
-SETTLE_SECONDS = (60.0, 10.0)
-"""How long the end of a trial waits for a slow mirror: when it is done, and when it is to leave in time."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,8 @@ class CheckpointMirror(Protocol):
 
     problems: list[str]
     """What did not work."""
+    write_seconds: float
+    """How long it took to take the last checkpoint."""
 
     def names(self, kind: str, resume_key: str, /) -> Sequence[str]:
         """The checkpoints that are there, of a kind: `step` or `best`."""
@@ -73,8 +73,10 @@ class CheckpointMirror(Protocol):
     def sync(self, kept: Sequence[Path], resume_key: str, /) -> None:
         """Take what is kept here, and drop those of this key that it replaces; returns at once."""
 
-    def settle(self, seconds: float, /) -> None:
-        """Wait for that, so long at most; the trial has no further checkpoint."""
+    def end(self, how: Literal["finished", "preempted", "dropped"], /) -> None:
+        """The trial has no further checkpoint here: it is done, goes on elsewhere, or nobody wants its last.
+
+        Waits for that, for a while."""
 
 
 class CheckpointStore:
@@ -87,8 +89,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, resume_key: str, mirror: CheckpointMirror | None = None) -> None:
         self.folder = folder
         self.resume_key = resume_key
-        self.write_seconds = 0.0
-        """How long the last write took."""
+        self._write_seconds = 0.0
         self._problems: list[str] = []
         self._is_failing = False
         self._mirror = mirror
@@ -99,12 +100,18 @@ class CheckpointStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_preempted = kind is not None and issubclass(kind, Preempted)
         try:
-            self.wait(must_be_written=kind is not None and issubclass(kind, Preempted))
+            self.wait(must_be_written=is_preempted)
         finally:
             self._writer.shutdown()
             if self._mirror is not None:
-                self._mirror.settle(SETTLE_SECONDS[kind is not None])
+                self._mirror.end("finished" if kind is None else "preempted" if is_preempted else "dropped")
+
+    @property
+    def write_seconds(self) -> float:
+        """How long the last write took, until other workers could read it."""
+        return self._write_seconds + (self._mirror.write_seconds if self._mirror else 0.0)
 
     @property
     def problems(self) -> list[str]:
@@ -230,7 +237,7 @@ class CheckpointStore:
                 for old in older[: len(older) + 1 - keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 written = path
-        self.write_seconds = time.monotonic() - began
+        self._write_seconds = time.monotonic() - began
         self._sync()
 
 

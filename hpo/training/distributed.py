@@ -24,23 +24,24 @@ memory in a micro-batch is such an error: all halve it and repeat the step.
 
 When a rank is gone. A thread of each rank tells the others every second, through torchrun's store, that it
 lives. A rank that was killed or stopped (its connections break, or it is silent for `SILENT_SECONDS`), or
-that keeps the others waiting in a step for longer than `HANG_SECONDS`, ends all processes at once, as if the
-worker had been killed: another worker goes on with the trial from its last checkpoint. While rank 0 talks to
-the database or writes a checkpoint, the others wait for as long as it lives.
+that keeps the others waiting in a step or an evaluation and has come nowhere for `HANG_SECONDS` (no message,
+no evaluation batch), ends all processes at once, as if the worker had been killed: another worker goes on
+with the trial from its last checkpoint. While rank 0 talks to the database or writes a checkpoint, the others
+wait for as long as it lives.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -49,11 +50,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from hpo import errors
 from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
-from hpo.errors import HpoError, InputError, OutOfMemory, TrialEnd, shorten
-from hpo.memory import is_out_of_memory
+from hpo.errors import InputError, shorten
+from hpo.training.rank_errors import RankReport, is_agreed, note_agreed
 
 SILENT_SECONDS = 15.0
 """A rank of which nothing was heard for so long is gone; torchrun may take 30 s more to end it."""
@@ -100,19 +100,12 @@ class Ranks:
     def start_trial(self, device: DeviceInfo, fingerprint: str, *, compiles: bool) -> None:
         """Raise InputError unless all ranks have the same kind of device and the same data."""
 
-    # Numbers
+    def count_progress(self) -> None:
+        """Tell the others in the next sign of life that this rank works; messages tell so by themselves."""
 
-    def of_main(self, *numbers: float) -> tuple[float, ...]:
-        """Up to two numbers as rank 0 has them."""
-        return numbers
-
-    def total(self, number: int) -> int:
-        """The sum over ranks."""
-        return number
-
-    def largest(self, number: int) -> int:
-        """The maximum over ranks."""
-        return number
+    def gather(self, *numbers: float) -> list[tuple[float, ...]]:
+        """Up to two numbers of each rank."""
+        return [numbers]
 
     # State
 
@@ -153,37 +146,6 @@ class Ranks:
 ONE_RANK = Ranks()
 
 
-class RankError(Exception):
-    """Another rank raised an exception that nobody meant to raise."""
-
-
-class _Report(NamedTuple):
-    """What a rank raised, as the others get it."""
-
-    kind: str
-    """The class in `hpo.errors`; `memory`: an allocator's refusal that all may try again; else a bug."""
-    message: str
-    trace: str
-
-    @classmethod
-    def of(cls, error: Exception, *, ends_trial: bool) -> _Report:
-        kind = type(error).__name__ if isinstance(error, HpoError) else "bug"
-        if is_out_of_memory(error):
-            kind = OutOfMemory.__name__ if ends_trial else "memory"
-        named = str(error) if isinstance(error, HpoError) else f"{type(error).__name__}: {error}"
-        return cls(kind, named, "".join(traceback.format_exception(error)))
-
-    def error(self, rank: int) -> Exception:
-        if self.kind == "memory":
-            return torch.OutOfMemoryError(f"rank {rank}: {self.message}")
-        if self.kind == "bug":
-            error: Exception = RankError(f"rank {rank} raised {self.message}")
-            error.add_note(self.trace)
-            return error
-        found: type[HpoError] = getattr(errors, self.kind)
-        return found(self.message if issubclass(found, TrialEnd) else f"rank {rank}: {self.message}")
-
-
 class ConnectedRanks(Ranks):
     """This process and the others that torchrun started with it, connected by gloo, on GPUs by nccl too."""
 
@@ -193,8 +155,9 @@ class ConnectedRanks(Ranks):
         self._store = store
         self._device_group: dist.ProcessGroup | None = None
         """None: gloo's, which is the default group."""
-        self._failed = False
-        """Whether a failure was agreed on, out of which all ranks now find their way without a word."""
+        self._flat = torch.empty(0)
+        """The buffer in which gradients are summed."""
+        self._progress = 0
         self._num_entered = 0  # messages that this rank has waited for or waits for; alike on all ranks
         self._waiting_since: float | None = None
         self._hang_seconds = HANG_SECONDS
@@ -213,22 +176,25 @@ class ConnectedRanks(Ranks):
 
     @contextlib.contextmanager
     def together(self, *, ends_trial: bool = False) -> Iterator[None]:
-        self._failed = False
         try:
             yield
         except Exception as error:
-            if not self._failed:
-                self._exchange(report=_Report.of(error, ends_trial=ends_trial))
+            if not is_agreed(error):
+                note_agreed(error)
+                self._exchange(report=RankReport.of(error, ends_trial=ends_trial))
             raise
         self._exchange()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        self._is_watched = True
+        was_watched, self._is_watched = self._is_watched, True
         try:
             yield
         finally:
-            self._is_watched = False
+            self._is_watched = was_watched
+
+    def count_progress(self) -> None:
+        self._progress += 1
 
     def announce(self, task: Any) -> None:
         if self.is_main:
@@ -254,9 +220,13 @@ class ConnectedRanks(Ranks):
                         f"{theirs[name]}."
                     )
         if device.type == "cuda" and self._device_group is None:
-            self._device_group = dist.new_group(backend="nccl", device_id=torch.device(device.torch_device))
+            with self.watched():
+                self._wait_for(self._connect_devices, torch.device(device.torch_device))
 
-    def _exchange(self, *numbers: float, report: _Report | None = None) -> list[list[float]]:
+    def _connect_devices(self, device: torch.device) -> None:
+        self._device_group = dist.new_group(backend="nccl", device_id=device)
+
+    def _exchange(self, *numbers: float, report: RankReport | None = None) -> list[list[float]]:
         """Tell the others whether this rank failed, and up to two numbers; return everyone's numbers.
 
         Raises what another rank reports, unless this rank's own report counts: that of the lowest rank, or of
@@ -266,24 +236,17 @@ class ConnectedRanks(Ranks):
         mine[: 1 + len(numbers)] = torch.tensor([report is not None, *numbers], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         self._wait_for(dist.all_gather, rows, mine)
-        self._failed = any(row[0] for row in rows)
-        if self._failed:
-            reports: list[_Report | None] = [None] * self.world_size
+        if any(row[0] for row in rows):
+            reports: list[RankReport | None] = [None] * self.world_size
             self._wait_for(dist.all_gather_object, reports, report)
             found = [(rank, each) for rank, each in enumerate(reports) if each is not None]
             rank, first = min(found, key=lambda pair: (pair[1].kind == "memory", pair[0]))
             if rank != self.rank:
-                raise first.error(rank)
+                raise note_agreed(first.error(rank))
         return [row[1:].tolist() for row in rows]
 
-    def of_main(self, *numbers: float) -> tuple[float, ...]:
-        return tuple(self._exchange(*numbers)[0][: len(numbers)])
-
-    def total(self, number: int) -> int:
-        return int(sum(row[0] for row in self._exchange(number)))
-
-    def largest(self, number: int) -> int:
-        return int(max(row[0] for row in self._exchange(number)))
+    def gather(self, *numbers: float) -> list[tuple[float, ...]]:
+        return [tuple(row[: len(numbers)]) for row in self._exchange(*numbers)]
 
     def broadcast(self, value: _T) -> _T:
         self._exchange()
@@ -320,22 +283,39 @@ class ConnectedRanks(Ranks):
         # A rank without rows has no gradients, but the others may; where no rank has one there is none.
         exists_P = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         self._wait_for(dist.all_reduce, exists_P, dist.ReduceOp.MAX)
-        gradients = []
-        for parameter, exists in zip(parameters, exists_P.tolist(), strict=True):
-            if exists:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        self._sum(losses)
-        for bucket in _buckets(gradients):
-            self._sum(bucket)
+        # All memory is taken where a rank that has none can tell the others.
+        with self.together():
+            tensors = [*losses, *self._gradients(parameters, exists_P.tolist())]
+            self._take_buffer(tensors)
+        for pieces in _in_buckets(tensors, len(self._flat)):
+            sizes = [len(piece) for piece in pieces]
+            flat = self._flat[: sum(sizes)]
+            is_in_place = len(pieces) == 1 and pieces[0].dtype == flat.dtype
+            if is_in_place:
+                flat = pieces[0]
+            else:
+                torch._foreach_copy_(list(flat.split(sizes)), pieces)
+            self._wait_for(dist.all_reduce, flat, dist.ReduceOp.SUM, self._device_group)
+            if not is_in_place:
+                torch._foreach_copy_(pieces, list(flat.split(sizes)))
 
-    def _sum(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their sums over ranks, added up in fp32."""
-        flat = torch.cat([tensor.reshape(-1).float() for tensor in tensors])
-        self._wait_for(dist.all_reduce, flat, dist.ReduceOp.SUM, self._device_group)
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+    @staticmethod
+    def _gradients(parameters: Sequence[nn.Parameter], exists: Sequence[int]) -> list[Tensor]:
+        """The gradients that some rank has, contiguous; zero where this one has none."""
+        gradients = []
+        for parameter in itertools.compress(parameters, exists):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            parameter.grad = parameter.grad.contiguous()
+            gradients.append(parameter.grad)
+        return gradients
+
+    def _take_buffer(self, tensors: Sequence[Tensor]) -> None:
+        """Have room in fp32 for the tensors, or for some of them at a time; kept from step to step."""
+        size = min(BUCKET_ELEMENTS, sum(tensor.numel() for tensor in tensors))
+        if len(self._flat) != size or self._flat.device != tensors[0].device:
+            self._flat = torch.empty(0)  # freed before there is another one
+            self._flat = torch.empty(size, device=tensors[0].device)
 
     def merge(self, rows: dict[str, NDArray[np.float32]]) -> None:
         self._exchange()
@@ -358,7 +338,7 @@ class ConnectedRanks(Ranks):
 
     def _sign_of_life(self, number: int) -> str:
         patience = self._hang_seconds if self._is_watched else 0.0
-        return f"{number} {self._num_entered} {patience}"
+        return f"{number} {self._num_entered} {self._progress} {patience}"
 
     def _watch(self) -> None:
         """Tell the others that this rank lives, and end the process when another one does not."""
@@ -396,7 +376,7 @@ class _Other:
     def __init__(self, now: float) -> None:
         self._sign = ""
         self._heard = now
-        self._num_entered = 0
+        self._num_entered = self._progress = 0
         self._moved = now
 
     def problem(self, sign: str, num_entered: int, waiting_since: float | None) -> str:
@@ -409,9 +389,9 @@ class _Other:
             return "has ended"
         if sign != self._sign:
             self._sign, self._heard = sign, now
-        _, entered, patience = sign.split()
-        if int(entered) != self._num_entered:
-            self._num_entered, self._moved = int(entered), now
+        _, entered, progress, patience = sign.split()
+        if (int(entered), int(progress)) != (self._num_entered, self._progress):
+            self._num_entered, self._progress, self._moved = int(entered), int(progress), now
         if now - self._heard > SILENT_SECONDS:
             return f"has been silent for {now - self._heard:.0f} s"
         if waiting_since is not None and self._num_entered < num_entered and float(patience):
@@ -421,13 +401,16 @@ class _Other:
         return ""
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _in_buckets(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Contiguous tensors, flat, in lists of at most `size` elements; larger ones in pieces."""
     bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(each.numel() for each in bucket) + tensor.numel() > BUCKET_ELEMENTS:
+    free = size
+    for piece in (piece for tensor in tensors for piece in tensor.view(-1).split(size)):
+        if len(piece) > free:
             yield bucket
-            bucket = []
-        bucket.append(tensor)
+            bucket, free = [], size
+        bucket.append(piece)
+        free -= len(piece)
     if bucket:
         yield bucket
 

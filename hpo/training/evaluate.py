@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,15 +51,24 @@ def evaluate(
     pad_id: int,
     decisions: Mapping[str, DecodingThresholds] | None = None,
     decision_metrics: Mapping[str, str] | None = None,
-    ranks: Ranks = ONE_RANK,
+) -> tuple[dict[str, dict[str, float]], dict[str, DecodingThresholds]]:
+    """`score_logits` of `predict_logits`."""
+    logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id)
+    return score_logits(logits, split, tasks, decisions, decision_metrics)
+
+
+def score_logits(
+    logits: Mapping[str, NDArray[np.float32]],
+    split: TokenizedSplit,
+    tasks: Sequence[Task],
+    decisions: Mapping[str, DecodingThresholds] | None = None,
+    decision_metrics: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, dict[str, float]], dict[str, DecodingThresholds]]:
     """Metrics of every task on a split, and the decisions that they were computed with.
 
     Without `decisions` (thresholds and the like) they are chosen on this split, to maximise
-    `decision_metrics`. The same on all `ranks`, which share the forward passes. Raises Nonfinite when logits
-    are NaN or infinite.
+    `decision_metrics`. Raises Nonfinite when logits are NaN or infinite.
     """
-    logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id, ranks)
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
         raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
@@ -75,11 +84,12 @@ def predict_logits(
     max_tokens: int,
     pad_id: int,
     ranks: Ranks = ONE_RANK,
+    on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, NDArray[np.float32]]:
     """fp32 logits of a whole split: [W, K] for sequence tasks, [T, K] for token tasks, in window order.
 
     Each of the `ranks` runs some of the batches, which are the same for any number of them. If memory runs
-    out, a batch is halved.
+    out, a batch is halved. `on_batch` runs before each; what it raises ends the evaluation on all ranks.
     """
     device = mixed_precision.device
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
@@ -89,6 +99,8 @@ def predict_logits(
     pending = ranks.own(evaluation_batches(lengths_W, max_tokens))[::-1]
     with ranks.together(), ranks.watched(), mixed_precision.evaluation():
         while pending:
+            on_batch()
+            ranks.count_progress()
             windows = pending.pop()
             batch = collate(split, windows, (), pad_id).to(device.torch_device)
             try:

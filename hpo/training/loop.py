@@ -31,7 +31,7 @@ from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.training.compilation import CompileClock
 from hpo.training.distributed import ONE_RANK, Ranks
-from hpo.training.evaluate import Evaluation, evaluate
+from hpo.training.evaluate import Evaluation, predict_logits, score_logits
 from hpo.training.losses import MultitaskLoss
 from hpo.training.optim import schedule_factor, set_learning_rate
 from hpo.training.throughput import ThroughputMeter
@@ -219,8 +219,9 @@ def train(
 
     `model` is on the device, in the precision's weights. `clock.state` says where to begin and is kept up to
     date. `on_step` runs after each step but the last; True says that it took its time (the copy for a
-    checkpoint), which then counts as no training. `on_micro_batch` runs between the micro-batches of a step.
-    What these raise ends the training, with model, optimiser and state as the last whole step left them.
+    checkpoint), which then counts as no training. `on_micro_batch` runs between the micro-batches of a step
+    and before the batches of an evaluation. What these raise ends the training, with model, optimiser and
+    state as the last whole step left them; an evaluation that was left is made when the training goes on.
 
     Raises Nonfinite when loss, gradients or metrics stay NaN or infinite, OutOfMemory when a single
     example does not fit.
@@ -230,8 +231,22 @@ def train(
     budget = args.budget.in_steps(num_batches(len(lengths_W), args.batch_size))
     micro_batch_size = min(args.micro_batch_size, ranks.share(args.batch_size))
     state.micro_batch_size = state.micro_batch_size or micro_batch_size
-    model.train()
+
+    def is_due() -> bool:
+        return budget.evaluations_due(state, args.num_evaluations) > state.num_evaluations
+
+    def evaluation() -> Evaluation:
+        _check(mixed_precision, loss_fn)
+        synchronize(device)
+        _lap(clock, ranks)
+        index = budget.evaluations_due(state, args.num_evaluations)
+        return _evaluate(model, loss_fn, mixed_precision, data, args, clock, index, on_micro_batch)
+
     clock.start()
+    if is_due():
+        yield evaluation()
+        clock.start()
+    model.train()
     while budget.used(state) < 1:
         batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
         if state.batch == 0:
@@ -253,15 +268,9 @@ def train(
                 state.step_seconds = _lap(clock, ranks)
             if state.batch == len(batches):
                 state.epoch, state.batch = state.epoch + 1, 0
-            # A slow step may pass two evaluations: the number of the last then stays that of its place.
-            evaluates = budget.evaluations_due(state, args.num_evaluations) > state.num_evaluations
+            evaluates = is_due()
             if evaluates:
-                _check(mixed_precision, loss_fn)
-                synchronize(device)
-                _lap(clock, ranks)
-                # Waiting for the device may have made another one due.
-                state.num_evaluations = budget.evaluations_due(state, args.num_evaluations)
-                yield _evaluate(model, loss_fn, mixed_precision, data, args, clock)
+                yield evaluation()
                 model.train()
             if budget.used(state) >= 1:
                 return
@@ -272,7 +281,7 @@ def train(
 def _lap(clock: TrainingClock, ranks: Ranks) -> float:
     """`clock.lap()` as rank 0 has it: learning rates and the end of the budget may follow from it."""
     seconds = clock.lap()
-    clock.state.train_seconds, seconds = ranks.of_main(clock.state.train_seconds, seconds)
+    clock.state.train_seconds, seconds = ranks.gather(clock.state.train_seconds, seconds)[0]
     return seconds
 
 
@@ -291,11 +300,16 @@ def _evaluate(
     data: TrainingData,
     args: TrainingArgs,
     clock: TrainingClock,
+    index: int,
+    on_batch: Callable[[], None],
 ) -> Evaluation:
     state, began = clock.state, clock.now()
-    where = model, data.validation, loss_fn.tasks, mixed_precision, args.evaluation_tokens, data.pad_id
-    metrics, decisions = evaluate(*where, decision_metrics=args.decision_metrics, ranks=args.ranks)
+    split, tasks = data.validation, loss_fn.tasks
+    where = model, split, tasks, mixed_precision, args.evaluation_tokens, data.pad_id
+    logits = predict_logits(*where, args.ranks, on_batch)
+    metrics, decisions = score_logits(logits, split, tasks, None, args.decision_metrics)
     seconds = clock.now() - began
+    state.num_evaluations = index
     state.evaluation_seconds += seconds
     steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
     return Evaluation(
@@ -307,7 +321,7 @@ def _evaluate(
         decisions=decisions,
         examples_per_second=len(data.validation.examples) / seconds,
         train_loss=state.take_mean_loss(),
-        index=state.num_evaluations,
+        index=index,
         rates=clock.meter.summary(),
     )
 
@@ -374,7 +388,7 @@ def _accumulate(
             total += loss.detach()
             task_losses_T += loss_fn.task_losses_T
     ranks.sum_gradients(model, total, task_losses_T)
-    mixed_precision.end_step(ranks.total(mixed_precision.step_fallbacks))
+    mixed_precision.end_step(sum(int(number) for (number,) in ranks.gather(mixed_precision.step_fallbacks)))
     loss_fn.note_nonfinite(task_losses_T, state.step)
     return total
 

@@ -52,7 +52,7 @@ class RanksPeakMemory:
 
     def ask_all(self) -> None:
         """To be called by all ranks."""
-        self._of_all = self._ranks.largest(peak_memory_bytes(self._device))
+        self._of_all = max(int(peak) for (peak,) in self._ranks.gather(peak_memory_bytes(self._device)))
 
     def read(self) -> int:
         return max(self._of_all, peak_memory_bytes(self._device))

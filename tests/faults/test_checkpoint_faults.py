@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Finished, finish, ok, start_hpo, wait_until
+from command_line import ROOT, Finished, finish, ok, start_hpo, wait_until
 from tiny import write_study
 
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
 
 MakeMachine = Callable[..., "Machine"]
+HELD = ROOT / "tests" / "held_hpo.py"
 STEPS = 200
 TRAINING = {"max_steps": STEPS, "batch_size": 8, "max_length": 64}
 
@@ -50,9 +51,19 @@ class Machine:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = arguments or ("run", "tiny.yaml")
-        process = start_hpo(self.folder, *command, HPO_STORAGE=self._url, **self._environment)
+        process = start_hpo(
+            self.folder, *command, program=[str(HELD)], HPO_STORAGE=self._url, **self._environment
+        )
         self._processes.append(process)
         return process
+
+    def hold(self, *files: str) -> None:
+        """See `held_hpo`."""
+        for file in files:
+            (self.folder / file).touch()
+
+    def release(self, file: str) -> None:
+        (self.folder / file).unlink()
 
     def end(self) -> None:
         """End what a failed test left running."""
@@ -249,7 +260,7 @@ class Store:
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "artifacts":
         folder, away = tmp_path / "store", tmp_path / "away"
-        found = Store(f"artifacts:{folder}", {}, lambda: sorted(path.name for path in folder.glob("*")))
+        found = Store(f"artifacts:{folder}", {}, lambda: sorted(path.name for path in folder.glob("*.tar")))
         found.go = lambda: shutil.move(folder, away)
         found.come_back = lambda: shutil.move(away, folder)
         yield found
@@ -332,19 +343,79 @@ def test_store_away_and_back(url: str, machine: MakeMachine, store: Store) -> No
     a = machine("a", **store.environment)
     a.write(store.location)
     a.run("init", "tiny.yaml")
+    a.hold("hold-20", "hold-190")
     process = a.start()
     wait_until(lambda: bool(stored_steps(url) and store.names()), process)
     store.go()
     before = max(stored_steps(url))
+    a.release("hold-20")
     # Entered and not taken, and training goes on.
     wait_until(lambda: max(stored_steps(url), default=0) > before, process)
-    tried = max(stored_steps(url))
-    wait_until(lambda: step_of(a.checkpoints()[-1]) > tried + 5, process)
+    wait_until(lambda: step_of(a.checkpoints()[-1]) > 100, process)
     here = a.checkpoints()[-1]
     store.come_back()
-    wait_until(lambda: any(name.partition("step-")[2][:8] > here.name[5:] for name in store.names()), process)
+    wait_until(
+        lambda: any(name.partition("step-")[2][:8] >= here.name[5:] for name in store.names()), process
+    )
+    a.release("hold-190")
     ok(finish(process))
     [trial] = stored(url).trials
     assert trial.outcome == "complete"
     assert any("checkpoints wait for" in problem for problem in trial.telemetry["checkpoint_problems"])
     assert any("best" in name for name in store.names())
+
+
+def test_a_finished_trial_does_not_wait_for_a_store_that_is_away(
+    url: str, machine: MakeMachine, store: Store
+) -> None:
+    """The store gets its best model later."""
+    a = machine("a", **store.environment)
+    a.write(store.location, n_trials=2, checkpoint={"top_k": 2, "location": store.location})
+    a.run("init", "tiny.yaml")
+    a.hold("hold-100")
+    process = a.start()
+    wait_until(lambda: bool(a.checkpoints("best")) or stored(url).slots["running"] == 1, process)
+    store.go()
+    a.release("hold-100")
+    wait_until(lambda: stored(url).slots["done"] >= 1, process)
+    assert not any("trial-00000" in name for name in stored_names(url, written=True))
+    store.come_back()
+    ok(finish(process))
+    record = stored(url)
+    assert [trial.outcome for trial in record.trials] == ["complete", "complete"]
+    found = [name.partition("trial-")[2] for name in store.names() if "best" in name]
+    assert [name[:5] for name in sorted(found)] == ["00000", "00001"]
+    b = machine("b", **store.environment)
+    b.write(store.location, n_trials=2)
+    scored = b.run("best", "tiny.yaml", "--evaluate", "test", "--json")
+    assert scored.json["evaluation"]["trial"] == best_of(record)
+
+
+def test_killed_while_the_store_takes_the_best(url: str, machine: MakeMachine, store: Store) -> None:
+    """Whoever goes on with the trial writes it."""
+    a = machine("a", **store.environment)
+    a.write(store.location, every_seconds=60)
+    a.run("init", "tiny.yaml")
+    a.hold("no-uploads", "hold-150")
+    a.run_until((a.folder / "uploading").exists)
+    assert stored_names(url, written=False)
+    assert not store.names()
+    a.release("no-uploads")
+    a.write(store.location)
+    process = a.start()
+    wait_until(lambda: any("best-00000100" in name for name in stored_names(url, written=True)), process)
+    assert any("best-00000100" in name for name in store.names())
+    a.release("hold-150")
+    ok(finish(process))
+    assert telemetry(url)["resumed_from_step"] == 100
+
+
+def stored_names(url: str, *, written: bool) -> list[str]:
+    """The archives that are entered in the database, and whether the store has taken them."""
+    import sqlalchemy as sa
+
+    from hpo.study.schema import artifacts
+
+    with open_storage(url) as storage, storage.engine.connect() as connection:
+        query = sa.select(artifacts.c.artifact_id).where(artifacts.c.written == written)
+        return list(connection.execute(query).scalars())

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hpo.config.study_config import CheckpointConfig
-from hpo.errors import CheckpointError, InputError
-from hpo.study.checkpoint_artifacts import FolderCheckpoints, _fetch, open_artifact_store
+from hpo.errors import CheckpointError, InputError, OutageError
+from hpo.study.artifact_store import open_artifact_store
+from hpo.study.checkpoint_artifacts import FolderCheckpoints, _fetch
 
 
 def lease(saved_step: int) -> Any:
@@ -57,7 +58,7 @@ def archive(**members: tarfile.TarInfo) -> bytes:
 
 
 def test_archive_from_elsewhere_writes_nothing_but_a_checkpoint(tmp_path: Path) -> None:
-    store = open_artifact_store(CheckpointConfig(location=f"artifacts:{tmp_path / 'store'}"))
+    store = open_artifact_store(CheckpointConfig(location=f"artifacts:{tmp_path / 'store'}"), create=True)
     link = tarfile.TarInfo("model.safetensors")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
     content = archive(
@@ -75,13 +76,13 @@ def test_archive_from_elsewhere_writes_nothing_but_a_checkpoint(tmp_path: Path) 
 
 @pytest.mark.parametrize("artifact_id", ["../secret.tar", "/etc/passwd", "a/b.tar", "", ".tar"])
 def test_artifact_of_a_strange_name_is_refused(tmp_path: Path, artifact_id: str) -> None:
-    store = open_artifact_store(CheckpointConfig(location=f"artifacts:{tmp_path / 'store'}"))
+    store = open_artifact_store(CheckpointConfig(location=f"artifacts:{tmp_path / 'store'}"), create=True)
     with pytest.raises(CheckpointError, match="no name of ours"):
         _fetch(store, artifact_id, tmp_path / "step-00000010")
 
 
 def test_torn_archive(tmp_path: Path) -> None:
-    store = open_artifact_store(CheckpointConfig(location=f"artifacts:{tmp_path / 'store'}"))
+    store = open_artifact_store(CheckpointConfig(location=f"artifacts:{tmp_path / 'store'}"), create=True)
     whole = archive(state=tarfile.TarInfo("state.pt"))
     (tmp_path / "store" / "a.tar").write_bytes(whole[:514])
     for artifact_id in ("a.tar", "gone.tar"):
@@ -94,7 +95,7 @@ def test_store_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "file").write_text("")
     for prefix in ("", "artifacts:"):
         with pytest.raises(InputError, match=r"checkpoint\.location: .*file/store cannot be made"):
-            open_artifact_store(CheckpointConfig(location=f"{prefix}{tmp_path}/file/store"))
+            open_artifact_store(CheckpointConfig(location=f"{prefix}{tmp_path}/file/store"), create=True)
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
@@ -130,3 +131,26 @@ def test_location_is_relative_to_the_study_file(tmp_path: Path) -> None:
 def test_other_locations_are_refused(location: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         CheckpointConfig(location=location)
+
+
+def test_folder_that_is_not_mounted_is_away(tmp_path: Path) -> None:
+    """An empty mount point neither takes what belongs there, nor has lost it."""
+    config = CheckpointConfig(location=f"artifacts:{tmp_path / 'mnt'}")
+    for make in (lambda: None, (tmp_path / "mnt").mkdir):
+        make()
+        with pytest.raises(InputError, match=r"it has no file \.hpo-artifacts\. Mount it here"):
+            open_artifact_store(config)
+    store = open_artifact_store(config, create=True)
+    content = tmp_path / "content"
+    content.write_text("archive")
+    store.write("a.tar", content)
+    (tmp_path / "mnt").rename(tmp_path / "elsewhere")
+    (tmp_path / "mnt").mkdir()
+    for use in (
+        lambda: store.write("b.tar", content),
+        lambda: store.remove("a.tar"),
+        lambda: store.extract("a.tar", tmp_path),
+    ):
+        with pytest.raises(OutageError, match="is not mounted here"):
+            use()
+    assert not list((tmp_path / "mnt").iterdir())

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from rank_checks import TRIALS
 from tiny import tiny_batch, tiny_model
 from torch.distributed import TCPStore
 
+from hpo.training import distributed
 from hpo.training.distributed import ONE_RANK, ConnectedRanks
 
 pytestmark = pytest.mark.slow
@@ -82,6 +84,11 @@ def test_with_dropout_each_rank_has_masks_of_its_own_and_a_run_can_be_repeated(f
     (one, again), (other, _) = (each["losses"]["dropout"]["together"] for each in found)
     assert one["losses"] == again["losses"] == other["losses"]
     assert one["weights"] == other["weights"]
+    ranks = [ConnectedRanks.__new__(ConnectedRanks) for _ in range(3)]
+    for number, each in enumerate(ranks):
+        each.rank = number
+    assert len({each.seed(42) for each in ranks}) == 3
+    assert ranks[0].seed(42) == 42
 
 
 def test_a_budget_of_seconds_ends_on_all_ranks_at_once(found: Found) -> None:
@@ -119,6 +126,11 @@ ENDS: Mapping[str, tuple[str, str]] = {
     "memory/0": ("oom", "does not fit into memory"),
     "memory in the update/1": ("oom", "no memory is left"),
     "memory in the update/0": ("oom", "no memory is left"),
+    "raises in the sum/1": ("failed", "RankError: rank 1 raised ValueError: a bug"),
+    "memory in the sum/1": ("oom", "does not fit into memory"),
+    "memory in the sum/0": ("oom", "does not fit into memory"),
+    "raises in an evaluation/0": ("failed", "ValueError: a bug"),
+    "raises in the retry/1": ("failed", "RankError: rank 1 raised ValueError: a bug"),
     "pruned/0": ("pruned", "the pruner stopped it"),
     "preempted/1": ("preempted", "told to stop after step 1; checkpointed"),
     "preempted/0": ("preempted", "told to stop after step 2; checkpointed"),
@@ -163,3 +175,28 @@ def test_a_process_that_trains_alone_shares_nothing() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     with ONE_RANK.together(), pytest.raises(ValueError, match="a bug"), ONE_RANK.together():
         raise ValueError("a bug")
+
+
+def test_a_rank_is_lost_when_nothing_of_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each case: what it says each second, whether it is waited for, and after how long it is given up."""
+    now = 1000.0
+    monkeypatch.setattr(distributed, "time", SimpleNamespace(monotonic=lambda: now))
+    cases: list[tuple[Callable[[int], str], bool, float | None]] = [
+        (lambda n: f"{n} 7 0 30.0", True, 31),  # lives, and hangs
+        (lambda n: f"{n} 7 {n // 20} 30.0", True, None),  # evaluates
+        (lambda n: f"{n} {7 + n // 20} 0 30.0", True, None),  # is behind, and catches up
+        (lambda n: f"{n} 7 0 0.0", True, None),  # talks to the database
+        (lambda n: f"{n} 7 0 30.0", False, None),  # nobody waits for it
+        (lambda n: "1 7 0 30.0", False, 17),  # is silent
+        (lambda n: "ended" if n == 5 else f"{n} 7 0 0.0", False, 5),
+    ]
+    for sign, is_waited_for, lost_after in cases:
+        began = now
+        other = distributed._Other(now)
+        found = None
+        for second in range(1, 60):
+            now += 1
+            if other.problem(sign(second), 99, began if is_waited_for else None):
+                found = second
+                break
+        assert found == lost_after
