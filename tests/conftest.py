@@ -30,6 +30,12 @@ def postgres_server() -> Iterator[PostgresServer]:
     yield from running_server()
 
 
+@pytest.fixture
+def own_server() -> Iterator[PostgresServer]:
+    """One that a test may stop."""
+    yield from running_server()
+
+
 @pytest.fixture(scope="session")
 def tls_server() -> Iterator[PostgresServer]:
     """One that refuses connections without TLS."""

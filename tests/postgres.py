@@ -30,7 +30,7 @@ class PostgresServer:
         self._tls = tls
         self.folder = Path(tempfile.mkdtemp(prefix="hpo-postgres-"))
         self.folder.chmod(0o711)  # root's server is another user
-        fast = {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+        fast = {"fsync": "off", "full_page_writes": "off"}  # what is committed outlives its processes
         self._server = PrivateServer(self.folder, fast)
         self.port = free_port("127.0.0.1")
         self.certificate = self.folder / "server.crt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -46,7 +47,17 @@ class GatedExecutor:
         return result("complete", telemetry={"device": {}})
 
 
+class _Notes(logging.Handler):
+    def __init__(self, log: Path) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(self._log, said=record.getMessage())
+
+
 def be_worker(url: str, folder: Path, **options: Any) -> None:
+    logging.getLogger("hpo").addHandler(_Notes(folder / "said"))
     served = serve_here(url, folder, **options)
     note(
         folder / "ended",

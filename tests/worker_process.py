@@ -228,7 +228,7 @@ _PLACES: dict[str, Callable[[_Killer], None]] = {
     "half suggested": _after(TrialStorage, "set_trial_param", lambda *args: args[2] == "learning_rate"),
     "suggested": _after(TrialStorage, "written"),
     "training": lambda _: None,
-    "evaluation reported": _after(optuna.Trial, "report"),
+    "evaluation reported": _after(Storage, "report_evaluation"),
     "half of the outcome": _after(trial_rows, "end_trial"),
     "outcome stored": _after(TrialStorage, "disown"),
 }

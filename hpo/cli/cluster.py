@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli.kubernetes import KUBERNETES_OPTIONS, print_manifests
+from hpo.cli.kubernetes import KUBERNETES_OPTIONS, named_study, print_manifests
 from hpo.cli.options import (
     RUNS,
     JsonOption,
+    NumTrialsOption,
     StorageOption,
     StudyArgument,
+    TrustOption,
     app,
-    load_to_run,
+    load_to_work,
+    make_runs_folder,
     print_json,
     progress_shown,
 )
@@ -25,7 +30,6 @@ from hpo.errors import InputError
 if TYPE_CHECKING:
     from hpo.cluster.slurm import WorkerArray
     from hpo.cluster.slurm_database import DatabaseJob
-    from hpo.config.study_config import StudyConfig
 
 _OF_ALL_JOBS = ("partition", "account", "qos")
 """Options of the workers' jobs that the database's job has too."""
@@ -38,12 +42,18 @@ def _of_slurm(metavar: str, help_text: str) -> Any:
 
 
 SLURM_OPTIONS: Mapping[str, Any] = {
-    "partition": _of_slurm("NAME", "As sbatch's; so are the next five."),
-    "account": _of_slurm("NAME", "To charge."),
-    "time": _of_slurm("D-HH:MM:SS", "Limit of a job, which is requeued when it comes to it."),
-    "gpus_per_node": _of_slurm("[TYPE:]G", "GPUs of a job, which runs a worker on each."),
-    "cpus_per_task": _of_slurm("N", "CPU cores of a job."),
-    "mem": _of_slurm("SIZE", "Memory of a job, such as 60G."),
+    "partition": _of_slurm("NAME", "sbatch --partition: where the jobs run."),
+    "account": _of_slurm("NAME", "sbatch --account: what the jobs are charged to."),
+    "time": _of_slurm(
+        "D-HH:MM:SS",
+        "sbatch --time: limit of a job, which is requeued when it comes to it. On Kubernetes: of the whole "
+        "Job, which then ends, finished or not.",
+    ),
+    "gpus_per_node": _of_slurm(
+        "[TYPE:]G", "sbatch --gpus-per-node: GPUs of a job, which runs a worker on each."
+    ),
+    "cpus_per_task": _of_slurm("N", "sbatch --cpus-per-task: CPU cores of a job."),
+    "mem": _of_slurm("SIZE", "sbatch --mem: memory of a job, such as 60G."),
     "sbatch": Annotated[
         list[str] | None,
         typer.Option(
@@ -99,20 +109,25 @@ def submit(
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
+    n_trials: NumTrialsOption = None,
+    trust_remote_code: TrustOption = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script of the jobs; make and submit nothing.")
+        bool, typer.Option("--dry-run", help="Print what is submitted; make and submit nothing.")
     ] = False,
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
     """Check and make a study as `hpo init` does, and submit batch jobs whose workers run its trials.
 
-    The jobs need a database that all their nodes reach. They end when the study is done.
+    STUDY may also be a name in the database: the study goes on as it is there, with as many trials unless
+    --n-trials says more or fewer. The jobs need a database that all their nodes reach. They end when the
+    study is done.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if slurm == kubernetes:
         raise InputError("hpo submit must be told where the workers are to run: --slurm or --kubernetes.")
     if kubernetes:
+        _refuse_with_kubernetes(storage, n_trials, dry_run and "out" in given)
         print_manifests(study, workers, given, private=database is not None, as_json=as_json)
         return
     if others := [name.replace("_", "-") for name in given if name in KUBERNETES_OPTIONS]:
@@ -121,7 +136,7 @@ def submit(
     from hpo.cluster.slurm_database import DatabaseJob
     from hpo.study.database import URL_FROM_FILE, storage_url
 
-    config = load_to_run(study)
+    name, config = named_study(study)
     signal_lead = given.pop("signal_lead", 120)
     sbatch = _sbatch_options(given)
     private = None
@@ -135,29 +150,49 @@ def submit(
             )
         storage = f"{URL_FROM_FILE}{private.url_file}"
     array = WorkerArray(
-        study=config.name,
+        study=name,
         storage=storage if storage and storage.startswith(URL_FROM_FILE) else storage_url(storage),
-        folder=job_folder(RUNS, config.name),
+        folder=job_folder(RUNS, name),
         num_workers=workers,
         signal_lead=signal_lead,
         sbatch=sbatch,
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
     )
     array.check_time()  # before the study is made
     scripts = [array.script()] if private is None else [private.script(), array.script()]
     if dry_run and as_json:
-        print_json({"study": config.name, "scripts": scripts})
+        print_json({"study": name, "scripts": scripts})
     elif dry_run:
         typer.echo("\n".join(scripts))
     else:
-        _submit(config, array, private, as_json=as_json)
+        _submit(study, array, private, n_trials, as_json=as_json)
 
 
-def _submit(config: StudyConfig, array: WorkerArray, private: DatabaseJob | None, *, as_json: bool) -> None:
-    from hpo.cluster.jobs import add_job
+def _refuse_with_kubernetes(storage: str | None, n_trials: int | None, writes: bool) -> None:
+    """Raise InputError for options of `submit` that would be without effect."""
+    if storage and storage != os.environ.get("HPO_STORAGE"):  # which is for other commands, too
+        raise InputError(
+            "--storage means nothing to --kubernetes, where pods read the database's URL from the Secret "
+            "that --secret names. Leave it out."
+        )
+    if n_trials is not None:
+        raise InputError(
+            "--n-trials means nothing to --kubernetes, which asks no database. Set `n_trials` in the study "
+            "file, or use `hpo init --n-trials`."
+        )
+    if writes:
+        raise InputError("--dry-run writes nothing, but --out writes the manifests. Give one of them.")
+
+
+def _submit(
+    study: str, array: WorkerArray, private: DatabaseJob | None, n_trials: int | None, *, as_json: bool
+) -> None:
+    from hpo.cluster.jobs import add_job, connection_warning
+    from hpo.cluster.slurm import number_of
     from hpo.study.database import URL_FROM_FILE, parse_url, storage_url
     from hpo.study.run import open_study
 
+    make_runs_folder(array.study)
     if private is not None:
         private.start(lambda what: typer.echo(what, err=True))
     url = storage_url(array.storage)
@@ -167,14 +202,23 @@ def _submit(config: StudyConfig, array: WorkerArray, private: DatabaseJob | None
             "which several hosts would damage. --database private runs one in a job; "
             "`hpo copy STUDY --to URL` takes a study there."
         )
+    config, trusted = load_to_work(study, url, n_trials=n_trials)
+    array = replace(array, trust_remote_code=array.trust_remote_code or trusted)
     with (
         progress_shown(quiet=as_json),
         open_study(
-            config, url, RUNS, trials_run="elsewhere", trust_remote_code=array.trust_remote_code
+            config,
+            url,
+            RUNS,
+            resize=n_trials is not None,
+            trials_run="elsewhere",
+            trust_remote_code=array.trust_remote_code,
         ) as opened,
     ):
-        job_id = array.submit()
         num_workers = array.num_jobs * array.workers_per_job
+        if warning := connection_warning(opened.storage, num_workers):
+            typer.echo(warning, err=True)
+        job_id = array.submit()
         add_job(opened.storage, job_id, config.name, num_workers)
     if as_json:
         print_json(
@@ -185,7 +229,7 @@ def _submit(config: StudyConfig, array: WorkerArray, private: DatabaseJob | None
         typer.echo(f"The database: export HPO_STORAGE={array.storage}")
     typer.echo(
         f"Submitted {job_id}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
-        f"Watch it:  hpo status {array.study}   squeue --job {job_id.partition(':')[2]}\n"
+        f"Watch it:  hpo status {array.study}   squeue --job {number_of(job_id)}\n"
         f"Logs:      {array.folder}/*.log"
     )
 

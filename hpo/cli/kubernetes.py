@@ -13,6 +13,7 @@ from hpo.errors import InputError
 
 if TYPE_CHECKING:
     from hpo.cluster.kubernetes import KubernetesJob
+    from hpo.config.study_config import StudyConfig
 
 _PANEL = "With --kubernetes"
 
@@ -63,7 +64,7 @@ def print_manifests(
         options: those of `KUBERNETES_OPTIONS`, and those of sbatch that mean the same here.
         private: whether PostgreSQL runs in the cluster, too.
     """
-    from hpo.cluster.kubernetes import as_yaml, manifests, secret_commands, write
+    from hpo.cluster.kubernetes import DASHBOARD_PORT, as_yaml, manifests, secret_commands, write
 
     rest = dict(options)
     out: Path | None = rest.pop("out", None)
@@ -79,25 +80,34 @@ def print_manifests(
         f"{'Written: ' + ' '.join(written) if written else '# The manifests are above.'}\n"
         f"Once, the Secret:  {secret_commands(job)}\n"
         f"Then:              kubectl apply -f {out or '-'}\n"
-        f"The dashboard:     kubectl port-forward service/{job.name}-dashboard 8080",
+        f"The dashboard:     kubectl port-forward deployment/{job.name}-dashboard {DASHBOARD_PORT}",
         err=not out,
     )
 
 
-def _job(study: str, num_workers: int, options: dict[str, Any], private: bool) -> KubernetesJob:
-    from hpo.cluster.kubernetes import KubernetesJob, seconds_of
+def named_study(study: str) -> tuple[str, StudyConfig | None]:
+    """The name of STUDY, and its file; None: it can only be a name in the database.
+
+    Raises InputError where it can be neither.
+    """
     from hpo.config.study_config import study_name
 
     config = load_file(study)
     try:
-        name = study_name(config.name if config else study)
+        return study_name(config.name if config else study), config
     except ValueError as error:
         raise InputError(f"The name of a study {error}") from None
+
+
+def _job(study: str, num_workers: int, options: dict[str, Any], private: bool) -> KubernetesJob:
+    from hpo.cluster.kubernetes import KubernetesJob
+
+    name, config = named_study(study)
     if "image" not in options:
         raise InputError("--kubernetes needs --image: what docker/Dockerfile builds, in a registry of yours.")
     num_gpus = _count("--gpus-per-node", options.pop("gpus_per_node", "0"), least=0)
     if "time" in options:
-        options["seconds"] = seconds_of(options.pop("time"))
+        options["seconds"] = _seconds(options.pop("time"))
     if "mem" in options:
         options["memory"] = options.pop("mem")
     if "signal_lead" in options:
@@ -115,6 +125,16 @@ def _job(study: str, num_workers: int, options: dict[str, Any], private: bool) -
         private_database=private,
         **options,
     )
+
+
+def _seconds(given: str) -> int:
+    from hpo.cluster.slurm import seconds_of
+
+    if not (seconds := seconds_of(given.strip())):
+        raise InputError(
+            f"--time must be a time such as 90 (minutes), 12:00:00 or 2-00:00:00, but got `{given}`."
+        )
+    return seconds
 
 
 def _count(option: str, given: str, *, least: int) -> int:

@@ -162,8 +162,10 @@ def load_to_run(study: str, **options: Any) -> StudyConfig:
     return config.with_values(**{key: value for key, value in options.items() if value is not None})
 
 
-def load_to_work(study: str, url: str, **options: Any) -> tuple[StudyConfig, bool]:
+def load_to_work(study: str, url: str, stop: Stop | None = None, **options: Any) -> tuple[StudyConfig, bool]:
     """The study as a worker runs it, and whether the user's own file trusts the encoder's code.
+
+    With `stop` it waits for a database that is away, until that is set.
 
     A name is that of a study in the database, if there is one, whatever lies in studies/; a path, and a name
     that the database does not have, are of a study file. `options` as in `load_to_run`.
@@ -176,7 +178,7 @@ def load_to_work(study: str, url: str, **options: Any) -> tuple[StudyConfig, boo
     config, unknown = None, ""
     if not is_path:
         try:
-            with open_storage(url, create=False) as storage:
+            with open_storage(url, create=False, stop=stop) as storage:
                 if storage.has_study(study):
                     config = stored_study(study, storage.read_definition(study))
         except NoDatabaseError as error:

@@ -35,7 +35,7 @@ from hpo.cli.options import (
     progress_shown,
     stop_signals,
 )
-from hpo.errors import InputError, RunError
+from hpo.errors import InputError, RunError, StoppedError
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from hpo.study.run import OpenStudy
     from hpo.study.serving import ServingOptions
+    from hpo.study.stopping import Stop
     from hpo.study.study_record import StudyRecord
     from hpo.study.supervisor import WorkerPlace
     from hpo.study.worker import RunSummary
@@ -155,27 +156,26 @@ def worker(
         raise InputError(
             "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
         )
-    config, trusted = load_to_work(study, url, timeout=timeout)
-    places = plan_workers(config, workers or 1, workers_per_device)
-    trials_run: TrialsRun = "in workers" if places else "in this process"
-    trusted = trusted or trust_remote_code
-    with (
-        progress_shown(quiet=as_json),
-        stop_signals(end) as stop,
-        _ranks(stop) as ranks,
-        open_study(
-            config,
-            url,
-            RUNS,
-            resize=False,
-            trials_run=trials_run,
-            trust_remote_code=trusted,
-            ranks=ranks,
-        ) as opened,
-        _shown(opened, stop, quiet=as_json, own=not places),
-    ):
-        summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
-        record = opened.storage.read_study(config.name)
+    with progress_shown(quiet=as_json), stop_signals(end) as stop, _requeued_if_stopped(stop):
+        config, trusted = load_to_work(study, url, stop, timeout=timeout)
+        places = plan_workers(config, workers or 1, workers_per_device)
+        trials_run: TrialsRun = "in workers" if places else "in this process"
+        with (
+            _ranks(stop) as ranks,
+            open_study(
+                config,
+                url,
+                RUNS,
+                resize=False,
+                trials_run=trials_run,
+                trust_remote_code=trusted or trust_remote_code,
+                ranks=ranks,
+                stop=stop,
+            ) as opened,
+            _shown(opened, stop, quiet=as_json, own=not places),
+        ):
+            summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
+            record = opened.storage.read_study(config.name)
     requeue_this_job(summary.ended, stop)
     if as_json:
         found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
@@ -231,7 +231,8 @@ def _serve_with_workers(
     with (
         progress_shown(quiet=as_json),
         stop_signals(end) as stop,
-        open_storage(url, create=False) as storage,
+        _requeued_if_stopped(stop),
+        open_storage(url, create=False, stop=stop) as storage,
     ):
         ended = serve_with_workers(storage, RUNS, places, given, stop=stop, max_restarts=max_restarts)
     requeue_this_job(ended, stop)
@@ -314,6 +315,18 @@ def train(
         if result.traceback:
             typer.echo(result.traceback, err=True)
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
+
+
+@contextmanager
+def _requeued_if_stopped(stop: Stop) -> Iterator[None]:
+    """Have this job run again where it was told to stop while the database was away."""
+    from hpo.cluster.slurm import requeue_this_job
+
+    try:
+        yield
+    except StoppedError:
+        requeue_this_job("stopped", stop)
+        raise
 
 
 def _check_one_of(workers: int | None, per_device: int | None) -> None:

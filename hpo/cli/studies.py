@@ -183,8 +183,8 @@ def _halt(
 
     with open_storage(storage_url(storage), create=False) as database:
         before = set_state(database, study, state)
-        own = [job.id for job in read_jobs(database, study) if job.study is not None] if end_jobs else []
-        cancelled = cancel_jobs(own)
+        own = [job.id for job in read_jobs(database, study)] if end_jobs else []
+        cancelled = cancel_jobs(own, study)
         if wait:
             _wait(database, study, state, timeout)
         ended = end_unfinished(database, study) if state == "cancelled" else 0

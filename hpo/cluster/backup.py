@@ -27,6 +27,7 @@ from hpo.errors import InputError, NoDatabaseError, StorageError, shorten
 from hpo.study import schema
 from hpo.study.database import (
     BUSY_SECONDS,
+    allow_idle,
     check_folder,
     connect,
     explain,
@@ -65,6 +66,7 @@ def backup(url: str, file: Path) -> dict[str, int]:
                 with closing(sqlite3.connect(new)) as made:
                     made.execute("PRAGMA journal_mode=DELETE").close()  # one file, also while it is read
             else:
+                allow_idle(connection)  # while pg_dump runs
                 exported = connection.exec_driver_sql("SELECT pg_export_snapshot()").scalar_one()
                 options = ("--format=custom", f"--snapshot={exported}", f"--file={new}")
                 _run(_programs(connection), "pg_dump", *options, url=url)

@@ -44,16 +44,8 @@ def certificate(folder: Path, names: Sequence[str], user: Mapping[str, Any]) -> 
     key, made, made_for = (folder / f"server.{suffix}" for suffix in ("key", "crt", "names"))
     if made_for.exists() and made_for.read_text() == subject:
         return made
-    options = (
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "3650",
-    )
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+    options = ("-x509", *kind, "-nodes", "-days", "3650")
     files = ("-keyout", str(key), "-out", str(made))
     command = ["openssl", "req", *options, *files, "-subj", "/CN=hpo", "-addext", subject]
     try:

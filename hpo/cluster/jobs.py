@@ -12,22 +12,24 @@ import sqlalchemy as sa
 from hpo.study.schema import jobs
 from hpo.study.storage import Storage
 
+CONNECTIONS_PER_WORKER = 4
+"""At most: for its trial, its heartbeat and its display, and of the process that watches it."""
+
 
 @dataclass(frozen=True)
 class JobRecord:
     """What one `hpo submit` submitted."""
 
     id: str
-    """The scheduler and its number: `slurm:123`."""
-    study: str | None
-    """None: its workers serve every open study of the database."""
+    """The scheduler, the cluster and the job's number there: `slurm:CLUSTER:123`."""
+    study: str
     host: str
     """Where it was submitted."""
     num_workers: int
     created: datetime
 
 
-def add_job(storage: Storage, job_id: str, study: str | None, num_workers: int) -> None:
+def add_job(storage: Storage, job_id: str, study: str, num_workers: int) -> None:
     """Note that a job was submitted."""
     values = {"id": job_id, "study": study, "host": socket.gethostname(), "num_workers": num_workers}
 
@@ -41,8 +43,8 @@ def add_job(storage: Storage, job_id: str, study: str | None, num_workers: int) 
 
 
 def read_jobs(storage: Storage, study: str) -> Sequence[JobRecord]:
-    """Return the jobs whose workers may work on `study`, the oldest first."""
-    query = sa.select(jobs).where(sa.or_(jobs.c.study == study, jobs.c.study.is_(None)))
+    """Return the jobs of `study`, the oldest first."""
+    query = sa.select(jobs).where(jobs.c.study == study)
 
     def read() -> list[JobRecord]:
         with storage.engine.connect() as connection:
@@ -53,3 +55,19 @@ def read_jobs(storage: Storage, study: str) -> Sequence[JobRecord]:
         ]
 
     return storage.persist(read)
+
+
+def connection_warning(storage: Storage, num_workers: int) -> str:
+    """What to do where the server may refuse some of so many workers; empty: nothing.
+
+    It is no error: what lies between, such as PgBouncer, may have fewer connections to the server.
+    """
+    with storage.engine.connect() as connection:
+        limit = int(connection.exec_driver_sql("SHOW max_connections").scalar_one())
+    needed = CONNECTIONS_PER_WORKER * num_workers
+    if needed <= limit:
+        return ""
+    return (
+        f"{num_workers} workers have up to {needed} connections to the database, which takes {limit}. Raise "
+        "`max_connections` in its `postgresql.conf` and start it again, or submit fewer workers."
+    )

@@ -30,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from hpo.cluster.jobs import CONNECTIONS_PER_WORKER
 from hpo.errors import InputError
 
 Manifest = dict[str, Any]
@@ -39,13 +40,14 @@ DATABASE = "hpo-database"
 POSTGRES_IMAGE = "docker.io/library/postgres:17-bookworm"
 
 _RETRIES = 10
+_MAX_CONNECTIONS = 500
 _HOME, _DATA, _STUDY, _SECRETS = (
     "/home/hpo",
     "/data",
     "/etc/hpo",
     "/run/secrets/hpo",
 )  # as in docker/Dockerfile
-_DASHBOARD_PORT, _DATABASE_PORT = 8080, 5432
+DASHBOARD_PORT, _DATABASE_PORT = 8080, 5432
 _USER, _POSTGRES_USER = 10001, 999  # of the images
 _NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"  # a DNS subdomain, RFC 1123
 
@@ -86,6 +88,12 @@ class KubernetesJob:
                     f"{option} must be the name of an object of Kubernetes (small letters, digits, `-` and "
                     f"`.`), but got `{name}`."
                 )
+        most = _MAX_CONNECTIONS // CONNECTIONS_PER_WORKER
+        if self.private_database and self.num_workers > most:
+            raise InputError(
+                f"--workers must be <= {most} with --database private, whose PostgreSQL takes "
+                f"{_MAX_CONNECTIONS} connections, but got {self.num_workers}. Use a server of your own."
+            )
         if not re.fullmatch(r"[\w./:@-]+", self.image, re.ASCII):
             raise InputError(
                 f"--image must name an image, such as registry.example.org/hpo:cuda, but got `{self.image}`."
@@ -162,27 +170,6 @@ def memory_quantity(given: str) -> str:
     return f"{found[1]}{found[2] or 'M'}i"
 
 
-def seconds_of(given: str) -> int:
-    """Seconds of what `sbatch --time` takes: `M`, `M:S`, `H:M:S`, `D-H`, `D-H:M` or `D-H:M:S`.
-
-    Raises InputError.
-    """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", given.strip(), re.ASCII)
-    if found:
-        days, *rest = found.groups()
-        numbers = [int(number) for number in rest if number is not None]
-        # What the first number counts depends on how many there are.
-        units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
-        seconds = int(days or 0) * 86400 + sum(
-            number * unit for number, unit in zip(numbers, units, strict=False)
-        )
-        if seconds > 0:
-            return seconds
-    raise InputError(
-        f"--time must be a time such as 90 (minutes), 12:00:00 or 2-00:00:00, but got `{given}`."
-    )
-
-
 class _Dumper(yaml.SafeDumper):
     """Text of several lines as such; no aliases, which people do not read easily."""
 
@@ -246,8 +233,8 @@ def _workers(job: KubernetesJob) -> Manifest:
 
 def _dashboard(job: KubernetesJob) -> list[Manifest]:
     name, labels = f"{job.name}-dashboard", _labels(job.name, "dashboard")
-    pod = _pod(job, ["dashboard", "--port", str(_DASHBOARD_PORT)], {"cpu": 1, "memory": "1Gi"})
-    url = f"http://127.0.0.1:{_DASHBOARD_PORT}/api/studies"
+    pod = _pod(job, ["dashboard", "--port", str(DASHBOARD_PORT)], {"cpu": 1, "memory": "1Gi"})
+    url = f"http://127.0.0.1:{DASHBOARD_PORT}/api/studies"
     answers = f"import urllib.request; urllib.request.urlopen('{url}', timeout=5)"
     # Run in the pod, because nothing outside of it reaches its loopback.
     probe = {"exec": {"command": ["python", "-c", answers]}, "periodSeconds": 30, "timeoutSeconds": 10}
@@ -257,15 +244,7 @@ def _dashboard(job: KubernetesJob) -> list[Manifest]:
         "selector": {"matchLabels": labels},
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }
-    service = {
-        "type": "ClusterIP",
-        "selector": labels,
-        "ports": [{"name": "http", "port": _DASHBOARD_PORT, "targetPort": _DASHBOARD_PORT}],
-    }
-    return [
-        _object("apps/v1", "Deployment", name, labels, spec=deployment),
-        _object("v1", "Service", name, labels, spec=service),
-    ]
+    return [_object("apps/v1", "Deployment", name, labels, spec=deployment)]
 
 
 def _pod(job: KubernetesJob, command: list[str], resources: Mapping[str, Any]) -> Manifest:
@@ -366,8 +345,7 @@ def _database(job: KubernetesJob) -> list[Manifest]:
 
 
 def _database_pod(job: KubernetesJob) -> Manifest:
-    # A worker has up to three connections: for its trial, its heartbeat and its display.
-    settings = {"max_connections": "500", "ssl": "on"}
+    settings = {"max_connections": str(_MAX_CONNECTIONS), "ssl": "on"}
     settings |= {
         f"ssl_{kind}_file": f"{_SECRETS}/tls.{end}" for kind, end in (("cert", "crt"), ("key", "key"))
     }

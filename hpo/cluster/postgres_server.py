@@ -89,7 +89,7 @@ class Running:
     """A server."""
 
     url: str
-    """With the password; empty where the server is not ready yet."""
+    """With the password; empty where the server is not ready yet and will have another than last time."""
     host: str
     """The machine that it runs on."""
     programs: Programs | None = None
@@ -113,6 +113,11 @@ class PostgresServer:
     @property
     def url_file(self) -> Path:
         return self.folder / "url"
+
+    @property
+    def _last_url_file(self) -> Path:
+        """That of last time, while a server with another URL starts."""
+        return self.folder / "url.last"
 
     @property
     def log(self) -> Path:
@@ -257,8 +262,11 @@ class PostgresServer:
                 DATABASE,
                 {"sslmode": "verify-full", "sslrootcert": str(self.folder / "server.crt")} if tls else {},
             ).render_as_string(hide_password=False)
+            if self.url_file.exists() and self._last_url() != url:
+                self.url_file.replace(self._last_url_file)  # nobody takes it for that of this server
             process = self._launch(programs, lock, host, port, url, tls=tls)
-            _write_secret(self.url_file, url)
+            write_secret(self.url_file, url)
+            self._last_url_file.unlink(missing_ok=True)
         except OSError as error:
             raise self._explained("The database cannot be started", str(error)) from error
         return Running(url, here, programs, process)
@@ -267,8 +275,8 @@ class PostgresServer:
         """Raise InputError where one runs without the lock: on another host, or not made by `start`."""
         lock.seek(0)
         before = lock.read().strip()
-        elsewhere = before not in ("", here) and self.url_file.exists()
-        if elsewhere and not _problem(self.url_file.read_text().strip()):
+        last = self._last_url() if before not in ("", here) else ""
+        if last and not _problem(last):
             raise InputError(
                 f"The database in {self.folder} runs on {before}, but the lock that it holds is not seen on "
                 f"{here}: the file system does not share locks. Start it on {before} alone."
@@ -330,18 +338,23 @@ class PostgresServer:
         new.rename(self.data)
 
     def _password(self, programs: Programs) -> str:
-        """That of the URL's file; a new one where there is none."""
-        if self.url_file.exists():
-            return str(sa.make_url(self.url_file.read_text().strip()).password)
+        """That of the last URL; a new one where there is none."""
+        if last := self._last_url():
+            return str(sa.make_url(last).password)
         password = secrets.token_urlsafe(24)
         self.single_user(programs, f"ALTER ROLE {ROLE} PASSWORD '{password}'")
         return password
 
+    def _last_url(self) -> str:
+        """The URL of last time, also of a start that came to nothing; empty: there is none."""
+        found = [file for file in (self.url_file, self._last_url_file) if file.exists()]
+        return found[0].read_text().strip() if found else ""
+
     def _last_port(self, host: str) -> int | None:
         """That of last time, if it is free: workers that wait for the database find it again."""
-        if not self.url_file.exists():
+        if not (last := self._last_url()):
             return None
-        port = sa.make_url(self.url_file.read_text().strip()).port
+        port = sa.make_url(last).port
         try:
             return free_port(host, port or 0)
         except OSError:
@@ -416,7 +429,7 @@ def _problem(url: str) -> str:
     return ""
 
 
-def _write_secret(file: Path, text: str) -> None:
+def write_secret(file: Path, text: str) -> None:
     """Write a file that only its owner may read, whole or not at all."""
     handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # 0600
     with os.fdopen(handle, "w") as opened:

@@ -15,6 +15,7 @@ script, its arguments and its variables name the file.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
@@ -28,20 +29,24 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hpo.cluster.postgres_server import write_secret
 from hpo.errors import HpoError, InputError, RunError
+from hpo.study.database import redact
 from hpo.study.process import this_job
 from hpo.study.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
 
-SCHEDULER = "slurm:"
-"""What the ids of its jobs begin with in the database."""
 COMMAND_SECONDS = 60
 """How long a command of Slurm may take: one that cannot reach its server tries for minutes."""
 
 # Older versions of Slurm do not tell a job when it ends; `date` fails where it never does.
 _END_OF_JOB = (
-    'end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && [ -n "$end" ] && '
-    f'export {SLURM_END}="${{{SLURM_END}:-$(date +%s --date="$end" 2>/dev/null)}}"'
+    f'[ -n "${SLURM_END}" ] || {{ end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && '
+    f'[ -n "$end" ] && export {SLURM_END}="$(date +%s --date="$end" 2>/dev/null)"; }}'
 )
+_NO_REQUEUE = "no-requeue"
+_NO_REQUEUE_SET = "HPO_NO_REQUEUE"
+"""Tells a worker in a job that its owner does not want it requeued."""
+_OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")
 
 _logger = logging.getLogger(__name__)
 
@@ -68,6 +73,12 @@ class WorkerArray:
     @property
     def workers_per_job(self) -> int:
         """One for each GPU, or one on the CPU."""
+        others = [name for name in _OTHER_GPU_OPTIONS if name in self.sbatch]
+        if others or "gpu" in str(self.sbatch.get("gres", "")):
+            raise InputError(
+                "The GPUs of a job must be given by --gpus-per-node, so that it has a worker on each, but "
+                f"got --sbatch {(others or ['gres'])[0]}. Use --gpus-per-node."
+            )
         given = str(self.sbatch.get("gpus-per-node", 0))
         count = given.rpartition(":")[2]  # also `a100:4`
         if not count.isdigit():
@@ -76,7 +87,7 @@ class WorkerArray:
 
     def check_time(self) -> None:
         """Raise InputError where a job would be warned, and requeued, before it does anything."""
-        limit = _seconds(str(self.sbatch.get("time", "")))
+        limit = seconds_of(str(self.sbatch.get("time", "")))  # None: sbatch says what is wrong with it
         if limit is not None and limit <= self.signal_lead + 60:  # Slurm may warn a minute early
             raise InputError(
                 f"--time must be more than a minute longer than --signal-lead, {self.signal_lead} s, or a "
@@ -89,9 +100,12 @@ class WorkerArray:
 
     @property
     def storage_file(self) -> Path:
-        """What the jobs read the database's URL from."""
+        """What the jobs read the database's URL from; one for all submissions of a study to a database."""
         given = self.storage.removeprefix("@")
-        return Path(given).absolute() if given != self.storage else self.folder.absolute() / "storage"
+        if given != self.storage:
+            return Path(given).absolute()
+        digest = hashlib.sha256(redact(self.storage).encode()).hexdigest()[:8]
+        return self.folder.absolute().with_name(f"storage-{digest}")
 
     def script(self) -> str:
         """The batch script."""
@@ -99,9 +113,10 @@ class WorkerArray:
         worker += ["--trust-remote-code"] if self.trust_remote_code else []
         return batch_script(
             f"exec {shlex.join(worker)}",
-            job_name=f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.study)}",
+            job_name=job_name(self.study),
             setup=[
                 f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}",
+                *([f"export {_NO_REQUEUE_SET}=1"] if _NO_REQUEUE in self.sbatch else []),
                 _END_OF_JOB,
                 "trap '' USR1  # until the worker listens to it: it would kill Python's start",
             ],
@@ -114,16 +129,14 @@ class WorkerArray:
         )
 
     def submit(self) -> str:
-        """Submit the array and return its id, `slurm:123`.
+        """Submit the array and return its id, `slurm:CLUSTER:123`.
 
         Raises:
             InputError: there is no Slurm here, or it refuses the options.
         """
         self.folder.mkdir(parents=True, mode=0o700)
         if not self.storage.startswith("@"):
-            file = os.open(self.storage_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(file, "w") as opened:
-                opened.write(self.storage)
+            write_secret(self.storage_file, self.storage)
         return sbatch(self.script(), self.folder / "job.sh")
 
 
@@ -135,7 +148,7 @@ def batch_script(
     setup: Sequence[str] = (),
     num_jobs: int | None = None,
 ) -> str:
-    """Return a script for sbatch that runs `command`, on one node and requeued.
+    """Return a script for sbatch that runs `command`, on one node and, unless told otherwise, requeued.
 
     Args:
         options: of sbatch, without their dashes.
@@ -157,16 +170,20 @@ def batch_script(
         stderr_to_stdout=True,
         use_srun=False,
         setup=list(setup) or None,
-        additional_parameters={"chdir": Path.cwd(), "requeue": True, **options},
+        # Not submitit's array, which runs at most 256 tasks at once.
+        additional_parameters={
+            "chdir": Path.cwd(),
+            **({} if _NO_REQUEUE in options else {"requeue": True}),
+            **({} if num_jobs is None else {"array": f"0-{num_jobs - 1}"}),
+            **options,
+        },
     )
-    if num_jobs is not None:
-        executor.parameters["map_count"] = num_jobs
     script: str = executor._make_submission_file_text(command, "")
     return script
 
 
 def sbatch(script: str, path: Path) -> str:
-    """Write a script to `path`, submit it and return the job's id, `slurm:123`.
+    """Write a script to `path`, submit it and return the job's id, `slurm:CLUSTER:123`.
 
     Raises:
         InputError: there is no Slurm here, or it refuses the options.
@@ -175,14 +192,31 @@ def sbatch(script: str, path: Path) -> str:
     # sbatch gives the job the variables that it has itself.
     environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
     answer = _slurm(["sbatch", "--parsable", str(path)], environment)
-    return f"{SCHEDULER}{answer.strip().partition(';')[0]}"
+    number, _, cluster = answer.strip().partition(";")
+    return f"{_prefix(cluster or _cluster())}{number}"
 
 
-def _seconds(limit: str) -> int | None:
-    """Of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for anything else."""
+def _prefix(cluster: str) -> str:
+    """What the ids of its jobs begin with in the database, as `this_job` makes them."""
+    return f"slurm:{cluster}:"
+
+
+def _cluster() -> str:
+    """The name of the cluster that Slurm's commands ask."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", _slurm(["scontrol", "show", "config"]), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def job_name(study: str) -> str:
+    """The name of the jobs of a study."""
+    return f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', study)}"
+
+
+def seconds_of(limit: str) -> int | None:
+    """Seconds of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None: it is none."""
     days, dash, rest = limit.rpartition("-")
     parts = rest.split(":")
-    if not all(part.isdecimal() for part in (days or "0", *parts)) or len(parts) > 3:
+    if not all(part.isdecimal() for part in (days if dash else "0", *parts)) or len(parts) > 3:
         return None
     numbers = [int(part) for part in parts]
     if dash or len(numbers) == 3:
@@ -205,10 +239,10 @@ def requeue_this_job(ended: str, stop: Stop) -> None:
     job = this_job()
     if ended != "stopped" or not stop.asks_for_requeue or WORKERS_ON_DEVICE in os.environ:
         return
-    if job is None or not job.startswith(SCHEDULER):
+    if job is None or _NO_REQUEUE_SET in os.environ:
         return
     try:
-        _slurm(["scontrol", "requeue", job.removeprefix(SCHEDULER)])
+        _slurm(["scontrol", "requeue", number_of(job)])
     except HpoError as error:
         _logger.warning("This job is not requeued: %s", error)
 
@@ -218,7 +252,7 @@ class Task:
     """One job of an array, as Slurm knows it."""
 
     id: str
-    """`slurm:123_4`; of those that wait, also `slurm:123_[0-4]`."""
+    """`slurm:CLUSTER:123_4`; of those that wait, also `slurm:CLUSTER:123_[0-4]`."""
     state: str
     """In Slurm's words: PENDING, RUNNING, COMPLETED ..."""
     reason: str
@@ -235,39 +269,74 @@ class Task:
 
 
 _ENDED = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
 )
 
 
-def job_tasks(job_ids: Iterable[str]) -> dict[str, list[Task]]:
+def number_of(job_id: str) -> str:
+    """What Slurm calls a job: `123` of `slurm:CLUSTER:123`."""
+    return job_id.rpartition(":")[2]
+
+
+def job_tasks(job_ids: Iterable[str], *, own: str | None = None) -> dict[str, list[Task]]:
     """Return what Slurm knows of these jobs, by their ids; nothing of one that ended minutes ago.
 
-    Jobs of other schedulers are left out.
+    Jobs of other clusters and schedulers are left out.
+
+    Args:
+        own: only jobs of this user that have this name.
 
     Raises:
         InputError, RunError: there is no Slurm here, or it does not answer.
     """
-    tasks: dict[str, list[Task]] = {job: [] for job in job_ids if job.startswith(SCHEDULER)}
-    if tasks:
-        # Not `--jobs`, which is an error where Slurm knows none of them any more.
-        listed = _slurm(["squeue", "--noheader", "--array", "--states=all", "--format=%F %i %T %r"])
-        for line in listed.splitlines():
-            job, task, state, reason = line.split(maxsplit=3)
-            if SCHEDULER + job in tasks:
-                waits = state == "PENDING" and reason != "None"
-                tasks[SCHEDULER + job].append(Task(SCHEDULER + task, state, reason if waits else ""))
+    asked = list(job_ids)
+    prefix = _prefix(_cluster()) if asked else ""
+    tasks: dict[str, list[Task]] = {job: [] for job in asked if job.startswith(prefix)}
+    if not tasks:
+        return {}
+    numbers = ",".join(map(number_of, tasks))
+    which = [f"--jobs={numbers}", *(_of_user(own) if own else ())]
+    try:
+        listed = _slurm(["squeue", "--noheader", "--array", "--states=all", *which, "--format=%F|%i|%T|%r"])
+    except InputError as error:
+        if "Invalid job id" not in str(error):  # all of them ended long ago
+            raise
+        listed = ""
+    for line in listed.splitlines():
+        job, task, state, reason = line.split("|", 3)
+        waits = state == "PENDING" and reason != "None"
+        tasks[prefix + job].append(Task(prefix + task, state, reason if waits else ""))
     return tasks
 
 
-def cancel_jobs(job_ids: Iterable[str]) -> list[str]:
-    """End these jobs, running and waiting, and return the ids of those that had not ended.
+def _of_user(name: str) -> tuple[str, str]:
+    """Options of squeue and scancel for this user's jobs of that name."""
+    return f"--user={os.getuid()}", f"--name={name}"
 
-    Their workers write a checkpoint first; nothing is requeued.
+
+def cancel_jobs(job_ids: Iterable[str], study: str) -> list[str]:
+    """End these jobs of a study, running and waiting, and return the ids of those that had not ended.
+
+    Their workers write a checkpoint first; nothing is requeued. A job that has one of the numbers, but is
+    another user's or no job of the study, is left alone: a cluster that is set up anew begins at 1 again.
     """
-    tasks = job_tasks(job_ids)
-    living = [job for job, found in tasks.items() if not all(task.has_ended for task in found)]
+    own = job_name(study)
+    living = [
+        job for job, found in job_tasks(job_ids, own=own).items() if not all(task.has_ended for task in found)
+    ]
     if living:
-        _slurm(["scancel", *(job.removeprefix(SCHEDULER) for job in living)])
+        _slurm(["scancel", *_of_user(own), *map(number_of, living)])
     return living
 
 

@@ -11,6 +11,7 @@ The script stays a shell beside the server, because only the process of the scri
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,9 @@ from hpo.study.storage import open_storage
 JOB_NAME = "hpo_database"
 IDLE_CHECKS = 10
 """Of its owner's other jobs, one a minute."""
+
+_POLL_SECONDS = 10.0
+"""Between two looks at a job that waits, at most."""
 
 _SCRIPT = """\
 stop() {{ kill -TERM "$server"; wait "$server"; }}
@@ -55,6 +59,8 @@ class DatabaseJob:
     sbatch: Mapping[str, str | bool] = field(default_factory=dict)
     """Options of sbatch, without their dashes."""
     check_seconds: float = 60.0
+    reach_seconds: float = 120.0
+    """How long a server that runs may not answer where the job was submitted."""
 
     @property
     def url_file(self) -> Path:
@@ -92,9 +98,10 @@ class DatabaseJob:
 
         Raises:
             InputError: the folder's server is for this machine alone, or Slurm refuses the options.
-            RunError: the job has ended.
+            RunError: the job has ended, or its server cannot be reached from here.
         """
-        job, told = self._job(), ""
+        job, told, reason = self._job(), "", ""
+        waited, since = 0.5, None
         while True:
             running = PostgresServer(self.folder.absolute()).running()
             if running is not None and running.url:
@@ -103,8 +110,19 @@ class DatabaseJob:
                         f"The database in {self.folder} must be reached by other hosts, but it runs for "
                         f"{running.host} alone. `hpo database stop` ends it; then submit again."
                     )
-                if self._answers():
+                if not (problem := self._problem()):
                     return
+                since = since or time.monotonic()
+                if problem != reason:
+                    reason = problem
+                    tell(f"The database runs on {running.host}, but does not answer here: {reason}")
+                if time.monotonic() - since > self.reach_seconds:
+                    raise RunError(
+                        f"The database on {running.host} must answer on {socket.gethostname()}, but has not "
+                        f"for {self.reach_seconds:.0f} s: {reason}"
+                    )
+            else:
+                since = None
             task = _task(job)
             if running is None and (task is None or task.has_ended):
                 if told:
@@ -115,7 +133,8 @@ class DatabaseJob:
             if task is not None and task.description != told:
                 told = task.description
                 tell(f"The database's job {job} is {told}.")
-            time.sleep(0.5)
+            time.sleep(waited)
+            waited = min(1.5 * waited, _POLL_SECONDS)  # it may wait for hours
 
     def _job(self) -> str | None:
         return self._job_file.read_text().strip() if self._job_file.exists() else None
@@ -124,12 +143,13 @@ class DatabaseJob:
         log = Path(f"{self.folder}.log")
         return f"The end of {log}:\n{log.read_text()[-1000:].strip()}" if log.exists() else "It has no log."
 
-    def _answers(self) -> bool:
+    def _problem(self) -> str:
+        """Why the server does not answer here; empty: it does."""
         try:
             open_storage(self.url_file.read_text().strip()).close()
-        except HpoError:
-            return False
-        return True
+        except (HpoError, FileNotFoundError) as error:
+            return str(error)
+        return ""
 
 
 def _task(job: str | None) -> Task | None:

@@ -49,7 +49,7 @@ class BoundedConnection(psycopg.Connection[Any]):
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
         started = time.monotonic()
         try:
-            return super().wait(gen, interval, timeout or self.answer_seconds)
+            return super().wait(gen, interval, self.answer_seconds if timeout is None else timeout)
         except psycopg.OperationalError:
             if time.monotonic() - started >= self.answer_seconds:
                 self.close()  # in the middle of a query it is of no further use

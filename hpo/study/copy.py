@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from hpo.config.study_config import study_name
 from hpo.errors import InputError
 from hpo.study import schema
-from hpo.study.database import exclusive, explain, redact, snapshot
+from hpo.study.database import allow_idle, exclusive, explain, redact, snapshot
 from hpo.study.schema import slots, studies, workers
 from hpo.study.storage import Storage
 
@@ -85,11 +85,13 @@ def copy_study(source: Storage, target: Storage, name: str, new_name: str | None
     source.load_study(name)  # refuses one that is not there
     try:
         with snapshot(source.engine) as connection:
+            allow_idle(connection)
             reading = _Reading(source.url, connection)
             row = next(reading.chunks(sa.select(studies).where(studies.c.name == name)))[0]
             live = source.live_workers(connection, name)
             _refuse_live(name, row, reading.all(sa.select(slots).where(slots.c.study == name)), live)
-            with exclusive(target.engine), target.engine.begin() as writing:
+            with exclusive(target.engine) as lock, target.engine.begin() as writing:
+                allow_idle(lock, writing)
                 _make_room(writing, target.url, row["token"], name, new_name)
                 _copy_ours(reading, writing, row, new_name, live)
                 num_trials = _copy_optunas(reading, writing, name, new_name)

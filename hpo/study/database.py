@@ -8,10 +8,13 @@ then find it there. A URL holds a password, so no message shows one as it was gi
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import sqlite3
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,28 +24,47 @@ import sqlalchemy as sa
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
-from hpo.errors import HpoError, NoDatabaseError, RunError, StorageError, shorten
+from hpo.errors import (
+    HpoError,
+    NoDatabaseError,
+    OutageError,
+    RunError,
+    StoppedError,
+    StorageError,
+    shorten,
+)
 from hpo.study.migrations import newest_version, stored_version, upgrade
 from hpo.study.sqlite_place import check_place
+
+_logger = logging.getLogger(__name__)
 
 DEFAULT_URL = "sqlite:///runs/hpo.db"
 URL_FROM_FILE = "@"
 BUSY_SECONDS = 60.0
 """How long a write waits for other processes (SQLite)."""
 
+_READ_ONLY = "25006"
+"""PostgreSQL's code of a write to a server that is not the primary, or not any more."""
+
 _SCHEMA_LOCK = 0x68706F  # PostgreSQL's advisory locks are numbers: "hpo"
 _EXAMPLES = "`sqlite:///runs/hpo.db` or `postgresql://user:password@host:5432/database`"
 
 # What the driver says -> what must hold and what to do.
-_WRONG_INPUT = {
+_NOT_THERE = {
     r"failed to resolve host|could not translate host|name or service not known|getaddrinfo": (
         "the host cannot be found. Check its name in the storage URL"
     ),
-    r"password authentication failed|no password supplied": (
-        "the server refuses this user and password. Check both in the storage URL"
-    ),
     r"connection refused|timeout expired|connection timeout|no route to host|network is unreachable": (
         "no database answers there. Check host and port, and that the server runs"
+    ),
+    r"readonly database|read-only transaction": (
+        "the database must be writable, and SQLite's folder too. Change the permissions or name another place"
+    ),
+}
+"""Wrong input of who opens a database; to a worker it may be away."""
+_WRONG_INPUT = {
+    r"password authentication failed|no password supplied": (
+        "the server refuses this user and password. Check both in the storage URL"
     ),
     r'database "[^"]*" does not exist': "the server has no such database. Create it, e.g. with `createdb`",
     r"root certificate file|certificate verify failed|does not match host name": (
@@ -58,9 +80,6 @@ _WRONG_INPUT = {
     r"permission denied for|must be owner": (
         "the user must be allowed to create tables and to write them. Grant it, e.g. with "
         "`GRANT CREATE, USAGE ON SCHEMA public TO user`"
-    ),
-    r"readonly database|read-only transaction": (
-        "the database must be writable, and SQLite's folder too. Change the permissions or name another place"
     ),
     r"unable to open database file": (
         "the file cannot be opened or made. Its folder must exist, and both must be writable"
@@ -153,15 +172,39 @@ def check_folder(url: str) -> None:
     check_place(path)
 
 
-def open_database(url: str, *, create: bool) -> optuna.storages.RDBStorage:
+def open_database(
+    url: str, *, create: bool, stop: threading.Event | None = None, patience_seconds: float = 0.0
+) -> optuna.storages.RDBStorage:
     """Connect, make Optuna's tables and ours where they are missing or old, and return Optuna's storage.
 
     Without `create`, for commands that only read, a database without a study or with old tables is an error.
+    With `stop` a database that is away is waited for. One that refuses the user, or that a server does not
+    have, is not away: it would be the same again.
 
     Raises:
         StorageError: the database cannot be used as it is named; NoDatabaseError where it is not there.
-        RunError: it can, but not now (locked, disk full).
+        RunError: it can, but not now (locked, disk full); OutageError: it was away for `patience_seconds`;
+            StoppedError: and `stop` was set.
     """
+    deadline = time.monotonic() + patience_seconds
+    is_waiting = False
+    while True:
+        try:
+            return _open(url, create)
+        except HpoError as error:
+            cause = error.__cause__
+            if stop is None or cause is None or not is_outage(cause) or _find(_WRONG_INPUT, _text(cause)):
+                raise
+            if time.monotonic() > deadline:
+                raise OutageError(str(error)) from error
+            if not is_waiting:
+                _logger.warning("Waiting for the database, %.0f s at most. (%s)", patience_seconds, error)
+                is_waiting = True
+            if stop.wait(min(1.0, patience_seconds / 10)):
+                raise StoppedError(f"told to stop while the database is away. {error}") from error
+
+
+def _open(url: str, create: bool) -> optuna.storages.RDBStorage:
     parsed = parse_url(url)
     path = sqlite_path(parsed)
     if create:
@@ -252,15 +295,15 @@ def sqlite_path(url: sa.URL) -> Path | None:
 
 
 @contextmanager
-def exclusive(engine: sa.Engine) -> Iterator[None]:
-    """Hold a lock that one process at a time has, of all that use this database."""
+def exclusive(engine: sa.Engine) -> Iterator[sa.Connection | None]:
+    """Hold a lock that one process at a time has, of all that use this database; yield its connection."""
     path = sqlite_path(engine.url)
     if path is None:
         from hpo.study.connection import wait_for_lock
 
         with engine.begin() as connection:
             wait_for_lock(connection, sa.text("SELECT pg_advisory_xact_lock(:key)"), {"key": _SCHEMA_LOCK})
-            yield
+            yield connection
         return
     try:
         lock = path.with_name(path.name + ".lock").open("w")
@@ -271,7 +314,7 @@ def exclusive(engine: sa.Engine) -> Iterator[None]:
         ) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        yield None
 
 
 @contextmanager
@@ -285,27 +328,44 @@ def snapshot(engine: sa.Engine) -> Iterator[sa.Connection]:
         yield connection
 
 
+def allow_idle(*connections: sa.Connection | None) -> None:
+    """Let the transactions of these connections wait, for as long as it takes, for what else is done."""
+    for connection in connections:
+        if connection is not None and connection.dialect.name == "postgresql":
+            connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+
+
 def explain(url: str, error: BaseException) -> HpoError:
     """Return what `error` means to the user, without the password."""
-    text = " ".join(str(_driver_error(error)).split())
+    text = _text(error)
     if password := sa.make_url(url).password:
         text = text.replace(str(password), "***")
-    for kind, failures in ((StorageError, _WRONG_INPUT), (RunError, _CANNOT_GO_ON)):
-        for pattern, advice in failures.items():
-            if re.search(pattern, text, re.IGNORECASE):
-                return kind(f"{redact(url)}: {advice}. ({shorten(text, 300)})")
+    for kind, failures in ((StorageError, _WRONG_INPUT | _NOT_THERE), (RunError, _CANNOT_GO_ON)):
+        if advice := _find(failures, text):
+            return kind(f"{redact(url)}: {advice}. ({shorten(text, 300)})")
     return RunError(f"{redact(url)}: the database gave an error: {shorten(text, 500)}")
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether the database may work again soon: a restart, a lost connection, a long lock."""
+    """Whether the database may work again soon: a restart, a lost connection, a long lock, a failover."""
     if isinstance(error, StorageInternalError) and error.__cause__ is not None:
         error = error.__cause__
     if getattr(error, "connection_invalidated", False):
         return True
+    if getattr(_driver_error(error), "sqlstate", None) == _READ_ONLY:
+        return True
     if not isinstance(error, OperationalError):
         return False
     return not isinstance(error.orig, sqlite3.Error) or "locked" in str(error.orig)
+
+
+def _find(failures: Mapping[str, str], text: str) -> str | None:
+    """The advice for what the driver says; None: it is none of `failures`."""
+    return next((failures[found] for found in failures if re.search(found, text, re.IGNORECASE)), None)
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(_driver_error(error)).split())
 
 
 def _driver_error(error: BaseException) -> BaseException:

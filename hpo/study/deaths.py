@@ -123,6 +123,9 @@ def record_death(storage: Storage, pid: int, exit_code: int) -> None:
     Args:
         pid: its process id.
         exit_code: as `subprocess.Popen.returncode`: negative for a signal. Others are not noted.
+
+    Raises:
+        OutageError: the database is away.
     """
     if exit_code >= 0:
         return
@@ -136,7 +139,7 @@ def record_death(storage: Storage, pid: int, exit_code: int) -> None:
                 dead = sa.update(workers).where(workers.c.id == row.id)
                 connection.execute(dead.values(state="dead", cause=cause))
 
-    storage.persist(action)
+    storage.attempt(action)
 
 
 def num_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:

@@ -51,7 +51,9 @@ CONSTRAINT = "constraints:feasible"
 """The system attribute in which Optuna keeps the constraint `feasible` of a trial."""
 
 LOOK_SECONDS = 1.0
-"""How often a worker that finds free slots looks for dead workers too."""
+"""How often a worker that finds free slots looks for dead workers too; of many workers each less often."""
+LOOK_AT_ONCE = 8
+"""So many workers look each `LOOK_SECONDS`, so that what it costs does not grow with the square of them."""
 
 
 def trial_attributes(result: TrialResult) -> dict[str, Any]:
@@ -87,6 +89,8 @@ class Lease:
     """Set when another worker has the slot."""
     store_params: Callable[[], None] = lambda: None
     """Stores what was suggested to the trial, in one transaction. Raises LeaseLostError."""
+    recorded: Callable[[], None] = lambda: None
+    """Called when the outcome of its trial is stored."""
     halted: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
 
@@ -103,13 +107,13 @@ class Lease:
         values = {"owner": self.owner, **self.progress, **values}
         return connection.execute(sa.update(slots).where(*owned, *conditions).values(values)).rowcount > 0
 
-    def hold(self, connection: sa.Connection, **values: Any) -> None:
+    def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:
         """As `update`.
 
         Raises:
             LeaseLostError: another worker has the slot.
         """
-        if not self.update(connection, **values):
+        if not self.update(connection, *conditions, **values):
             self.lost.set()
             self.check()
 
@@ -160,7 +164,7 @@ class WorkerLease(Membership):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._may_have_slot = False
-        self._looked = -math.inf
+        self._looks_at = -math.inf  # for dead workers
 
     # Claims
 
@@ -176,9 +180,10 @@ class WorkerLease(Membership):
         return self._lease
 
     def _disown(self) -> None:
-        """Forget the trial that ran here."""
+        """Forget the trial that ran here; the heartbeat says nothing more of it."""
         if self._lease is not None and self._lease.trial_id is not None:
             self._storage.optuna.disown(self._lease.trial_id)
+        self._lease = None
 
     def _claim(self) -> Lease | None:
         runnable = self._runnable()
@@ -186,13 +191,11 @@ class WorkerLease(Membership):
             if found := self._own_slot(connection):
                 return self._lease_of(found, Deaths.of_slot(found))
             self._may_have_slot = True
-            now = time.monotonic()
-            looks = now - self._looked >= LOOK_SECONDS
+            looks = time.monotonic() >= self._looks_at
             if not looks and (found := self._take_open(connection, runnable)):
                 return self._lease_of(found, Deaths.of_slot(found))
             if not self._look_whether_open(connection):
                 return None
-            self._looked = now
             if lease := self._take_abandoned(connection, runnable):
                 return lease
             found = self._take_open(connection, runnable) if looks else None
@@ -248,6 +251,7 @@ class WorkerLease(Membership):
     def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
         query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
         rows = connection.execute(query.order_by(slots.c.slot)).all()
+        self._looks_at = time.monotonic() + LOOK_SECONDS * max(1.0, len(rows) / LOOK_AT_ONCE)
         storage, name = self._storage, self._study.study_name
         witnessed = storage.availability.unbroken_seconds(storage.lease_seconds / 2)
         alive = storage.live_workers(connection, name, witnessed) if rows else set()
@@ -257,7 +261,9 @@ class WorkerLease(Membership):
         """The deaths in an abandoned slot, with that of its owner if it counts."""
         if slot.trial_number is None:
             return Deaths.of_slot(slot)
-        owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one()
+        owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one_or_none()
+        if owner is None:  # see `Membership`: it is forgotten, and how it ended is not known
+            return Deaths.of_slot(slot)
         outlived = owner.id in self._alive_at_start or owner.number > self.number
         cause = counted_cause(owner, outlived=outlived)
         trial = self._study.get_trials(deepcopy=False)[slot.trial_number]
@@ -323,9 +329,7 @@ class WorkerLease(Membership):
 
         One that no worker can run ends at once and takes no slot.
         """
-        for trial in self._storage.optuna.recent_trials(self._study._study_id):
-            if trial.state != TrialState.WAITING:
-                continue
+        for trial in self._storage.optuna.enqueued_trials(self._study._study_id):
             if refusal := self.refusal(trial.system_attrs.get("fixed_params", {})):
                 self._storage.fail_trial(trial, Outcome.FAILED, refusal)
                 continue
@@ -358,8 +362,7 @@ class WorkerLease(Membership):
 
     def _retries_left(self, failed: FrozenTrial) -> bool:
         """Whether a slot whose last trial FAILed gets another one."""
-        recent = self._storage.optuna.recent_trials(self._study._study_id)
-        trials = {trial.number: trial for trial in recent}
+        trials = self._study.get_trials(deepcopy=False)
         failures = [failed]
         while (before := failures[-1].user_attrs.get("retry_of")) is not None:
             failures.append(trials[before])
@@ -423,12 +426,17 @@ class WorkerLease(Membership):
                 **Deaths().columns,
             }  # another trial, from its first step
 
+        is_again = False
+
         def store() -> None:
+            nonlocal is_again
+            may_be_stored, is_again = is_again, True
             with self._storage.engine.begin() as connection:
-                lease.hold(connection, **slot)
+                lease.hold(connection, slots.c.trial_number == trial.number, **slot)
                 storage.write(connection, trial._trial_id)
                 state = TrialState[result.outcome.optuna_state]
-                trial_rows.end_trial(connection, trial._trial_id, state, values)
+                if not (trial_rows.end_trial(connection, trial._trial_id, state, values) or may_be_stored):
+                    raise LeaseLostError(f"Trial {trial.number} was ended by somebody else.")
 
         self._storage.persist(store)
         self._may_have_slot = False

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 
 StudyState = Literal["open", "paused", "cancelled"]
 
-_FRESH = {"state": "open", "trial_number": None, "deaths": 0, "death_step": 0, "death_params": 0}
+_FRESH = {
+    "state": "open",
+    "trial_number": None,
+    "owner": None,  # who had it and was silent for long stores nothing when it comes back
+    "trained": False,
+    "saved_step": 0,
+    "deaths": 0,
+    "death_step": 0,
+    "death_params": 0,
+}
 """The columns of a slot without a trial."""
 
 
@@ -47,6 +56,14 @@ def read_state(storage: Storage, name: str) -> str | None:
             return study_state(connection, name)
 
     return storage.persist(read)
+
+
+def is_in_work(storage: Storage, name: str) -> bool:
+    """Whether the study is open and has an unfinished trial; to be called by `attempt` or `persist`."""
+    unfinished = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.state != "done").limit(1)
+    with storage.engine.connect() as connection:
+        is_open = study_state(connection, name) == "open"
+        return is_open and connection.execute(unfinished).first() is not None
 
 
 def set_state(storage: Storage, name: str, state: StudyState) -> str:
@@ -77,11 +94,16 @@ def wait_for_workers(storage: Storage, name: str, seconds: float, poll_seconds: 
 def _live_workers(storage: Storage, name: str) -> list[str]:
     def read() -> list[str]:
         with storage.engine.connect() as connection:
-            alive = storage.live_workers(connection, name)
-            rows = connection.execute(sa.select(workers).where(workers.c.id.in_(alive))) if alive else ()
-            return sorted(f"process {row.pid} on {row.host}" for row in rows)
+            return _processes(storage, connection, name)
 
     return storage.persist(read)
+
+
+def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[str]:
+    """The live workers of the study, in words."""
+    alive = storage.live_workers(connection, name)
+    rows = connection.execute(sa.select(workers).where(workers.c.id.in_(alive))) if alive else ()
+    return sorted(f"process {row.pid} on {row.host}" for row in rows)
 
 
 def end_unfinished(storage: Storage, name: str) -> int:
@@ -122,11 +144,11 @@ def delete_study(storage: Storage, name: str) -> None:
 
     Raises RunError where workers are in the study.
     """
-    if left := _live_workers(storage, name):
-        raise RunError(f"The study `{name}` must have no worker, but has {', '.join(left)}.")
 
     def delete() -> None:
-        with exclusive(storage.engine), storage.engine.begin() as connection:
+        with exclusive(storage.engine), storage.engine.begin() as connection:  # nobody joins meanwhile
+            if left := _processes(storage, connection, name):
+                raise RunError(f"The study `{name}` must have no worker, but has {', '.join(left)}.")
             tables = models.BaseModel.metadata
             optuna_studies, trials = tables.tables["studies"], tables.tables["trials"]
             of_name = sa.select(optuna_studies.c.study_id).where(optuna_studies.c.study_name == name)

@@ -14,7 +14,7 @@ import optuna
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.errors import OutageError, RunError, StoppedError
+from hpo.errors import HpoError, OutageError, StoppedError
 from hpo.study.database import exclusive, explain
 from hpo.study.deaths import num_oom_kills
 from hpo.study.lifecycle import study_state
@@ -27,6 +27,43 @@ if TYPE_CHECKING:
     from hpo.study.leases import Lease
 
 _logger = logging.getLogger(__name__)
+
+
+def new_worker_id() -> str:
+    """Name this process as a worker, once; a row in `hpo_workers` has it."""
+    return f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+
+
+def add_worker(
+    storage: Storage, connection: sa.Connection, study: str, worker_id: str, device: str | None
+) -> int:
+    """Insert this process into `hpo_workers` and return its number; to be called under `exclusive`.
+
+    A row `worker_id` that is there is of an attempt that was committed though the connection broke before
+    the answer, and is replaced.
+    """
+    connection.execute(sa.delete(workers).where(workers.c.id == worker_id))
+    numbers = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == study)
+    last: int | None = connection.execute(numbers).scalar()
+    number = 0 if last is None else last + 1
+    connection.execute(
+        sa.insert(workers).values(
+            id=worker_id,
+            study=study,
+            host=socket.gethostname(),
+            machine=this_machine(),
+            pid=os.getpid(),
+            process_start=process_start(os.getpid()) or "",
+            device=device,
+            started=storage.now,
+            last_seen=storage.now,
+            oom_kills=num_oom_kills(),
+            state="live",
+            number=number,
+            job=this_job(),
+        )
+    )
+    return number
 
 
 @dataclass(eq=False)
@@ -45,7 +82,7 @@ class Membership:
     """Of the worker in the study, from 0; no other worker of the study ever has it."""
 
     def __post_init__(self) -> None:
-        self.id = f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.id = new_worker_id()
         self.halted = threading.Event()
         """Set when the study was paused, cancelled or deleted."""
         self._of_study = slots.c.study == self._study.study_name
@@ -62,33 +99,13 @@ class Membership:
     def _register(self) -> None:
         """Add this worker's row, with the next number; the data cannot be exchanged at the same time."""
         storage, name = self._storage, self._study.study_name
-        last_number = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == name)
         with exclusive(storage.engine):
             storage.check_data(name)
             with storage.engine.begin() as connection:
                 refuse_other_hosts(connection, storage.now, storage.lease_seconds)
-                # The row of an attempt that was committed though the connection broke before the answer.
                 connection.execute(sa.delete(workers).where(workers.c.id.in_((self.id, self.reservation))))
-                last = connection.execute(last_number).scalar()
-                self.number = 0 if last is None else last + 1
                 self._alive_at_start = storage.live_workers(connection, name)
-                connection.execute(
-                    sa.insert(workers).values(
-                        id=self.id,
-                        study=name,
-                        host=socket.gethostname(),
-                        machine=this_machine(),
-                        pid=os.getpid(),
-                        process_start=process_start(os.getpid()) or "",
-                        device=self.device,
-                        started=storage.now,
-                        last_seen=storage.now,
-                        oom_kills=num_oom_kills(),
-                        state="live",
-                        number=self.number,
-                        job=this_job(),
-                    )
-                )
+                self.number = add_worker(storage, connection, name, self.id, self.device)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
@@ -111,20 +128,25 @@ class Membership:
                 self._storage.attempt(self._beat_once)
             except OutageError:
                 pass  # the next one finds the database back
-            except RunError as error:
+            except HpoError as error:
                 _logger.warning("Heartbeat failed, trying again: %s", error)
 
     def _beat_once(self) -> None:
         lease = self._lease
         with self._storage.engine.begin() as connection:
-            if lease is not None and not lease.update(connection):
+            if lease is not None and not lease.update(connection, slots.c.state == "running"):
                 lease.lost.set()
             self._look_whether_open(connection)
-            self._renew(connection)  # last, as everywhere: two threads never wait for each other's rows
+            # Last, as everywhere: two threads never wait for each other's rows.
+            is_known = self._renew(connection)
+        if not (is_known or self.halted.is_set()):  # after a failover to a server that lagged behind, say
+            self._register()
 
-    def _renew(self, connection: sa.Connection) -> None:
+    def _renew(self, connection: sa.Connection) -> bool:
+        """Say that this worker lives; False: its row is gone."""
         me = sa.update(workers).where(workers.c.id == self.id)
-        connection.execute(me.values(last_seen=self._storage.now, oom_kills=num_oom_kills()))
+        renewed = connection.execute(me.values(last_seen=self._storage.now, oom_kills=num_oom_kills()))
+        return renewed.rowcount > 0
 
     def _look_whether_open(self, connection: sa.Connection) -> bool:
         """Whether the study is open; where it is not, `halted` is set."""

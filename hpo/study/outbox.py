@@ -7,7 +7,8 @@ that whoever goes on with the trial of a worker that was killed meanwhile writes
 checkpoint that it goes on from; later evaluations are made again.
 
 No more can wait than one trial evaluates, a number that its study fixes. When that many wait, the trial is at
-its end, where the worker waits for the database (`Storage.patience_seconds`).
+its end, where the worker waits for the database (`Storage.patience_seconds`). How the trial ended is the last
+line of the file until it is recorded, so that nobody trains again what was trained to its end.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpo.errors import OutageError
+from pydantic import TypeAdapter
+
+from hpo.errors import OutageError, StoppedError
 from hpo.json_safe import json_safe
+from hpo.outcome import Outcome
 from hpo.study.study_record import EvaluationRow
 
 if TYPE_CHECKING:
@@ -33,10 +37,13 @@ if TYPE_CHECKING:
 
     from hpo.study.leases import Lease
     from hpo.study.storage import Storage
+    from hpo.trial.telemetry import TrialResult
 
 _logger = logging.getLogger(__name__)
 
 OUTBOX = "outbox.jsonl"
+_ENDED = "ended"
+"""The key of the line that says how the trial ended."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,8 @@ class Report:
         """One line of JSON."""
         return json.dumps(json_safe(asdict(self)))
 
-    @classmethod
-    def load(cls, line: str) -> Report:
-        fields = json.loads(line)
-        return cls(**{**fields, "row": EvaluationRow(**fields["row"])})
+
+_REPORT = TypeAdapter(Report)
 
 
 class Outbox:
@@ -79,6 +84,7 @@ class Outbox:
         self, storage: Storage, trial: optuna.trial.Trial, lease: Lease, folder: Path, saved_step: int
     ) -> None:
         self._storage = storage
+        self._lease = lease
         self._write = partial(storage.report_evaluation, trial, lease)
         self._file = folder / OUTBOX
         self._changed = threading.Condition()
@@ -89,7 +95,9 @@ class Outbox:
         self._closing = False
         self._pruned_at: int | None = None
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
-        self._left_behind = [report for report in _read(self._file) if report.row.step <= saved_step]
+        left_behind, self.ended = _read(self._file)
+        """How the trial ended with a worker that did not record it; None: it goes on."""
+        self._left_behind = [report for report in left_behind if self.ended or report.row.step <= saved_step]
 
     def __enter__(self) -> Outbox:
         self._thread.start()
@@ -109,7 +117,31 @@ class Outbox:
             if not is_behind:
                 self._changed.wait_for(lambda: self._is_away or self.is_settled(), timeout=self.wait_seconds)
             for waiting in list(self._waiting)[self._num_in_file :]:
-                self._append(waiting)
+                self._num_in_file += 1
+                self._append(waiting.dump(), f"Evaluation {waiting.index}")
+
+    def finish(self, result: TrialResult) -> None:
+        """Keep how the trial ended until `remove`, and `flush`.
+
+        Raises:
+            OutageError: the database stayed away; StoppedError when told to stop meanwhile. The outcome must
+                not be recorded before the evaluations.
+        """
+        has_ended = result.outcome != Outcome.PREEMPTED
+        if has_ended and self.ended is None:
+            self._lease.check()
+            with self._changed:
+                self.ended = result
+                self._append(json.dumps({_ENDED: json_safe(vars(result))}), "The outcome")
+        if not self.flush() and has_ended:
+            raise StoppedError("told to stop while the database is away; what the trial made waits for it.")
+
+    def remove(self) -> None:
+        """Remove the file: what it holds is in the database, and would not be written again."""
+        try:
+            self._file.unlink(missing_ok=True)
+        except OSError as error:
+            _logger.warning("%s cannot be removed: %s", self._file, error)
 
     def pruned_at(self) -> int | None:
         """The index of the evaluation after which the pruner stopped the trial; None: it has not.
@@ -120,10 +152,10 @@ class Outbox:
             raise self._error
         return self._pruned_at
 
-    def flush(self) -> None:
-        """Wait until everything is in the database, for `Storage.patience_seconds` at most.
+    def flush(self) -> bool:
+        """Wait until every evaluation is in the database, for `Storage.patience_seconds` at most.
 
-        Told to stop, it leaves to the one who goes on with the trial what cannot be written now.
+        Returns False when told to stop: what cannot be written now is left to the one who goes on.
 
         Raises:
             OutageError: the database stayed away.
@@ -136,11 +168,12 @@ class Outbox:
                 if storage.stop.is_set():
                     stopped_by = min(stopped_by, time.monotonic() + self.wait_seconds)
                     if self._is_away or time.monotonic() > stopped_by:
-                        return
+                        return False
                 if time.monotonic() > deadline:
                     raise OutageError("the database stayed away; the evaluations wait in the trial's folder.")
                 self._changed.wait(0.1)
         self.pruned_at()
+        return True
 
     def is_settled(self) -> bool:
         """Whether nothing waits."""
@@ -153,7 +186,8 @@ class Outbox:
                     self._storage.attempt(self._write_next)
                 except OutageError:
                     self._note(is_away=True)
-                    self._storage.stop.wait(self.retry_seconds)
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._closing, timeout=self.retry_seconds)
                 else:
                     self._note(is_away=False)
         except BaseException as error:  # raised again where the trial runs
@@ -178,44 +212,53 @@ class Outbox:
                 self._num_in_file = max(0, self._num_in_file - 1)
                 self._pruned_at = report.index if is_pruned else self._pruned_at
         with self._changed:
-            if not (self._waiting or self._left_behind):
-                try:
-                    self._file.unlink(missing_ok=True)
-                except OSError as error:  # what it holds is in the database, and is not written again
-                    _logger.warning("%s cannot be removed: %s", self._file, error)
+            if not (self._waiting or self._left_behind or self.ended):
+                self.remove()
 
     def _note(self, *, is_away: bool) -> None:
         with self._changed:
             self._is_away = is_away
             self._changed.notify_all()
 
-    def _append(self, report: Report) -> None:
-        self._num_in_file += 1
+    def _append(self, line: str, what: str) -> None:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a") as file:
-                file.write(f"\n{report.dump()}\n")  # apart from a line that a killed worker left torn
+                file.write(f"\n{line}\n")  # apart from a line that a killed worker left torn
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:  # a full disk: it waits in memory alone
-            _logger.warning("Evaluation %d waits in memory alone: %s: %s", report.index, self._file, error)
+        except OSError as error:  # a full disk
+            _logger.warning("%s waits in memory alone: %s: %s", what, self._file, error)
 
 
-def _read(file: Path) -> list[Report]:
+def _read(file: Path) -> tuple[list[Report], TrialResult | None]:
+    """What waits in a trial's file: its evaluations in order, and how it ended."""
+    reports: list[Report] = []
+    ended = None
     try:
-        lines = file.read_text().split("\n")
+        lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
-        return []
+        return reports, ended
     except OSError as error:
         _logger.warning("What waits in %s is lost: %s", file, error)
-        return []
-    reports: list[Report] = []
+        return reports, ended
     for line in filter(None, lines):
         try:
-            report = Report.load(line)
-        except (ValueError, TypeError, KeyError):
+            content = json.loads(line)
+            if _ENDED in content:
+                ended = _result(content[_ENDED])
+                continue
+            report = _REPORT.validate_python(content)
+        except (ValueError, TypeError):
             _logger.warning("A line of %s is damaged and left out.", file)
             continue
         # As in the database: a trial that went on from before replaces what was after.
         reports = [earlier for earlier in reports if earlier.row.step < report.row.step] + [report]
-    return reports
+        ended = None
+    return reports, ended
+
+
+def _result(fields: object) -> TrialResult:
+    from hpo.trial.telemetry import TrialResult  # PyTorch, which a worker of the tests does without
+
+    return TypeAdapter(TrialResult).validate_python(fields)

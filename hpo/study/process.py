@@ -31,12 +31,13 @@ def process_start(pid: int) -> str | None:
 
 
 def this_job() -> str | None:
-    """Name the batch job that runs this process as `hpo_jobs` does, with its task: `slurm:123_4`."""
+    """Name the batch job that runs this process as `hpo_jobs` does, with its task: `slurm:CLUSTER:123_4`."""
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     if job and task:
-        return f"slurm:{job}_{task}"
+        return f"slurm:{cluster}:{job}_{task}"
     job = os.environ.get("SLURM_JOB_ID")
-    return f"slurm:{job}" if job else None
+    return f"slurm:{cluster}:{job}" if job else None
 
 
 def is_alive(worker: Any, lease_seconds: float, witnessed_seconds: float = math.inf) -> bool:

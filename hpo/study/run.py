@@ -86,6 +86,7 @@ def open_study(
     trials_run: TrialsRun = "in this process",
     trust_remote_code: bool = False,
     ranks: Ranks | None = None,
+    stop: Stop | None = None,
 ) -> Iterator[OpenStudy]:
     """Open the study of `config` in the database at `url`; both are made where they are missing.
 
@@ -98,15 +99,16 @@ def open_study(
         trust_remote_code: whether the code that comes with the study's encoder may run here. The database
             does not decide that: a user's own study file does, or an option.
         ranks: the processes of torchrun that train each trial together, of which this is the first.
+        stop: of a worker: it waits for a database that is away.
 
     Raises:
         StudyChangedError: the stored study has another search space or definition.
         InputError: the data, the model or the objective cannot be used, or trials are to run on this machine
             and it has no precision of the study, or its code is not trusted.
     """
-    stored = _read_stored(config.name, url)
+    stored = _read_stored(config.name, url, stop)
     if stored is not None and stored.state != "open":
-        with open_storage(url) as storage:
+        with open_storage(url, stop=stop) as storage:
             yield OpenStudy(config.completed(stored.definition), storage, runs_dir, stored, {}, None)
         return
     has_trained = stored is not None and any(trial.evaluations or trial.values for trial in stored.trials)
@@ -132,7 +134,7 @@ def open_study(
             release_free_memory(device)
     if resize and (stored is None or _location(stored) != config.checkpoint.location):
         open_artifact_store(config.checkpoint, create=True)
-    with open_storage(url) as storage:
+    with open_storage(url, stop=stop) as storage:
         storage.create_or_resume_study(config, resize=resize)
         record = storage.read_study(config.name)
         config = config.with_values(n_trials=sum(record.slots.values()))
@@ -160,9 +162,9 @@ def _location(stored: StudyRecord) -> str | None:
     return checkpoint.get("location")
 
 
-def _read_stored(name: str, url: str) -> StudyRecord | None:
+def _read_stored(name: str, url: str, stop: Stop | None) -> StudyRecord | None:
     try:
-        with open_storage(url, create=False) as storage:
+        with open_storage(url, create=False, stop=stop) as storage:
             return storage.read_study(name) if storage.has_study(name) else None
     except NoDatabaseError:
         check_folder(url)

@@ -45,7 +45,7 @@ from hpo.study.gp_sampler import PrunedAwareSampler
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 
-Lock = Callable[[], AbstractContextManager[None]]
+Lock = Callable[[], AbstractContextManager[object]]
 
 POINT_ATTR = "hpo:grid"
 """System attribute of a trial: its point of the grid."""

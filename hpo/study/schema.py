@@ -85,8 +85,8 @@ compat = sa.Table(
 jobs = sa.Table(
     "hpo_jobs",
     metadata,
-    sa.Column("id", sa.String(128), primary_key=True),  # scheduler and its number: slurm:123
-    sa.Column("study", _NAME),  # None: its workers serve every open study
+    sa.Column("id", sa.String(128), primary_key=True),  # as in `JobRecord`: slurm:CLUSTER:123
+    sa.Column("study", _NAME),
     sa.Column("host", sa.String(256), nullable=False),  # where it was submitted
     sa.Column("num_workers", sa.Integer, nullable=False),
     sa.Column("created", sa.Float, nullable=False),

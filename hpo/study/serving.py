@@ -4,7 +4,7 @@ It goes to the study with the highest `priority` that has a trial to run, and am
 fewest live workers, and asks again after each trial. So that no study is left for another of equal priority
 without need, it stays where it is unless it is one of those that another lacks: of 6 workers in one study and
 none in the other, the 3 that came last go. Choosing is done by one worker at a time, and from then on the
-chosen study counts it as its own, so no more come than there are trials.
+chosen study alone counts it as its own, so no more come and go than there are trials and workers for.
 
 A study that cannot run here (its data are not here, no precision of it, its code is not trusted) is left to
 other workers, with one warning.
@@ -15,23 +15,22 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import socket
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import sqlalchemy as sa
 
 from hpo.config.study_config import stored_study
-from hpo.errors import InputError, NoDatabaseError
+from hpo.errors import InputError, NoDatabaseError, StoppedError, StorageError
 from hpo.study.database import exclusive
+from hpo.study.membership import add_worker, new_worker_id
 from hpo.study.overview import Demand, demands
-from hpo.study.process import process_start, this_machine
+from hpo.study.process import this_machine
 from hpo.study.run import OpenStudy, open_study, run_study
 from hpo.study.schema import workers
 from hpo.study.stopping import Stop
@@ -111,18 +110,35 @@ class _Server:
         self._stop = stop
         self._deadline = time.monotonic() + (options.timeout or float("inf"))
         self._served = Served()
+        self._storage: Storage | None = None
+        """Between studies."""
+        self._next: _Choice | None = None
+        """For which it has left a study."""
         self._left_out: set[tuple[str, int]] = set()
         """Token and `n_trials` of the studies that cannot run here: with more trials there may be one."""
         self._nothing_found: dict[str, float] = {}
         """When a study, by its token, had no trial for this worker."""
 
     def serve(self, shown: Callable[[OpenStudy], AbstractContextManager[None]]) -> Served:
-        served, options = self._served, self._options
+        try:
+            self._served.ended = self._serve(shown)
+        except StoppedError as error:
+            _logger.warning("Left without a word to the others: %s", error)
+            self._served.ended = "stopped"
+        finally:
+            if self._storage is not None:
+                self._storage.close()
+        return self._served
+
+    def _serve(
+        self, shown: Callable[[OpenStudy], AbstractContextManager[None]]
+    ) -> Literal["idle", "stopped", "timeout"]:
+        options = self._options
         idle_since: float | None = None
         while not self._stop.is_set() and time.monotonic() <= self._deadline:
-            choice, anything_left = self._choose(may_wait=options.idle_timeout > 0)
+            choice, anything_left = (self._next, True) if self._next else self._first_choice()
             if choice is not None:
-                idle_since = None
+                idle_since, self._next = None, None
                 self._serve_study(choice, shown)
                 gc.unfreeze()  # what the study's trials froze may be garbage now
                 gc.collect()
@@ -132,51 +148,54 @@ class _Server:
             else:
                 idle_since = idle_since or time.monotonic()
                 if time.monotonic() - idle_since >= options.idle_timeout:
-                    return served
+                    return "idle"
             self._stop.wait(options.poll_seconds)
-        served.ended = "stopped" if self._stop.is_set() else "timeout"
-        return served
+        if self._next is not None:
+            self._withdraw(self._next)
+        return "stopped" if self._stop.is_set() else "timeout"
 
-    def _choose(self, *, may_wait: bool) -> tuple[_Choice | None, bool]:
+    def _opened(self) -> Storage:
+        if self._storage is None:
+            self._storage = open_storage(self._url, create=False)
+            self._storage.stop = self._stop
+        return self._storage
+
+    def _first_choice(self) -> tuple[_Choice | None, bool]:
         """The study to serve next, and whether any has an unfinished trial for this worker."""
         try:
-            with open_storage(self._url, create=False) as storage:
-                return storage.persist(lambda: self._choose_in(storage))
+            storage = self._opened()
         except NoDatabaseError:
-            if not may_wait:
+            if not self._options.idle_timeout:
                 raise
             return None, False
+        return self._choose(storage)
 
-    def _choose_in(self, storage: Storage) -> tuple[_Choice | None, bool]:
-        with exclusive(storage.engine), storage.engine.begin() as connection:
-            possible = self._possible(demands(storage, connection))
-            study = min(filter(self._has_trial, possible), key=_first, default=None)
-            if study is None:
-                return None, bool(possible)
-            choice = _Choice(
-                study, f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}-comes"
-            )
-            last = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == study.name)
-            number = connection.execute(last).scalar()
-            connection.execute(
-                sa.insert(workers).values(
-                    id=choice.reservation,
-                    study=study.name,
-                    host=socket.gethostname(),
-                    machine=this_machine(),
-                    pid=os.getpid(),
-                    process_start=process_start(os.getpid()) or "",
-                    device=self._options.device,
-                    started=storage.now,
-                    last_seen=storage.now,
-                    state="live",
-                    number=0 if number is None else number + 1,
-                )
-            )
-            return choice, True
+    def _choose(self, storage: Storage, here: Demand | None = None) -> tuple[_Choice | None, bool]:
+        """As `_first_choice`; None, too, where a worker of the study `here` stays in it."""
+        reservation = f"{new_worker_id()}-comes"
 
-    def _possible(self, found: list[Demand]) -> list[Demand]:
-        return [study for study in found if (study.token, study.n_trials) not in self._left_out]
+        def choose() -> tuple[_Choice | None, bool]:
+            with exclusive(storage.engine), storage.engine.begin() as connection:
+                possible = self._possible(storage, connection)
+                others = [study for study in possible if here is None or study.token != here.token]
+                study = min(filter(self._has_trial, others), key=_first, default=None)
+                if study is None or (here is not None and self._stays(possible, here)):
+                    return None, bool(possible)
+                add_worker(storage, connection, study.name, reservation, self._options.device)
+                return _Choice(study, reservation), True
+
+        return storage.persist(choose)
+
+    def _possible(self, storage: Storage, connection: sa.Connection) -> list[Demand]:
+        """The studies that this worker may serve; each worker is one of the study that it chose last."""
+        found = demands(storage, connection)
+        rows = sorted((row for study in found for row in study.workers), key=lambda row: row.started)
+        chosen = {(row.machine, row.pid): row.id for row in rows}
+        return [
+            replace(study, workers=tuple(row for row in study.workers if row.id in chosen.values()))
+            for study in found
+            if (study.token, study.n_trials) not in self._left_out
+        ]
 
     def _has_trial(self, study: Demand) -> bool:
         looked = self._nothing_found.get(study.token, float("-inf"))
@@ -187,8 +206,8 @@ class _Server:
     ) -> None:
         study = choice.study
         try:
-            with open_storage(self._url, create=False) as storage:
-                config = stored_study(study.name, storage.read_definition(study.name))
+            config = stored_study(study.name, self._opened().read_definition(study.name))
+            self._opened().close()  # the study has its own connections
             left = self._deadline - time.monotonic()
             if left < (config.timeout or float("inf")):
                 config = config.with_values(timeout=max(left, 1e-3))
@@ -207,9 +226,12 @@ class _Server:
                 def go_on(has_run: bool) -> bool:
                     if not has_run:
                         self._nothing_found[study.token] = time.monotonic()
-                    return has_run and self._stays(opened.storage, study)
+                    return has_run and not self._moves(opened.storage, study)
 
                 summary = run_study(opened, stop=self._stop, stint=Stint(go_on, choice.reservation))
+        except StorageError as error:  # not of the study
+            self._nothing_found[study.token] = time.monotonic()
+            _logger.warning("The study `%s` could not be opened, which is tried again: %s", study.name, error)
         except InputError as error:
             self._leave_out(study, str(error))
         else:
@@ -222,22 +244,27 @@ class _Server:
                 has_time = config.timeout is not None and self._stop.seconds_left > 0
                 self._leave_out(study, spent if has_time else "its evaluations take longer than this job has")
         finally:
-            with open_storage(self._url, create=False) as storage:
-                _withdraw(storage, choice)
+            self._withdraw(choice)
 
     def _leave_out(self, study: Demand, reason: str) -> None:
         self._left_out.add((study.token, study.n_trials))
         self._served.left_out[study.name] = reason
         _logger.warning("The study `%s` is left to other workers: %s", study.name, reason)
 
-    def _stays(self, storage: Storage, here: Demand) -> bool:
-        """Whether this worker goes on with the study that it is in."""
+    def _moves(self, storage: Storage, here: Demand) -> bool:
+        """Whether this worker leaves the study that it is in for another, `_next`."""
 
-        def read() -> list[Demand]:
+        def stays() -> bool:
             with storage.engine.connect() as connection:
-                return demands(storage, connection)
+                return self._stays(self._possible(storage, connection), here)
 
-        found = self._possible(storage.persist(read))
+        if storage.persist(stays):  # mostly, and without waiting for those that choose
+            return False
+        self._next, _ = self._choose(storage, here)
+        return self._next is not None
+
+    def _stays(self, found: list[Demand], here: Demand) -> bool:
+        """Whether this worker goes on with the study that it is in."""
         mine = next((study for study in found if study.token == here.token), None)
         others = [study for study in found if study.token != here.token and self._has_trial(study)]
         if mine is None or not others:
@@ -245,21 +272,21 @@ class _Server:
         first = min(others, key=_first)
         if first.priority != mine.priority:
             return first.priority < mine.priority
-        surplus = (len(mine.workers) - len(first.workers)) // 2
+        surplus = max(0, len(mine.workers) - len(first.workers)) // 2
         last_come = sorted(mine.workers, key=lambda row: -row.number)[:surplus]
         return not any((row.machine, row.pid) == (this_machine(), os.getpid()) for row in last_come)
+
+    def _withdraw(self, choice: _Choice) -> None:
+        """Remove the reservation of a worker that did not come to be in the study."""
+        storage = self._opened()
+
+        def delete() -> None:
+            with storage.engine.begin() as connection:
+                connection.execute(sa.delete(workers).where(workers.c.id == choice.reservation))
+
+        storage.persist(delete)
 
 
 def _first(study: Demand) -> tuple[int, int]:
     """Lower is served sooner."""
     return -study.priority, len(study.workers)
-
-
-def _withdraw(storage: Storage, choice: _Choice) -> None:
-    """Remove the reservation of a worker that did not come to be in the study."""
-
-    def delete() -> None:
-        with storage.engine.begin() as connection:
-            connection.execute(sa.delete(workers).where(workers.c.id == choice.reservation))
-
-    storage.persist(delete)

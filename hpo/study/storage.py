@@ -64,17 +64,20 @@ def persistent(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concate
     return persisted
 
 
-def open_storage(url: str, *, create: bool = True) -> Storage:
+def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:
     """Connect to the study database at `url` and make its tables where they are missing.
 
-    Without `create`, for commands that only read, an absent database is an error.
+    Args:
+        create: False for commands that only read: an absent database is an error.
+        stop: of a worker: it waits for a database that is away, until this is set.
 
     Raises:
         StorageError: the database cannot be used as it is named.
-        RunError: it can, but not now.
+        RunError: it can, but not now; OutageError: it stayed away for `Storage.patience_seconds`.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return Storage(url, open_database(url, create=create))
+    backend = open_database(url, create=create, stop=stop, patience_seconds=Storage.patience_seconds)
+    return Storage(url, backend, stop)
 
 
 class Storage:
@@ -86,11 +89,13 @@ class Storage:
     """How long a call waits for a database that went away (restart, network). Evaluations of a running trial
     wait in its `outbox`, so this is about what a worker cannot go on without: a trial's begin and its end."""
 
-    def __init__(self, url: str, backend: optuna.storages.RDBStorage) -> None:
+    def __init__(
+        self, url: str, backend: optuna.storages.RDBStorage, stop: threading.Event | None = None
+    ) -> None:
         self.url = url
         self.engine: sa.Engine = backend.engine
         self.optuna = TrialStorage(backend)
-        self.stop = threading.Event()
+        self.stop = stop or threading.Event()
         """Set when this process is told to stop: nothing waits for the database any more."""
         self.availability = Availability()
         self._data: dict[str, str] = {}  # study -> fingerprint of the data that this process has
@@ -126,10 +131,12 @@ class Storage:
         try:
             value = action()
         except (SQLAlchemyError, StorageInternalError) as error:
+            explained = explain(self.url, error)
             if not is_outage(error):
-                raise explain(self.url, error) from error
-            self.availability.note_outage(str(explain(self.url, error)))
-            raise OutageError(str(explain(self.url, error))) from error
+                raise explained from error
+            self.availability.note_outage(str(explained))
+            self.engine.dispose()  # after a failover the address leads to another server
+            raise OutageError(str(explained)) from error
         self.availability.note_answer(self.lease_seconds / 2)
         return value
 
@@ -391,6 +398,8 @@ class Storage:
         row = json_safe(asdict(report.row))
         key = {"study": trial.study.study_name, "trial_number": trial.number}
         of_trial = [evaluations.c[column] == value for column, value in key.items()]
+        single = len(trial.study.directions) == 1
+        value = report.value if single and math.isfinite(report.value or 0.0) else None
         with self.engine.begin() as connection:
             lease.hold(connection)
             if if_missing:
@@ -401,11 +410,10 @@ class Storage:
                 connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
             values = {**row, **key, "metrics": json.dumps(row["metrics"])}
             connection.execute(sa.insert(evaluations).values(values))
-        single = len(trial.study.directions) == 1
-        if single and report.value is not None and math.isfinite(report.value):
-            with warnings.catch_warnings():  # a resumed trial comes to the same step again
-                warnings.filterwarnings("ignore", message=".*already reported")
-                trial.report(report.value, report.index)
+            if value is not None:
+                trial_rows.write_intermediate_value(connection, trial._trial_id, report.index, value)
+        if value is not None:
+            trial._cached_frozen_trial.intermediate_values[report.index] = value
         return single and not if_missing and trial.should_prune()
 
     # Compatibility cache

@@ -11,6 +11,8 @@ A place is a GPU or a share of the CPU's cores. What a worker process ends with 
 
 Workers stop when their standard input ends. So they checkpoint and leave when this process is told to, and
 also when it is killed.
+
+This process waits for no database: while that is away, a worker that died waits to be recorded and started.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from typing import Literal
 
 from hpo.config.study_config import StudyConfig
 from hpo.device import available_cores
-from hpo.errors import HpoError, InputError, RunError
+from hpo.errors import HpoError, InputError, OutageError, RunError
 from hpo.study.deaths import record_death
-from hpo.study.lifecycle import read_state
+from hpo.study.lifecycle import is_in_work, read_state
 from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage
 from hpo.study.time_left import TimeLeft
@@ -43,6 +45,9 @@ from hpo.study.worker import RunSummary
 
 RESTART_SECONDS = 3600.0
 """Within which restarts are counted."""
+
+LEAVE_SECONDS = 60.0
+"""How long the workers have to checkpoint and leave where this process ends on an error."""
 
 _STOPPED = RunSummary("stopped").exit_code
 _logger = logging.getLogger(__name__)
@@ -178,15 +183,17 @@ def run_workers(
     stop: Stop | None = None,
     max_restarts: int = 0,
     options: Sequence[str] = (),
+    storage_as_given: str | None = None,
 ) -> RunSummary:
     """Run a process in each of `places` (see `place_workers`), and wait for all of them.
 
-    What a process prints is added to `runs_dir`/<study>/worker-<host>-<number>.log. The URL of the storage is
-    passed in the environment, because everybody on a machine can read the arguments of a process.
+    What a process prints is added to `runs_dir`/<study>/worker-<host>-<number>.log. The storage is passed in
+    the environment, because everybody on a machine can read the arguments of a process.
 
     Args:
         max_restarts: how often the worker of a place is started again within an hour.
         options: more of `hpo worker`.
+        storage_as_given: what the processes find the storage by, such as `@FILE`; None: by its URL.
 
     Raises:
         InputError, RunError: workers failed and the study is not done; with the end of the log.
@@ -202,31 +209,21 @@ def run_workers(
         return [*worker_command(config.name, timeout, stop.until), *options]
 
     def is_over() -> bool:
-        counts = storage.slot_counts(config.name)
-        is_done = not (counts["open"] or counts["running"])
-        return is_done or time.monotonic() > deadline or read_state(storage, config.name) != "open"
+        return time.monotonic() > deadline or not is_in_work(storage, config.name)
 
-    workers = _workers(places, runs_dir / config.name, storage)
+    workers = _workers(places, runs_dir / config.name, storage_as_given or storage.url)
     with _started(workers, command()):
         broken = _supervise(workers, command, is_over, storage, stop, max_restarts)
     outcomes = Counter(event.outcome for event in watch.look() if event.kind == "finished")
-    stopped = RunSummary("stopped", outcomes)
     if stop.is_set():
-        return stopped
+        return RunSummary("stopped", outcomes)
     counts = storage.slot_counts(config.name)
     if not counts["open"] and not counts["running"]:
         return RunSummary("finished", outcomes)
     if read_state(storage, config.name) != "open":
         return RunSummary("halted", outcomes)
-    if broken is not None:
-        raise broken.failure()
-    if any(worker.process.returncode == _STOPPED for worker in workers):
-        if stop.until is not None:  # they leave before this process
-            stop.set_out_of_time()
-        return stopped  # else told to by somebody else
-    for worker in workers:
-        if worker.process.returncode:
-            raise worker.failure()
+    if _were_stopped(workers, broken, stop):
+        return RunSummary("stopped", outcomes)
     is_late = time.monotonic() > deadline or not TimeLeft(storage, config.name, stop).suffices()
     return RunSummary("timeout" if is_late else "elsewhere", outcomes)
 
@@ -239,6 +236,7 @@ def serve_with_workers(
     *,
     stop: Stop,
     max_restarts: int = 0,
+    storage_as_given: str | None = None,
 ) -> Literal["idle", "stopped"]:
     """Run a worker without a study of its own in each of `places`, and wait for all of them.
 
@@ -246,22 +244,11 @@ def serve_with_workers(
     `run_workers`; a timeout is one of the `options`, and begins anew with a worker that is started again.
     """
     storage.stop = stop
-    workers = _workers(places, runs_dir, storage)
+    workers = _workers(places, runs_dir, storage_as_given or storage.url)
     command = [*worker_command(None, None, stop.until), *options]
     with _started(workers, command):
         broken = _supervise(workers, lambda: command, lambda: False, storage, stop, max_restarts)
-    if stop.is_set():
-        return "stopped"
-    if broken is not None:
-        raise broken.failure()
-    for worker in workers:
-        if worker.process.returncode not in (0, _STOPPED):
-            raise worker.failure()
-    if all(worker.process.returncode == 0 for worker in workers):
-        return "idle"
-    if stop.until is not None:
-        stop.set_out_of_time()
-    return "stopped"
+    return "stopped" if _were_stopped(workers, broken, stop) else "idle"
 
 
 def worker_command(study: str | None, timeout: float | None, until: float | None) -> list[str]:
@@ -274,11 +261,11 @@ def worker_command(study: str | None, timeout: float | None, until: float | None
     return command
 
 
-def _workers(places: Sequence[WorkerPlace], folder: Path, storage: Storage) -> list[_Worker]:
+def _workers(places: Sequence[WorkerPlace], folder: Path, storage: str) -> list[_Worker]:
     folder.mkdir(parents=True, exist_ok=True)
     # Each worker would otherwise use all cores, and they would get into each other's way.
     threads = max(1, available_cores() // len(places))
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": storage.url}
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": storage}
     host = socket.gethostname()
     return [
         _Worker(number, place, folder / f"worker-{host}-{number}.log", environment)
@@ -288,16 +275,36 @@ def _workers(places: Sequence[WorkerPlace], folder: Path, storage: Storage) -> l
 
 @contextmanager
 def _started(workers: Sequence[_Worker], command: Sequence[str]) -> Iterator[None]:
-    """Start the processes; one that still runs at the end of the block is killed."""
+    """Start the processes.
+
+    Where the block ends on an error, those that still run have `LEAVE_SECONDS` to leave; after a second
+    Ctrl-C they are killed.
+    """
     started = []
+    seconds = LEAVE_SECONDS
     try:
         for worker in workers:
             worker.start(command)
             started.append(worker)
         yield
+    except KeyboardInterrupt:
+        seconds = 0.0
+        raise
     finally:
-        for worker in started:
-            worker.kill()  # where this process is leaving on an error or a second Ctrl-C
+        _end(started, seconds)
+
+
+def _end(workers: Sequence[_Worker], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for worker in workers:
+        worker.stop()
+    try:
+        for worker in workers:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def _supervise(
@@ -309,6 +316,9 @@ def _supervise(
     max_restarts: int,
 ) -> _Worker | None:
     """Wait until all workers have ended, and start those again that die.
+
+    `is_over` says whether there is nothing more to do; it is asked once each time, and may find the database
+    away.
 
     Returns:
         The worker whose restarts were used up, if any.
@@ -322,9 +332,15 @@ def _supervise(
             for worker in living:
                 worker.process.wait()
         for worker in [worker for worker in living if worker.process.poll() is not None]:
-            record_death(storage, worker.process.pid, worker.process.returncode)
             worker.stop()
-            if leaving or stop.is_set() or not worker.died or is_over():
+            try:
+                record_death(storage, worker.process.pid, worker.process.returncode)
+                may_go_on = not leaving and worker.died and not storage.attempt(is_over)
+            except OutageError:
+                if leaving:
+                    return broken
+                break  # it waits for the next round, as the others do
+            if stop.is_set() or not may_go_on:
                 living.remove(worker)
             elif worker.may_restart(max_restarts):
                 worker.start(command())
@@ -332,3 +348,22 @@ def _supervise(
                 living.remove(worker)
                 broken = worker
     return broken
+
+
+def _were_stopped(workers: Sequence[_Worker], broken: _Worker | None, stop: Stop) -> bool:
+    """Whether the workers left because they were told to; if not, they found no more to do.
+
+    Raises InputError or RunError where a worker failed.
+    """
+    if stop.is_set():
+        return True
+    if broken is not None:
+        raise broken.failure()
+    if any(worker.process.returncode == _STOPPED for worker in workers):
+        if stop.until is not None:  # they leave before this process
+            stop.set_out_of_time()
+        return True  # else told to by somebody else
+    for worker in workers:
+        if worker.process.returncode:
+            raise worker.failure()
+    return False

@@ -9,8 +9,9 @@ and another worker may do it in one go. How long that takes is estimated from
   process has seen, which counts everything: setting up, compiling, evaluating, checkpoints.
 
 The estimate is the longer of the two and a quarter more. Before this process has seen an evaluation it is
-twice the first, as setting up and evaluating are not known. In a study that has no evaluation yet, a trial
-begins in the first half of a worker's time.
+twice the first, as setting up and evaluating are not known; but in the first half of a worker's time a
+quarter more is enough, or a study whose evaluations lie more than half a job apart would never go on. In a
+study that has no evaluation yet, a trial begins in the first half of a worker's time.
 
 A worker that finds no time for another trial leaves because its job ends. One that had no time for any from
 its beginning on does so as one whose time is up, and does not ask to be run again: the next job would have
@@ -85,7 +86,8 @@ class TimeLeft:
             return True
         if self._stop.has_worked:
             self._stop.set_out_of_time()
-        _logger.info(
+        _logger.log(
+            logging.INFO if self._stop.has_worked else logging.WARNING,
             "No further trial begins: it may take %.0f s to its next evaluation, and this worker has %.0f s.",
             needed,
             max(0.0, left),
@@ -97,7 +99,8 @@ class TimeLeft:
         stored = self._storage.persist(self._longest_stored)
         if self._longest:
             return SLACK * max(self._longest, stored)
-        return 2 * stored or self._stop.seconds_given / 2
+        half = self._stop.seconds_given / 2
+        return min(2 * stored, max(SLACK * stored, half)) or half
 
     def _is_unfinished(self) -> bool:
         counts = self._storage.slot_counts(self._study)

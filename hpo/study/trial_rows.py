@@ -187,6 +187,15 @@ def write_attributes(connection: sa.Connection, table: Any, trial_id: int, given
         connection.execute(insert.on_conflict_do_update(index_elements=on, set_=new), rows)
 
 
+def write_intermediate_value(connection: sa.Connection, trial_id: int, step: int, value: float) -> None:
+    """Set what a trial reported at `step`."""
+    stored, kind = models.TrialIntermediateValueModel.intermediate_value_to_stored_repr(value)
+    given = {"intermediate_value": stored, "intermediate_value_type": kind}
+    insert = _insert(connection, intermediate_values).values(trial_id=trial_id, step=step, **given)
+    on = [intermediate_values.c.trial_id, intermediate_values.c.step]
+    connection.execute(insert.on_conflict_do_update(index_elements=on, set_=given))
+
+
 def end_trial(
     connection: sa.Connection, trial_id: int, state: TrialState, objectives: Sequence[float] | None
 ) -> bool:

@@ -8,7 +8,6 @@ read again that can have changed: unfinished ones, and what came after the last 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +19,6 @@ from optuna.storages._cached_storage import _CachedStorage, _StudyInfo
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.study import trial_rows
-
-RECENT_SECONDS = 1.0
-"""What was read so long ago at most is good enough to look for enqueued trials."""
 
 AT_ONCE = "hpo:"
 """System attributes of such names are written at once: other workers decide by them."""
@@ -44,7 +40,7 @@ class TrialStorage(_CachedStorage):
     def __init__(self, backend: RDBStorage) -> None:
         super().__init__(backend)
         self._own: dict[int, _OwnTrial] = {}
-        self._last_read = 0.0
+        self._none_enqueued_to: dict[int, int] = {}  # study -> id of its last trial when none was enqueued
         # No transaction: each query sees what is committed by then, and a trial's details come after its row.
         self._reader = backend.engine.execution_options(isolation_level="AUTOCOMMIT")
 
@@ -122,11 +118,20 @@ class TrialStorage(_CachedStorage):
 
     # All trials of a study
 
-    def recent_trials(self, study_id: int) -> list[FrozenTrial]:
-        """The study's trials, as they were read in the last `RECENT_SECONDS` or are now."""
-        if time.monotonic() - self._last_read > RECENT_SECONDS or study_id not in self._studies:
-            self._read_trials_from_remote_storage(study_id)
-        return self._trials(study_id)
+    def enqueued_trials(self, study_id: int) -> list[FrozenTrial]:
+        """The trials of `study.enqueue_trial` that wait, without a look at the others."""
+        table, known = trial_rows.trials, self._none_enqueued_to.get(study_id, -1)
+        new, waits = sa.and_(table.c.study_id == study_id, table.c.trial_id > known), TrialState.WAITING
+        look = sa.select(
+            sa.func.max(table.c.trial_id), sa.func.max(table.c.trial_id).filter(table.c.state == waits)
+        )
+        with self._reader.connect() as connection:
+            last, enqueued = connection.execute(look.where(new)).one()
+            if enqueued is not None:
+                return trial_rows.read_trials(connection, sa.and_(new, table.c.state == waits))
+        if last is not None:
+            self._none_enqueued_to[study_id] = last
+        return []
 
     def get_all_trials(
         self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
@@ -153,7 +158,6 @@ class TrialStorage(_CachedStorage):
                 changed = sa.or_(changed, table.c.trial_id.in_(old))
             with self._reader.connect() as connection:
                 found = trial_rows.read_trials(connection, sa.and_(table.c.study_id == study_id, changed))
-            self._last_read = time.monotonic()
             own = {trial_id: kept.trial for trial_id, kept in self._own.items()}
             self._add_trials_to_cache(study_id, [own.get(trial._trial_id, trial) for trial in found])
             for trial in found:

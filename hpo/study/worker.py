@@ -214,6 +214,8 @@ def _run_slot(worker: WorkerLease, lease: Lease, execute: Execute) -> Outcome | 
         if trial is not None:
             result = _run_trial(trial, lease, execute)
             worker.record_outcome(lease, trial, result)
+            if result.outcome != Outcome.PREEMPTED:
+                lease.recorded()
             return result.outcome
     return None
 
@@ -289,7 +291,12 @@ def trial_runner(
         place = executor.device.device_id
         shared = shared_device or storage.has_other_workers_on(place)
         resume_key = f"{token}/{trial.number}"
-        with Outbox(storage, trial, lease, folder, last_saved_step(folder)) as outbox:
+        saved_step = max(last_saved_step(folder), lease.saved_step)  # a shared folder may be seen late
+        with Outbox(storage, trial, lease, folder, saved_step) as outbox:
+            lease.recorded = outbox.remove
+            if outbox.ended is not None:  # with a worker that could not record it
+                outbox.finish(outbox.ended)
+                return outbox.ended
             result = executor.run(
                 params,
                 folder,
@@ -301,7 +308,7 @@ def trial_runner(
                 if artifacts is None
                 else ArtifactCheckpoints(artifacts, storage, lease, trial.number, outbox.is_settled),
             )
-            outbox.flush()
+            outbox.finish(result)
         if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
             stop.set()  # where another rank was told
         if not shared and storage.has_other_workers_on(place):  # it came during the trial

@@ -90,8 +90,10 @@ def ours(url: str, config: Any, log: Path) -> None:
         return result("complete", values=(objective(params),), headline=HEADLINE)
 
     with open_storage(url) as storage:
+        before = time.process_time()
         run_worker(config, storage, execute)
-    log.write_text(json.dumps({"calls": calls, "num_statements": num_statements}))
+        cpu_seconds = time.process_time() - before
+    log.write_text(json.dumps({"calls": calls, "num_statements": num_statements, "cpu": cpu_seconds}))
 
 
 def plain(url: str, config: Any, num_trials: int) -> None:
@@ -175,7 +177,11 @@ def grow(server: PostgresServer, num_workers: int, num_trials: int) -> None:
     print(
         f"{num_workers} workers, {num_trials} trials: {num_trials / seconds:.1f} trials/s in {seconds:.0f} s"
     )
-    print(f"{statements:.1f} statements a trial; server CPU {1e3 * cpu / num_trials:.1f} ms a trial")
+    client = sum(worker["cpu"] for worker in found)
+    print(
+        f"{statements:.1f} statements a trial; CPU {1e3 * cpu / num_trials:.1f} ms of the server and "
+        f"{1e3 * client / num_trials:.1f} ms of the workers a trial"
+    )
     for name in ("claim", "ask", "record"):
         calls = sorted(call for worker in found for call in worker["calls"][name])
         for label, part in (("first 1,000", calls[:1000]), ("last 1,000", calls[-1000:]), ("all", calls)):

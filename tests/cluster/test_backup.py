@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from postgres import PASSWORD, PostgresServer
 from whole_study import contents, filled
 from worker_process import finish, notes, start, study, wait_for
 
+from hpo.cluster import backup as backups
 from hpo.cluster.backup import backup, restore
 from hpo.cluster.postgres_programs import Programs
 from hpo.errors import InputError, NoDatabaseError, StorageError
+from hpo.study import connection, copy
 from hpo.study.leases import WorkerLease
 from hpo.study.storage import open_storage
 
@@ -84,6 +87,34 @@ def test_while_workers_write(url: str, new_url: Callable[[], str], tmp_path: Pat
     finish(start(other, config, tmp_path / "other log"))
     with open_storage(other) as storage:
         assert storage.slot_counts("tiny")["done"] == 12
+
+
+@pytest.mark.postgres
+def test_of_a_database_that_takes_long_to_dump(
+    postgres_url: str, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transactions that wait are not ended meanwhile, neither of a backup nor of a copy."""
+    open_storage(postgres_url).close()  # its tables take a while
+    monkeypatch.setattr(connection, "_SESSION", "SET idle_in_transaction_session_timeout = '300ms'")
+
+    def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*arguments: Any, **options: Any) -> Any:
+            time.sleep(1)  # longer than the server would wait
+            return call(*arguments, **options)
+
+        return slow
+
+    monkeypatch.setattr(backups, "_run", slowly(backups._run))
+    monkeypatch.setattr(copy, "_copy_optunas", slowly(copy._copy_optunas))
+    with (
+        open_storage(sqlite_url) as source,
+        open_storage(postgres_url) as target,
+        open_storage(f"sqlite:///{tmp_path}/back.db") as back,
+    ):
+        filled(source)
+        copy.copy_study(source, target, "tiny")
+        assert copy.copy_study(target, back, "tiny").num_trials == 6
+    assert backup(postgres_url, tmp_path / "backup") == {"tiny": 6}
 
 
 def test_studies_are_not_lost_unasked(url: str, new_url: Callable[[], str], tmp_path: Path) -> None:

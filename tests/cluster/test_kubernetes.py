@@ -20,7 +20,6 @@ from hpo.cluster.kubernetes import (
     dns_label,
     manifests,
     memory_quantity,
-    seconds_of,
     secret_commands,
     write,
 )
@@ -213,7 +212,7 @@ def test_the_study_file_goes_along_letter_by_letter() -> None:
     "study", ["my_Study.1", "a" * 100, "UPPER", "1", "0x1f", "no", "a...b", "x_", "ends-", "a" * 34 + "." * 9]
 )
 def test_names_are_dns_labels_whatever_the_study_is_called(study: str) -> None:
-    job = KubernetesJob(study, "hpo", num_workers=100_000, private_database=True)
+    job = KubernetesJob(study, "hpo", num_workers=100, private_database=True)
     for one in documents(job):
         kubernetes_validate.validate(one, "1.31", strict=True)
         assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", one["metadata"]["name"])
@@ -255,27 +254,6 @@ def test_memory_is_given_as_to_sbatch(given: str, quantity: str) -> None:
 def test_what_is_no_amount_of_memory_is_refused(given: str) -> None:
     with pytest.raises(InputError, match="--mem must be a number"):
         memory_quantity(given)
-
-
-@pytest.mark.parametrize(
-    ("given", "seconds"),
-    [
-        ("90", 5400),
-        ("1:30", 90),
-        ("2:00:01", 7201),
-        ("1-1", 90000),
-        ("1-0:30", 88200),
-        ("2-00:00:05", 172805),
-    ],
-)
-def test_a_time_is_given_as_to_sbatch(given: str, seconds: int) -> None:
-    assert seconds_of(given) == seconds
-
-
-@pytest.mark.parametrize("given", ["", "0", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED"])
-def test_what_is_no_time_is_refused(given: str) -> None:
-    with pytest.raises(InputError, match="--time must be a time"):
-        seconds_of(given)
 
 
 def test_files_are_written_into_a_folder(tmp_path: Path) -> None:
@@ -344,7 +322,7 @@ def test_the_command_prints_what_kubectl_takes(tmp_path: Path) -> None:
     (study,) = (one["data"]["study.yaml"] for one in printed if one["kind"] == "ConfigMap")
     assert study == text
     assert "kubectl create secret generic hpo-storage" in finished.err
-    assert "kubectl port-forward service/hpo-tiny-dashboard 8080" in finished.err
+    assert "kubectl port-forward deployment/hpo-tiny-dashboard 8080" in finished.err
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml"}  # no database is asked or made
 
 
@@ -380,6 +358,14 @@ def test_a_study_that_is_in_the_database_alone_goes_by_its_name(tmp_path: Path) 
         (("--image", "hpo", "--gpus-per-node", "a100:4"), "--gpus-per-node must be a number >= 0"),
         (("--image", "hpo", "--cpus-per-task", "0"), "--cpus-per-task must be a number >= 1"),
         (("--image", "hpo", "--mem", "lots"), "--mem must be a number"),
+        (("--image", "hpo", "--storage", "postgresql://a/b"), "--storage means nothing to --kubernetes"),
+        (("--image", "hpo", "--n-trials", "9"), "--n-trials means nothing to --kubernetes"),
+        (("--image", "hpo", "--dry-run", "--out", "x"), "--dry-run writes nothing, but --out writes"),
+        (
+            ("--image", "hpo", "--database", "private", "--workers", "126"),
+            "--workers must be <= 125 with --database private, whose PostgreSQL takes 500 connections",
+        ),
+        (("--image", "hpo", "--time", "1h"), "--time must be a time such as 90 (minutes)"),
         (("--image", "hpo", "--slurm"), "--slurm or --kubernetes"),
     ],
 )

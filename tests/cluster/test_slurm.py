@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import signal
+import subprocess
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from command_line import hpo_command, ok
+from command_line import finish, hpo_command, ok, start_hpo
 from postgres import PASSWORD, PostgresServer
+from readme import README
 from slurm import SlurmCluster
 from tiny import write_study
 
 from hpo.cluster.jobs import add_job
-from hpo.cluster.slurm import WorkerArray
-from hpo.cluster.slurm_database import DatabaseJob
+from hpo.cluster.postgres_server import PostgresServer as HpoServer
+from hpo.cluster.slurm import WorkerArray, number_of, requeue_this_job, seconds_of
+from hpo.cluster.slurm_database import JOB_NAME, DatabaseJob
 from hpo.errors import InputError, RunError, StorageError
-from hpo.study.database import storage_url
+from hpo.study.database import parse_url, storage_url
 from hpo.study.process import this_job
+from hpo.study.stopping import Stop
 from hpo.study.storage import open_storage
 
 URL = "postgresql://me:secret@host/db"
@@ -42,7 +49,7 @@ def test_the_script_has_the_options_as_sbatch_names_them(tmp_path: Path) -> None
     script = dry_run(tmp_path, *options)
     found = options_of(script)
     assert found.items() >= {**given, "qos": "long", "exclusive": "", "requeue": "", "nodes": "1"}.items()
-    assert found["array"].partition("%")[0] == "0-2", "ten workers are three jobs of four GPUs"
+    assert found["array"] == "0-2", "ten workers are three jobs of four GPUs"
     assert found["signal"] == "B:USR1@300"
     assert found["chdir"] == str(tmp_path)
     assert re.search(r"^exec \S+python\S* -m hpo worker tiny --workers-per-device 1$", script, re.MULTILINE)
@@ -53,10 +60,44 @@ def test_what_is_not_given_is_left_to_the_cluster(tmp_path: Path) -> None:
     assert options_of(dry_run(tmp_path)).keys() == expected
 
 
+def test_as_many_jobs_at_once_as_the_cluster_runs(tmp_path: Path) -> None:
+    assert options_of(dry_run(tmp_path, "--workers=300"))["array"] == "0-299"
+
+
+def test_jobs_that_are_not_to_be_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = dry_run(tmp_path, "--sbatch=no-requeue")
+    assert "no-requeue" in options_of(script)
+    assert "requeue" not in options_of(script)
+    [(name, value)] = re.findall(r"^export (HPO_NO_\w+)=(.*)$", script, re.MULTILINE)
+    asked: list[str] = []
+    monkeypatch.setattr("hpo.cluster.slurm._slurm", lambda command: asked.append(command[-1]))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    stop = Stop()
+    stop.set("its time ends", signal.SIGUSR1)
+    for expected in (["7"], ["7"]):
+        requeue_this_job("stopped", stop)
+        assert asked == expected
+        monkeypatch.setenv(name, value)
+
+
+def test_a_job_asks_for_its_end_only_where_slurm_does_not_tell_it(tmp_path: Path) -> None:
+    [line] = [line for line in dry_run(tmp_path).splitlines() if "squeue" in line]
+    (tmp_path / "squeue").write_text("#!/bin/sh\ntouch asked\necho 2030-01-01T00:00:00\n")
+    (tmp_path / "squeue").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for given, told in (("123", "123"), ("", "1893456000")):
+        assert not (tmp_path / "asked").exists()
+        variables = {"PATH": path, "SLURM_JOB_ID": "1", "TZ": "UTC", "SLURM_JOB_END_TIME": given}
+        script = f"{line}\nprintenv SLURM_JOB_END_TIME"
+        done = subprocess.run(["bash", "-c", script], env=variables, cwd=tmp_path, capture_output=True)
+        assert done.stdout.decode().strip() == told
+    assert (tmp_path / "asked").exists()
+
+
 def test_a_dry_run_makes_nothing_and_shows_no_password(tmp_path: Path) -> None:
     script = dry_run(tmp_path)
     assert "secret" not in script
-    assert re.search(r"HPO_STORAGE=@(\S+)/storage$", script, re.MULTILINE)
+    assert re.search(rf"HPO_STORAGE=@{tmp_path}/runs/tiny/storage-\w+$", script, re.MULTILINE)
     assert not list(tmp_path.glob("runs/tiny/*"))
 
 
@@ -82,6 +123,8 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
     [
         ((), "must be told where the workers are to run: --slurm or --kubernetes."),
         (("--slurm", "--gpus-per-node", "many"), "--gpus-per-node must be a number or TYPE:NUMBER, but got"),
+        (("--slurm", "--sbatch", "gres=gpu:4"), "but got --sbatch gres. Use --gpus-per-node."),
+        (("--slurm", "--sbatch", "gpus-per-task=1"), "but got --sbatch gpus-per-task. Use --gpus-per-node."),
         (("--slurm", "--time", "3"), "--time must be more than a minute longer than --signal-lead, 120 s"),
         (("--slurm", "--time", "2:00"), "a job is warned of its end at its beginning, but got `2:00`."),
         (("--slurm", "--time", "0-0:01:30"), "but got `0-0:01:30`."),
@@ -99,16 +142,33 @@ def test_bad_input(tmp_path: Path, options: tuple[str, ...], message: str) -> No
     assert not list(tmp_path.glob("runs/tiny/*"))
 
 
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:01", 7201),
+        ("1-1", 90000),
+        ("1-0:30", 88200),
+        ("2-00:00:05", 172805),
+        ("0", 0),
+        *((given, None) for given in ("", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED")),
+    ],
+)
+def test_time_limits(given: str, seconds: int | None) -> None:
+    assert seconds_of(given) == seconds
+
+
 def test_no_slurm_here(sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InputError, match=r"there is no `sbatch`\. Run this on a login node"):
         WorkerArray("tiny", URL, tmp_path / "x").submit()
     ok(hpo_command(write_study(tmp_path).parent, "init", "tiny.yaml", "--storage", sqlite_url))
     with open_storage(sqlite_url) as storage:
-        add_job(storage, "slurm:12", "tiny", 4)
-        add_job(storage, "slurm:12", "tiny", 5)
+        add_job(storage, "slurm:here:12", "tiny", 4)
+        add_job(storage, "slurm:here:12", "tiny", 5)
     shown = ok(hpo_command(tmp_path, "status", "tiny", "--storage", sqlite_url))
-    assert re.search(r"slurm:12 +1 unknown +5 ", shown.out)
+    assert re.search(r"slurm:here:12 +1 unknown +5 ", shown.out)
     assert "The states of jobs are unknown: Slurm's commands must be on the PATH" in shown.err
 
 
@@ -116,13 +176,14 @@ def test_no_slurm_here(sqlite_url: str, tmp_path: Path, monkeypatch: pytest.Monk
     ("environment", "job"),
     [
         ({}, None),
-        ({"SLURM_JOB_ID": "7"}, "slurm:7"),
-        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "slurm:7_0"),
+        ({"SLURM_JOB_ID": "7"}, "slurm:here:7"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "slurm:here:7_0"),
     ],
 )
 def test_this_job(environment: dict[str, str], job: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert this_job() == job
@@ -139,9 +200,11 @@ def test_jobs_that_wait(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) 
     assert (answer["study"], answer["num_workers"]) == ("tiny", 3)
 
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert (folder / "storage").read_text() == postgres_url
-    assert (folder / "storage").stat().st_mode & 0o777 == 0o600
-    shown = slurm.run(f"scontrol show -dd job {job.removeprefix('slurm:')}")
+    assert job.startswith("slurm:hpo:")
+    [secret_file] = folder.parent.glob("storage-*")
+    assert secret_file.read_text() == f"{postgres_url}\n"
+    assert secret_file.stat().st_mode & 0o777 == 0o600
+    shown = slurm.run(f"scontrol show -dd job {number_of(job)}")
     kept = [path.read_bytes() for path in (slurm.folder / "state").rglob("*") if path.is_file()]
     kept += [(folder / "job.sh").read_bytes(), shown.encode()]
     assert any(b"HPO_STORAGE=@" in content for content in kept), "the check can fail"
@@ -157,10 +220,36 @@ def test_jobs_that_wait(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) 
 
     cancel = ("cancel", "tiny", "--jobs", "--json", "--storage", postgres_url)
     with open_storage(postgres_url) as storage:
-        add_job(storage, "slurm:999", None, 1)  # of workers for every study
+        other = slurm.run("sbatch --parsable --hold --output=/dev/null --wrap true").strip()
+        add_job(storage, f"slurm:hpo:{other}", "tiny", 1)  # of a cluster that was set up anew
+        add_job(storage, f"slurm:elsewhere:{number_of(job)}", "tiny", 1)
     assert ok(hpo_command(tmp_path, *cancel)).json["jobs"] == [job]
-    slurm.wait(lambda: {*slurm.states(job.removeprefix("slurm:")).values()} == {"CANCELLED"})
+    slurm.wait(lambda: {*slurm.states(number_of(job)).values()} == {"CANCELLED"})
+    assert slurm.states(other) == {other: "PENDING"}
+    slurm.run(f"scancel {other}")
     assert ok(hpo_command(tmp_path, *cancel)).json["jobs"] == []
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_study_of_the_database_goes_on_as_it_is(
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
+    path = write_study(tmp_path)
+    given = ("--slurm", "--sbatch", "hold", "--storage", postgres_url)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml", "--n-trials", "7", "--storage", postgres_url))
+    ok(hpo_command(tmp_path, "submit", "tiny.yaml", *given))
+    path.unlink()
+    few = ok(hpo_command(tmp_path, "submit", "tiny", *given)).err
+    with open_storage(postgres_url) as storage:
+        assert storage.slot_counts("tiny")["open"] == 7
+    many = ok(hpo_command(tmp_path, "submit", "tiny", "--n-trials", "9", "--workers", "300", *given)).err
+    with open_storage(postgres_url) as storage:
+        assert storage.slot_counts("tiny")["open"] == 9
+    assert "max_connections" not in few
+    assert re.search("300 workers have up to 1200 connections to the database, which takes [0-9]+[.]", many)
+    assert len([*tmp_path.glob("runs/tiny/storage-*")]) == 1, "one file with the URL, not one a submission"
+    slurm.run("scancel --name=hpo-tiny")
 
 
 @pytest.mark.slurm
@@ -175,6 +264,48 @@ def test_slurm_refuses_the_options(slurm: SlurmCluster, postgres_url: str, tmp_p
     assert "Traceback" not in refused.err
 
 
+def commands_of(text: str) -> list[list[str]]:
+    """The words of the lines in the code blocks of a text, without comments."""
+    blocks = re.findall(r"```\n(.*?)```", text, re.DOTALL)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_the_commands_of_the_readme(slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
+    """As they stand there, with a smaller study and the memory of the nodes of the test."""
+    del postgres_server
+    folder = slurm.folder / "work"
+    (folder / "studies").mkdir(parents=True)
+    write_study(folder / "studies").rename(folder / "studies" / "smoke.yaml")
+    text = (folder / "studies" / "smoke.yaml").read_text().replace("name: tiny", "name: smoke")
+    (folder / "studies" / "smoke.yaml").write_text(text)
+    section = README.read_text().split("## On a cluster")[1].split("\n## ")[0]
+    replaced = {"PARTITION": "low", "8G": "1500M"}
+    typed: list[str] = []
+    storage: tuple[str, ...] = ()
+    for words in commands_of(section):
+        match [replaced.get(word, word) for word in words]:
+            case ["export", setting]:
+                storage = ("--storage", setting.removeprefix("HPO_STORAGE="))
+            case [".venv/bin/hpo", "database", "start"]:
+                slurm.wait(lambda: not slurm.run("squeue --noheader --name=hpo-smoke"), 120)
+                slurm.run(f"scancel --name={JOB_NAME}")
+                slurm.wait(lambda: not slurm.run("squeue --noheader"))
+                ok(finish(start_hpo(folder, "database", "start")))
+                typed.append("start")
+            case [".venv/bin/hpo", *command]:
+                where = () if command[0] in ("submit", "database") else storage
+                ok(hpo_command(folder, *command, *where))
+                typed.append(command[0])
+            case ["squeue", *_]:
+                assert JOB_NAME in slurm.run(" ".join(words), "--format=%j")
+            case [*other]:
+                assert other[:1] in ([], ["tail"])
+    assert typed == ["submit", "status", "start", "status", "report", "database"]
+    assert (folder / "runs/smoke/report/report.html").exists()
+
+
 @pytest.mark.slurm
 @pytest.mark.postgres
 def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
@@ -185,7 +316,7 @@ def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServe
     other = slurm.run("sbatch --parsable --hold --output=/dev/null --wrap true").strip()
     database.start(said.append)
     assert said[-1].endswith(" is running.")
-    job = said[-1].split()[3].removeprefix("slurm:")
+    job = number_of(said[-1].split()[3])
     with open_storage(storage_url(f"@{database.url_file}")) as storage:
         assert storage.engine.url.query["sslmode"] == "verify-full"
 
@@ -204,9 +335,54 @@ def test_a_database_job_that_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
     del slurm
     (tmp_path / "postgres").mkdir()
     (tmp_path / "postgres" / "thesis.txt").touch()
-    said = r"(?s)The database's job slurm:\d+ has ended.*must be empty or made by"
+    said = r"(?s)The database's job slurm:hpo:\d+ has ended.*must be empty or made by"
     with pytest.raises(RunError, match=said):
         DatabaseJob(tmp_path / "postgres").start(lambda _: None)
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_database_in_a_job_after_it_was_read_here(
+    slurm: SlurmCluster, postgres_server: PostgresServer
+) -> None:
+    """`hpo database start` on loopback leaves an address that is for this machine alone."""
+    del postgres_server
+    folder = slurm.folder / "postgres"
+    here = HpoServer(folder)
+    first = here.start()
+    here.stop()
+    assert first.process is not None
+    first.process.wait()
+    assert "127.0.0.1" in (folder / "url").read_text()
+    other = slurm.run("sbatch --parsable --hold --output=/dev/null --wrap true").strip()
+    said: list[str] = []
+    DatabaseJob(folder, {"partition": "low"}, check_seconds=0.2).start(said.append)
+    url = storage_url(f"@{folder}/url")
+    assert parse_url(url).query["sslmode"] == "verify-full"
+    assert parse_url(url).password == parse_url(first.url).password
+    slurm.run(f"scancel {other}")
+    job = number_of(said[-1].split()[3])
+    slurm.wait(lambda: slurm.states(job) == {job: "COMPLETED"})
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_database_in_a_job_that_cannot_be_reached_from_here(
+    slurm: SlurmCluster, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del postgres_server
+    said: list[str] = []
+    database = DatabaseJob(slurm.folder / "postgres", {"partition": "low"}, reach_seconds=0.5)
+
+    def refuse(_url: str) -> None:
+        raise RunError("no route to host")
+
+    monkeypatch.setattr("hpo.cluster.slurm_database.open_storage", refuse)
+    with pytest.raises(RunError, match=r"must answer on .* but has not for 0 s: no route to host"):
+        database.start(said.append)
+    assert said[-1].endswith("but does not answer here: no route to host")
+    slurm.run(f"scancel --name={JOB_NAME}")
+    slurm.wait(lambda: not slurm.run("squeue --noheader").strip())
 
 
 @pytest.mark.postgres

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sqlite3
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from postgres import PASSWORD, USER, PostgresServer
 from worker_process import CONTEXT, study
 
 from hpo.cluster.hosts import certificate
-from hpo.errors import HpoError, RunError, StorageError
+from hpo.errors import HpoError, OutageError, RunError, StoppedError, StorageError
 from hpo.study import database
 from hpo.study.database import explain
-from hpo.study.storage import open_storage
+from hpo.study.storage import Storage, open_storage
 
 
 def refusal(url: str, *, create: bool = True) -> HpoError:
@@ -309,6 +310,51 @@ def test_database_that_stays_away_ends_the_run(postgres_server: PostgresServer, 
             postgres_server.start()
         assert raised.value.exit_code == 1
         assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 0}
+
+
+@pytest.mark.postgres
+def test_worker_waits_for_a_database_that_may_come(
+    postgres_server: PostgresServer,
+    postgres_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """But not for one that will never be: there it ends at once."""
+    monkeypatch.setattr(Storage, "patience_seconds", 0.3)
+    stop = threading.Event()
+    nobody = postgres_server.url("postgres", user="nobody")
+    for url, message in ((nobody, "refuses this user"), (postgres_url + "_", "no such database")):
+        with pytest.raises(StorageError, match=message):
+            open_storage(url, stop=stop)
+    assert caplog.messages == []
+    away = [
+        postgres_url.replace("127.0.0.1", "no-such-host.invalid"),
+        f"{postgres_url}?options=-c%20default_transaction_read_only%3Don",
+    ]
+    for url in away:
+        with pytest.raises(OutageError) as raised:
+            open_storage(url, stop=stop)
+        assert raised.value.exit_code == 1
+    assert [message.partition(",")[0] for message in caplog.messages] == ["Waiting for the database"] * 2
+    with postgres_server.connect("postgres") as server:
+        server.execute(f"ALTER DATABASE {postgres_url.rpartition('/')[2]} ALLOW_CONNECTIONS false")
+    stop.set()
+    with pytest.raises(StoppedError, match="told to stop while the database is away"):
+        open_storage(postgres_url, stop=stop)
+
+
+@pytest.mark.postgres
+def test_a_failover_is_an_outage(postgres_server: PostgresServer, postgres_url: str) -> None:
+    """The server that had the connection takes no writes any more; another one does."""
+    name = postgres_url.rpartition("/")[2]
+    with open_storage(postgres_url) as storage, postgres_server.connect("postgres") as server:
+        storage.put_compat("key", {"a": 1})
+        server.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+        storage.close()
+        with pytest.raises(OutageError, match="read-only transaction"):
+            storage.attempt(lambda: type(storage).put_compat.__wrapped__(storage, "b", {}))  # type: ignore[attr-defined]
+        server.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        assert storage.put_compat("b", {"b": 2}) == {"b": 2}, "on a new connection"
 
 
 def test_unknown_error_is_passed_on_without_the_password() -> None:

@@ -96,7 +96,7 @@ def test_end_of_the_job(tmp_path: Path) -> None:
     before = stored(tmp_path)
     refused = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--until", "+600"))
     assert "Out of time: 0 of 1 trials done. To go on: hpo run tiny.yaml --until +600\n" in refused.out
-    assert "No further trial begins: it may take 1800 s to its next evaluation" in refused.err
+    assert "No further trial begins: it may take 1125 s to its next evaluation" in refused.err
     after = stored(tmp_path)
     assert (after.slots, after.trials) == (before.slots, before.trials)
     assert list(tmp_path.glob("runs/tiny/checkpoints-*/trial-00000/step-*")) == [checkpoint]

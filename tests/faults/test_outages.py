@@ -6,6 +6,7 @@ Workers are told that they are on machines of their own, so that only the databa
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -27,9 +28,11 @@ from worker_process import finish, note, notes, result, start_process, study, wa
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import LeaseLostError
-from hpo.study.connection import BoundedConnection
+from hpo.study import connection
+from hpo.study.connection import IDLE_SECONDS, BoundedConnection
 from hpo.study.deaths import last_saved_step
 from hpo.study.outbox import OUTBOX, Outbox
+from hpo.study.stopping import Stop
 from hpo.study.storage import open_storage
 from hpo.study.worker import run_worker, trial_runner
 
@@ -40,6 +43,8 @@ STEPS, EVALUATED = 100, list(range(20, 101, 20))
 
 class Train:
     """Stands in for an Executor: a step takes `step_seconds`, each evaluation is checkpointed."""
+
+    checkpoint_seconds = 0.0
 
     def __init__(self, config: StudyConfig, folder: Path, step_seconds: float) -> None:
         self.study = config
@@ -91,15 +96,22 @@ def work(
     """Be a worker on a machine of its own until the study is done."""
     socket.gethostname = lambda: machine
     BoundedConnection.answer_seconds = min(lease_seconds / 2, BoundedConnection.answer_seconds)
+    # The locks of a worker that is stopped in the middle of a transaction.
+    connection._SESSION = connection._SESSION.replace(f"'{IDLE_SECONDS:.0f}s'", "'5s'")
     Outbox.wait_seconds = 1.0
-    with open_storage(url) as storage:
+    stop = Stop()
+    with open_storage(url, stop=stop) as storage:
         storage.lease_seconds = lease_seconds
         executor: Any = Train(config, folder, step_seconds)
-        run_worker(config, storage, trial_runner(executor, storage, storage.stop), poll_seconds=0.2)
+        run_worker(config, storage, trial_runner(executor, storage, stop), stop=stop, poll_seconds=0.2)
 
 
 def log_of(folder: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in notes(folder / "log") if line["event"] == event]
+
+
+def lines_of(outbox: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in outbox.read_text().splitlines() if line]
 
 
 def check_whole(url: str, config: StudyConfig, folder: Path) -> None:
@@ -127,8 +139,8 @@ def check_nobody_was_robbed(folder: Path, config: StudyConfig) -> None:
 def url(postgres_server: PostgresServer, postgres_url: str) -> str:
     """A database that loses nothing that was committed when its server crashes."""
     name = postgres_url.rpartition("/")[2]
-    with postgres_server.connect("postgres") as connection:
-        connection.execute(f"ALTER DATABASE {name} SET synchronous_commit = on")
+    with postgres_server.connect("postgres") as server:
+        server.execute(f"ALTER DATABASE {name} SET synchronous_commit = on")
     return postgres_url
 
 
@@ -141,15 +153,21 @@ def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
 def start_workers(url: str, config: StudyConfig, folder: Path, *args: float, count: int = 3) -> list[Any]:
     with open_storage(url) as storage:
         storage.create_or_resume_study(config)
-    before = len(log_of(folder, "started"))
     machines = [f"node-{number}" for number in range(count)]
     workers = [start_process(work, url, config, folder, machine, *args) for machine in machines]
-    wait_for(lambda: len(log_of(folder, "started")) == before + count)  # who starts without a database fails
+    pids = {worker.pid for worker in workers}
+    wait_for(lambda: pids <= {line["pid"] for line in log_of(folder, "started")})
     return workers
 
 
 def steps_made(folder: Path) -> int:
     return len(log_of(folder, "step"))
+
+
+def wait_for_start(folder: Path) -> None:
+    """Wait for the next trial that begins."""
+    before = len(log_of(folder, "started"))
+    wait_for(lambda: len(log_of(folder, "started")) > before)
 
 
 def wait_for_steps(folder: Path, more: int) -> None:
@@ -169,10 +187,10 @@ def test_postgres_stopped_three_times(
     lease_seconds: float,
     step_seconds: float,
 ) -> None:
-    config = study(9)
+    config = study(15)
     workers = start_workers(url, config, tmp_path, lease_seconds, step_seconds)
     for _ in range(3):
-        wait_for_steps(tmp_path, 50)
+        wait_for_start(tmp_path)  # so that there is something to train while the server is away
         postgres_server.stop(immediate=True)
         before = steps_made(tmp_path)
         try:
@@ -244,13 +262,16 @@ def test_killed_in_an_outage(postgres_server: PostgresServer, url: str, tmp_path
     wait_for_steps(tmp_path, 30)
     postgres_server.stop(immediate=True)
     try:
-        wait_for(lambda: steps_made(tmp_path) >= 85)
+        wait_for(lambda: steps_made(tmp_path) >= 81)
         os.kill(worker.pid, signal.SIGKILL)
         worker.join()
     finally:
         postgres_server.start()
     with open_storage(url) as storage:
-        assert [row.step for row in storage.read_study("tiny").trials[0].evaluations] == [20]
+        stored = [row.step for row in storage.read_study("tiny").trials[0].evaluations]
+    waiting = [line["row"]["step"] for line in lines_of(tmp_path / "trial-00000" / OUTBOX)]
+    assert 80 not in stored
+    assert sorted({*stored, *waiting}) == [20, 40, 60, 80]
     finish(*start_workers(url, config, tmp_path, 2.0, count=1))
     assert [line["step"] for line in log_of(tmp_path, "started")] == [0, 80]
     check_whole(url, config, tmp_path)

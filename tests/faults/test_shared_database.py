@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+from postgres import PostgresServer
 from serving_process import be_worker
 from worker_process import finish, notes, start_process, study, wait_for
 
@@ -77,3 +79,39 @@ def test_of_six_workers_in_one_study_three_go_to_another_of_equal_priority(
         (tmp_path / "open").touch()
         finish(*workers)
         assert [study.trials["done"] for study in list_studies(storage)] == [20, 20]
+
+
+def said(folder: Path, what: str) -> int:
+    """How often the workers said it."""
+    return sum(line["said"].startswith(what) for line in notes(folder / "said"))
+
+
+@pytest.mark.postgres
+def test_postgres_crashes_while_workers_without_a_name_wait_and_between_their_trials(
+    own_server: PostgresServer, tmp_path: Path
+) -> None:
+    with own_server.database() as url, open_storage(url) as storage:
+        add(storage, "begun", 3)
+        workers = [start_process(be_worker, url, tmp_path, idle_timeout=10.0) for _ in range(3)]
+        wait_for(lambda: shares(tmp_path, 0).total() == 3)
+        (tmp_path / "gate-0").touch()
+        wait_for(lambda: [(study.state, study.workers) for study in list_studies(storage)] == [("done", 0)])
+        own_server.stop(immediate=True)
+        wait_for(lambda: said(tmp_path, "The database is away") == 3)
+        own_server.start()
+        wait_for(lambda: said(tmp_path, "The database is back") == 3)
+        add(storage, "first", 6)
+        add(storage, "second", 6)
+        wait_for(lambda: shares(tmp_path, 1).total() == 3)
+        own_server.stop(immediate=True)
+        (tmp_path / "open").touch()
+        wait_for(lambda: said(tmp_path, "The database is away") >= 6)
+        own_server.start()
+        finish(*workers)
+        ended = notes(tmp_path / "ended")
+        assert [(line["ended"], line["left_out"]) for line in ended] == [("idle", {})] * 3
+        for name, n_trials in (("begun", 3), ("first", 6), ("second", 6)):
+            record = storage.read_study(name)
+            assert record.slots == {"open": 0, "running": 0, "done": n_trials}
+            assert [trial.outcome for trial in record.trials] == ["complete"] * n_trials
+    assert sorted(Counter(line["trial"] for line in notes(tmp_path / "log")).values()) == [1] * 15

@@ -11,7 +11,7 @@ from slurm import SlurmCluster
 from tiny import write_study
 
 from hpo.cluster.jobs import read_jobs
-from hpo.cluster.slurm import cancel_jobs
+from hpo.cluster.slurm import cancel_jobs, number_of
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
 
@@ -32,7 +32,7 @@ def submit(folder: Path, url: str, *options: str, seconds: float = 12) -> str:
     )
     submitted = hpo_command(folder, "submit", "tiny.yaml", "--slurm", "--storage", url, "--json", *options)
     job: str = ok(submitted).json["job"]
-    return job.removeprefix("slurm:")
+    return number_of(job)
 
 
 def read(url: str) -> StudyRecord:
@@ -53,7 +53,7 @@ def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
     assert (trial.number, trial.outcome) == (0, "complete")
     assert 0 < trial.telemetry["resumed_from_step"] <= trial.telemetry["num_steps"]
     assert len(trial.evaluations) == 4
-    assert {worker.job for worker in record.workers} >= {f"slurm:{job}_0"}
+    assert {worker.job for worker in record.workers} >= {f"slurm:hpo:{job}_0"}
 
 
 def preempt(slurm: SlurmCluster, job: str) -> None:
@@ -101,7 +101,7 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     job = submit(tmp_path, postgres_url)
     slurm.wait(lambda: has_checkpoint(tmp_path))
     with open_storage(postgres_url) as storage:
-        assert cancel_jobs([found.id for found in read_jobs(storage, "tiny")]) == [f"slurm:{job}"]
+        assert cancel_jobs([found.id for found in read_jobs(storage, "tiny")], "tiny") == [f"slurm:hpo:{job}"]
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
     record = read(postgres_url)
     assert record.slots == {"open": 1, "running": 0, "done": 0}

@@ -10,12 +10,14 @@ import pytest
 import sqlalchemy as sa
 from worker_process import evaluate, lease_of, study, wait_for
 
-from hpo.errors import LeaseLostError, OutageError
+from hpo.errors import LeaseLostError, OutageError, StoppedError
+from hpo.outcome import Outcome
 from hpo.study.leases import WorkerLease
 from hpo.study.outbox import OUTBOX, Outbox, Report
 from hpo.study.schema import slots
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
+from hpo.trial.telemetry import TrialResult
 
 
 class Database:
@@ -24,11 +26,13 @@ class Database:
     def __init__(self, storage: Storage, trial: optuna.trial.Trial, folder: Path) -> None:
         self.storage, self.trial, self.folder = storage, trial, folder
         self.answers = True
+        self.num_asked = 0
         self.is_silent = threading.Event()
         self._report = storage.report_evaluation
         storage.report_evaluation = self._report_evaluation  # type: ignore[method-assign]
 
     def _report_evaluation(self, *args: Any, **kwargs: Any) -> bool:
+        self.num_asked += 1
         while self.is_silent.is_set():
             self.storage.stop.wait(0.01)
         if not self.answers:
@@ -46,6 +50,10 @@ class Database:
         return [row.step for row in self.storage.read_study("tiny").trials[0].evaluations]
 
 
+def report(index: int, value: float = 0.5, **changes: Any) -> Report:
+    return Report(index, value, EvaluationRow(10 * index, 1.0, 1.0, {"score": value}), **changes)
+
+
 @pytest.fixture
 def database(sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     monkeypatch.setattr(Outbox, "retry_seconds", 0.01)
@@ -55,10 +63,6 @@ def database(sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         opened.pruner = optuna.pruners.ThresholdPruner(lower=0.3)
         with WorkerLease(storage, opened, max_retries=0) as worker:
             yield Database(storage, worker.open_trial(worker.claim()), tmp_path / "trial")
-
-
-def report(index: int, value: float = 0.5, **changes: Any) -> Report:
-    return Report(index, value, EvaluationRow(10 * index, 1.0, 1.0, {"score": value}), **changes)
 
 
 def test_evaluations_of_an_outage_are_written_once_in_order_and_pruned_late(database: Database) -> None:
@@ -107,6 +111,84 @@ def test_who_goes_on_writes_what_is_missing_up_to_its_checkpoint(database: Datab
         outbox.flush()
     assert database.stored() == [10, 20, 30, 40]
     assert database.trial.study.trials[0].intermediate_values[2] == 0.4
+    assert not (database.folder / OUTBOX).exists()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"\xff\xfe",
+        b"[]",
+        b"3",
+        b'{"index": 2}',
+        report(2).dump().replace('"step": 20', '"step": "x"').encode(),
+        report(2).dump().replace('{"score": 0.5}', "[]").encode(),
+        b'{"ended": {"outcome": "unheard-of"}}',
+    ],
+)
+def test_damaged_line_is_left_out(
+    database: Database, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [report(1).dump().encode(), damaged, report(3).dump().encode()]
+    database.folder.mkdir()
+    (database.folder / OUTBOX).write_bytes(b"\n".join(lines))
+    with database.outbox(saved_step=30) as outbox:
+        assert caplog.messages == [f"A line of {database.folder / OUTBOX} is damaged and left out."]
+        assert outbox.ended is None
+        outbox.flush()
+    assert database.stored() == [10, 30]
+
+
+def test_it_asks_no_more_often_when_told_to_stop(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "retry_seconds", 3600.0)
+    database.answers = False
+    database.storage.stop.set()
+    with database.outbox() as outbox:
+        outbox.put(report(1))
+        outbox.put(report(2))
+        assert not outbox.flush()
+    outbox._thread.join(60)
+    assert not outbox._thread.is_alive(), "leaving wakes it"
+    assert database.num_asked == 1
+
+
+def test_outcome_waits_for_who_goes_on(database: Database) -> None:
+    ended = TrialResult(Outcome.PRUNED, "why", None, {"peak_memory_bytes": 3}, {"device": {"shared": True}})
+    database.answers = False
+    with database.outbox() as outbox:
+        outbox.put(report(1))
+        database.storage.stop.set()
+        with pytest.raises(StoppedError, match="what the trial made waits for it"):
+            outbox.finish(ended)
+    outbox._thread.join(60)
+    database.answers = True
+    database.storage.stop.clear()
+    with database.outbox(saved_step=0) as outbox:
+        assert outbox.ended == ended
+        outbox.finish(outbox.ended)
+        assert database.stored() == [10], "also what came after its last checkpoint"
+        assert database.outbox().ended == ended, "until it is recorded"
+        outbox.remove()
+    assert not (database.folder / OUTBOX).exists()
+
+
+def test_a_trial_that_was_trained_further_has_not_ended(database: Database) -> None:
+    database.answers = False
+    database.storage.patience_seconds = 0.0
+    with database.outbox() as outbox:
+        outbox.put(report(2))
+        with pytest.raises(OutageError):
+            outbox.finish(TrialResult(Outcome.OOM))
+    with database.outbox() as outbox:
+        outbox.put(report(1))
+        outbox.put(report(2))
+    assert database.outbox().ended is None
+
+
+def test_trial_that_goes_on_has_no_outcome(database: Database) -> None:
+    with database.outbox() as outbox:
+        outbox.put(report(1))
+        outbox.finish(TrialResult(Outcome.PREEMPTED))
     assert not (database.folder / OUTBOX).exists()
 
 

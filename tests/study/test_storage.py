@@ -12,6 +12,7 @@ from worker_process import change_worker, evaluate, result, study
 
 from hpo.config.search_space import suggest
 from hpo.errors import LeaseLostError, StorageError, StudyChangedError
+from hpo.study import trial_rows
 from hpo.study.leases import WorkerLease
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import EvaluationRow
@@ -299,8 +300,8 @@ def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(
     again, untouched = storage.read_study("tiny").trials
     assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 1.0), (80, 4.0)]
     assert [row.step for row in untouched.evaluations] == [40, 80, 120]
-    # Optuna cannot forget a value; the trial overtakes those.
-    assert opened.trials[0].intermediate_values == {1: 0.5, 2: 0.5, 3: 0.5}
+    # Optuna keeps what comes later; the trial overtakes it.
+    assert opened.trials[0].intermediate_values == {1: 0.5, 2: 0.7, 3: 0.5}
 
 
 def test_pruner_is_asked(storage: Storage) -> None:
@@ -310,6 +311,24 @@ def test_pruner_is_asked(storage: Storage) -> None:
         trial = worker.open_trial(worker.claim())
         assert evaluate(storage, trial, 1, 0.4) is False
         assert evaluate(storage, trial, 2, 0.2) is True
+
+
+def test_evaluation_and_what_optuna_knows_of_it_are_stored_together(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = storage.create_or_resume_study(study(1))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())
+        with monkeypatch.context() as patched:
+            patched.setattr(trial_rows, "write_intermediate_value", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                evaluate(storage, trial)
+        assert storage.read_study("tiny").trials[0].evaluations == []
+        for value in (0.4, 0.6):  # a trial that goes on from before comes to the same step again
+            evaluate(storage, trial, value=value)
+        assert trial.study.trials[0].intermediate_values == {1: 0.6}
+    with open_storage(storage.url) as other:
+        assert other.load_study("tiny").trials[0].intermediate_values == {1: 0.6}
 
 
 def test_several_objectives(storage: Storage) -> None:

@@ -9,12 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 import worker_process
-from worker_process import store_seconds, study
+from postgres import PostgresServer
+from worker_process import store_seconds, study, wait_for
 
 from hpo.errors import InputError, RunError
 from hpo.study import supervisor
@@ -213,3 +215,78 @@ def test_workers_run_on_their_cores(
     storage.create_or_resume_study(study(2))
     run_workers(study(2), storage, tmp_path, [WorkerPlace(1, cores=frozenset([core]))])
     assert json.loads(log_of(tmp_path).read_text().splitlines()[-1]) == [core]
+
+
+@pytest.mark.parametrize("given", [None, "@file"])
+def test_storage_reaches_a_worker_as_it_was_given(
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None], given: str | None
+) -> None:
+    use_command("-c", "import os; print(os.environ['HPO_STORAGE'])")
+    storage.create_or_resume_study(study(2))
+    run_workers(study(2), storage, tmp_path, TWO, storage_as_given=given)
+    assert log_of(tmp_path).read_text().splitlines()[-1] == (given or storage.url)
+
+
+@pytest.mark.postgres
+def test_a_supervisor_waits_for_no_database(
+    own_server: PostgresServer,
+    tmp_path: Path,
+    use_command: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A worker that dies is started again when its death is recorded; told to stop, all may leave."""
+    use_command(
+        "-c",
+        "import os, pathlib, sys, threading, time\nprint('runs', flush=True)\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "def die():\n"
+        "    while not (folder / 'die').exists(): time.sleep(0.01)\n"
+        "    (folder / 'die').unlink(); os.kill(os.getpid(), 9)\n"
+        "if not list(folder.glob('first')):\n"
+        "    (folder / 'first').touch(); threading.Thread(target=die, daemon=True).start()\n"
+        "sys.stdin.read(); print('told to leave'); raise SystemExit(130)",
+    )
+
+    def runs(count: int) -> bool:
+        logs = [log_of(tmp_path, number) for number in range(2)]
+        return sum(log.read_text().count("runs") for log in logs if log.exists()) == count
+
+    def said(what: str, count: int) -> bool:
+        return sum(record.message.startswith(what) for record in caplog.records) == count
+
+    stop = Stop()
+    with own_server.database() as url, open_storage(url) as storage, ThreadPoolExecutor(1) as thread:
+        storage.create_or_resume_study(study(2))
+        try:
+            ended = thread.submit(run_workers, study(2), storage, tmp_path, TWO, stop=stop, max_restarts=5)
+            wait_for(lambda: runs(2))
+            own_server.stop(immediate=True)
+            (tmp_path / "die").touch()
+            wait_for(lambda: said("The database is away", 1))
+            assert said("Worker", 0)
+            own_server.start()
+            wait_for(lambda: runs(3))
+            assert said("Worker", 1)
+            own_server.stop(immediate=True)
+        finally:
+            stop.set()
+        assert ended.result(60).ended == "stopped"
+        own_server.start()
+    logs = [log_of(tmp_path, number).read_text() for number in range(2)]
+    assert [log.splitlines()[-1] for log in logs] == ["told to leave"] * 2
+
+
+def test_workers_may_checkpoint_when_their_supervisor_fails(
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        wait_for(lambda: all(log_of(tmp_path, number).read_text().count("runs") for number in range(2)))
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(supervisor, "_supervise", fail)
+    use_command("-c", "import sys; print('runs', flush=True); sys.stdin.read(); print('told to leave')")
+    storage.create_or_resume_study(study(2))
+    with pytest.raises(OSError, match="no more processes"):
+        run_workers(study(2), storage, tmp_path, TWO)
+    logs = [log_of(tmp_path, number).read_text() for number in range(2)]
+    assert [log.splitlines()[-1] for log in logs] == ["told to leave"] * 2

@@ -30,6 +30,8 @@ def stop_with(seconds_left: float) -> Stop:
         ([], HOUR / 2 - 30),  # nothing is known
         ([(40.0,)], 80),
         ([(40.0, 70.0, 160.0), (30.0, 60.0)], 180),
+        ([(20 * 60.0,)], HOUR / 2 - 30),  # less than twice as long
+        ([(35 * 60.0,)], 1.25 * 35 * 60),  # more than half of the job
     ],
 )
 def test_seconds_to_the_next_evaluation(
@@ -82,6 +84,17 @@ def test_no_trial_begins_that_cannot_reach_its_evaluation(
     assert not stop.asks_for_requeue, "the next job would have no more time"
     said = "it may take 80 s to its next evaluation, and this worker has 70 s"
     assert said in caplog.text
+
+
+def test_a_study_whose_evaluations_lie_more_than_half_a_job_apart_goes_on(storage: Storage) -> None:
+    config = study(1)
+    storage.create_or_resume_study(config)
+    store_seconds(storage, (35 * 60.0,))
+    time_left = TimeLeft(storage, "tiny", Stop(time.time() + HOUR))
+    summary = run_worker(
+        config, storage, lambda *_: result("complete"), stint=Stint(has_time=time_left.suffices)
+    )
+    assert (summary.ended, summary.outcomes) == ("finished", {"complete": 1})
 
 
 def test_a_worker_whose_job_ends_asks_for_another(storage: Storage) -> None:

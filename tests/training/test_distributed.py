@@ -187,7 +187,7 @@ def test_a_rank_is_lost_when_nothing_of_it_moves(monkeypatch: pytest.MonkeyPatch
         (lambda n: f"{n} {7 + n // 20} 0 30.0", True, None),  # is behind, and catches up
         (lambda n: f"{n} 7 0 0.0", True, None),  # talks to the database
         (lambda n: f"{n} 7 0 30.0", False, None),  # nobody waits for it
-        (lambda n: "1 7 0 30.0", False, 17),  # is silent
+        (lambda _: "1 7 0 30.0", False, 17),  # is silent
         (lambda n: "ended" if n == 5 else f"{n} 7 0 0.0", False, 5),
     ]
     for sign, is_waited_for, lost_after in cases:
