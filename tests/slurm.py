@@ -106,6 +106,17 @@ class SlurmCluster:
     def start_node(self, node: str) -> None:
         self._start(node, "slurmd", "-D", "-N", node, "-f", str(self.config))
 
+    def start_missing_nodes(self) -> None:
+        for node in NODES:
+            if node not in self._processes:
+                self.start_node(node)
+
+    def kill_slurmd(self, node: str) -> None:
+        """End the node for Slurm alone: what runs on it goes on, and nobody tells of its end."""
+        slurmd = self._processes.pop(node)
+        slurmd.kill()
+        slurmd.wait()
+
     def kill_node(self, node: str) -> None:
         """End a node at once, with all that runs on it: `slurmd`, the shepherds of its jobs, the jobs."""
         jobs = [
@@ -113,13 +124,12 @@ class SlurmCluster:
             for process in Path("/proc").iterdir()
             if process.name.isdigit() and self._is_in_job_on(node, process)
         ]
-        shepherds = {_parent(job) for job in jobs} - {int(job.name) for job in jobs}
-        slurmd = self._processes.pop(node)
+        shepherds = {_parent(job) for job in jobs} - {int(job.name) for job in jobs} - {None}
+        self.kill_slurmd(node)
         # The shepherds before the jobs, whose end they would report.
-        for pid in (slurmd.pid, *shepherds, *(int(job.name) for job in jobs)):
+        for pid in (*shepherds, *(int(job.name) for job in jobs)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        slurmd.wait()
 
     def _is_in_job_on(self, node: str, process: Path) -> bool:
         try:
@@ -192,5 +202,9 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _parent(process: Path) -> int:
-    return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+def _parent(process: Path) -> int | None:
+    """Its parent's id; None: it has ended meanwhile."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None

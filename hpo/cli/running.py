@@ -1,4 +1,4 @@
-"""The commands that train: `run`, `worker`, `init` and `train`."""
+"""The commands that train with a study file: `run`, `init` and `train`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import os
 import shlex
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,28 +22,23 @@ from hpo.cli.options import (
     StorageOption,
     StudyArgument,
     TimeoutOption,
-    TrustOption,
     UntilOption,
     WorkersOption,
     WorkersPerDeviceOption,
     app,
     load_to_run,
-    load_to_work,
     print_json,
     progress_shown,
     stop_signals,
 )
-from hpo.errors import InputError, RunError, StoppedError
+from hpo.errors import InputError, RunError
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
     import threading
 
     from hpo.study.run import OpenStudy
-    from hpo.study.serving import ServingOptions
-    from hpo.study.stopping import Stop
     from hpo.study.study_record import StudyRecord
-    from hpo.study.supervisor import WorkerPlace
     from hpo.study.worker import RunSummary
     from hpo.training.distributed import Ranks
     from hpo.trial.telemetry import ScoredEvaluation
@@ -71,7 +64,7 @@ def run(
     from hpo.study.study_record import complete_trials
 
     end = end_of_job(until)
-    _check_one_of(workers, workers_per_device)
+    check_one_of(workers, workers_per_device)
     config = load_to_run(study, n_trials=n_trials, timeout=timeout)
     if "TORCHELASTIC_RUN_ID" in os.environ and (workers or workers_per_device):
         raise InputError(
@@ -82,7 +75,7 @@ def run(
     with (
         progress_shown(quiet=as_json),
         stop_signals(end) as stop,
-        _ranks(stop) as ranks,
+        ranks_of_torchrun(stop) as ranks,
         open_study(
             config,
             storage_url(storage),
@@ -92,8 +85,14 @@ def run(
             ranks=ranks,
         ) as opened,
     ):
-        with _shown(opened, stop, quiet=as_json):
-            summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
+        with shown(opened, stop, quiet=as_json):
+            summary = run_study(
+                opened,
+                places,
+                stop=stop,
+                max_restarts=max_restarts,
+                storage_as_given=file_given(storage),
+            )
         record = opened.storage.read_study(config.name)
     if as_json:
         print_json(study_status(record) | {"ended": summary.ended, "left_out": opened.left_out})
@@ -102,145 +101,10 @@ def run(
 
         print_summary(record)
         if summary.ended != "finished":
-            _say_how_to_go_on(record, summary)
+            say_how_to_go_on(record, summary)
     if summary.ended == "finished" and not complete_trials(record):
         raise RunError(_why_nothing_came_out(record))
     raise typer.Exit(summary.exit_code)
-
-
-@app.command()
-def worker(
-    study: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[STUDY]",
-            help="A name in the database, or a YAML file. Without it, every open study of the database.",
-            show_default=False,
-        ),
-    ] = None,
-    storage: StorageOption = None,
-    workers: WorkersOption = None,
-    workers_per_device: WorkersPerDeviceOption = None,
-    max_restarts: MaxRestartsOption = MAX_RESTARTS,
-    timeout: TimeoutOption = None,
-    until: UntilOption = None,
-    idle_timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="SECONDS",
-            help="Without STUDY: how long to wait for a study with trials before leaving.",
-            show_default="0",
-        ),
-    ] = None,
-    trust_remote_code: TrustOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
-    from hpo.cluster.slurm import requeue_this_job
-    from hpo.study.database import storage_url
-    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
-    from hpo.study.stopping import end_of_job
-
-    url, end = storage_url(storage), end_of_job(until)
-    _check_one_of(workers, workers_per_device)
-    if study is None:
-        from hpo.study.serving import ServingOptions
-
-        options = ServingOptions(idle_timeout or 0.0, timeout, trust_remote_code)
-        places = plan_workers(None, workers or 1, workers_per_device)
-        if places:
-            _serve_with_workers(url, options, end, places, max_restarts, as_json)
-        _serve(url, options, end, as_json)
-    if idle_timeout is not None:
-        raise InputError(
-            "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
-        )
-    with progress_shown(quiet=as_json), stop_signals(end) as stop, _requeued_if_stopped(stop):
-        config, trusted = load_to_work(study, url, stop, timeout=timeout)
-        places = plan_workers(config, workers or 1, workers_per_device)
-        trials_run: TrialsRun = "in workers" if places else "in this process"
-        with (
-            _ranks(stop) as ranks,
-            open_study(
-                config,
-                url,
-                RUNS,
-                resize=False,
-                trials_run=trials_run,
-                trust_remote_code=trusted or trust_remote_code,
-                ranks=ranks,
-                stop=stop,
-            ) as opened,
-            _shown(opened, stop, quiet=as_json, own=not places),
-        ):
-            summary = run_study(opened, places, stop=stop, max_restarts=max_restarts)
-            record = opened.storage.read_study(config.name)
-    requeue_this_job(summary.ended, stop)
-    if as_json:
-        found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
-        print_json(found | {"left_out": opened.left_out})
-    elif summary.ended in ("elsewhere", "halted"):
-        _say_how_to_go_on(record, summary)
-    if summary.outcomes and summary.outcomes.keys() == {Outcome.FAILED}:
-        raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
-    raise typer.Exit(summary.exit_code)
-
-
-def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) -> NoReturn:
-    """Be a worker of all studies of a database, and end the command."""
-    from hpo.cluster.slurm import requeue_this_job
-    from hpo.device import probe_device
-    from hpo.study.serving import serve
-
-    options = replace(options, device=probe_device("auto").device_id)
-    with progress_shown(quiet=as_json), stop_signals(end) as stop, _ranks(stop) as ranks:
-        options = replace(options, ranks=ranks)
-        served = serve(
-            url, RUNS, options, stop=stop, shown=partial(_shown, stop=stop, quiet=as_json, own=True)
-        )
-    requeue_this_job(served.ended, stop)
-    if as_json:
-        print_json({"ended": served.ended, "outcomes": served.outcomes, "left_out": served.left_out})
-    else:
-        counts = (f"{name} {sum(outcomes.values())}" for name, outcomes in served.outcomes.items())
-        why = {"idle": "Nothing is left to do here", "stopped": "Stopped", "timeout": "Out of time"}
-        typer.echo(f"{why[served.ended]}. Trials of this worker: {', '.join(counts) or 'none'}.")
-    ends = {outcome for outcomes in served.outcomes.values() for outcome in outcomes}
-    if ends == {Outcome.FAILED}:
-        raise RunError("every trial that this worker ran failed.")
-    raise typer.Exit(served.exit_code)
-
-
-def _serve_with_workers(
-    url: str,
-    options: ServingOptions,
-    end: float | None,
-    places: Sequence[WorkerPlace],
-    max_restarts: int,
-    as_json: bool,
-) -> NoReturn:
-    """Run workers of all studies of a database in processes of their own, and end the command."""
-    from hpo.cluster.slurm import requeue_this_job
-    from hpo.study.storage import open_storage
-    from hpo.study.supervisor import serve_with_workers
-
-    given = ["--idle-timeout", str(options.idle_timeout)]
-    given += ["--timeout", str(options.timeout)] if options.timeout is not None else []
-    given += ["--trust-remote-code"] if options.trust_remote_code else []
-    with (
-        progress_shown(quiet=as_json),
-        stop_signals(end) as stop,
-        _requeued_if_stopped(stop),
-        open_storage(url, create=False, stop=stop) as storage,
-    ):
-        ended = serve_with_workers(storage, RUNS, places, given, stop=stop, max_restarts=max_restarts)
-    requeue_this_job(ended, stop)
-    if as_json:
-        print_json({"ended": ended})
-    else:
-        typer.echo("Stopped." if ended == "stopped" else "Nothing is left to do here.")
-    raise typer.Exit(130 if ended == "stopped" else 0)
 
 
 @app.command()
@@ -297,7 +161,7 @@ def train(
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
-    with progress_shown(quiet=as_json), stop_signals() as stop, _ranks(stop) as ranks:
+    with progress_shown(quiet=as_json), stop_signals() as stop, ranks_of_torchrun(stop) as ranks:
         executor = Executor(config, probe_device(config.device), RUNS)
         executor.ranks = ranks or executor.ranks
         result = executor.run(params, None, uuid.uuid4().hex, show, stop.is_set)
@@ -317,19 +181,14 @@ def train(
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
 
 
-@contextmanager
-def _requeued_if_stopped(stop: Stop) -> Iterator[None]:
-    """Have this job run again where it was told to stop while the database was away."""
-    from hpo.cluster.slurm import requeue_this_job
+def file_given(storage: str | None) -> str | None:
+    """`@FILE`, where the user named the database so: worker processes get no more than that."""
+    from hpo.study.database import URL_FROM_FILE
 
-    try:
-        yield
-    except StoppedError:
-        requeue_this_job("stopped", stop)
-        raise
+    return storage if storage and storage.startswith(URL_FROM_FILE) else None
 
 
-def _check_one_of(workers: int | None, per_device: int | None) -> None:
+def check_one_of(workers: int | None, per_device: int | None) -> None:
     if workers is not None and per_device is not None:
         raise InputError(
             f"--workers {workers} counts all processes of this machine and --workers-per-device "
@@ -338,7 +197,7 @@ def _check_one_of(workers: int | None, per_device: int | None) -> None:
 
 
 @contextmanager
-def _ranks(stop: threading.Event) -> Iterator[Ranks | None]:
+def ranks_of_torchrun(stop: threading.Event) -> Iterator[Ranks | None]:
     """The processes of torchrun, which train each trial together; None: it did not start this one.
 
     The first of them runs the block. The others follow it until it leaves, and end their command then.
@@ -358,7 +217,7 @@ def _ranks(stop: threading.Event) -> Iterator[Ranks | None]:
 
 
 @contextmanager
-def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = False) -> Iterator[None]:
+def shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = False) -> Iterator[None]:
     """Say which study is run and what of it is not, and show its progress during the block.
 
     `own`: of the trials of this process alone, and less often, as there may be a hundred such workers.
@@ -388,7 +247,7 @@ def _shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool =
         yield
 
 
-def _say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
+def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     """Say why a run ended before its study, and by which command, as it was given, it goes on."""
     from hpo.study.database import redact
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpo.cli.options import RUNS, JsonOption, StorageOption, StoredStudyArgument, app, print_json
-from hpo.errors import InputError, RunError
+from hpo.errors import HpoError, InputError, RunError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,11 +184,17 @@ def _halt(
     with open_storage(storage_url(storage), create=False) as database:
         before = set_state(database, study, state)
         own = [job.id for job in read_jobs(database, study)] if end_jobs else []
-        cancelled = cancel_jobs(own, study)
+        cancelled, failure = [], None
+        try:
+            cancelled = cancel_jobs(own, study)
+        except HpoError as error:  # no Slurm here, say: what concerns the study comes first
+            failure = error
         if wait:
             _wait(database, study, state, timeout)
         ended = end_unfinished(database, study) if state == "cancelled" else 0
         slots = database.slot_counts(study)
+    if failure is not None:
+        raise type(failure)(f"The study `{study}` is {state}, but its jobs are not ended: {failure}")
     if as_json:
         print_json(
             {

@@ -41,6 +41,8 @@ POSTGRES_IMAGE = "docker.io/library/postgres:17-bookworm"
 
 _RETRIES = 10
 _MAX_CONNECTIONS = 500
+_AWS_SECRET = "hpo-aws"
+"""Of the user: AWS's variables, for checkpoints in an artifact store."""
 _HOME, _DATA, _STUDY, _SECRETS = (
     "/home/hpo",
     "/data",
@@ -278,6 +280,7 @@ def _pod(job: KubernetesJob, command: list[str], resources: Mapping[str, Any]) -
         "command": ["hpo", *command, study],
         "workingDir": _HOME,
         "env": [{"name": name, "value": value} for name, value in environment.items()],
+        "envFrom": [{"secretRef": {"name": _AWS_SECRET, "optional": True}}],
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": _CONFINED,
         "volumeMounts": mounts,
@@ -337,7 +340,9 @@ def _database(job: KubernetesJob) -> list[Manifest]:
         ],
     }
     service = {"type": "ClusterIP", "selector": labels, "ports": [port]}
+    script = Path(__file__).with_name("database-role.sh").read_text()
     return [
+        _object("v1", "ConfigMap", DATABASE, labels, data={"role.sh": script}),
         _object("v1", "Service", DATABASE, labels, spec=service),
         _object("apps/v1", "StatefulSet", DATABASE, labels, spec=stateful_set),
         _object("networking.k8s.io/v1", "NetworkPolicy", DATABASE, labels, spec=policy),
@@ -352,8 +357,7 @@ def _database_pod(job: KubernetesJob) -> Manifest:
     # By TCP: the server that sets up a new database answers on its socket alone.
     is_ready = ["pg_isready", "--host=127.0.0.1", "--username=hpo", "--dbname=hpo"]
     environment = {
-        "POSTGRES_USER": "hpo",
-        "POSTGRES_DB": "hpo",
+        "HPO_CONNECTIONS": "hostssl",
         "POSTGRES_PASSWORD_FILE": f"{_SECRETS}/database_password",
         "PGDATA": "/var/lib/postgresql/data/pgdata",
     }
@@ -374,7 +378,11 @@ def _database_pod(job: KubernetesJob) -> Manifest:
         "readinessProbe": {"exec": {"command": is_ready}, "periodSeconds": 5, "timeoutSeconds": 5},
         "resources": {"requests": resources, "limits": {"memory": resources["memory"]}},
         "securityContext": _CONFINED,
-        "volumeMounts": [*mounts, {"name": "secrets", "mountPath": _SECRETS, "readOnly": True}],
+        "volumeMounts": [
+            *mounts,
+            {"name": "secrets", "mountPath": _SECRETS, "readOnly": True},
+            {"name": "role", "mountPath": "/docker-entrypoint-initdb.d", "readOnly": True},
+        ],
     }
     files = [_file("database_password"), _file("tls.crt"), _file("tls.key")]
     secrets = {"secretName": job.secret, "defaultMode": 0o440, "items": files}
@@ -384,6 +392,7 @@ def _database_pod(job: KubernetesJob) -> Manifest:
         "containers": [container],
         "volumes": [
             {"name": "secrets", "secret": secrets},
+            {"name": "role", "configMap": {"name": DATABASE}},
             {"name": "run", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "256Mi"}},

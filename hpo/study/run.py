@@ -249,6 +249,7 @@ def run_study(
     stop: Stop | None = None,
     stint: Stint = STAYS,
     max_restarts: int = 0,
+    storage_as_given: str | None = None,
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
@@ -259,6 +260,7 @@ def run_study(
         stop: from `stop_on_signals`.
         stint: of a worker that serves other studies too.
         max_restarts: how often the worker of a place that dies is started again within an hour.
+        storage_as_given: what the workers of `places` find the storage by (`run_workers`).
 
     Raises:
         StudyChangedError: the study had other data.
@@ -274,7 +276,14 @@ def run_study(
     if executor is None:
         trust = ["--trust-remote-code"] if study.trust_remote_code else []
         summary = run_workers(
-            config, storage, study.runs_dir, places, stop=stop, max_restarts=max_restarts, options=trust
+            config,
+            storage,
+            study.runs_dir,
+            places,
+            stop=stop,
+            max_restarts=max_restarts,
+            options=trust,
+            storage_as_given=storage_as_given,
         )
         if summary.ended != "elsewhere":
             return summary

@@ -156,8 +156,7 @@ class _Server:
 
     def _opened(self) -> Storage:
         if self._storage is None:
-            self._storage = open_storage(self._url, create=False)
-            self._storage.stop = self._stop
+            self._storage = open_storage(self._url, create=False, stop=self._stop)
         return self._storage
 
     def _first_choice(self) -> tuple[_Choice | None, bool]:
@@ -219,6 +218,7 @@ class _Server:
                     resize=False,
                     trust_remote_code=self._options.trust_remote_code,
                     ranks=self._options.ranks,
+                    stop=self._stop,
                 ) as opened,
                 shown(opened),
             ):

@@ -10,7 +10,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from command_line import Finished, hpo_command, ok
+from command_line import ROOT, Finished, hpo_command, ok
 from tiny import write_study
 
 from hpo.cluster.kubernetes import (
@@ -129,6 +129,7 @@ def test_the_url_comes_from_a_secret_as_a_file_and_nothing_else_of_it_reaches_a_
     folder = next(m["mountPath"] for m in container["volumeMounts"] if m["name"] == "secrets")
     environment = {one["name"]: one["value"] for one in container["env"]}
     assert environment["HPO_STORAGE"] == f"@{folder}/storage_url"
+    assert container["envFrom"] == [{"secretRef": {"name": "hpo-aws", "optional": True}}]
     assert all(one["kind"] != "Secret" for one in documents(FULL))
 
 
@@ -184,6 +185,10 @@ def test_the_database_keeps_its_files_and_says_when_it_is_ready() -> None:
     assert environment["PGDATA"].startswith(mounts[claim["metadata"]["name"]] + "/")
     assert environment["POSTGRES_PASSWORD_FILE"].startswith(mounts["secrets"] + "/")
     assert "POSTGRES_PASSWORD" not in environment
+    assert environment["HPO_CONNECTIONS"] == "hostssl"
+    script = of_kind(FULL, "ConfigMap", DATABASE)["data"]["role.sh"]
+    assert script == (ROOT / "hpo/cluster/database-role.sh").read_text()
+    assert mounts["role"] == "/docker-entrypoint-initdb.d"
     assert container["readinessProbe"]["exec"]["command"][0] == "pg_isready"
     assert stateful_set["serviceName"] == of_kind(FULL, "Service", DATABASE)["metadata"]["name"]
     assert "StatefulSet" not in {one["kind"] for one in documents(SMALL)}
@@ -198,7 +203,7 @@ def test_the_dashboard_is_probed_from_within() -> None:
 
 
 def test_the_study_file_goes_along_letter_by_letter() -> None:
-    study = of_kind(FULL, "ConfigMap")
+    study = of_kind(FULL, "ConfigMap", "hpo-tiny")
     assert study["data"]["study.yaml"] == STUDY_FILE
     (worker,) = of_kind(FULL, "Job")["spec"]["template"]["spec"]["containers"]
     folder = next(m["mountPath"] for m in worker["volumeMounts"] if m["name"] == "study")

@@ -9,14 +9,18 @@ import shlex
 import shutil
 import stat
 import subprocess
+import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import yaml
 from command_line import COMMANDS, ROOT
 
+from hpo.cluster.hosts import free_port
+from hpo.cluster.postgres_programs import environment, find_programs, server_user
 from hpo.study.database import parse_url
 
 DOCKER = ROOT / "docker"
@@ -103,19 +107,19 @@ def test_secrets_are_files_that_git_does_not_know() -> None:
     assert {name: secret.keys() for name, secret in COMPOSE["secrets"].items()} == {
         "database_password": {"file"},
         "storage_url": {"file"},
+        "aws_credentials": {"file"},
     }
     files = [f"docker/{secret['file']}" for secret in COMPOSE["secrets"].values()]
     ignored = subprocess.run(["git", "check-ignore", *files, "docker/.env"], cwd=ROOT, capture_output=True)
     assert ignored.stdout.decode().split() == [*files, "docker/.env"]
     assert SERVICES["database"]["environment"].keys() == {
-        "POSTGRES_USER",
-        "POSTGRES_DB",
         "POSTGRES_PASSWORD_FILE",
+        "HPO_CONNECTIONS",
     }
     assert not re.search(r"\w+://\w*:\w+@", (DOCKER / "compose.yaml").read_text())
     for name in OF_IMAGE:
         assert SERVICES[name]["environment"]["HPO_STORAGE"] == "@/run/secrets/storage_url"
-        assert SERVICES[name]["secrets"] == ["storage_url"]
+        assert SERVICES[name]["secrets"] == ["storage_url", "aws_credentials"]
 
 
 @pytest.mark.parametrize("name", OF_IMAGE)
@@ -180,7 +184,8 @@ def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:
     script = shutil.copy(DOCKER / "make-secrets", tmp_path)
     done = subprocess.run([script], capture_output=True, text=True, check=True)
     files = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
-    assert files.keys() == {"database_password", "storage_url"}
+    assert files.keys() == {"database_password", "storage_url", "aws_credentials"}
+    assert not files["aws_credentials"]
     url = parse_url(files["storage_url"])
     assert (url.username, url.host, url.database) == ("hpo", "database", "hpo")
     assert url.password == files["database_password"]
@@ -207,6 +212,62 @@ def test_no_engine_is_one_clear_message(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "build-and-run: podman, docker or buildah must be installed and work.\n"
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("kind", ["host", "hostssl"])
+def test_the_role_of_the_workers_is_no_superuser(kind: str) -> None:
+    """What the image of PostgreSQL does with the script: a server on a socket alone, then one for others."""
+    with tempfile.TemporaryDirectory(prefix="hpo-test-") as made:
+        folder = Path(made)
+        folder.chmod(0o777)
+        found = find_programs(server_user(folder), needed=("postgres", "initdb", "pg_ctl", "psql"))
+        if not found:
+            pytest.skip("PostgreSQL's programs are not installed")
+        programs, port = found[0], free_port("127.0.0.1")
+
+        def control(*arguments: object) -> None:
+            done = programs.run("pg_ctl", "-D", folder / "data", "-w", *arguments, as_server=True)
+            assert done.returncode == 0, done.stderr + (folder / "log").read_text()
+
+        def start(addresses: str) -> None:
+            options = f"-p {port} -c listen_addresses={addresses} -c unix_socket_directories={folder}"
+            control("-l", folder / "log", "-o", options, "start")
+
+        def connect(user: str) -> psycopg.Connection:
+            return psycopg.connect(host="127.0.0.1", port=port, user=user, password="secret", dbname="hpo")
+
+        programs.run(
+            "initdb", "-D", folder / "data", "-U", "postgres", "-E", "UTF8", "--no-sync", as_server=True
+        )
+        start("''")
+        variables = environment() | {"POSTGRES_USER": "postgres", "POSTGRES_PASSWORD": "secret"}
+        variables |= {"PGHOST": str(folder), "PGPORT": str(port), "PGDATA": str(folder / "data")}
+        variables |= {"HPO_CONNECTIONS": kind, "PATH": f"{programs.folder}:{os.environ['PATH']}"}
+        script = (ROOT / "hpo/cluster/database-role.sh").read_text()
+        done = subprocess.run(
+            ["bash", "-s"],
+            input=script,
+            env=variables,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            **programs.user,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        control("stop")
+        start("127.0.0.1")
+        try:
+            for user in ("postgres", "hpo") if kind == "hostssl" else ("postgres",):
+                with pytest.raises(psycopg.OperationalError, match=r"no pg_hba\.conf entry"):
+                    connect(user)
+            if kind == "host":
+                with connect("hpo") as connection:
+                    (is_superuser,) = connection.execute("SHOW is_superuser").fetchone() or ()
+                    connection.execute("CREATE TABLE mine ()")
+                assert is_superuser == "off"
+        finally:
+            control("-m", "immediate", "stop")
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ from hpo.study.worker import run_worker, trial_runner
 
 pytestmark = pytest.mark.postgres
 
+BETWEEN_TRIALS = "between-trials"
+"""While there is a file of this name, no trial begins."""
 STEPS, EVALUATED = 100, list(range(20, 101, 20))
 
 
@@ -100,10 +102,22 @@ def work(
     connection._SESSION = connection._SESSION.replace(f"'{IDLE_SECONDS:.0f}s'", "'5s'")
     Outbox.wait_seconds = 1.0
     stop = Stop()
+
+    def wait_between_trials() -> None:
+        while (folder / BETWEEN_TRIALS).exists():
+            time.sleep(0.01)
+
     with open_storage(url, stop=stop) as storage:
         storage.lease_seconds = lease_seconds
         executor: Any = Train(config, folder, step_seconds)
-        run_worker(config, storage, trial_runner(executor, storage, stop), stop=stop, poll_seconds=0.2)
+        run_worker(
+            config,
+            storage,
+            trial_runner(executor, storage, stop),
+            stop=stop,
+            after_trial=wait_between_trials,
+            poll_seconds=0.2,
+        )
 
 
 def log_of(folder: Path, event: str) -> list[dict[str, Any]]:
@@ -277,6 +291,54 @@ def test_killed_in_an_outage(postgres_server: PostgresServer, url: str, tmp_path
     check_whole(url, config, tmp_path)
 
 
+def test_killed_after_the_end_of_its_trial_in_an_outage(
+    postgres_server: PostgresServer, url: str, tmp_path: Path
+) -> None:
+    """The one that comes records the outcome, and trains nothing."""
+    config = study(1)
+    [worker] = start_workers(url, config, tmp_path, 2.0, count=1)
+    outbox = tmp_path / "trial-00000" / OUTBOX
+    wait_for_steps(tmp_path, 30)
+    postgres_server.stop(immediate=True)
+    try:
+        wait_for(lambda: outbox.exists() and '"ended"' in outbox.read_text())
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join()
+    finally:
+        postgres_server.start()
+    made = steps_made(tmp_path)
+    finish(start_process(work, url, config, tmp_path, "node-9", 2.0))
+    assert steps_made(tmp_path) == made == STEPS
+    check_whole(url, config, tmp_path)
+    check_nobody_was_robbed(tmp_path, config)
+
+
+def test_postgres_stopped_at_an_outcome_and_between_trials(
+    postgres_server: PostgresServer, url: str, tmp_path: Path
+) -> None:
+    config, between_trials = study(6), tmp_path / BETWEEN_TRIALS
+    workers = start_workers(url, config, tmp_path, 3.0)
+    postgres_server.stop(immediate=True)
+    try:
+        wait_for(lambda: len(log_of(tmp_path, "ended")) == 3)
+        between_trials.touch()
+    finally:
+        postgres_server.start()
+    with open_storage(url) as storage:
+        wait_for(lambda: storage.slot_counts("tiny")["done"] == 3)
+    postgres_server.stop(immediate=True)
+    try:
+        between_trials.unlink()
+        for worker in workers:
+            worker.join(1.0)
+        assert len(log_of(tmp_path, "started")) == 3
+    finally:
+        postgres_server.start()
+    finish(*workers)
+    check_whole(url, config, tmp_path)
+    check_nobody_was_robbed(tmp_path, config)
+
+
 def test_stopped_past_its_lease_and_continued(url: str, tmp_path: Path) -> None:
     """Another worker has ended its trial meanwhile, or has it: what it then writes is refused."""
     config = study(1)
@@ -293,6 +355,63 @@ def test_stopped_past_its_lease_and_continued(url: str, tmp_path: Path) -> None:
     assert [line["pid"] for line in log_of(tmp_path, "lost")] == [stopped.pid]
     assert [line["pid"] for line in log_of(tmp_path, "ended")] == [other.pid]
     check_whole(url, config, tmp_path)
+
+
+def test_supervisor_and_its_workers_wait(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
+    """None of them dies: not in a trial, not at its end, not between two."""
+    write_study(tmp_path, n_trials=6, training={"max_steps": 12, "batch_size": 8, "max_length": 64})
+    ok(finish_command(start_hpo(tmp_path, "init", "tiny.yaml", HPO_STORAGE=url)))
+
+    def ended_in_outage() -> int:
+        outboxes = tmp_path.glob(f"runs/tiny/checkpoints-*/*/{OUTBOX}")
+        return sum('"ended"' in outbox.read_text() for outbox in outboxes)
+
+    command = ("worker", "tiny", "--workers", "2", "--max-restarts", "0")
+    process = start_hpo(tmp_path, *command, HPO_STORAGE=url)
+    try:
+        for num_trials in (1, 3):
+            folders = "runs/tiny/checkpoints-*/trial-*"
+            wait_until(lambda: len(list(tmp_path.glob(folders))) >= num_trials, process)  # noqa: B023
+            postgres_server.stop(immediate=True)
+            try:
+                wait_until(lambda: ended_in_outage() > 0, process)
+            finally:
+                postgres_server.start()
+        ok(finish_command(process, seconds=240))
+    finally:
+        process.kill()
+    with open_storage(url) as storage:
+        record = storage.read_study("tiny")
+    assert record.slots == {"open": 0, "running": 0, "done": 6}
+    assert [trial.outcome for trial in record.trials] == ["complete"] * 6
+    logs = list(tmp_path.glob("runs/tiny/worker-*.log"))
+    assert [log.read_text().count("--- a worker starts") for log in logs] == [1, 1]
+
+
+def test_worker_that_starts_while_the_database_is_away(
+    postgres_server: PostgresServer, url: str, tmp_path: Path
+) -> None:
+    """It waits, and runs the study when the server is there; told to stop, it leaves."""
+    write_study(tmp_path, n_trials=1)
+    ok(finish_command(start_hpo(tmp_path, "init", "tiny.yaml", HPO_STORAGE=url)))
+    postgres_server.stop()
+    try:
+        refused = finish_command(start_hpo(tmp_path, "status", "tiny", HPO_STORAGE=url))
+        assert refused.exit_code == 2
+        assert "no database answers there" in refused.err
+        leaving, staying = (start_hpo(tmp_path, "worker", "tiny", HPO_STORAGE=url) for _ in range(2))
+        for process in (leaving, staying):
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith("Waiting for the database, 3600 s at most.")
+        leaving.terminate()
+        stopped = finish_command(leaving, seconds=60)
+        assert stopped.exit_code == 130
+        assert "told to stop while the database is away" in stopped.err
+    finally:
+        postgres_server.start()
+    ok(finish_command(staying))
+    with open_storage(url) as storage:
+        assert [trial.outcome for trial in storage.read_study("tiny").trials] == ["complete"]
 
 
 def test_told_to_stop_while_the_database_is_away(

@@ -56,6 +56,10 @@ def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
     assert {worker.job for worker in record.workers} >= {f"slurm:hpo:{job}_0"}
 
 
+def node_of(slurm: SlurmCluster, job: str) -> str:
+    return slurm.run(f"squeue --job={job} --noheader --format=%N").strip()
+
+
 def preempt(slurm: SlurmCluster, job: str) -> None:
     del job
     slurm.run("sbatch --partition=high --exclusive --nodes=2 --output=/dev/null --wrap", "sleep 1")
@@ -74,8 +78,7 @@ def come_to_the_time_limit(slurm: SlurmCluster, job: str) -> None:
 
 
 def kill_the_node(slurm: SlurmCluster, job: str) -> None:
-    node = slurm.run(f"squeue --job={job} --noheader --format=%N").strip()
-    slurm.kill_node(node)
+    slurm.kill_node(node_of(slurm, job))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,33 @@ def test_a_job_that_is_requeued(
     slurm.wait(lambda: has_checkpoint(tmp_path))
     befall(slurm, job)
     slurm.wait(lambda: slurm.states(job) != {f"{job}_0": "RUNNING"})
+    slurm.start_missing_nodes()
     check_went_on(slurm, postgres_url, job)
+
+
+def test_a_job_that_runs_on_where_slurm_has_lost_its_node(
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
+    """Slurm runs it again elsewhere: two workers, and one trial that stays with the first while it lives."""
+
+    def workers() -> int:
+        return sum(worker.state == "live" for worker in read(postgres_url).workers)
+
+    job = submit(tmp_path, postgres_url, seconds=25)
+    slurm.wait(lambda: has_checkpoint(tmp_path))
+    slurm.kill_slurmd(node_of(slurm, job))
+    try:
+        slurm.wait(lambda: workers() == 2)
+        assert read(postgres_url).slots == {"open": 0, "running": 1, "done": 0}
+        slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "COMPLETED"}, 120)
+    finally:
+        slurm.start_missing_nodes()
+    record = read(postgres_url)
+    assert record.slots == {"open": 0, "running": 0, "done": 1}
+    [trial] = record.trials
+    assert (trial.number, trial.outcome) == (0, "complete")
+    assert trial.telemetry.get("resumed_from_step") is None, "nobody took it from the first worker"
+    assert len(trial.evaluations) == 4
 
 
 def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:

@@ -1,0 +1,213 @@
+"""The command `worker`: one or more workers of a study, or of every open study of a database.
+
+Told to stop because its job ends, it asks the scheduler to run the job again, also where the database is
+away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from hpo.cli.options import (
+    MAX_RESTARTS,
+    RUNS,
+    JsonOption,
+    MaxRestartsOption,
+    StorageOption,
+    TimeoutOption,
+    TrustOption,
+    UntilOption,
+    WorkersOption,
+    WorkersPerDeviceOption,
+    app,
+    load_to_work,
+    print_json,
+    progress_shown,
+    stop_signals,
+)
+from hpo.cli.running import check_one_of, file_given, ranks_of_torchrun, say_how_to_go_on, shown
+from hpo.errors import InputError, RunError, StoppedError
+from hpo.outcome import Outcome
+
+if TYPE_CHECKING:
+    from hpo.study.serving import ServingOptions
+    from hpo.study.stopping import Stop
+    from hpo.study.supervisor import WorkerPlace
+
+
+@app.command()
+def worker(
+    study: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[STUDY]",
+            help="A name in the database, or a YAML file. Without it, every open study of the database.",
+            show_default=False,
+        ),
+    ] = None,
+    storage: StorageOption = None,
+    workers: WorkersOption = None,
+    workers_per_device: WorkersPerDeviceOption = None,
+    max_restarts: MaxRestartsOption = MAX_RESTARTS,
+    timeout: TimeoutOption = None,
+    until: UntilOption = None,
+    idle_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Without STUDY: how long to wait for a study with trials before leaving.",
+            show_default="0",
+        ),
+    ] = None,
+    trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
+    from hpo.cluster.slurm import requeue_this_job
+    from hpo.study.database import storage_url
+    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
+    from hpo.study.stopping import end_of_job
+
+    url, end = storage_url(storage), end_of_job(until)
+    check_one_of(workers, workers_per_device)
+    if study is None:
+        from hpo.study.serving import ServingOptions
+
+        options = ServingOptions(idle_timeout or 0.0, timeout, trust_remote_code)
+        places = plan_workers(None, workers or 1, workers_per_device)
+        if places:
+            _serve_with_workers(
+                url,
+                options,
+                places,
+                end=end,
+                max_restarts=max_restarts,
+                as_json=as_json,
+                storage_as_given=file_given(storage),
+            )
+        _serve(url, options, end, as_json)
+    if idle_timeout is not None:
+        raise InputError(
+            "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
+        )
+    with progress_shown(quiet=as_json), stop_signals(end) as stop, _requeued_if_stopped(stop):
+        config, trusted = load_to_work(study, url, stop, timeout=timeout)
+        places = plan_workers(config, workers or 1, workers_per_device)
+        trials_run: TrialsRun = "in workers" if places else "in this process"
+        with (
+            ranks_of_torchrun(stop) as ranks,
+            open_study(
+                config,
+                url,
+                RUNS,
+                resize=False,
+                trials_run=trials_run,
+                trust_remote_code=trusted or trust_remote_code,
+                ranks=ranks,
+                stop=stop,
+            ) as opened,
+            shown(opened, stop, quiet=as_json, own=not places),
+        ):
+            summary = run_study(
+                opened,
+                places,
+                stop=stop,
+                max_restarts=max_restarts,
+                storage_as_given=file_given(storage),
+            )
+            says_why = summary.ended in ("elsewhere", "halted") and not as_json
+            record = opened.storage.read_study(config.name) if says_why else None
+    requeue_this_job(summary.ended, stop)
+    if as_json:
+        found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
+        print_json(found | {"left_out": opened.left_out})
+    elif record is not None:
+        say_how_to_go_on(record, summary)
+    if summary.outcomes and summary.outcomes.keys() == {Outcome.FAILED}:
+        raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
+    raise typer.Exit(summary.exit_code)
+
+
+def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) -> NoReturn:
+    """Be a worker of all studies of a database, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
+    from hpo.device import probe_device
+    from hpo.study.serving import serve
+
+    options = replace(options, device=probe_device("auto").device_id)
+    with progress_shown(quiet=as_json), stop_signals(end) as stop, ranks_of_torchrun(stop) as ranks:
+        options = replace(options, ranks=ranks)
+        served = serve(
+            url, RUNS, options, stop=stop, shown=partial(shown, stop=stop, quiet=as_json, own=True)
+        )
+    requeue_this_job(served.ended, stop)
+    if as_json:
+        print_json({"ended": served.ended, "outcomes": served.outcomes, "left_out": served.left_out})
+    else:
+        counts = (f"{name} {sum(outcomes.values())}" for name, outcomes in served.outcomes.items())
+        why = {"idle": "Nothing is left to do here", "stopped": "Stopped", "timeout": "Out of time"}
+        typer.echo(f"{why[served.ended]}. Trials of this worker: {', '.join(counts) or 'none'}.")
+    ends = {outcome for outcomes in served.outcomes.values() for outcome in outcomes}
+    if ends == {Outcome.FAILED}:
+        raise RunError("every trial that this worker ran failed.")
+    raise typer.Exit(served.exit_code)
+
+
+def _serve_with_workers(
+    url: str,
+    options: ServingOptions,
+    places: Sequence[WorkerPlace],
+    *,
+    end: float | None,
+    max_restarts: int,
+    as_json: bool,
+    storage_as_given: str | None,
+) -> NoReturn:
+    """Run workers of all studies of a database in processes of their own, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
+    from hpo.study.storage import open_storage
+    from hpo.study.supervisor import serve_with_workers
+
+    given = ["--idle-timeout", str(options.idle_timeout)]
+    given += ["--timeout", str(options.timeout)] if options.timeout is not None else []
+    given += ["--trust-remote-code"] if options.trust_remote_code else []
+    with (
+        progress_shown(quiet=as_json),
+        stop_signals(end) as stop,
+        _requeued_if_stopped(stop),
+        open_storage(url, create=False, stop=stop) as storage,
+    ):
+        ended = serve_with_workers(
+            storage,
+            RUNS,
+            places,
+            given,
+            stop=stop,
+            max_restarts=max_restarts,
+            storage_as_given=storage_as_given,
+        )
+    requeue_this_job(ended, stop)
+    if as_json:
+        print_json({"ended": ended})
+    else:
+        typer.echo("Stopped." if ended == "stopped" else "Nothing is left to do here.")
+    raise typer.Exit(130 if ended == "stopped" else 0)
+
+
+@contextmanager
+def _requeued_if_stopped(stop: Stop) -> Iterator[None]:
+    """Have this job run again where it was told to stop while the database was away."""
+    from hpo.cluster.slurm import requeue_this_job
+
+    try:
+        yield
+    except StoppedError:
+        requeue_this_job("stopped", stop)
+        raise
