@@ -182,7 +182,7 @@ def test_a_rank_is_lost_when_nothing_of_it_moves(monkeypatch: pytest.MonkeyPatch
     now = 1000.0
     monkeypatch.setattr(distributed, "time", SimpleNamespace(monotonic=lambda: now))
     cases: list[tuple[Callable[[int], str], bool, float | None]] = [
-        (lambda n: f"{n} 7 0 30.0", True, 31),  # lives, and hangs
+        (lambda n: f"{n} 7 0 30.0", True, 32),  # lives, and hangs
         (lambda n: f"{n} 7 {n // 20} 30.0", True, None),  # evaluates
         (lambda n: f"{n} {7 + n // 20} 0 30.0", True, None),  # is behind, and catches up
         (lambda n: f"{n} 7 0 0.0", True, None),  # talks to the database
