@@ -113,6 +113,23 @@ def _frozen_trial(row: Any, of: Mapping[str, list[Any]]) -> FrozenTrial:
     )
 
 
+_OF_STUDY = sa.bindparam("study", type_=sa.Integer)
+_LOCK = sa.select(studies.c.study_id).where(studies.c.study_id == _OF_STUDY).with_for_update()
+_LAST_NUMBER = sa.select(trials.c.number).where(trials.c.study_id == _OF_STUDY)
+_NEW_TRIAL = (
+    sa.insert(trials)
+    .values(
+        study_id=_OF_STUDY,
+        number=sa.func.coalesce(
+            _LAST_NUMBER.order_by(trials.c.trial_id.desc()).limit(1).scalar_subquery() + 1, 0
+        ),
+        state=TrialState.RUNNING,
+        datetime_start=sa.bindparam("started"),
+    )
+    .returning(trials.c.trial_id, trials.c.number)
+)
+
+
 def make_trial(
     connection: sa.Connection,
     study_id: int,
@@ -124,18 +141,9 @@ def make_trial(
     if connection.dialect.name == "sqlite":
         connection.exec_driver_sql("BEGIN IMMEDIATE")  # sqlite3 would begin after the look at the numbers
     else:
-        lock = sa.select(studies.c.study_id).where(studies.c.study_id == study_id)
-        connection.execute(lock.with_for_update())
-    of_study = sa.select(trials.c.number + 1).where(trials.c.study_id == study_id)
-    after_last = of_study.order_by(trials.c.trial_id.desc()).limit(1).scalar_subquery()
+        connection.execute(_LOCK, {"study": study_id})
     started = _now()
-    new = sa.insert(trials).values(
-        study_id=study_id,
-        number=sa.func.coalesce(after_last, 0),
-        state=TrialState.RUNNING,
-        datetime_start=started,
-    )
-    trial_id, number = connection.execute(new.returning(trials.c.trial_id, trials.c.number)).one()
+    trial_id, number = connection.execute(_NEW_TRIAL, {"study": study_id, "started": started}).one()
     write_attributes(connection, system_attributes, trial_id, system_attrs)
     write_attributes(connection, user_attributes, trial_id, user_attrs)
     return FrozenTrial(
@@ -174,26 +182,21 @@ def write_params(
         for name, value, distribution in given
     ]
     if rows:
-        connection.execute(_insert(connection, params).on_conflict_do_nothing(), rows)
+        connection.execute(_unless_there(connection.dialect.name, params), rows)
 
 
 def write_attributes(connection: sa.Connection, table: Any, trial_id: int, given: Mapping[str, Any]) -> None:
     """Set attributes of a trial in `table`, `user_attributes` or `system_attributes`."""
     if given:
         rows = [{"trial_id": trial_id, "key": key, "value_json": json.dumps(given[key])} for key in given]
-        insert = _insert(connection, table)
-        on = [table.c.trial_id, table.c.key]
-        new = {"value_json": insert.excluded.value_json}
-        connection.execute(insert.on_conflict_do_update(index_elements=on, set_=new), rows)
+        connection.execute(_or_change(connection.dialect.name, table, "key"), rows)
 
 
 def write_intermediate_value(connection: sa.Connection, trial_id: int, step: int, value: float) -> None:
     """Set what a trial reported at `step`."""
     stored, kind = models.TrialIntermediateValueModel.intermediate_value_to_stored_repr(value)
-    given = {"intermediate_value": stored, "intermediate_value_type": kind}
-    insert = _insert(connection, intermediate_values).values(trial_id=trial_id, step=step, **given)
-    on = [intermediate_values.c.trial_id, intermediate_values.c.step]
-    connection.execute(insert.on_conflict_do_update(index_elements=on, set_=given))
+    row = {"trial_id": trial_id, "step": step, "intermediate_value": stored, "intermediate_value_type": kind}
+    connection.execute(_or_change(connection.dialect.name, intermediate_values, "step"), [row])
 
 
 def end_trial(
@@ -215,9 +218,27 @@ def end_trial(
     return True
 
 
-def _insert(connection: sa.Connection, table: Any) -> Any:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    return dialect.insert(table)
+# Statements are made once: to make one costs as much as to run it.
+
+
+def _insert(dialect: str, table: Any) -> Any:
+    return (postgresql if dialect == "postgresql" else sqlite).insert(table)
+
+
+@lru_cache
+def _unless_there(dialect: str, table: Any) -> Any:
+    """Adds rows, but not where there is one."""
+    return _insert(dialect, table).on_conflict_do_nothing()
+
+
+@lru_cache
+def _or_change(dialect: str, table: Any, name: str) -> Any:
+    """Adds details of a trial by their `name`, in the place of those that it has."""
+    insert = _insert(dialect, table)
+    by = ["trial_id", name]
+    changed = [column.name for column in table.c if not (column.primary_key or column.name in by)]
+    new = {column: insert.excluded[column] for column in changed}
+    return insert.on_conflict_do_update(index_elements=by, set_=new)
 
 
 def _now() -> datetime:

@@ -8,6 +8,8 @@ read again that can have changed: unfinished ones, and what came after the last 
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,9 @@ from optuna.storages._cached_storage import _CachedStorage, _StudyInfo
 from optuna.trial import FrozenTrial, TrialState
 
 from hpo.study import trial_rows
+
+ENQUEUED_SECONDS = 1.0
+"""How often a worker looks for enqueued trials."""
 
 AT_ONCE = "hpo:"
 """System attributes of such names are written at once: other workers decide by them."""
@@ -40,7 +45,8 @@ class TrialStorage(_CachedStorage):
     def __init__(self, backend: RDBStorage) -> None:
         super().__init__(backend)
         self._own: dict[int, _OwnTrial] = {}
-        self._none_enqueued_to: dict[int, int] = {}  # study -> id of its last trial when none was enqueued
+        # study -> when none was enqueued: the id of its last trial, and the time
+        self._none_enqueued: dict[int, tuple[int, float]] = {}
         # No transaction: each query sees what is committed by then, and a trial's details come after its row.
         self._reader = backend.engine.execution_options(isolation_level="AUTOCOMMIT")
 
@@ -120,7 +126,9 @@ class TrialStorage(_CachedStorage):
 
     def enqueued_trials(self, study_id: int) -> list[FrozenTrial]:
         """The trials of `study.enqueue_trial` that wait, without a look at the others."""
-        table, known = trial_rows.trials, self._none_enqueued_to.get(study_id, -1)
+        table, (known, looked) = trial_rows.trials, self._none_enqueued.get(study_id, (-1, -math.inf))
+        if time.monotonic() - looked < ENQUEUED_SECONDS:
+            return []
         new, waits = sa.and_(table.c.study_id == study_id, table.c.trial_id > known), TrialState.WAITING
         look = sa.select(
             sa.func.max(table.c.trial_id), sa.func.max(table.c.trial_id).filter(table.c.state == waits)
@@ -129,8 +137,7 @@ class TrialStorage(_CachedStorage):
             last, enqueued = connection.execute(look.where(new)).one()
             if enqueued is not None:
                 return trial_rows.read_trials(connection, sa.and_(new, table.c.state == waits))
-        if last is not None:
-            self._none_enqueued_to[study_id] = last
+        self._none_enqueued[study_id] = known if last is None else last, time.monotonic()
         return []
 
     def get_all_trials(
