@@ -318,7 +318,7 @@ def test_delete_takes_what_is_in_the_artifact_store(tmp_path: Path) -> None:
     path = write_study(tmp_path, checkpoint={"location": "artifacts:store", "top_k": 2})
     ok(hpo_command(tmp_path, "run", str(path)))
     store = tmp_path / "store"
-    archives = sorted(store.iterdir())
+    archives = sorted(store.glob("[!.]*"))  # without the marker
     assert archives
     (note,) = tmp_path.glob("runs/tiny/checkpoints-*/database")
     change_definition(
@@ -328,13 +328,13 @@ def test_delete_takes_what_is_in_the_artifact_store(tmp_path: Path) -> None:
     assert re.search(
         r"Study tiny: \d+ checkpoints in artifacts:\S+/store are of trials that keep none", found.out
     )
-    left = sorted(store.iterdir())
+    left = sorted(store.glob("[!.]*"))
     assert 0 < len(left) < len(archives)
     note.unlink()
     ok(hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///other.db"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
     assert f"{len(left)} checkpoints stay in artifacts:{store}" in deleted.out
-    assert sorted(store.iterdir()) == left
+    assert sorted(store.glob("[!.]*")) == left
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--storage", "sqlite:///other.db"))
     assert f"{len(left)} checkpoints are removed from artifacts:{store}" in deleted.out
-    assert not list(store.iterdir())
+    assert not list(store.glob("[!.]*"))
