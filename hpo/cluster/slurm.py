@@ -228,7 +228,7 @@ def seconds_of(limit: str) -> int | None:
 
 def job_folder(runs: Path, study: str) -> Path:
     """Return a new folder's path for the files of one submission."""
-    return runs / study / f"slurm-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{os.getpid()}"
+    return runs / study / f"slurm-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}-{os.getpid()}"
 
 
 def requeue_this_job(ended: str, stop: Stop) -> None:
