@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 import sqlalchemy as sa
 
 from hpo.config.study_config import stored_study
-from hpo.errors import InputError, NoDatabaseError, StoppedError, StorageError
+from hpo.errors import InputError, NoDatabaseError, StoppedError
 from hpo.study.database import exclusive
 from hpo.study.membership import add_worker, new_worker_id
 from hpo.study.overview import Demand, demands
@@ -229,9 +229,6 @@ class _Server:
                     return has_run and not self._moves(opened.storage, study)
 
                 summary = run_study(opened, stop=self._stop, stint=Stint(go_on, choice.reservation))
-        except StorageError as error:  # not of the study
-            self._nothing_found[study.token] = time.monotonic()
-            _logger.warning("The study `%s` could not be opened, which is tried again: %s", study.name, error)
         except InputError as error:
             self._leave_out(study, str(error))
         else:
