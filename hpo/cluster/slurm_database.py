@@ -105,18 +105,22 @@ class DatabaseJob:
         while True:
             running = PostgresServer(self.folder.absolute()).running()
             if running is not None and running.url:
-                if "sslmode" not in sa.make_url(running.url).query:  # TLS is for other hosts
+                problem = _problem(running.url)
+                since = since or time.monotonic()
+                late = time.monotonic() - since > self.reach_seconds
+                # TLS is for other hosts. While a server starts, the URL of last time may still be there.
+                local = "sslmode" not in sa.make_url(running.url).query
+                if local and (late or not problem):
                     raise InputError(
                         f"The database in {self.folder} must be reached by other hosts, but it runs for "
                         f"{running.host} alone. `hpo database stop` ends it; then submit again."
                     )
-                if not (problem := self._problem()):
+                if not problem:
                     return
-                since = since or time.monotonic()
-                if problem != reason:
+                if not local and problem != reason:
                     reason = problem
                     tell(f"The database runs on {running.host}, but does not answer here: {reason}")
-                if time.monotonic() - since > self.reach_seconds:
+                if late:
                     raise RunError(
                         f"The database on {running.host} must answer on {socket.gethostname()}, but has not "
                         f"for {self.reach_seconds:.0f} s: {reason}"
@@ -143,13 +147,14 @@ class DatabaseJob:
         log = Path(f"{self.folder}.log")
         return f"The end of {log}:\n{log.read_text()[-1000:].strip()}" if log.exists() else "It has no log."
 
-    def _problem(self) -> str:
-        """Why the server does not answer here; empty: it does."""
-        try:
-            open_storage(self.url_file.read_text().strip()).close()
-        except (HpoError, FileNotFoundError) as error:
-            return str(error)
-        return ""
+
+def _problem(url: str) -> str:
+    """Why the server does not answer here; empty: it does."""
+    try:
+        open_storage(url).close()
+    except HpoError as error:
+        return str(error)
+    return ""
 
 
 def _task(job: str | None) -> Task | None:
