@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +20,8 @@ from torch import Tensor, nn
 
 from hpo.device import DeviceInfo
 from hpo.errors import Nonfinite
+from hpo.precision.float8 import convert_to_float8
+from hpo.precision.parts import convert_weights, float32_modules, weights_around_are_float32
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
@@ -31,7 +31,21 @@ _COUNTS = ("epoch_fallbacks", "num_steps", "fp32_fallbacks")
 _TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max")
 """The counters that a checkpoint holds, on the host and on the device."""
 
+
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+
+
+def fp32_backends() -> dict[str, tuple[Any, ...]]:
+    """By kind of device, PyTorch's switches for how its libraries compute products in fp32.
+
+    These are of one operation each, and each has an `fp32_precision`. Those of a whole backend, and of all,
+    are no more than the defaults of these.
+    """
+    backends: Any = torch.backends
+    return {
+        "cuda": (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
+        "cpu": (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
+    }
 
 
 @contextlib.contextmanager
@@ -43,12 +57,12 @@ def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
     backends: Any = torch.backends
     allows_tf32 = precision.tf32 or (precision.autocast is not None and config.tf32)
     fp32_precision = "tf32" if allows_tf32 else "ieee"
+    switches = fp32_backends()
     flags = [
-        (backends.cuda.matmul, "fp32_precision", fp32_precision),
-        (backends.cudnn.conv, "fp32_precision", fp32_precision),
-        (backends.cudnn.rnn, "fp32_precision", fp32_precision),
-        # A CPU has no TF32; left at its default, oneDNN may take bf16 for fp32 products.
-        (backends.mkldnn.matmul, "fp32_precision", "ieee"),
+        *((switch, "fp32_precision", fp32_precision) for switch in switches["cuda"]),
+        # A CPU has no TF32 of its own; left at its default, oneDNN may take bf16 for fp32 products.
+        *((switch, "fp32_precision", "ieee") for switch in switches["cpu"]),
+        (backends.cuda.matmul, "allow_fp16_accumulation", False),
         (backends.cudnn, "benchmark", bool(config.cudnn_benchmark)),
     ]
     with contextlib.ExitStack() as undo:
@@ -64,21 +78,14 @@ def tf32_is_on() -> bool:
 
 
 def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
-    """Give the model the weights of the precision: bf16 ones, or float8 linear layers.
+    """Give the model the weights of the precision: bf16 ones, or float8 linear layers where these pay.
 
-    torchao's float8 layers need both dimensions to be multiples of 16; others stay as they are, and
-    `float8_linears` among the observed facts says how many were converted. The number of tokens, which
-    gradient products need in multiples of 16 too, is padded by torchao. No GPU has run this yet.
+    Parts in fp32 (`hpo.precision.parts`) keep theirs. `float8_linears` among the observed facts says how many
+    layers were converted.
     """
     if precision.float8:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        def fits(module: nn.Module, _name: str) -> bool:
-            return isinstance(module, nn.Linear) and not any(size % 16 for size in module.weight.shape)
-
-        config = Float8LinearConfig(pad_inner_dim=True)
-        model = convert_to_float8_training(model, module_filter_fn=fits, config=config)
-    return model.to(getattr(torch, precision.weights))
+        model = convert_to_float8(model, kept=float32_modules(model))
+    return convert_weights(model, getattr(torch, precision.weights))
 
 
 def is_matmul_module(module: nn.Module) -> bool:
@@ -86,55 +93,6 @@ def is_matmul_module(module: nn.Module) -> bool:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag, *_NORMS)):
         return False
     return any(parameter.dim() >= 2 for parameter in module.parameters(recurse=False))
-
-
-@dataclass
-class Observation:
-    """The output dtypes that were really seen at the modules with weight matrices."""
-
-    dtype_of: dict[str, str] = field(default_factory=dict)
-    float8_linears: int = 0
-
-    def telemetry(self, *, compiled: bool) -> dict[str, Any]:
-        return {
-            "linear_dtypes": dict(Counter(self.dtype_of.values())),
-            "tf32": tf32_is_on(),
-            "compiled": compiled,
-            "float8_linears": self.float8_linears,
-        }
-
-    def disagreement(self, precision: Precision) -> str:
-        """Why what was seen is not `precision`; empty when it is."""
-        others = {name: dtype for name, dtype in self.dtype_of.items() if dtype != precision.linear_dtype}
-        if others:
-            some = ", ".join(f"{name} ({dtype})" for name, dtype in list(others.items())[:3])
-            return (
-                f"{len(others)} of {len(self.dtype_of)} linear layers did not compute in "
-                f"{precision.linear_dtype}: {some}{', ...' if len(others) > 3 else ''}."
-            )
-        if precision.float8 and self.float8_linears == 0:
-            return "no linear layer was converted to float8."
-        if precision.tf32 != tf32_is_on() and precision.autocast is None:
-            return f"TF32 is {'on' if tf32_is_on() else 'off'}."
-        return ""
-
-
-@contextlib.contextmanager
-def observe(model: nn.Module) -> Iterator[Observation]:
-    """Record the output dtype of every module with a weight matrix that runs inside the block."""
-    seen = Observation()
-
-    def note_dtype(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor):
-            seen.dtype_of[name] = str(first.dtype).removeprefix("torch.")
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if is_matmul_module(module):
-                hooks.enter_context(module.register_forward_hook(partial(note_dtype, name)))
-                seen.float8_linears += type(module).__name__ == "Float8Linear"
-        yield seen
 
 
 @dataclass(frozen=True)
@@ -327,4 +285,9 @@ def _in_float32(model: nn.Module) -> Callable[..., Any]:
         name: parameter.float() if parameter.is_floating_point() else parameter
         for name, parameter in model.named_parameters()
     }
-    return lambda *args, **kwargs: torch.func.functional_call(model, weights, args, kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with weights_around_are_float32(model):
+            return torch.func.functional_call(model, weights, args, kwargs)
+
+    return call

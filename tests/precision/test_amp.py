@@ -18,9 +18,9 @@ from hpo.precision.amp import (
     MixedPrecision,
     backend_flags,
     is_matmul_module,
-    observe,
     tf32_is_on,
 )
+from hpo.precision.effective import observe
 from hpo.precision.table import PRECISIONS, AmpConfig
 
 FINITE, INF = torch.tensor(1.0), torch.tensor(math.inf)
@@ -47,6 +47,35 @@ def test_backend_flags_are_set_and_put_back(name: str) -> None:
         assert tf32_is_on() == (name != "fp32")
         assert torch.backends.cudnn.benchmark
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def all_switches(of: Any = torch.backends, depth: int = 2) -> set[tuple[str, str]]:
+    """Every backend and operation with an `fp32_precision`, wherever it lies below `torch.backends`."""
+    found = set()
+    for value in (getattr(of, name) for name in dir(of) if not name.startswith("_")):
+        if hasattr(type(value), "fp32_precision") or type(value).__name__.endswith("FP32Precision"):
+            found.add((value.backend, value.op) if hasattr(value, "backend") else (type(value).__name__, ""))
+        if depth and type(value).__module__.startswith("torch.backends"):
+            found |= all_switches(value, depth - 1)
+    return found
+
+
+def test_no_switch_of_fp32_products_is_left_as_model_code_or_a_user_set_it() -> None:
+    own = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    operations = [(kind, op) for kind in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
+    known = {(kind, op) for kind, op in all_switches() if op}
+    assert known <= {*operations}, "PyTorch has a new switch"
+    everything = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all"), *operations]
+    before = {where: own[0](*where) for where in everything}
+    try:
+        for where in everything:
+            own[1](*where, "tf32")
+        with backend_flags(PRECISIONS["fp32"], AmpConfig()):
+            assert {own[0](*where) for where in operations} == {"ieee"}
+        assert {own[0](*where) for where in operations} == {"tf32"}
+    finally:
+        for where, value in before.items():
+            own[1](*where, value)
 
 
 def test_embeddings_and_norms_are_no_matmul_modules() -> None:

@@ -1,0 +1,121 @@
+"""Which precision a compiled model computes in: measured by what it loses of its weights.
+
+The compiler fuses the modules of a model and picks the kernels, so no module can be called by itself. But
+what goes in is the model's own: every second weight is changed by a relative 2^-k around values with two bits
+of fraction, which all formats have. In a format that loses the change (see `hpo.precision.effective`), loss,
+gradients and logits stay the same bit for bit; in one that keeps it, some of them change. No other shapes and
+no other modules are run than in training, so nothing is compiled again.
+
+Changed together, all layers of a reduced precision must lose the change; changed alone, each layer in fp32
+must keep it. The weights are written back bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hpo.precision.amp import is_matmul_module
+from hpo.precision.effective import left_as_it_was
+from hpo.precision.table import Precision
+
+MODES = ("training", "evaluation")
+Step = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]
+"""Calls the model in each of the modes, always on the same inputs, and returns what came out."""
+Weights = Iterable[Tensor]
+
+LOST_AT = {"bfloat16": 9, "float16": 12}
+"""{format: a k that it loses}; tf32 may keep it, since a GPU has products of few rows without TF32."""
+KEPT_AT = {"float32": 12, "tf32": 9}
+"""{format: a k that it keeps}."""
+EVERY_FORMAT_KEEPS = 2
+
+
+def observe_compiled(
+    model: nn.Module, step: Step, precision: Precision, float32: Collection[str] = ()
+) -> str:
+    """Why the compiled model's products are not the precision's; empty when they are.
+
+    `float32` are modules that are to be fp32. Layers of one class and shape, which the compiler treats alike,
+    are looked at once where each must be changed alone. Not looked at are weights in bf16, whose products can
+    be nothing else, and float8 layers, which scale their weights by the largest.
+    """
+    if precision.float8:
+        return ""
+    matrices = {
+        name: [own for own in module.parameters(recurse=False) if own.dim() >= 2]
+        for name, module in model.named_modules()
+        if is_matmul_module(module)
+    }
+    layers = {name: own for name, own in matrices.items() if own[0].dtype == torch.float32}
+    lost_at = LOST_AT.get(precision.products)
+    reduced = [name for name in layers if lost_at and name not in float32]
+    alone = {_kind(model, name): name for name in reversed(layers) if name not in reduced}
+
+    def outputs() -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        with left_as_it_was(model):  # buffers too, which a step in training mode may change
+            return step()
+
+    with _on_grid(layers.values()) as change:
+        base = outputs()
+
+        def modes_changed(names: Collection[str], k: int | None) -> set[str]:
+            change([own for name in names for own in layers[name]], k)
+            found = {mode for mode, *two in zip(MODES, outputs(), base, strict=True) if _differ(*two)}
+            change([own for name in names for own in layers[name]], None)
+            return found
+
+        noisy = modes_changed((), None)  # two passes over the same differ: nothing can be told
+        if lost_at and modes_changed(reduced, lost_at) - noisy:
+            for name in reduced:
+                if modes := modes_changed([name], lost_at) - noisy:
+                    return _found(name, f"in more than {precision.products}", modes)
+        kept_at = KEPT_AT["tf32" if precision.tf32 else "float32"]
+        for name in reversed(alone.values()):
+            if modes := set(MODES) - modes_changed([name], kept_at):
+                # A layer that nothing depends on is not in question.
+                modes &= modes_changed([name], EVERY_FORMAT_KEEPS)
+            if modes:
+                return _found(name, "in less than it should", modes)
+    return ""
+
+
+def _kind(model: nn.Module, name: str) -> object:
+    module = model.get_submodule(name)
+    return type(module), *(own.shape for own in module.parameters(recurse=False))
+
+
+def _found(name: str, what: str, modes: Collection[str]) -> str:
+    where = "" if len(modes) == len(MODES) else f" in {''.join(modes)}"
+    return f"compiled, {name} computed {what}{where}."
+
+
+def _differ(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+
+
+@contextlib.contextmanager
+def _on_grid(layers: Iterable[Weights]) -> Iterator[Callable[[Weights, int | None], None]]:
+    """Round the weights to fractions of two bits; a function changes some by 2^-k (None: puts them back)."""
+    originals = {id(own): (own, own.detach().clone()) for weights in layers for own in weights}
+
+    def change(weights: Weights, k: int | None) -> None:
+        with torch.no_grad():
+            for own in weights:
+                mantissa, exponent = torch.frexp(originals[id(own)][1])
+                values = torch.ldexp(torch.round(mantissa * 8) / 8, exponent)
+                if k is not None:
+                    every_second = torch.arange(own.numel(), device=own.device).reshape(own.shape) % 2
+                    values = values * (1 + every_second * 2.0**-k)
+                own.copy_(values)
+
+    try:
+        change([own for own, _ in originals.values()], None)
+        yield change
+    finally:
+        with torch.no_grad():
+            for own, values in originals.values():
+                own.copy_(values)

@@ -1,0 +1,99 @@
+"""Models of the tiny study that break on purpose in one part, in fp16 or in bf16, and are sound in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import tiny_executor
+from torch import Tensor, nn
+
+from hpo.config.trial_config import TrialConfig
+from hpo.models.encoder import encoder_layers
+from hpo.models.multitask import MultitaskModel
+from hpo.trial.executor import Executor
+
+TRAINING = {"max_steps": 6, "batch_size": 8, "max_length": 64, "dropout": 0.0, "attention": "eager"}
+
+Alter = Callable[[MultitaskModel], object]
+
+
+def altered(folder: Path, alter: Alter = lambda _: None, **study: Any) -> Executor:
+    """An executor of the tiny study whose models are changed as they are built."""
+    executor = tiny_executor(folder, **{"training": TRAINING, **study})
+    build_model = executor.build_model
+
+    def build_and_alter(config: TrialConfig) -> MultitaskModel:
+        model = build_model(config)
+        with torch.no_grad():
+            alter(model)
+        return model
+
+    executor.build_model = build_and_alter  # type: ignore[method-assign]
+    return executor
+
+
+def sharp_attention(model: MultitaskModel, *layers: int) -> None:
+    """Scores beyond fp16's largest number: the softmax of fp32 takes the largest of them."""
+    for layer in layers or range(len(encoder_layers(model.encoder))):
+        attention: Any = encoder_layers(model.encoder)[layer].attention
+        for linear in (attention.self.query, attention.self.key):
+            nn.init.normal_(linear.weight, std=100.0)
+
+
+def wide_layer(model: MultitaskModel, layer: int = 1) -> None:
+    """A feed-forward output beyond fp16's largest number, which the norm after it takes back."""
+    block: Any = encoder_layers(model.encoder)[layer]
+    nn.init.constant_(block.intermediate.dense.bias, 10.0)
+    nn.init.normal_(block.output.dense.weight, std=1e4)
+
+
+def wide_head(model: MultitaskModel, task: str = "severity") -> None:
+    """Logits beyond fp16's largest number; those of all classes, so the softmax is what it was."""
+    head: Any = model.heads[[one.name for one in model.tasks].index(task)]
+    nn.init.constant_(head[-1].bias, 1e5)
+
+
+class Cancelling(nn.Module):
+    """A sum of numbers that all but cancel: bf16's eight bits leave nothing of what fp32 keeps."""
+
+    def __init__(self, dense: nn.Linear) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        offset = 300.0 * torch.eye(hidden.shape[-1], self.dense.out_features, dtype=torch.float32)
+        product = hidden @ offset + 300.0
+        return self.dense(hidden) + (
+            product.to(hidden.dtype) - 300.0 - 300.0 * hidden[..., : product.shape[-1]]
+        )
+
+
+def cancelling_layer(model: MultitaskModel, layer: int = 0) -> None:
+    block: Any = encoder_layers(model.encoder)[layer]
+    block.attention.output.dense = Cancelling(block.attention.output.dense)
+
+
+class Bessel(nn.Module):
+    """Has an operator that PyTorch's CPU has in fp32 and not in bf16."""
+
+    def __init__(self, dense: nn.Linear) -> None:
+        super().__init__()
+        self.dense = dense
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = self.dense(hidden)
+        return output * torch.special.bessel_j0(output.detach())
+
+
+def lacking_operator(model: MultitaskModel, layer: int = 1) -> None:
+    block: Any = encoder_layers(model.encoder)[layer]
+    block.output.dense = Bessel(block.output.dense)
+
+
+def product_loss(_task: Any, logits: Tensor, *_: Any) -> Tensor:
+    """A loss with a product in it, which autocast takes for fp16: it overflows there."""
+    flat = logits.reshape(1, -1).float() * 30.0
+    return (flat @ flat.T).float().sum()

@@ -1,0 +1,308 @@
+"""Formats that are told apart by what they round, and models that do not compute in what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import CPU, EMULATED, TinyEncoder, tiny_batch, tiny_model
+from tiny_encoders import BERT, FAMILIES, make_batch, make_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.pytorch_utils import Conv1D
+
+from hpo.precision.amp import MixedPrecision, backend_flags, fp32_backends, prepare_model
+from hpo.precision.effective import NO_PRODUCT, Observation, measure_products, observe_model
+from hpo.precision.table import PRECISIONS
+
+Round = Callable[[Tensor], Tensor]
+
+
+def to_tf32(values: Tensor) -> Tensor:
+    """Rounded to 10 bits of fraction, to nearest."""
+    return ((values.view(torch.int32) + 2**12) & ~(2**13 - 1)).view(torch.float32)
+
+
+def to_tf32_by_truncation(values: Tensor) -> Tensor:
+    return (values.view(torch.int32) & ~(2**13 - 1)).view(torch.float32)
+
+
+def to_float8(dtype: torch.dtype) -> Round:
+    """As torchao does it: scaled so that the largest value is the format's largest."""
+
+    def rounded(values: Tensor) -> Tensor:
+        scale = torch.finfo(dtype).max / values.abs().max()
+        return (values * scale).to(dtype).float() / scale
+
+    return rounded
+
+
+def as_dtype(dtype: torch.dtype) -> Round:
+    return lambda values: values.to(dtype).float()
+
+
+class Rounded(nn.Linear):
+    """A layer in fp32 whose library rounds what it multiplies."""
+
+    def __init__(self, rounding: Round, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.rounding = rounding
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(self.rounding(inputs), self.rounding(self.weight), self.bias)
+
+
+@pytest.mark.parametrize(
+    ("rounding", "expected"),
+    [
+        (lambda values: values, "float32"),
+        (to_tf32, "tf32"),
+        (to_tf32_by_truncation, "tf32"),
+        (as_dtype(torch.float16), "float16"),
+        (as_dtype(torch.bfloat16), "bfloat16"),
+        (to_float8(torch.float8_e4m3fn), "float8"),
+        (to_float8(torch.float8_e5m2), "float8"),
+        (torch.zeros_like, None),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(3, 1), (5, 3), (64, 7), (384, 1536)])
+def test_formats_are_told_by_what_they_lose(
+    rounding: Round, expected: str | None, sizes: tuple[int, int]
+) -> None:
+    assert measure_products(Rounded(rounding, *sizes), (torch.randn(4, sizes[0]),), {}) == expected
+
+
+def attention() -> nn.Module:
+    module = nn.MultiheadAttention(16, 2, batch_first=True)
+    module.forward = lambda hidden: nn.MultiheadAttention.forward(module, hidden, hidden, hidden)  # type: ignore
+    return module
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.Linear(16, 1, bias=False),
+        lambda: Conv1D(32, 16),
+        attention,
+    ],
+)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_every_kind_of_module_is_measured_as_it_is_called(
+    build: Callable[[], nn.Module], dtype: torch.dtype | None
+) -> None:
+    module, inputs = build(), (torch.randn(2, 5, 16),)
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        output = module(*inputs)
+        found = measure_products(module, inputs, {})
+    first = output[0] if isinstance(output, tuple) else output
+    assert found == str(first.dtype).removeprefix("torch.")
+
+
+def test_a_product_may_be_narrower_than_what_comes_out() -> None:
+    """PyTorch's autocast leaves `bilinear` out, and reaches the products inside it."""
+    module, inputs = nn.Bilinear(16, 16, 4), (torch.randn(2, 16),) * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(*inputs).dtype == torch.float32
+        assert measure_products(module, inputs, {}) == "bfloat16"
+
+
+def test_recurrent_layers_too() -> None:
+    module = nn.LSTM(16, 16, num_layers=2, batch_first=True)
+    assert measure_products(module, (torch.randn(2, 5, 16),), {}) == "float32"
+
+
+@pytest.mark.parametrize("groups", [1, 16])
+def test_convolutions_too(groups: int) -> None:
+    module, inputs = nn.Conv1d(16, 16, 3, padding=1, groups=groups), torch.randn(2, 16, 9)
+    assert measure_products(module, (inputs,), {}) == "float32"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert measure_products(module, (), {"input": inputs}) == "bfloat16"
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.bias
+
+
+def test_a_matrix_that_is_only_added_is_no_product() -> None:
+    assert measure_products(Added(), (torch.randn(2, 8, 5),), {}) == NO_PRODUCT
+
+
+def refuses(_: Tensor) -> Tensor:
+    raise ValueError("only what it was made for")
+
+
+def test_a_module_that_refuses_is_not_measured_and_not_changed() -> None:
+    module = nn.Linear(8, 8)
+    module.forward = refuses  # type: ignore[method-assign]
+    before = module.weight
+    assert measure_products(module, (torch.randn(2, 8),), {}) is None
+    assert module.weight is before
+
+
+Compute = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Own(nn.Module):
+    """A layer with a weight and code of its own, behind the tiny encoder's."""
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
+        self.compute = compute
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.dropout(self.compute(self, hidden, self.weight), 0.1, self.training)
+
+
+def plain(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden, weight)
+
+
+def cast_back(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
+    """fp32 inside, and nothing to be seen of it."""
+    with torch.autocast("cpu", enabled=False):
+        return F.linear(hidden.float(), weight.float()).to(torch.bfloat16)
+
+
+def wide_in_training(module: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
+    return cast_back(module, hidden, weight) if module.training else F.linear(hidden, weight)
+
+
+def wide_in_evaluation(module: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden, weight) if module.training else cast_back(module, hidden, weight)
+
+
+def rounded_by_a_library(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden.bfloat16().float(), weight.bfloat16().float())
+
+
+def sets_a_flag(_: nn.Module, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Works where oneDNN has bf16 instructions for fp32 products; what is said must be what is."""
+    switch = fp32_backends()["cpu"][0]
+    before, switch.fp32_precision = switch.fp32_precision, "bf16"
+    try:
+        return F.linear(hidden, weight)
+    finally:
+        switch.fp32_precision = before
+
+
+class WithOwn(TinyEncoder):
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self.own = Own(compute)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:  # type: ignore[override]
+        hidden = torch.tanh(self.dense(self.embedding(input_ids)))
+        return BaseModelOutput(self.norm(self.own(hidden).flatten(0, 1)).unflatten(0, hidden.shape[:2]))
+
+
+def observed(name: str, model: nn.Module, *inputs: Tensor) -> Observation:
+    precision = PRECISIONS[name]
+    with backend_flags(precision, EMULATED):
+        prepare_model(model, precision)
+        return observe_model(model, MixedPrecision(precision, EMULATED, CPU), *inputs)
+
+
+@pytest.mark.parametrize(
+    ("compute", "name", "said"),
+    [
+        (plain, "fp32", ""),
+        (plain, "bf16", ""),
+        (cast_back, "bf16", "in bfloat16: encoder.own (float32, cast to bfloat16)."),
+        (wide_in_training, "bf16", "encoder.own (float32, cast to bfloat16 in training)."),
+        (wide_in_evaluation, "bf16", "encoder.own (float32, cast to bfloat16 in evaluation)."),
+        (
+            rounded_by_a_library,
+            "fp32",
+            "1 of 6 linear layers did not compute in float32: encoder.own (bfloat16).",
+        ),
+    ],
+)
+def test_what_dtypes_do_not_show_is_seen(compute: Compute, name: str, said: str) -> None:
+    batch = tiny_batch()
+    seen = observed(name, tiny_model(WithOwn(compute)), batch.input_ids_BL, batch.attention_mask_BL)
+    found = seen.disagreement(PRECISIONS[name])
+    assert found.endswith(said)
+    assert bool(found) == bool(said)
+    products = seen.telemetry(compiled=False)["linear_products"]
+    assert sum(products.values()) == 6
+    assert (len(products) == 1) == (not said)
+
+
+def test_a_flag_that_model_code_sets_is_judged_by_what_it_does() -> None:
+    """Against the plain error of such a product: fp32 is right to 1e-6, bf16 to 1e-3 at best."""
+    generator = torch.Generator().manual_seed(0)
+    weight, inputs = (torch.randn(size, generator=generator) for size in ((512, 512), (64, 512)))
+    with backend_flags(PRECISIONS["fp32"], EMULATED):
+        result = sets_a_flag(nn.Identity(), inputs, weight).double()
+    exact = inputs.double() @ weight.double().T
+    is_rounded = float((result - exact).norm() / exact.norm()) > 1e-5
+
+    layer = nn.Linear(512, 512)
+    layer.forward = lambda inputs: sets_a_flag(layer, inputs, layer.weight)  # type: ignore[method-assign]
+    found = measure_products(layer, (inputs,), {})
+    assert found == ("bfloat16" if is_rounded else "float32")
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "bf16-true"])
+def test_the_model_comes_back_bit_for_bit(name: str) -> None:
+    batch, model = tiny_batch(), tiny_model(WithOwn(plain))
+    prepare_model(model, PRECISIONS[name])
+    model.encoder.own.eval()
+    weights = dict(model.named_parameters())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    generator = torch.get_rng_state()
+    observed(name, model, batch.input_ids_BL, batch.attention_mask_BL)
+    after = model.state_dict()
+    assert all(
+        torch.equal(after[key], value) and after[key].dtype == value.dtype for key, value in before.items()
+    )
+    assert all(weights[key] is value for key, value in model.named_parameters())
+    assert all(value.grad is None for value in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.is_autocast_cache_enabled()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+MORE = {
+    "ibert": {**BERT, "model_type": "ibert", "type_vocab_size": 1},
+    "convbert": {**BERT, "model_type": "convbert", "embedding_size": 32, "head_ratio": 1},
+    "squeezebert": {**BERT, "model_type": "squeezebert", "embedding_size": 32},
+    "albert": {**BERT, "model_type": "albert", "embedding_size": 16},
+}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+def test_sound_encoders_compute_in_what_they_are_asked_for(family: str) -> None:
+    """I-BERT has a class of its own for embeddings, ConvBERT a bias of two dimensions: neither multiplies."""
+    config, attention = FAMILIES[family] if family in FAMILIES else (MORE[family], "eager")
+    for name in ("fp32", "bf16", "fp16", "bf16-true"):
+        seen = observed(name, make_model(config, attention=attention, pooling="attention"), *make_batch())
+        assert seen.disagreement(PRECISIONS[name]) == ""
+        facts = seen.telemetry(compiled=False)
+        assert facts["linear_products"].keys() == {PRECISIONS[name].products}
+        assert facts["unmeasured_linears"] == 0
+
+
+def test_modules_that_are_to_be_fp32_are_judged_so() -> None:
+    seen = observed("bf16", tiny_model(WithOwn(cast_back)), *make_batch_of_tiny())
+    assert seen.disagreement(PRECISIONS["bf16"], {"encoder.own"}) == ""
+    assert "encoder.dense (bfloat16)" in seen.disagreement(
+        PRECISIONS["bf16"], {"encoder.own", "encoder.dense"}
+    )
+
+
+def make_batch_of_tiny() -> tuple[Tensor, Tensor]:
+    batch = tiny_batch()
+    return batch.input_ids_BL, batch.attention_mask_BL

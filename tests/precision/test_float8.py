@@ -1,0 +1,128 @@
+"""Which layers of which encoders fp8 pays for. torchao has a stand-in, since it need not be installed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModel
+
+from hpo.config.study_config import CompatConfig
+from hpo.precision.amp import prepare_model
+from hpo.precision.effective import observe
+from hpo.precision.float8 import float8_facts
+from hpo.precision.table import PRECISIONS
+from hpo.trial.compat import judge
+from hpo.trial.measure import Measurement
+
+FP8 = PRECISIONS["fp8"]
+
+
+class Float8Linear(nn.Linear):
+    pass
+
+
+def stand_in() -> ModuleType:
+    """torchao.float8 0.18 as far as it is used: the filter by size, and layers replaced by its class."""
+
+    def auto_filter(recipe: str, filter_fqns: list[str]) -> Any:
+        assert (recipe, filter_fqns) == ("tensorwise", [])
+
+        def chosen(module: nn.Module, _: str) -> bool:
+            if not isinstance(module, nn.Linear):
+                return False
+            outputs, inputs = module.weight.shape
+            return not (outputs % 16 or inputs % 16 or (inputs <= 4096 and outputs <= 1024))
+
+        return chosen
+
+    def convert(model: nn.Module, *, module_filter_fn: Any, config: Any) -> nn.Module:
+        assert config.pad_inner_dim
+        for name, module in model.named_modules():
+            if module_filter_fn(module, name):
+                module.__class__ = Float8Linear
+        return model
+
+    module: Any = ModuleType("torchao.float8")
+    module._auto_filter_for_recipe = auto_filter
+    module.convert_to_float8_training = convert
+    module.Float8LinearConfig = SimpleNamespace
+    return module
+
+
+@pytest.fixture(
+    params=[
+        "stand-in",
+        pytest.param(
+            "torchao",
+            marks=pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed"),
+        ),
+    ]
+)
+def torchao(request: pytest.FixtureRequest) -> Iterator[None]:
+    modules = {"torchao": ModuleType("torchao"), "torchao.float8": stand_in()}
+    with mock.patch.dict(sys.modules, modules if request.param == "stand-in" else {}):
+        yield
+
+
+def on_meta(model_type: str, **settings: int) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModel.from_config(CONFIG_MAPPING[model_type](**settings))
+
+
+@pytest.mark.parametrize(
+    ("encoder", "layers", "share"),
+    [
+        ({"model_type": "bert"}, 12, 0.33),  # the first of the two feed-forward layers alone
+        ({"model_type": "bert", "hidden_size": 384, "intermediate_size": 1536}, 12, 0.33),
+        ({"model_type": "bert", "hidden_size": 240, "intermediate_size": 960}, 0, 0.0),
+        ({"model_type": "xlm-roberta-xl"}, 217, 1.0),
+    ],
+)
+@pytest.mark.usefixtures("torchao")
+def test_layers_are_converted_where_float8_pays(encoder: dict[str, Any], layers: int, share: float) -> None:
+    model = prepare_model(on_meta(**encoder), FP8)
+    facts = float8_facts(model)
+    assert facts["float8_linears"] == layers
+    assert facts["float8_share"] == pytest.approx(share, abs=0.01)
+    with observe(model) as seen:
+        pass
+    telemetry = seen.telemetry(compiled=True)
+    assert telemetry["float8_linears"] == layers
+    assert ("large enough for float8" in seen.disagreement(FP8)) == (not layers)
+    assert next(model.parameters()).device.type == "meta"
+
+
+NONE = {"float8_linears": 0, "num_linears": 73, "float8_share": 0.0, "compiled": True}
+FEW = {"float8_linears": 12, "num_linears": 73, "float8_share": 0.33, "compiled": True}
+MOST = {"float8_linears": 217, "num_linears": 217, "float8_share": 1.0, "compiled": True}
+
+
+@pytest.mark.parametrize(
+    ("observed", "verdict", "said"),
+    [
+        (
+            NONE,
+            "incompatible",
+            "no linear layer of this model is large enough .* so fp8 would be bf16. Use bf16.",
+        ),
+        (FEW, "degraded", "float8 pays for 12 of 73 linear layers .33% of their weights.; the rest is bf16"),
+        (MOST, "ok", "^$"),
+        (MOST | {"compiled": False}, "degraded", "fp8 needs `compile`: .* `compile: default`, or use bf16."),
+    ],
+)
+def test_the_check_says_what_to_use_instead(observed: dict[str, Any], verdict: str, said: str) -> None:
+    measurement = Measurement("fp8", observed=observed)
+    found = judge(measurement, CompatConfig())
+    assert found.verdict == verdict
+    assert re.search(said, " ".join(found.reasons))
+    assert judge(replace(measurement, precision="bf16"), CompatConfig()).reasons == ()

@@ -1,0 +1,194 @@
+"""Families that are known to break: their real classes, with weights that make the known fault happen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_compat import key_of
+from tiny import CPU, EMULATED, tiny_executor
+from tiny_encoders import BERT, FAMILIES, LABEL, make_batch
+from torch import nn
+from transformers import (
+    DebertaConfig,
+    DebertaModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    T5Config,
+    T5EncoderModel,
+)
+
+from hpo.config.study_config import CompatConfig
+from hpo.data.batches import Batch
+from hpo.models.encoder import load_encoder
+from hpo.models.multitask import HeadSettings, build_model
+from hpo.precision.known_breaks import KNOWN_BREAKS, known_breaks
+from hpo.precision.table import PRECISION_NAMES, Resolution
+from hpo.training.losses import LossOptions, MultitaskLoss
+from hpo.trial.compat import Compatibility, judge
+from hpo.trial.measure import measure
+from hpo.trial.trial_parts import TrialParts
+from hpo.trial.verify import check_precision
+
+DROP_NOTHING = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DISENTANGLED: dict[str, Any] = {
+    **{key: value for key, value in BERT.items() if key != "model_type"},
+    **DROP_NOTHING,
+    "vocab_size": 100,
+    "relative_attention": True,
+    "position_biased_input": False,
+    "max_relative_positions": 64,
+    "pos_att_type": ["p2c", "c2p"],
+}
+
+
+def check(encoder: nn.Module, name: str) -> Compatibility:
+    torch.manual_seed(0)
+    model = build_model(encoder, (LABEL,), HeadSettings(head_dropout=0.0), max_length=16)
+    ids_BL, mask_BL = make_batch((12, 3, 1))
+    labels = {"label": torch.tensor([0, 1, 2])}
+    batch = Batch(ids_BL % 90 * mask_BL, mask_BL, None, labels, np.arange(3), np.array([12, 3, 1]))
+    config: Any = SimpleNamespace(amp=EMULATED)
+    loss_fn = MultitaskLoss((LABEL,), LossOptions(), {}, {})
+    parts = TrialParts(config, Resolution(name, name, "native"), model, loss_fn, *[None] * 4)  # type: ignore
+    return judge(measure(parts, batch, CPU), CompatConfig())
+
+
+def t5(gain: float) -> nn.Module:
+    """With products of gate and input as large as those of real T5 checkpoints (transformers 9295)."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    model = T5EncoderModel(
+        T5Config(vocab_size=100, **sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+    )
+    layer: Any = model.encoder.block[0].layer[1].DenseReluDense
+    with torch.no_grad():
+        layer.wi_0.weight.mul_(gain)
+        layer.wi_1.weight.mul_(gain)
+        layer.wo.weight.div_(gain**2)
+    return model
+
+
+def deberta_v2(bias: float) -> nn.Module:
+    """With queries and keys of a common part, which softmax drops and a score must hold all the same."""
+    torch.manual_seed(0)
+    model = DebertaV2Model(DebertaV2Config(**DISENTANGLED))
+    attention: Any = model.encoder.layer[0].attention
+    with torch.no_grad():
+        for each in (attention.self.query_proj, attention.self.key_proj):
+            each.bias.fill_(bias)
+        for each in (attention.self.value_proj, attention.output.dense):
+            each.weight.mul_(30)
+    return model
+
+
+def deberta(_: float) -> nn.Module:
+    torch.manual_seed(0)
+    return DebertaModel(DebertaConfig(**DISENTANGLED))
+
+
+FEED_FORWARD = "first module that made them so is encoder.encoder.block.0.layer.1.DenseReluDense"
+SCORES = "first module that made them so is encoder.encoder.layer.0.attention.self"
+
+
+@pytest.mark.parametrize(
+    ("build", "size", "name", "verdict", "said"),
+    [
+        (t5, 1, "fp16", "ok", ""),
+        (t5, 300, "fp16", "incompatible", FEED_FORWARD),
+        (t5, 300, "bf16", "ok", ""),
+        (t5, 300, "bf16-true", "ok", ""),
+        (deberta_v2, 0, "fp16", "ok", ""),
+        (deberta_v2, 0, "bf16", "ok", ""),
+        (deberta_v2, 200, "fp16", "incompatible", SCORES),
+        (deberta_v2, 60, "bf16", "incompatible", "gradients differ from fp32's"),
+        (deberta_v2, 60, "bf16-true", "incompatible", "gradients differ from fp32's"),
+        (deberta_v2, 200, "fp32", "ok", ""),
+    ],
+)
+def test_what_a_family_is_known_for_is_found(
+    build: Any, size: float, name: str, verdict: str, said: str
+) -> None:
+    found = check(build(size), name)
+    assert (found.verdict, bool(found.reasons)) == (verdict, bool(said))
+    assert said in " ".join(found.reasons)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_the_first_deberta_is_as_transformers_has_it(name: str) -> None:
+    """Where its attention fills fp32's lowest value into a mask under autocast, the check says so."""
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", dtype=torch.bfloat16 if name == "bf16" else torch.float16),
+        ):
+            deberta(0)(*make_batch_of_few_tokens())
+        raises = False
+    except RuntimeError:
+        raises = True
+    found = check(deberta(0), name)
+    assert found.verdict == ("incompatible" if raises else "ok")
+    assert ("without overflow" in " ".join(found.reasons)) == raises
+
+
+def make_batch_of_few_tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    ids_BL, mask_BL = make_batch()
+    return ids_BL % 90, mask_BL
+
+
+def test_modernbert_passes_with_sdpa_where_texts_are_mostly_padding() -> None:
+    """Flash attention, where it gave NaN, needs a GPU. No result of one speaks for the other."""
+    config, attention = FAMILIES["modernbert"]
+    for name in ("bf16", "fp16", "bf16-true"):
+        torch.manual_seed(0)
+        encoder = load_encoder({**config, "vocab_size": 31000}, attention=attention)
+        assert check(encoder, name).verdict == "ok"
+
+
+def test_attention_is_part_of_what_is_cached(tmp_path: Path) -> None:
+    executor = tiny_executor(tmp_path)
+    assert key_of(executor, attention="eager") != key_of(executor, attention="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "precision", "attention", "links"),
+    [
+        ("t5", "fp16", "sdpa", ["issues/9295"]),
+        ("longt5", "fp16", "eager", ["issues/9295", "issues/19229"]),
+        ("t5", "bf16", "sdpa", []),
+        ("deberta-v2", "fp16", "eager", ["DeBERTa/issues/77"]),
+        ("deberta-v2", "bf16", "eager", ["issues/35332"]),
+        ("deberta-v2", "fp32", "eager", []),
+        ("modernbert", "bf16", "flash", ["issues/35988"]),
+        ("modernbert", "bf16", "sdpa", []),
+        ("bert", "fp16", "sdpa", []),
+    ],
+)
+def test_what_is_said_of_a_family(model_type: str, precision: str, attention: str, links: list[str]) -> None:
+    said = known_breaks(model_type, precision, attention)
+    assert len(said) == len(links)
+    for sentence, link in zip(said, links, strict=True):
+        assert sentence.startswith(f"{model_type} is known for this in {precision}: ")
+        assert sentence.endswith(f"{link}).")
+
+
+def test_the_table_names_precisions_and_families_that_there_are() -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert KNOWN_BREAKS.keys() <= set(CONFIG_MAPPING)
+    for each in (one for known in KNOWN_BREAKS.values() for one in known):
+        assert set(each.precisions) <= set(PRECISION_NAMES)
+
+
+def test_verify_says_it_before_a_search(tmp_path: Path) -> None:
+    config, attention = FAMILIES["deberta-v2"]
+    training = {"max_steps": 1, "max_length": 32, "attention": attention}
+    executor = tiny_executor(tmp_path, model={"encoder": config}, training=training)
+    found = check_precision(executor, "bf16", 0)
+    assert found.verdict == "ok"
+    assert found.known == tuple(known_breaks("deberta-v2", "bf16", attention))
+    assert check_precision(executor, "fp32", 0).known == ()

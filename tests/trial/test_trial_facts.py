@@ -1,0 +1,110 @@
+"""What a trial stores of the precision that it really had, compiled and not, and where it is untrue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import CPU, EMULATED, tiny_executor, tiny_study
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpo.precision.table import PRECISIONS
+from hpo.trial.executor import Executor
+
+TRAINING = {"max_steps": 2, "batch_size": 4, "max_length": 32}
+
+
+class CastBack(nn.Linear):
+    """fp32 inside, and nothing of it to be seen at its output."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(inputs.float(), self.weight.float(), self.bias.float()).to(torch.bfloat16)
+
+
+class Rounded(nn.Linear):
+    """As with a library that takes bf16 for what comes in fp32."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs.bfloat16().float(), self.weight.bfloat16().float(), self.bias)
+
+
+class WideInTraining(CastBack):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) if self.training else nn.Linear.forward(self, inputs)
+
+
+def eager_traced(model: nn.Module, *_: Any) -> None:
+    """The compiler's graph, run by PyTorch's own kernels: seconds faster to make."""
+    model.compile(backend="aot_eager")
+
+
+def run(folder: Path, layer: type[nn.Linear], precision: str, compile_mode: str = "none") -> dict[str, Any]:
+    """The telemetry of a trial whose model has one layer of that class."""
+    study = tiny_study(folder, training=TRAINING | {"compile": compile_mode})
+    executor = Executor(study, CPU, folder / "runs", apply_compile=eager_traced)
+    build_model = executor.build_model
+
+    def planted(config: Any) -> Any:
+        model: Any = build_model(config)
+        model.encoder.encoder.layer[1].output.dense.__class__ = layer
+        return model
+
+    executor.build_model = planted  # type: ignore[method-assign]
+    result = executor.run({"fp_precision": precision, "learning_rate": 1e-4}, None, "")
+    assert result.outcome == "complete", result.reason
+    return dict(result.telemetry)
+
+
+NAME = "encoder.encoder.layer.1.output.dense"
+
+
+@pytest.mark.parametrize(
+    ("layer", "precision", "said"),
+    [
+        (CastBack, "bf16", f"did not compute in bfloat16: {NAME} (float32, cast to bfloat16)."),
+        (WideInTraining, "bf16", f"{NAME} (float32, cast to bfloat16 in training)."),
+        (Rounded, "fp32", f"did not compute in float32: {NAME} (bfloat16)."),
+    ],
+)
+def test_a_trial_says_where_it_was_not_what_was_asked_for(
+    tmp_path: Path, layer: type[nn.Linear], precision: str, said: str
+) -> None:
+    telemetry = run(tmp_path, layer, precision)
+    found = telemetry["precision"]
+    assert (found["agrees"], found["effective"]) == (False, precision)
+    assert said in found["reason"]
+    products = found["observed"]["linear_products"]
+    assert products.pop(PRECISIONS[precision].products) > 10
+    assert sum(products.values()) == 1
+    assert telemetry["compatibility"]["verdict"] == "degraded"
+    assert said in telemetry["compatibility"]["disagreement"]
+    assert isinstance(telemetry["environment"], dict)
+
+
+# The hooks by which the check names a module split the compiler's graph, which then looks at such a tensor.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_sound_trial_agrees_compiled_and_not(tmp_path: Path, precision: str) -> None:
+    for mode in ("none", "default"):
+        found = run(tmp_path, nn.Linear, precision, mode)["precision"]
+        assert found["agrees"], found["reason"]
+        assert found["observed"]["compiled"] == (mode != "none")
+        assert found["observed"]["linear_products"].keys() == {PRECISIONS[precision].products}
+        assert found["observed"]["unmeasured_linears"] == 0
+
+
+def test_measuring_leaves_training_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit the same metrics and losses as of a trial that looks at nothing."""
+    from hpo.precision.effective import Observation
+
+    found = []
+    for _ in range(2):
+        executor = tiny_executor(tmp_path, training=TRAINING | {"dropout": 0.1}, amp=EMULATED.model_dump())
+        result = executor.run({"fp_precision": "bf16", "learning_rate": 1e-3}, None, "")
+        found.append((result.values, result.telemetry["metrics"]))
+        monkeypatch.setattr("hpo.trial.trial_run.observe_model", lambda *_: Observation())
+    assert found[0] == found[1]
