@@ -62,11 +62,11 @@ class CategoricalDistribution(Section):
 
     def suggest(self, name: str, trial: Suggester) -> Any:
         """The value of setting `name` in `trial`."""
-        return self.decode(trial.suggest_categorical(name, [_encode(choice) for choice in self.choices]))
+        return self.decode(trial.suggest_categorical(name, [encode(choice) for choice in self.choices]))
 
     def decode(self, value: Any) -> Any:
         """The choice that Optuna holds as `value`, or `value` itself where it is none of them."""
-        return next((choice for choice in self.choices if _encode(choice) == value), value)
+        return next((choice for choice in self.choices if encode(choice) == value), value)
 
 
 class Range(CheckedSection):
@@ -143,7 +143,8 @@ DISTRIBUTIONS: dict[str, type[Distribution]] = {
 }
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
+    """`value` as Optuna holds it: a list or a mapping as its JSON text."""
     return json.dumps(value, sort_keys=True) if isinstance(value, (list, tuple, dict)) else value
 
 
@@ -175,7 +176,7 @@ def is_finite(space: SearchSpace) -> bool:
 
 def grid(space: SearchSpace) -> dict[str, list[Any]]:
     """All values of each setting, for Optuna's GridSampler."""
-    return {name: [_encode(value) for value in distribution.grid()] for name, distribution in space.items()}
+    return {name: [encode(value) for value in distribution.grid()] for name, distribution in space.items()}
 
 
 def parse_search_space(raw: Any) -> tuple[dict[str, Distribution], list[Problem]]:

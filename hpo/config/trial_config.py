@@ -14,6 +14,7 @@ from hpo.config.study_file import parse_yaml_value, problems_of
 from hpo.config.trial_settings import (
     BUDGETS,
     DEFAULT_EPOCHS,
+    KEYED,
     Encoder,
     PrecisionName,
     TrialSettings,
@@ -43,7 +44,7 @@ def build_trial_config(
 
     Args:
         study: its `training` holds where `params` says nothing, then the defaults.
-        params: values by the names of settings, `loss_weight.<task>` included, or as Optuna holds them.
+        params: values by the names of settings, such as `loss_weight.<task>`, or as Optuna holds them.
         default_precision: the precision of a trial whose study neither fixes nor searches one.
         amp: the study's `amp` with its preset applied; the study's own when left out.
 
@@ -52,8 +53,8 @@ def build_trial_config(
     settings = study.training.model_dump(exclude_unset=True)
     if any(params.get(budget) is not None for budget in BUDGETS):
         settings = {name: value for name, value in settings.items() if name not in BUDGETS}
-    loss_weight = settings.pop("loss_weight", {})
-    settings |= {f"loss_weight.{task}": weight for task, weight in loss_weight.items()}
+    for prefix in KEYED:
+        settings |= {f"{prefix}{key}": value for key, value in settings.pop(prefix[:-1], {}).items()}
     settings |= decode(study.search_space, params)
     if all(settings.get(budget) is None for budget in BUDGETS):
         settings["epochs"] = DEFAULT_EPOCHS
@@ -65,6 +66,8 @@ def build_trial_config(
         checked = TrialConfig.model_validate(settings | {"amp": amp or study.amp})
     except ValidationError as error:
         raise InputError("\n".join(map(str, problems_of(error)))) from None
+    if checked.float32_parts:  # else TF32 would be in parts that are to be fp32
+        scaler["tf32"] = False
     return checked.model_copy(update={"amp": checked.amp.model_copy(update=scaler)})
 
 

@@ -1,19 +1,21 @@
 """Every setting of a trial that a study may fix or search: its meaning, its unit, its range, its default.
 
-A study fixes a setting under `training:` and searches it under `search_space:`, by the same name. The
-weight of a task's loss is written `loss_weight.<task>`.
+A study fixes a setting under `training:` and searches it under `search_space:`, by the same name. A mapping
+has a value for each of its keys, which are fixed or searched each by itself: the weight of a task's loss is
+written `loss_weight.<task>`, the precision of a part of the model `precision_overrides.<part>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from hpo.config.study_file import CheckedSection, Problem, problems_of, show
 from hpo.errors import did_you_mean
-from hpo.precision.table import canonical_precision
+from hpo.precision.part_names import check_part
+from hpo.precision.table import PRECISIONS, canonical_precision
 from hpo.section import Count, Switch, Whole
 
 
@@ -24,14 +26,21 @@ def _encoder(value: Any) -> Any:
     raise ValueError(f"must be {what}, but got {show(value)}.")
 
 
+def _part(name: str) -> str:
+    check_part(name)
+    return name
+
+
+Part = Annotated[str, AfterValidator(_part)]
 PrecisionName = Annotated[str, AfterValidator(canonical_precision)]
 Encoder = Annotated[str | dict[str, Any], BeforeValidator(_encoder)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 Positive = Annotated[float, Field(gt=0)]
 
-LOSS_WEIGHT = "loss_weight."
-"""`loss_weight.<task>` is the one setting whose name has a free part."""
+LOSS_WEIGHT, OVERRIDE = "loss_weight.", "precision_overrides."
+KEYED = {LOSS_WEIGHT: "<task>", OVERRIDE: "<part>"}
+"""The settings whose name has a free part, and what that is."""
 
 BUDGETS = ("epochs", "max_steps", "max_seconds")
 """A trial ends by exactly one of these."""
@@ -65,6 +74,11 @@ class TrialSettings(CheckedSection):
     Left out, `amp.preset` decides."""
     encoder: Encoder | None = None
     """Encoder, as in `model.encoder`, which it takes when left out."""
+    precision_overrides: dict[Part, Literal["none", "fp32"]] = Field(default_factory=dict)
+    """Precision of a part of the model, written `precision_overrides.<part>`: `fp32`, or `none` for that of
+    the rest. Parts: `embeddings`, `attention`, `encoder.layer.N` (from 0; also `first`, `last`), `heads`,
+    `heads.<task>`, `loss`. It runs without autocast on fp32 weights and inputs; fp32 products outside it
+    are IEEE fp32 then, whatever `amp.tf32` says. Not with `tf32`."""
     max_length: Whole = Field(256, ge=8)
     """Longest input in tokens, special tokens included; see `data.long_text`."""
 
@@ -99,6 +113,10 @@ class TrialSettings(CheckedSection):
 
     optimizer: Literal["adamw", "adam", "adafactor", "lion", "sgd"] = "adamw"
     """Optimiser. Its state is fp32 in every precision."""
+    weight_rounding: Literal["nearest", "stochastic", "compensated"] = "nearest"
+    """How `bf16-true` rounds its weights after a step: to the `nearest` number, which loses updates of less
+    than 1/512 of a weight; at random without bias; or `compensated` in the next step by what was left out,
+    for 2 bytes a weight. Without effect on fp32 weights, which all other precisions have."""
     learning_rate: float = Field(5e-5, gt=0, le=10)
     """Peak learning rate of the encoder."""
     head_learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -157,33 +175,61 @@ class TrialSettings(CheckedSection):
     seed: Whole = Field(42, ge=0, lt=2**32)
     """Seed of head initialisation, dropout and the order of the data."""
 
+    @property
+    def float32_parts(self) -> tuple[str, ...]:
+        """The parts of the model that are in fp32 whatever the precision."""
+        return tuple(sorted(part for part, name in self.precision_overrides.items() if name == "fp32"))
+
     @model_validator(mode="before")
     @classmethod
-    def _gather_loss_weights(cls, data: Any) -> Any:
+    def _gather_keyed(cls, data: Any) -> Any:
         """`loss_weight.a: 2` is `loss_weight: {a: 2}`."""
-        if not isinstance(data, Mapping) or not any(str(key).startswith(LOSS_WEIGHT) for key in data):
+        if not isinstance(data, Mapping):
             return data
-        rest = {key: value for key, value in data.items() if not str(key).startswith(LOSS_WEIGHT)}
-        dotted = {key.removeprefix(LOSS_WEIGHT): value for key, value in data.items() if key not in rest}
-        given = rest.get("loss_weight", {})
-        if not isinstance(given, Mapping):
-            return rest
-        if twice := sorted(given.keys() & dotted.keys()):
-            raise ValueError(f"`{LOSS_WEIGHT}{twice[0]}` is given twice. Keep one.")
-        return {**rest, "loss_weight": {**given, **dotted}}
+        gathered = {key: value for key, value in data.items() if keyed(str(key)) is None}
+        for prefix in KEYED:
+            dotted = {
+                str(key).removeprefix(prefix): value
+                for key, value in data.items()
+                if str(key).startswith(prefix)
+            }
+            given = gathered.get(prefix[:-1], {})
+            if not dotted or not isinstance(given, Mapping):
+                continue
+            if twice := sorted(given.keys() & dotted.keys()):
+                raise ValueError(f"`{prefix}{twice[0]}` is given twice. Keep one.")
+            gathered[prefix[:-1]] = {**given, **dotted}
+        return gathered
 
     def problems(self) -> Iterator[Problem]:
         given = [budget for budget in BUDGETS if getattr(self, budget) is not None]
         if len(given) > 1:
             yield Problem((), f"a trial has one budget, but {' and '.join(given)} are given. Keep one.")
 
+    def rounding_problems(self, searched: Container[str], precisions: Sequence[str]) -> Iterator[Problem]:
+        """Says whether bf16 weights are to be rounded in a study of `precisions` without such weights."""
+        place = "search_space" if "weight_rounding" in searched else "training"
+        is_default = place == "training" and self.weight_rounding == "nearest"
+        if not is_default and all(PRECISIONS[name].weights != "bfloat16" for name in precisions):
+            came = ", ".join(precisions) or "left to the preset"
+            message = f"is for `fp_precision: bf16-true`, but here that is {came}. Add it, or leave this out."
+            yield Problem((place, "weight_rounding"), message)
+
+
+def keyed(name: str) -> tuple[str, str] | None:
+    """`loss_weight.a` -> the setting `loss_weight` and its key `a`; None of a setting that has no keys."""
+    prefix = next((prefix for prefix in KEYED if name.startswith(prefix)), None)
+    return None if prefix is None else (prefix[:-1], name.removeprefix(prefix))
+
 
 def check_name(name: str) -> None:
     """Raise ValueError with the nearest name where there is no setting `name` that takes one value."""
-    known = [f"{LOSS_WEIGHT}<task>" if key == "loss_weight" else key for key in TrialSettings.model_fields]
-    is_loss_weight = name.startswith(LOSS_WEIGHT) and name != LOSS_WEIGHT
-    if name not in known and not is_loss_weight:
-        near = f" Did you mean `{LOSS_WEIGHT}<task>`?" if name == "loss_weight" else did_you_mean(name, known)
+    with_keys = {prefix[:-1]: f"{prefix}{key}" for prefix, key in KEYED.items()}
+    known = [with_keys.get(key, key) for key in TrialSettings.model_fields]
+    has_key = (keyed(name) or ("", ""))[1]
+    if name not in known and not has_key:
+        full = with_keys.get(name)
+        near = f" Did you mean `{full}`?" if full else did_you_mean(name, known)
         raise ValueError(f"there is no such setting.{near}")
 
 
@@ -203,6 +249,6 @@ def setting_value(name: str, value: Any) -> Any:
         settings = TrialSettings.model_validate({name: value})
     except ValidationError as error:
         raise ValueError(" ".join(found.message for found in problems_of(error))) from None
-    if name.startswith(LOSS_WEIGHT):
-        return settings.loss_weight[name.removeprefix(LOSS_WEIGHT)]
-    return getattr(settings, name)
+    setting, key = keyed(name) or (name, None)
+    found = getattr(settings, setting)
+    return found if key is None else found[key]

@@ -145,7 +145,8 @@ def test_a_rehearsal_runs_the_kernel_and_drops_nothing(
 def test_the_check_of_a_precision_rehearses(tmp_path: Path, kernel_calls: list[float]) -> None:
     executor = tiny_executor(tmp_path, training={"max_steps": 1, "attention_dropout": 0.1, "max_length": 32})
     assert check_precision(executor, "bf16", repeats=1).verdict == "ok"
-    assert set(kernel_calls) == {0.0}
+    # With dropout, too: what its products are computed in is measured as it trains.
+    assert set(kernel_calls) == {0.0, 0.1}
 
 
 @pytest.mark.parametrize(
