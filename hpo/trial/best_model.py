@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.errors import DataError, RunError, did_you_mean
 from hpo.models.export import export_model
+from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
+from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.training.checkpoint import best_checkpoint
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import evaluate
 from hpo.trial.executor import Executor
-from hpo.trial.telemetry import ScoredEvaluation
+from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 
 
 def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
@@ -42,6 +45,20 @@ def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, 
     return metrics
 
 
+def with_test_metrics(executor: Executor, folder: Path, result: TrialResult) -> TrialResult:
+    """The result of a trial that has just ended, with the metrics of its best weights on the test split.
+
+    A trial whose best weights were not kept ends as `failed`, to be tried again.
+    """
+    if result.outcome != Outcome.COMPLETE:
+        return result
+    try:
+        metrics = score_checkpoint(executor, folder, "test")
+    except RunError as error:
+        return replace(result, outcome=Outcome.FAILED, reason=f"no score on test: {error}", values=None)
+    return replace(result, telemetry={**result.telemetry, "test_metrics": metrics})
+
+
 def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
     """Write a trial's best checkpoint as a folder that transformers and this package load.
 
@@ -55,6 +72,7 @@ def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
         max_length=config.max_length,
         attention=config.attention,
         precision=precision.name,
+        float32_parts=config.float32_parts,
         decisions=decisions,
     )
 
@@ -72,6 +90,7 @@ def _best_model(
     _check_encoder(executor.study, config)
     precision = PRECISIONS[best.state["precision"]]
     model = executor.build_model(config)
+    set_float32_parts(model, None, config.float32_parts)
     prepare_model(model, precision)
     model.load_state_dict(best.weights)
     decisions = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation.decisions

@@ -24,6 +24,9 @@ from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe
 from hpo.memory import is_out_of_memory
+from hpo.precision.float8 import float8_advice, no_float8
+from hpo.precision.table import PRECISIONS
+from hpo.trial.adverse import adverse_batch
 from hpo.trial.measure import MEASUREMENT_VERSION, Measurement, measure
 from hpo.trial.trial_parts import TrialParts
 
@@ -37,6 +40,8 @@ class Compatibility:
     reasons: tuple[str, ...]
     measurement: Measurement
     cached: bool = False
+    known: tuple[str, ...] = ()
+    """What the family of the encoder is known for under the precision; asked for by `hpo verify`."""
 
     def telemetry(self) -> dict[str, Any]:
         """One record, with the entries of the measurement."""
@@ -73,8 +78,13 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         if cosine < bound:
             reason = f"gradients differ from fp32's: cosine {cosine:.3f}, under {bound:g}."
             (degraded if is_degraded else incompatible).append(reason)
-    if measurement.disagreement:
+    is_float8 = PRECISIONS[name].float8 and not measurement.error
+    if is_float8 and (none := no_float8(measurement.observed)):
+        incompatible.append(none)
+    elif measurement.disagreement:
         degraded.append(measurement.disagreement)
+    if is_float8 and not incompatible:
+        degraded += float8_advice(measurement.observed)
     verdict = "incompatible" if incompatible else "degraded" if degraded else "ok"
     reasons = incompatible + degraded
     if not measurement.reference_fits:
@@ -123,13 +133,13 @@ def measure_parts(
     repeats: int = 0,
     on_estimate: Callable[[float], None] = lambda _: None,
 ) -> Measurement:
-    """Measure on the longest and the shortest window of the data, so that one of them is padded.
+    """Measure on the longest window of the data beside very short ones, which are nearly all padding.
 
     Where these do not fit into memory (the precision's pass or fp32's), measure on the longest alone. Raises
     OutOfMemory when the precision fits neither.
     """
     without_reference = None
-    for batch in (parts.batch(1, 1), parts.batch(0, 1)):
+    for batch in (adverse_batch(parts), parts.batch(0, 1)):
         try:
             found = measure(parts, batch, device, repeats, on_estimate)
         except (RuntimeError, MemoryError) as error:
@@ -163,7 +173,7 @@ def cache_key(parts: TrialParts, study: StudyConfig, fingerprint: str, device: D
         # Attention with dropout has another kernel than without, whatever the rate.
         "attention": [config.attention, config.attention_dropout and "dropout"],
         "gradient_checkpointing": config.gradient_checkpointing,
-        "precision": parts.resolution.effective,
+        "precision": [parts.resolution.effective, config.float32_parts],
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
         "compile": [config.compile, config.compile_scope, config.compile_dynamic],
         "device": [device.name, device.compute_capability, sorted(device.cpu_features)],

@@ -28,7 +28,7 @@ from torch import Tensor
 from hpo.config.search_space import is_searched, suggest
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS
+from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS, OVERRIDE
 from hpo.data.batches import collate
 from hpo.data.dataset import load_data
 from hpo.data.token_cache import load_tokenized
@@ -38,9 +38,12 @@ from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd,
 from hpo.memory import disable_malloc_trim, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.model_parts import part_modules, set_float32_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags, prepare_model
+from hpo.precision.environment import refuse_overrides
+from hpo.precision.part_names import task_of
 from hpo.precision.table import PRECISION, Precision, Resolution, apply_preset, resolve
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import apply_compile
@@ -62,7 +65,7 @@ class Executor:
     `ranks` are the processes that train each trial together, of which those after the first run `follow`.
 
     Raises DataError when the study's data cannot be used, InputError when its objective names a metric
-    that no task has.
+    that no task has, or the environment makes one of its precisions untrue.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Executor:
         self.device = device
         self.runs_dir = runs_dir
         self.amp, self.default_precision = apply_preset(study.amp, device)
+        refuse_overrides(study.precisions or [self.default_precision], self.amp, device.type)
         self.dataset = load_data(study.data)
         self.tasks = self.dataset.tasks
         self.cache = compatibility_cache
@@ -92,6 +96,9 @@ class Executor:
         self._has_compiled = False
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
+        if study.evaluation.test and "test" not in self.dataset.splits:
+            found = ", ".join(self.dataset.splits)
+            raise InputError(f"evaluation.test: the data must have a test split, but they have {found}.")
         self._check_loss_settings()
         if device.type == "cpu":
             disable_malloc_trim()
@@ -102,16 +109,22 @@ class Executor:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((runs_dir / "cache" / "inductor").resolve()))
 
     def _check_loss_settings(self) -> None:
-        """Refuse, before the first trial, a loss that fits no task and the weight of no task."""
+        """Refuse, before the first trial, a loss that fits no task, and the weight or head of no task."""
         space = self.study.search_space
         searched = getattr(space.get("loss"), "choices", ())
         for loss in (self.study.training.loss, *searched):
             check_loss(self.tasks, loss)
         names = [task.name for task in self.tasks]
-        weighted = {name.removeprefix(LOSS_WEIGHT) for name in space if name.startswith(LOSS_WEIGHT)}
-        for name in sorted(weighted | self.study.training.loss_weight.keys()):
+        tasks = {f"{LOSS_WEIGHT}{name}": name for name in self._keys(LOSS_WEIGHT)}
+        tasks |= {f"{OVERRIDE}{part}": task for part in self._keys(OVERRIDE) if (task := task_of(part))}
+        for setting, name in tasks.items():
             if name not in names:
-                raise InputError(f"{LOSS_WEIGHT}{name}: there is no such task.{did_you_mean(name, names)}")
+                raise InputError(f"{setting}: there is no such task.{did_you_mean(name, names)}")
+
+    def _keys(self, prefix: str) -> list[str]:
+        """The keys that the study fixes or searches of a setting that has keys."""
+        searched = {name.removeprefix(prefix) for name in self.study.search_space if name.startswith(prefix)}
+        return sorted(searched | getattr(self.study.training, prefix[:-1]).keys())
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Where a trial of this study keeps its checkpoints."""
@@ -193,6 +206,9 @@ class Executor:
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         config = build_trial_config(self.study, params, "fp32", self.amp)
         parts = self.parts(config, resolve("fp32", self.device, config.amp))
+        if "encoder" not in self.study.search_space:  # which may have other layers
+            for part in self._keys(OVERRIDE):
+                part_modules(parts.model, part)
         batch = parts.batch(2)
         items = parts.loss_fn.count(batch)
         try:
@@ -213,12 +229,14 @@ class Executor:
         train_split, validation_split = (self.tokens(name, config) for name in ("train", "validation"))
         torch.manual_seed(config.seed)
         model = self.build_model(config)
+        loss_fn = self.loss_fn(config, model, train_split)
+        set_float32_parts(model, loss_fn, config.float32_parts)
         compiling = (config.compile, config.compile_scope, config.compile_dynamic)
         return TrialParts(
             config,
             resolution,
             model,
-            self.loss_fn(config, model, train_split),
+            loss_fn,
             train_split,
             validation_split,
             self.pad_id(config),
@@ -253,7 +271,7 @@ class Executor:
         return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
 
     def build_model(self, config: TrialConfig) -> MultitaskModel:
-        """The trial's model in fp32 weights, on the device."""
+        """The trial's model in fp32 weights, on the device; `set_float32_parts` is not called."""
         encoder = load_encoder(
             config.encoder,
             attention=config.attention,
@@ -308,7 +326,13 @@ class Executor:
             weight_decay=config.weight_decay,
             layerwise_lr_decay=config.layerwise_lr_decay,
         )
-        return build_optimizer(config.optimizer, groups, betas=config.betas)
+        return build_optimizer(
+            config.optimizer,
+            groups,
+            betas=config.betas,
+            weight_rounding=config.weight_rounding,
+            seed=config.seed,
+        )
 
     def training_args(self, config: TrialConfig) -> TrainingArgs:
         """What the loop needs to know of the trial's settings."""

@@ -25,14 +25,18 @@ from hpo.data.batches import Batch
 from hpo.device import DeviceInfo, synchronize
 from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.attention import use_training_attention
-from hpo.precision.amp import MixedPrecision, backend_flags, observe, prepare_model
+from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
+from hpo.precision.compiled import observe_compiled
+from hpo.precision.effective import Observation, observe_model
+from hpo.precision.parts import float32_modules
 from hpo.precision.table import PRECISIONS
 from hpo.training.compilation import compiled_modules
 from hpo.training.losses import MultitaskLoss
+from hpo.trial.adverse import with_extreme_class_weights
 from hpo.trial.nonfinite import entered_module, is_finite, watch_for_nonfinite
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 2
+MEASUREMENT_VERSION = 3
 """To be raised when the measuring changes: what is cached of another version is measured again."""
 
 _MEANINGFUL_BYTES = 2**20
@@ -49,7 +53,7 @@ class Measurement:
     """What was raised, with the module it was raised in."""
     finite: bool = True
     nonfinite: str | None = None
-    """What was not finite first: `logits`, `loss` or `gradients`."""
+    """What was not finite first: `logits`, `loss` or `gradients`, and with what."""
     first_nonfinite_module: str | None = None
     reference_finite: bool = True
     """Whether fp32 was finite; if not, the precision is not to blame."""
@@ -125,6 +129,16 @@ class _Side:
                 return result
             amp.update_amp_config(init_scale=max(amp.config.min_scale, scale * amp.config.backoff_factor))
 
+    def inputs(self, rows: slice) -> tuple[Any, ...]:
+        """What the model is called with for some rows of the batch."""
+        batch = self.batch.rows(rows)
+        return batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL
+
+    def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Loss and gradients of a pass, and its logits."""
+        result = self.run()
+        return [result.loss, *result.gradients.values()], list(result.logits.values())
+
     def time(self) -> float:
         """Wall seconds of one pass."""
         seconds = self._step()[0]
@@ -185,7 +199,7 @@ def measure(
     with _training_without_dropout(model), use_training_attention():
         reference: _Pass | None = None
         try:
-            _, reference, found = _attempt(fp32)
+            _, reference, found = _attempt(fp32, observes=False)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -199,6 +213,12 @@ def measure(
         side, candidate, found = _attempt(side, parts.compile)
         if candidate is None or not found.finite:
             return found
+        if (extreme := with_extreme_class_weights(parts.loss_fn)) is not None:
+            weighted = replace(side, loss_fn=extreme)
+            result = weighted.run_with_backoff()
+            if broken := result.broken():
+                what, where = f"{broken} with class weights at their bounds", weighted.culprit(result)
+                return replace(found, finite=False, nonfinite=what, first_nonfinite_module=where)
         if reference is None:
             return replace(found, reference_fits=False, seconds=candidate.seconds)
         on_estimate((repeats + 1) * (reference.seconds + candidate.seconds))
@@ -215,22 +235,24 @@ def measure(
 
 
 def _attempt(
-    side: _Side, compile_model: Callable[[Any], object] | None = None
+    side: _Side, compile_model: Callable[[Any], object] | None = None, *, observes: bool = True
 ) -> tuple[_Side, _Pass | None, Measurement]:
     """The side with its model as a trial prepares it, its pass (None: it raised), and what that tells alone.
 
-    Raises what an allocator raises.
+    With `observes`, also what its products really are. Raises what an allocator raises.
     """
     amp, precision = side.mixed_precision, side.mixed_precision.precision
     with side.flags(), entered_module(side.model) as entered:
         try:
             if precision.float8 or precision.weights != "float32" or compile_model:
                 side = replace(side, model=prepare_model(copy.deepcopy(side.model), precision))
-            with observe(side.model) as seen:
-                result = side.run_with_backoff()
+            inputs, in_float32 = side.inputs(slice(0, 1)), float32_modules(side.model)
+            seen = observe_model(side.model, amp, *inputs) if observes else Observation()
             if compile_model:  # what is judged is what a trial runs
                 compile_model(side.model)
-                result = side.run_with_backoff()
+            result = side.run_with_backoff()
+            if compile_model and not result.broken():
+                seen.compiled = observe_compiled(side.model, side.outputs, precision, in_float32)
         except Exception as error:
             # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
             if is_out_of_memory(error):
@@ -246,7 +268,7 @@ def _attempt(
             first_nonfinite_module=side.culprit(result) if broken else None,
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
-            disagreement=seen.disagreement(precision),
+            disagreement=seen.disagreement(precision, in_float32),
         )
     return side, result, found
 

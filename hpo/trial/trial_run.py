@@ -10,23 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 
 from hpo.config.search_space import is_searched
 from hpo.config.study_config import MEASURED_METRICS
-from hpo.config.trial_config import build_trial_config
+from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import BUDGETS, STEP_SETTINGS
 from hpo.device import DeviceInfo, Utilization
 from hpo.errors import Incompatible, InputError, Preempted
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.amp import MixedPrecision, backend_flags, observe
-from hpo.precision.table import resolve, support
+from hpo.precision.amp import MixedPrecision, backend_flags
+from hpo.precision.compiled import observe_compiled
+from hpo.precision.effective import observe_model
+from hpo.precision.environment import environment_overrides, refuse_overrides
+from hpo.precision.parts import float32_modules
+from hpo.precision.table import Resolution, resolve, support
 from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
-from hpo.training.compilation import CompileClock, compiled_modules, run_compiled_shapes
+from hpo.training.compilation import CompileClock, compiled_modules, run_both_modes, run_compiled_shapes
 from hpo.training.distributed import Ranks
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import check_loss
+from hpo.training.optim import rounding_of
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.compat import check_compatibility
 from hpo.trial.objectives import final_values, is_better, objective_value
@@ -40,6 +46,29 @@ CHECKPOINT_FORMAT = 3
 
 UTILIZATION_EVERY = 20
 """Steps between two samples of the device's utilisation."""
+
+
+def checkpoint_key(
+    resume_key: str,
+    config: TrialConfig,
+    resolution: Resolution,
+    device: DeviceInfo,
+    used_ids: NDArray[Any],
+) -> str:
+    """What a checkpoint of the trial `resume_key` must have for it to go on from there."""
+    used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
+    precision = "+".join([resolution.effective, *config.float32_parts])
+    return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{device.type}/{used}"
+
+
+def check_overrides(config: TrialConfig, resolution: Resolution) -> None:
+    """Raise Incompatible where parts that are to be fp32 would not be."""
+    if config.float32_parts and resolution.precision.tf32:
+        raise Incompatible(
+            f"precision_overrides.{config.float32_parts[0]}: a part is in fp32 by leaving autocast, and "
+            f"`{resolution.effective}` has none: its products would be TF32. Search it `when: "
+            "{fp_precision: [bf16, fp16]}`."
+        )
 
 
 class RanksPeakMemory:
@@ -96,13 +125,14 @@ class TrialRun:
         level = support(requested, executor.device).level
         recorder.note(precision={"requested": requested, "effective": None, "support": level})
         resolution = resolve(requested, executor.device, config.amp)
-        recorder.note(precision=asdict(resolution))
+        recorder.note(precision=asdict(resolution), environment=environment_overrides())
+        refuse_overrides([resolution.effective], config.amp, executor.device.type)
+        check_overrides(config, resolution)
         reset_peak_memory(executor.device)
         peak_memory = self.peak_memory
         recorder.follow(lambda: {"peak_memory_bytes": peak_memory.read()})
         used_ids = executor.used_ids(config)
-        used = hashlib.blake2b(used_ids.tobytes(), digest_size=8).hexdigest()
-        key = f"{resume_key}/{CHECKPOINT_FORMAT}/{resolution.effective}/{executor.device.type}/{used}"
+        key = checkpoint_key(resume_key, config, resolution, executor.device, used_ids)
         checkpoints = NoCheckpoints() if folder is None else CheckpointStore(folder, key, mirror)
         recorder.follow(lambda: {"checkpoint_problems": list(checkpoints.problems)})
         with backend_flags(resolution.precision, config.amp), checkpoints as self.store:
@@ -118,6 +148,7 @@ class TrialRun:
             if executor.ranks.is_main:
                 self._check()
             self.optimizer = executor.prepare(self.parts.model, resolution.precision, config, used_ids)
+            recorder.note(weight_rounding=rounding_of(self.optimizer))
             self.mixed_precision = MixedPrecision(resolution.precision, config.amp, executor.device)
             self._resume()
             self._observe_and_compile()
@@ -168,14 +199,16 @@ class TrialRun:
 
     def _observe_and_compile(self) -> None:
         parts, resolution = self.parts, self.parts.resolution
-        batch = parts.batch(1).to(self.executor.device.torch_device)
+        batch = parts.batch(0, 1).to(self.executor.device.torch_device)
+        inputs = (batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
         # Observed before the compiler hides the modules.
-        with observe(parts.model) as seen, self.mixed_precision.evaluation():
-            parts.model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+        seen = observe_model(parts.model, self.mixed_precision, *inputs)
         if parts.compile is not None:
             self._compile(parts.compile)
-        disagreement = seen.disagreement(resolution.precision)
+            seen.compiled = self._observe_compiled()
+        disagreement = seen.disagreement(resolution.precision, float32_modules(parts.model))
         observed = {
+            "float32_parts": parts.config.float32_parts,
             "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
             "agrees": not disagreement,
             "reason": " ".join(filter(None, (resolution.reason, disagreement))),
@@ -193,6 +226,17 @@ class TrialRun:
         seconds = time.perf_counter() - started
         self.recorder.follow(lambda: {"compile_seconds": seconds + clock.seconds})
         clock.start()
+
+    def _observe_compiled(self) -> str:
+        parts, mixed_precision = self.parts, self.mixed_precision
+        batch = parts.batch(parts.config.batch_size)  # of a shape that is compiled already
+
+        def step() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            torch.manual_seed(0)
+            return run_both_modes(parts.model, parts.loss_fn, batch, mixed_precision)
+
+        in_float32 = float32_modules(parts.model)
+        return observe_compiled(parts.model, step, parts.resolution.precision, in_float32)
 
     def _train(self) -> None:
         parts, mixed_precision, state, meter = self.parts, self.mixed_precision, self.state, self.meter

@@ -7,14 +7,19 @@ is trained and nothing stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpo.config.trial_config import build_trial_config
+from hpo.config.trial_settings import OVERRIDE
 from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
+from hpo.models.model_parts import set_float32_parts
+from hpo.precision.environment import refuse_overrides
+from hpo.precision.known_breaks import known_breaks
 from hpo.precision.table import PRECISION_NAMES, Resolution, Support, support
 from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
+from hpo.trial.smallest_parts import smallest_parts
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class PrecisionCheck:
     compatibility: Compatibility | None
     """None where the device cannot run it at all, or one example does not fit."""
     note: str = ""
+    float32_parts: tuple[str, ...] | None = None
+    """The smallest set of parts in fp32 that makes it `ok`, where that was asked for; None: there is none."""
 
     @property
     def speed_ratio(self) -> float | None:
@@ -54,9 +61,12 @@ def check_precision(
 
     `on_estimate` is told the seconds that the `repeats` timed passes will take.
     """
+    refuse_overrides([name], executor.amp, executor.device.type)
     config = build_trial_config(executor.study, {}, name, executor.amp)
     parts = executor.parts(config, Resolution(name, name, support(name, executor.device).level))
-    return judge(measure_parts(parts, executor.device, repeats, on_estimate), executor.study.compat)
+    found = judge(measure_parts(parts, executor.device, repeats, on_estimate), executor.study.compat)
+    model_type = getattr(parts.model.encoder.config, "model_type", "")
+    return replace(found, known=tuple(known_breaks(model_type, name, config.attention)))
 
 
 def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -> list[PrecisionCheck]:
@@ -68,11 +78,48 @@ def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -
         if found.level != "unsupported":
             try:
                 compatibility = check(name, found)
-                note = " ".join(compatibility.reasons) or note
+                note = " ".join((*compatibility.reasons, *compatibility.known)) or note
             except OutOfMemory as error:
                 note = str(error)
         checks.append(PrecisionCheck(name, found, compatibility, note))
     return checks
+
+
+def propose_parts(
+    executor: Executor, checks: Sequence[PrecisionCheck], say: Callable[[str], None] = lambda _: None
+) -> list[PrecisionCheck]:
+    """Find for each precision that was checked and is not `ok` the parts that have to be in fp32.
+
+    They are those of the study and what comes to them. `say` is told each set that is checked.
+    """
+    return [
+        _with_parts(executor, check, say)
+        if check.compatibility and check.compatibility.verdict != "ok" and check.name != "fp32"
+        else check
+        for check in checks
+    ]
+
+
+def _with_parts(executor: Executor, check: PrecisionCheck, say: Callable[[str], None]) -> PrecisionCheck:
+    config = build_trial_config(executor.study, {}, check.name, executor.amp)
+    parts = executor.parts(config, Resolution(check.name, check.name, check.support.level))
+    asked: dict[tuple[str, ...], bool] = {}
+
+    def is_ok(chosen: tuple[str, ...]) -> bool:
+        if chosen not in asked:
+            say(f"checking {check.name} with {', '.join(chosen)} in fp32")
+            set_float32_parts(parts.model, parts.loss_fn, (*config.float32_parts, *chosen))
+            try:
+                measured = measure_parts(parts, executor.device)
+                asked[chosen] = judge(measured, executor.study.compat).verdict == "ok"
+            except OutOfMemory:  # fp32 takes more
+                asked[chosen] = False
+        return asked[chosen]
+
+    found = smallest_parts(parts.model, is_ok)
+    overrides = ", ".join(f"{OVERRIDE}{part}: fp32" for part in found or ())
+    proposal = f"With {overrides} it is ok." if found else "No set of parts in fp32 makes it ok."
+    return replace(check, note=f"{check.note} {proposal}".strip(), float32_parts=found)
 
 
 def recommendation(checks: Sequence[PrecisionCheck]) -> str:
