@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Tensor, nn
 
 from hpo.data.batches import Batch
 from hpo.device import synchronize
@@ -65,13 +65,22 @@ def run_compiled_shapes(
     model: MultitaskModel, loss_fn: MultitaskLoss, batches: Iterable[Batch], mixed_precision: MixedPrecision
 ) -> None:
     """Compile before the first step: run the batches, with and without gradients, and drop the gradients."""
-    device = mixed_precision.device
-    for each in batches:
-        items, batch = loss_fn.count(each), each.to(device.torch_device)
-        with mixed_precision.autocast():
-            loss = loss_fn(model.train(), batch, items, items)
-        mixed_precision.scaler.scale(loss).backward()
-        model.zero_grad(set_to_none=True)
-        with mixed_precision.evaluation():
-            model.eval()(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-    synchronize(device)
+    for batch in batches:
+        run_both_modes(model, loss_fn, batch, mixed_precision)
+    synchronize(mixed_precision.device)
+
+
+def run_both_modes(
+    model: MultitaskModel, loss_fn: MultitaskLoss, batch: Batch, mixed_precision: MixedPrecision
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss and gradients of a batch in training mode, and its logits in evaluation mode."""
+    items, batch = loss_fn.count(batch), batch.to(mixed_precision.device.torch_device)
+    with mixed_precision.evaluation():
+        logits = model.eval()(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+        evaluated = [value.clone() for value in logits.values()]
+    with mixed_precision.autocast():
+        loss = loss_fn(model.train(), batch, items, items)
+    mixed_precision.scaler.scale(loss).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return [loss.detach().clone(), *gradients], evaluated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,8 @@ class Evaluation:
     """1 for the first evaluation of a trial."""
     rates: dict[str, float | None]
     """Throughput of training so far."""
+    numerics: dict[str, Any] | None = None
+    """What `hpo.training.numerics` measured at the step before it; None: nothing."""
 
 
 def evaluate(

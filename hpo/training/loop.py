@@ -14,12 +14,11 @@ What the loop promises:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +32,9 @@ from hpo.training.compilation import CompileClock
 from hpo.training.distributed import ONE_RANK, Ranks
 from hpo.training.evaluate import Evaluation, predict_logits, score_logits
 from hpo.training.losses import MultitaskLoss
-from hpo.training.optim import schedule_factor, set_learning_rate
+from hpo.training.numerics import StepProbe
+from hpo.training.optim import gradient_norm, schedule_factor, set_learning_rate
+from hpo.training.step_seed import step_seed
 from hpo.training.throughput import ThroughputMeter
 
 CHECK_EVERY = {"cpu": 1, "cuda": 20}
@@ -87,6 +88,12 @@ class Budget:
         used = self.used(state)
         return num_evaluations if used >= 1 else min(num_evaluations - 1, int(used * num_evaluations))
 
+    def evaluation_follows(self, state: TrainState, num_evaluations: int) -> bool:
+        """Whether one is due after the next step, in seconds if it takes up to twice as long as the last."""
+        seconds = state.train_seconds + 2 * state.step_seconds
+        then = replace(state, step=state.step + 1, train_seconds=seconds)
+        return self.evaluations_due(then, num_evaluations) > state.num_evaluations
+
 
 @dataclass(frozen=True)
 class TrainingData:
@@ -139,6 +146,10 @@ class TrainState:
     num_evaluations: int = 0
     micro_batch_size: int = 0
     oom_halvings: int = 0
+    numerics: dict[str, Any] | None = None
+    """What `StepProbe` saw since the last evaluation; rank 0's."""
+    skipped_steps: int | None = 0
+    """Until the numbers of an evaluation were last taken."""
 
     def count_step(self, loss: Tensor, num_examples: float, num_tokens: int) -> None:
         """Count a step that was made."""
@@ -154,6 +165,13 @@ class TrainState:
         mean = float(self.loss_sum) / self.num_losses
         self.loss_sum, self.num_losses = 0.0, 0
         return mean
+
+    def take_numerics(self, skipped_steps: int | None) -> dict[str, Any] | None:
+        """What was measured since the last call, with the steps skipped since; of `skipped_steps` in all."""
+        if (found := self.numerics) is None:
+            return None
+        before, self.skipped_steps, self.numerics = self.skipped_steps, skipped_steps, None
+        return {**found, "skipped_steps": None if skipped_steps is None else skipped_steps - (before or 0)}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint. Waits for the device."""
@@ -259,7 +277,11 @@ def train(
                 loss = accumulate_gradients(
                     model, loss_fn, batch, mixed_precision, args.seed, state, on_micro_batch, ranks
                 )
+                measures = ranks.is_main and budget.evaluation_follows(state, args.num_evaluations)
+                probe = StepProbe(model, optimizer, mixed_precision) if measures else None
                 apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
+                if probe is not None:
+                    state.numerics = probe.result(state.step + 1)
                 num_examples = float(data.train.example_share_W[windows].sum())
                 state.count_step(loss, num_examples, batch.num_tokens)
                 clock.step(num_examples, batch)
@@ -323,6 +345,7 @@ def _evaluate(
         train_loss=state.take_mean_loss(),
         index=index,
         rates=clock.meter.summary(),
+        numerics=state.take_numerics(mixed_precision.statistics().skipped_steps),
     )
 
 
@@ -415,36 +438,3 @@ def apply_gradients(
     mixed_precision.record_step(loss, norm)
     scaler.step(optimizer)
     scaler.update()
-
-
-def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
-    """The 2-norm of all gradients together; on a CPU in fp32, whatever they are in."""
-    if device_type != "cpu":
-        return nn.utils.get_total_norm(gradients)
-    # Faster than get_total_norm, whose kernel does not use the processor's vectors where it converts.
-    flat = (gradient.reshape(-1).float() for gradient in gradients)
-    return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()
-
-
-def step_seed(seed: int, step: int) -> int:
-    """A seed of 64 bits for a step; up to 2^32 steps of a trial differ in the lower half too.
-
-    The CPU's generator takes the lower half alone, where random seeds of a hundred thousand steps would
-    coincide about once. So it is the step sent through bijections of 32 bits (murmur3's finaliser) that
-    depend on `seed`.
-    """
-    *keys, high = _seed_words(seed)
-    for key in keys:
-        step = _mix(step ^ key)
-    return high << 32 | step
-
-
-@cache
-def _seed_words(seed: int) -> list[int]:
-    return [int(word) for word in np.random.SeedSequence(seed).generate_state(3)]
-
-
-def _mix(bits: int) -> int:
-    bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return bits ^ bits >> 16

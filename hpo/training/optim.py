@@ -9,8 +9,8 @@ of seconds works like one of steps, and a resumed trial needs no scheduler state
 
 bf16 weights: a bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 % of the difference a
 step, which bf16 rounds away, so the state is kept in fp32 and only the weights are rounded
-(`Float32Optimizer`). An update of less than half a unit in the last place, about 1/512 of the weight, is
-lost. Gradients are accumulated and clipped in the dtype of their weights (on a CPU by a norm in fp32).
+(`Float32Optimizer`), as `hpo.training.weight_rounding` has it. Gradients are accumulated and clipped in the
+dtype of their weights (on a CPU by a norm in fp32).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpo.models.multitask import MultitaskModel, parameter_depths
+from hpo.training.weight_rounding import WEIGHT_ROUNDINGS
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda remaining: remaining,
@@ -61,24 +62,39 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if not name.startswith("encoder."):
-            part, rate = "heads", head_rate
-        elif not depths or depths[name] > highest:
-            part, rate = "encoder", learning_rate
-        else:
-            depth = depths[name]
-            part = f"layer {depth}" if depth else "embeddings"
-            rate = learning_rate * layerwise_lr_decay ** (highest - depth)
+        part = part_name(name, depths, highest)
+        rate = head_rate if part == "heads" else learning_rate
+        if part not in ("heads", "encoder"):
+            rate *= layerwise_lr_decay ** (highest - depths[name])
         part, decay = (part, weight_decay) if parameter.ndim >= 2 else (f"{part}, no decay", 0.0)
         new = {"name": part, "params": [], "lr": rate, "initial_lr": rate, "weight_decay": decay}
         groups.setdefault(part, new)["params"].append(parameter)
     return list(groups.values())
 
 
+def part_name(name: str, depths: Mapping[str, int], highest: int) -> str:
+    """The part of the model that a parameter is in: `embeddings`, `layer 1`, ..., `encoder` or `heads`.
+
+    `depths` are `parameter_depths`, `highest` is the highest layer's; without depths the encoder is one part.
+    """
+    if not name.startswith("encoder."):
+        return "heads"
+    if not depths or depths[name] > highest:
+        return "encoder"
+    return f"layer {depths[name]}" if depths[name] else "embeddings"
+
+
 def build_optimizer(
-    name: str, groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float] = (0.9, 0.999)
+    name: str,
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_rounding: str = "nearest",
+    seed: int = 0,
 ) -> Optimizer:
     """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
+
+    `weight_rounding` is how weights that are not fp32 are rounded; `seed` is of its random bits.
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
     adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
@@ -104,7 +120,12 @@ def build_optimizer(
     own = [dict(group) for group in groups]  # to which the optimiser adds its options
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return OPTIMIZERS[name](own, **options)
-    return Float32Optimizer(own, partial(OPTIMIZERS[name], **options))
+    return Float32Optimizer(own, partial(OPTIMIZERS[name], **options), weight_rounding, seed)
+
+
+def rounding_of(optimizer: Optimizer) -> str | None:
+    """How the optimiser rounds weights; None where all of them are fp32."""
+    return optimizer.rounding.name if isinstance(optimizer, Float32Optimizer) else None
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
@@ -125,6 +146,15 @@ def schedule_factor(schedule: str, progress: float, warmup_ratio: float = 0.0) -
         return progress / warmup_ratio
     remaining = (1.0 - progress) / (1.0 - warmup_ratio) if warmup_ratio < 1.0 else 1.0
     return SCHEDULES[schedule](remaining)
+
+
+def gradient_norm(gradients: Sequence[Tensor], device_type: str) -> Tensor:
+    """The 2-norm of all gradients together; on a CPU in fp32, whatever they are in."""
+    if device_type != "cpu":
+        return nn.utils.get_total_norm(gradients)
+    # Faster than get_total_norm, whose kernel does not use the processor's vectors where it converts.
+    flat = (gradient.reshape(-1).float() for gradient in gradients)
+    return torch.stack([torch.dot(values, values) for values in flat]).sum().sqrt()
 
 
 class Lion(Optimizer):
@@ -183,16 +213,20 @@ class Float32Optimizer(Optimizer):
 
     `build` makes the inner optimiser from groups whose parameters are fp32 stand-ins. A step copies
     weights and gradients into the stand-ins, lets the inner optimiser step, and rounds the weights back
-    to nearest. Between steps the stand-ins hold no memory; in a step at most `CHUNK_ELEMENTS` of them (or
-    one tensor, if that is larger) do, so that the saving of short weights is not lost in the step.
+    as `rounding` does. Between steps the stand-ins hold no memory; in a step at most `CHUNK_ELEMENTS` of
+    them (or one tensor, if that is larger) do, so that the saving of short weights is not lost in the step.
     Parameters that are fp32 already are stepped in place.
 
     To the outside this is an optimiser over the real weights: `zero_grad`, `GradScaler.unscale_` and
-    learning rates see these. The state is the inner optimiser's.
+    learning rates see these. The state is the inner optimiser's and that of `rounding`.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]
+        self,
+        groups: list[dict[str, Any]],
+        build: Callable[[list[dict[str, Any]]], Optimizer],
+        weight_rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         super().__init__(groups, {})
         stand_ins = {
@@ -205,30 +239,42 @@ class Float32Optimizer(Optimizer):
         )
         self._copy_options(self.inner.param_groups, self.param_groups)
         self.chunks = list(_chunks(stand_ins.items(), CHUNK_ELEMENTS))
+        short = [weight for weight in stand_ins if weight.dtype != torch.float32]
+        self.rounding = WEIGHT_ROUNDINGS[weight_rounding](short, seed)
+        self._index = {weight: index for index, weight in enumerate(short)}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         self._copy_options(self.param_groups, self.inner.param_groups)
+        self.rounding.start_step()
         for chunk in self.chunks:
             with_gradient = [pair for pair in chunk if pair[0].grad is not None]
             for weight, stand_in in with_gradient:
-                stand_in.data = weight.detach().to(torch.float32)
+                index = self._index.get(weight)
+                stand_in.data = weight.detach() if index is None else self.rounding.widen(index)
                 stand_in.grad = cast(Tensor, weight.grad).to(torch.float32)
             # The inner optimiser passes over every parameter without a gradient: all of the other chunks.
             self.inner.step()
             for weight, stand_in in with_gradient:
-                weight.copy_(stand_in)
-                stand_in.grad, stand_in.data = None, stand_in.new_empty(0)
+                stand_in.grad = None
+                if weight in self._index:
+                    self.rounding.narrow(self._index[weight], stand_in.detach())
+                stand_in.data = stand_in.new_empty(0)
+
+    def residual(self, weight: Tensor) -> Tensor | None:
+        """What is stored of a weight beside it, of its shape; to be added to it."""
+        return self.rounding.residual(self._index[weight]) if weight in self._index else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimiser's state; learning rates are those of this optimiser."""
+        """The inner optimiser's state, with `rounding`'s; learning rates are those of this optimiser."""
         self._copy_options(self.param_groups, self.inner.param_groups)
-        return self.inner.state_dict()
+        return {**self.inner.state_dict(), "rounding": self.rounding.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self.inner.load_state_dict(state_dict)
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "rounding"})
+        self.rounding.load_state_dict(state_dict.get("rounding", {}))
         self._copy_options(self.inner.param_groups, self.param_groups)
 
     @staticmethod

@@ -56,6 +56,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         ("few labels", 1e-5),
         ("a last batch of one row", 1e-5),
         ("bf16-true", 2e-3),
+        ("bf16-true, stochastic", 2e-3),
         ("fp16 with skipped steps", 2e-3),
     ],
 )
@@ -74,6 +75,16 @@ def test_two_ranks_have_the_losses_of_one_process(found: Found, case: str, toler
     if tolerance == 1e-5:
         for task, metrics in alone["metrics"].items():
             assert first["metrics"][task] == pytest.approx(metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", ["plain", "micro-batches", "bf16-true"])
+def test_rank_0_has_the_numeric_telemetry_of_one_process(found: Found, case: str) -> None:
+    first, second = (each["losses"][case]["together"]["numerics"] for each in found)
+    alone = found[0]["losses"][case]["alone"]["numerics"]
+    assert second is None
+    assert first["parts"].keys() == alone["parts"].keys()
+    for name, share in alone["all"].items():
+        assert first["all"][name] == pytest.approx(share, rel=0.05, abs=1e-3)
 
 
 def test_logits_of_an_evaluation_are_those_of_one_process_bit_by_bit(found: Found) -> None:
@@ -114,6 +125,22 @@ def test_the_fp32_fallbacks_of_one_rank_count_for_all(found: Found, rank: int) -
         assert seen["together"]["fallbacks"] == 1
         assert np.isfinite(seen["together"]["losses"]).all()
         assert seen["too many"].startswith("more than 0 micro-batches of one epoch were not finite")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_gradients_that_overflow_in_one_rank_skip_the_step_of_all(found: Found, rank: int) -> None:
+    """As in one process, whose steps `test_grad_scaler` compares with plain arithmetic."""
+    first, second = (each["losses"][f"overflow in {rank}"] for each in found)
+    for name in ("losses", "weights", "metrics", "skipped", "scale"):
+        assert first["together"][name] == second["together"][name]
+    for name in ("skipped", "scale"):
+        assert first["together"][name] == first["alone"][name]
+    assert first["together"]["skipped"] == 1
+    assert first["together"]["scale"] == 512
+    assert first["together"]["weights"] == pytest.approx(first["alone"]["weights"], rel=1e-4)
+    losses, alone = (first[name]["losses"] for name in ("together", "alone"))
+    assert losses[3:] == pytest.approx(alone[3:], rel=2e-3)
+    assert losses[2] > 1e30
 
 
 ENDS: Mapping[str, tuple[str, str]] = {

@@ -29,8 +29,9 @@ from hpo.precision.table import PRECISIONS
 from hpo.training import loop as loop_module
 from hpo.training.compilation import CompileClock
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Budget, TrainingClock, TrainState, accumulate_gradients, step_seed, train
+from hpo.training.loop import Budget, TrainingClock, TrainState, accumulate_gradients, train
 from hpo.training.losses import LossOptions, count_items, loss_sum
+from hpo.training.step_seed import step_seed
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
 

@@ -10,9 +10,9 @@ from tiny_loop import amp_of
 from torch import Tensor, nn
 
 from hpo.models.multitask import MultitaskModel
-from hpo.training.loop import TrainState, accumulate_gradients, apply_gradients, gradient_norm
+from hpo.training.loop import TrainState, accumulate_gradients, apply_gradients
 from hpo.training.losses import MultitaskLoss
-from hpo.training.optim import build_optimizer, parameter_groups
+from hpo.training.optim import build_optimizer, gradient_norm, parameter_groups
 
 
 def accumulate(model: MultitaskModel, micro_batch_size: int, loss_fn: MultitaskLoss | None = None) -> Tensor:

@@ -1,0 +1,100 @@
+"""Numeric telemetry of a study's evaluations: the table behind it, and its chart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
+from hpo.report.tables import StudyTables, precision_order
+
+MEASURES = {"updates_lost": "updates lost to rounding", "underflow": "gradients that underflow"}
+"""What the chart shows, in the words of its caption."""
+
+ROUNDING_MARKERS = {"stochastic": ("star", "*"), "compensated": ("cross", "P")}
+
+_NUMBERS = ("loss_scale", "skipped_steps", "underflow", "overflow", "update_ratio", "updates_lost")
+_TRIAL = ("number", "precision", "counts", "weight_rounding")
+_COLUMNS = (*_TRIAL, "evaluation", "step", "epoch", "part", *_NUMBERS)
+
+
+def numerics_table(tables: StudyTables) -> pd.DataFrame:
+    """One row for each part of the model (and `all`) at each evaluation that was measured.
+
+    `hpo.training.numerics` says what of. `skipped_steps` are those since the evaluation before.
+    """
+    rows: list[dict[str, Any]] = []
+    for trial, precision, counts in zip(
+        tables.record.trials, tables.trials["precision"], tables.trials["counts"], strict=True
+    ):
+        rounding = trial.telemetry.get("weight_rounding") or ""
+        of_trial = dict(zip(_TRIAL, (trial.number, precision, counts, rounding), strict=True))
+        for index, row in enumerate(trial.evaluations, 1):
+            found = row.numerics or {}
+            at: dict[str, Any] = {"evaluation": index, "step": row.step, "epoch": row.epoch}
+            at |= {name: found.get(name) for name in ("loss_scale", "skipped_steps")}
+            parts = {"all": found["all"], **found["parts"]} if found else {}
+            rows += [{**of_trial, **at, "part": part, **shares} for part, shares in parts.items()]
+    table = pd.DataFrame(rows, columns=list(_COLUMNS))
+    return table.assign(**{name: pd.to_numeric(table[name]) for name in _NUMBERS})
+
+
+def numerics(tables: StudyTables) -> Chart:
+    """What rounding loses in each precision as the training goes on: medians over trials."""
+    key, title = "numerics", "What rounding loses while training"
+    table = numerics_table(tables)
+    table = table[table["counts"].astype(bool)].copy()
+    if table.empty:
+        return Chart(key, title, absent="No evaluation has numeric telemetry.")
+    names = zip(table["precision"], table["weight_rounding"], strict=True)
+    table["label"] = [name if kind in ("", "nearest") else f"{name}, {kind}" for name, kind in names]
+    whole = table[table["part"].eq("all")]
+    series: list[Series] = []
+    for label in sorted(
+        whole["label"].unique(), key=lambda label: (precision_order(label.partition(",")[0]), label)
+    ):
+        precision, _, rounded = label.partition(", ")
+        color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+        of_label = whole[whole["label"].eq(label)]
+        for measure, what in MEASURES.items():
+            values = of_label.dropna(subset=[measure]).groupby("evaluation")[measure]
+            if not len(values):
+                continue
+            found = values.agg(["median", "min", "max", "count"])
+            series.append(
+                Series(
+                    label,
+                    color,
+                    list(found.index.astype(float)),
+                    list(found["median"]),
+                    "line",
+                    markers=ROUNDING_MARKERS.get(rounded, markers),
+                    with_markers=True,
+                    dashed=measure == "underflow",
+                    hover=[
+                        f"{label}: {what} {median:.2%}\n{count:.0f} trials, {low:.2%} to {high:.2%}"
+                        for median, low, high, count in found.to_numpy()
+                    ],
+                    in_legend=all(one.name != label for one in series),
+                )
+            )
+    caption = (
+        "Shares; medians over trials. Solid: updates lost to rounding. Dashed: gradients that underflow."
+    )
+    if table["weight_rounding"].eq("stochastic").any():
+        caption += " Stochastic rounding loses no update on average."
+    for measure, what in MEASURES.items():
+        by_part = table[table["part"].ne("all")].groupby(["label", "part"])[measure].median()
+        if by_part.max() >= 0.01:
+            label, part = by_part.idxmax()
+            caption += f" Most {what}: {by_part.max():.0%} in {part} ({label})."
+    return Chart(
+        key,
+        title,
+        x_label="evaluation",
+        y_label="share",
+        series=series,
+        caption=caption,
+        x_whole=True,
+    )

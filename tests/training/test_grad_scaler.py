@@ -1,0 +1,180 @@
+"""Loss scaling, accumulation, clipping and the update, against plain arithmetic in fp64 and in their order.
+
+What each of these catches was a fault of another library: unscaling twice (accelerate 113), clipping before
+all micro-batches are there (accelerate 641), updating the scale before unscaling (DeepSpeed 8588).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import CPU, EMULATED, tiny_batch
+from torch import Tensor, nn
+from torch.nn import utils
+
+from hpo.data.batches import Batch
+from hpo.precision.amp import MixedPrecision
+from hpo.precision.table import PRECISIONS
+from hpo.training.loop import TrainState, accumulate_gradients, apply_gradients
+from hpo.training.optim import build_optimizer
+
+NUM_ROWS, NUM_WEIGHTS, STEPS = 7, 5, 9
+MAX_NORM, LEARNING_RATE, DECAY, BETAS = 0.5, 0.05, 0.01, (0.9, 0.98)
+OVERFLOWS = (2, 3, 6)
+"""Steps whose scaled gradients leave the range of fp32."""
+SCALER = {"init_scale": 2.0**16, "growth_factor": 4.0, "backoff_factor": 0.5, "growth_interval": 2}
+
+ROWS = torch.randn(STEPS, NUM_ROWS, NUM_WEIGHTS, generator=torch.Generator().manual_seed(1))
+TRUTH = torch.randn(STEPS, NUM_ROWS, generator=torch.Generator().manual_seed(2))
+
+
+def factor(step: int) -> float:
+    return 1e36 if step in OVERFLOWS else 1.0
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, NUM_WEIGHTS))
+
+
+class Squares:
+    """Half the mean squared error of the rows of a step, as a `MultitaskLoss` of no task."""
+
+    tasks = ()
+    task_losses_T = torch.zeros(0)
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def count(self, batch: Batch) -> dict[str, int]:
+        return {"rows": len(batch.windows_B)}
+
+    def __call__(
+        self, model: Linear, batch: Batch, items: Mapping[str, int], global_items: Mapping[str, int]
+    ) -> Tensor:
+        assert items["rows"] == len(batch.windows_B)
+        rows, truth = ROWS[self.step][batch.windows_B], TRUTH[self.step][batch.windows_B]
+        errors = (rows * model.weight).sum(dim=1) - truth
+        return factor(self.step) * errors.square().sum() / 2 / global_items["rows"]
+
+    def note_nonfinite(self, *_: Any) -> None: ...
+
+
+def reference(optimizer: str, scales: bool) -> list[tuple[np.ndarray, float]]:
+    """Weights and scale after each step, by the formulas of the papers, in fp64."""
+    weight = np.linspace(-1, 1, NUM_WEIGHTS)
+    scale, good, taken = SCALER["init_scale"], 0, 0
+    first, second = np.zeros(NUM_WEIGHTS), np.zeros(NUM_WEIGHTS)
+    found = []
+    for step in range(STEPS):
+        rows, truth = ROWS[step].double().numpy(), TRUTH[step].double().numpy()
+        gradient = factor(step) * rows.T @ (rows @ weight - truth) / NUM_ROWS
+        if scales and np.abs(gradient * scale).max() > torch.finfo(torch.float32).max:
+            scale, good = scale * SCALER["backoff_factor"], 0
+            found.append((weight.copy(), scale))
+            continue
+        norm = np.sqrt((gradient**2).sum())
+        gradient = gradient * min(1.0, MAX_NORM / (norm + 1e-6))
+        taken += 1
+        if optimizer == "sgd":
+            gradient = gradient + DECAY * weight
+            first = gradient if taken == 1 else BETAS[0] * first + gradient
+            weight = weight - LEARNING_RATE * first
+        else:
+            weight = weight * (1 - LEARNING_RATE * DECAY)
+            first = BETAS[0] * first + (1 - BETAS[0]) * gradient
+            second = BETAS[1] * second + (1 - BETAS[1]) * gradient**2
+            corrected = np.sqrt(second / (1 - BETAS[1] ** taken)) + 1e-8
+            weight = weight - LEARNING_RATE * first / (1 - BETAS[0] ** taken) / corrected
+        good += 1
+        if scales and good == SCALER["growth_interval"]:
+            scale, good = scale * SCALER["growth_factor"], 0
+        found.append((weight.copy(), scale))
+    return found
+
+
+def parts(optimizer: str, name: str) -> tuple[Linear, torch.optim.Optimizer, Squares, MixedPrecision, Batch]:
+    model = Linear()
+    groups = [{"params": list(model.parameters()), "lr": LEARNING_RATE, "weight_decay": DECAY}]
+    amp = MixedPrecision(PRECISIONS[name], EMULATED.model_copy(update=SCALER), CPU)
+    return model, build_optimizer(optimizer, groups, betas=BETAS), Squares(), amp, tiny_batch(NUM_ROWS)
+
+
+@pytest.mark.parametrize("micro_batch_size", [NUM_ROWS, 3, 1])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_steps_are_those_of_plain_arithmetic(optimizer: str, micro_batch_size: int) -> None:
+    model, update, loss_fn, amp, batch = parts(optimizer, "fp16")
+    state = TrainState(micro_batch_size=micro_batch_size)
+    expected = reference(optimizer, scales=True)
+    assert len({scale for _, scale in expected}) > 3, "the scale falls and grows"
+    for step, (weight, scale) in enumerate(expected):
+        loss_fn.step = state.step = step
+        loss: Any = accumulate_gradients(model, loss_fn, batch, amp, 0, state)  # type: ignore[arg-type]
+        apply_gradients(model, update, loss, amp, MAX_NORM)
+        np.testing.assert_allclose(model.weight.detach().double().numpy(), weight, rtol=2e-5, atol=1e-6)
+        assert amp.scaler.get_scale() == scale
+    assert amp.statistics().skipped_steps == len(OVERFLOWS)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_without_scaling_the_steps_are_the_same_but_for_those_skipped(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_grad_scaler.OVERFLOWS", ())
+    found = []
+    for name in ("bf16", "fp16"):
+        model, update, loss_fn, amp, batch = parts(optimizer, name)
+        state = TrainState(micro_batch_size=2)
+        for step in range(STEPS):
+            loss_fn.step = state.step = step
+            loss: Any = accumulate_gradients(model, loss_fn, batch, amp, 0, state)  # type: ignore[arg-type]
+            apply_gradients(model, update, loss, amp, MAX_NORM)
+        found.append(model.weight.detach().double().numpy())
+    expected, _ = reference(optimizer, scales=False)[-1]
+    for weight in found:
+        np.testing.assert_allclose(weight, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_each_thing_is_done_once_and_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of all micro-batches; then unscale, clip, step, update, once each."""
+    model, update, loss_fn, amp, batch = parts("adamw", "fp16")
+    events: list[str] = []
+    model.weight.register_post_accumulate_grad_hook(lambda _: events.append("backward"))
+    for owner, name in (
+        (amp.scaler, "unscale_"),
+        (utils, "clip_grads_with_norm_"),
+        (amp.scaler, "step"),
+        (amp.scaler, "update"),
+    ):
+        original = getattr(owner, name)
+
+        def recorded(*args: Any, original: Any = original, name: str = name) -> Any:
+            events.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, recorded)
+    for step in (0, 1):
+        events.clear()
+        loss_fn.step = step
+        state = TrainState(micro_batch_size=3, step=step)
+        loss: Any = accumulate_gradients(model, loss_fn, batch, amp, 0, state)  # type: ignore[arg-type]
+        apply_gradients(model, update, loss, amp, max_grad_norm=1e-3)
+        assert events == ["backward"] * 3 + ["unscale_", "clip_grads_with_norm_", "step", "update"]
+
+
+def test_clipping_sees_true_gradients_and_not_scaled_ones() -> None:
+    """Under a bound above the true norm nothing is clipped, however large the scale is."""
+    steps = []
+    for scale in (1.0, 2.0**24):
+        model, update, loss_fn, amp, batch = parts("sgd", "fp16")
+        amp.update_amp_config(init_scale=scale)
+        state = TrainState(micro_batch_size=3)
+        loss: Any = accumulate_gradients(model, loss_fn, batch, amp, 0, state)  # type: ignore[arg-type]
+        apply_gradients(model, update, loss, amp, max_grad_norm=100.0)
+        steps.append(model.weight.detach().clone())
+    assert torch.allclose(*steps, rtol=1e-6)
