@@ -20,6 +20,7 @@ from hpo.cli.options import (
     StudyArgument,
     TrustOption,
     app,
+    file_given,
     load_to_work,
     make_runs_folder,
     print_json,
@@ -142,8 +143,10 @@ def submit(
     private = None
     if database:
         private = DatabaseJob(RUNS / "postgres", {key: sbatch[key] for key in _OF_ALL_JOBS if key in sbatch})
-        given_file = storage and Path(storage.removeprefix(URL_FROM_FILE)).absolute()
-        if storage and (given_file != private.url_file or not storage.startswith(URL_FROM_FILE)):
+        file = file_given(storage)
+        if storage and (
+            file is None or Path(file.removeprefix(URL_FROM_FILE)).absolute() != private.url_file
+        ):
             raise InputError(
                 "--database private makes the study's database, but --storage or HPO_STORAGE names another. "
                 "Give one of them."
@@ -151,7 +154,7 @@ def submit(
         storage = f"{URL_FROM_FILE}{private.url_file}"
     array = WorkerArray(
         study=name,
-        storage=storage if storage and storage.startswith(URL_FROM_FILE) else storage_url(storage),
+        storage=file_given(storage) or storage_url(storage),
         folder=job_folder(RUNS, name),
         num_workers=workers,
         signal_lead=signal_lead,
@@ -189,7 +192,7 @@ def _submit(
 ) -> None:
     from hpo.cluster.jobs import add_job, connection_warning
     from hpo.cluster.slurm import number_of
-    from hpo.study.database import URL_FROM_FILE, parse_url, storage_url
+    from hpo.study.database import parse_url, storage_url
     from hpo.study.run import open_study
 
     make_runs_folder(array.study)
@@ -225,8 +228,8 @@ def _submit(
             {"study": config.name, "job": job_id, "num_workers": num_workers, "folder": str(array.folder)}
         )
         return
-    if array.storage.startswith(URL_FROM_FILE):
-        typer.echo(f"The database: export HPO_STORAGE={array.storage}")
+    if file := file_given(array.storage):
+        typer.echo(f"The database: export HPO_STORAGE={file}")
     typer.echo(
         f"Submitted {job_id}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
         f"Watch it:  hpo status {array.study}   squeue --job {number_of(job_id)}\n"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli import cluster, running, studies, working  # noqa: F401  (their commands)
+from hpo.cli import cluster, comparing, diagnosing, running, studies, working  # noqa: F401  (their commands)
 from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli import doctor as doctors  # noqa: F401  (its command)
 from hpo.cli.options import (
@@ -26,6 +26,7 @@ from hpo.cli.options import (
     StudyArgument,
     TrustOption,
     app,
+    config_of,
     existing_study,
     load_file,
     load_to_run,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
     from hpo.precision.table import Support
     from hpo.study.storage import Storage
-    from hpo.study.study_record import StudyRecord
     from hpo.trial.compat import Compatibility
 
 
@@ -64,6 +64,12 @@ def verify(
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Timed passes of each precision; the fastest counts.")
     ] = 3,
+    parts: Annotated[
+        bool,
+        typer.Option(
+            "--parts", help="For a precision that is not ok: the fewest parts in fp32 that make it so."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
@@ -72,7 +78,7 @@ def verify(
     from hpo.cli.display import print_verification
     from hpo.device import probe_device
     from hpo.trial.executor import Executor
-    from hpo.trial.verify import check_precision, recommendation
+    from hpo.trial.verify import check_precision, propose_parts, recommendation
     from hpo.trial.verify import verify as verify_precisions
 
     config = load_to_run(study)
@@ -90,6 +96,8 @@ def verify(
     with progress_shown(quiet=as_json):
         executor = Executor(config, device, RUNS)
         checks = verify_precisions(device, check)
+        if parts:
+            checks = propose_parts(executor, checks, lambda what: typer.echo(what, err=True))
     advice = recommendation(checks)
     if as_json:
         rows = [asdict(check) for check in checks]
@@ -153,10 +161,11 @@ def best(
                 }
                 for trial in trials
             ],
+            "comparisons": record.comparisons,
         }
         if trials and (evaluate or export):
             with progress_shown(quiet=as_json):
-                config = _config_of(study, record, trust_remote_code)
+                config = config_of(study, record, trust_remote_code)
                 found |= _use_checkpoint(config, database, trials[0].number, evaluate, export)
     if as_json:
         print_json(found)
@@ -167,21 +176,6 @@ def best(
         if export and trials:
             typer.echo(f"Trial {trials[0].number} is exported to {export}.")
     raise typer.Exit(0 if trials else 1)
-
-
-def _config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> StudyConfig:
-    """The study as in its file, or as stored without one.
-
-    Raises StudyChangedError when the file says something else than the study was made with, InputError where
-    the encoder's code is to run and neither the file nor the option trusts it.
-    """
-    from hpo.config.study_config import stored_study
-    from hpo.study.run import check_trust
-
-    given, stored = load_file(study), record.definition
-    config = given.completed(stored) if given else stored_study(record.name, stored)
-    check_trust(config, trust_remote_code or bool(given and given.model.trust_remote_code))
-    return config
 
 
 def _use_checkpoint(

@@ -27,6 +27,9 @@ from hpo.study.study_record import best_trials, complete_trials
 if TYPE_CHECKING:
     import pandas as pd
 
+    from hpo.compare.answers import Answer
+    from hpo.compare.estimate import Ratio
+    from hpo.compare.results import PrecisionsResult, RaceResult
     from hpo.study.study_record import StudyRecord
     from hpo.trial.measure import Measurement
     from hpo.trial.verify import PrecisionCheck
@@ -73,6 +76,11 @@ def print_best(record: StudyRecord) -> None:
                 console.print(Padding(Text(line), (0, 0, 0, 5)))
             else:
                 console.print(Text(f"     {line}"), soft_wrap=True)
+    for question, found in record.comparisons.items():
+        going = "" if found["has_ended"] else " (so far)"
+        console.print(
+            Text(f"{question} compared on new seeds{going}: {found['recommendation']}"), soft_wrap=True
+        )
 
 
 def print_metrics(metrics: Mapping[str, Mapping[str, float]], title: str) -> None:
@@ -209,3 +217,64 @@ def _dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     for row in frame[shown].itertuples(index=False):
         table.add_row(*(escape(str(cell)) for cell in row))
     return table
+
+
+def print_comparison(found: PrecisionsResult) -> None:
+    """The verdicts of `hpo compare` by metric, what fp32 does against itself, and the recommendation."""
+    console, plan, answers = Console(highlight=False), found.plan, found.answers
+    num = len(plan.configurations)
+    console.print(
+        f"{plan.study}: {num} configurations, against fp32, margin {plan.margin:g} points", style="bold"
+    )
+    for metric in dict.fromkeys(row.metric for row in answers.rows):
+        table = _table("precision", "question", "difference", "verdict", "seeds", title=escape(metric))
+        for row in answers.rows:
+            if row.metric == metric:
+                table.add_row(*_comparison_cells(row))
+        console.print(table)
+    costs = _table("precision", "speed", "memory", title="times fp32's")
+    for row in {row.precision: row for row in answers.rows if row.speed or row.memory}.values():
+        costs.add_row(row.precision, _ratio(row.speed), _ratio(row.memory))
+    if costs.row_count:
+        console.print(costs)
+    console.print(found.recommendation, markup=False, soft_wrap=True)
+
+
+def print_race(found: RaceResult) -> None:
+    """The standings of `hpo compare --configurations`, and the call."""
+    console, race = Console(highlight=False), found.race
+    title = f"{found.plan.study}: its best configurations on new seeds, in points"
+    table = _table("trial", "mean", "seeds", "probability best", "overstated by the search", title=title)
+    for standing in race.standings:
+        out = "" if standing.dropped_after is None else ", beaten"
+        table.add_row(
+            str(standing.configuration),
+            f"{standing.mean:.2f}",
+            f"{standing.num_seeds}{out}" + (f", {standing.num_failed} failed" if standing.num_failed else ""),
+            f"{standing.probability_best:.2f}",
+            f"{standing.overstated:+.2f} [{standing.overstated_low:+.2f}, {standing.overstated_high:+.2f}]",
+        )
+    console.print(table)
+    console.print(found.recommendation, markup=False, soft_wrap=True)
+
+
+def _comparison_cells(row: Answer) -> list[str]:
+    found = row.verdict
+    verdict = "noise floor" if row.is_noise_floor else found.verdict.replace("_", " ")
+    if found.num_failed:
+        verdict += f", {found.num_failed} failed"
+    needed = "" if row.is_noise_floor or found.seeds_needed is None else f" of {found.seeds_needed}"
+    return [
+        row.precision,
+        row.question,
+        f"{found.difference:+.2f} [{found.low:+.2f}, {found.high:+.2f}]",
+        verdict,
+        f"{found.num_seeds}{needed}",
+    ]
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "–"
+    between = "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return f"{ratio.ratio:.2f}{between}"

@@ -162,6 +162,13 @@ def load_to_run(study: str, **options: Any) -> StudyConfig:
     return config.with_values(**{key: value for key, value in options.items() if value is not None})
 
 
+def file_given(storage: str | None) -> str | None:
+    """`@FILE`, where the user named the database so: processes elsewhere get no more than that."""
+    from hpo.study.database import URL_FROM_FILE
+
+    return storage if storage and storage.startswith(URL_FROM_FILE) else None
+
+
 def load_to_work(study: str, url: str, stop: Stop | None = None, **options: Any) -> tuple[StudyConfig, bool]:
     """The study as a worker runs it, and whether the user's own file trusts the encoder's code.
 
@@ -237,3 +244,18 @@ def existing_study(study: str, storage: str | None) -> Iterator[tuple[Storage, S
     config = load_file(study)
     with open_storage(storage_url(storage), create=False) as database:
         yield database, database.read_study(config.name if config else study)
+
+
+def config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> StudyConfig:
+    """The study as in its file, or as stored without one.
+
+    Raises StudyChangedError when the file says something else than the study was made with, InputError where
+    the encoder's code is to run and neither the file nor the option trusts it.
+    """
+    from hpo.config.study_config import stored_study
+    from hpo.study.run import check_trust
+
+    given, stored = load_file(study), record.definition
+    config = given.completed(stored) if given else stored_study(record.name, stored)
+    check_trust(config, trust_remote_code or bool(given and given.model.trust_remote_code))
+    return config

@@ -26,6 +26,7 @@ from hpo.cli.options import (
     WorkersOption,
     WorkersPerDeviceOption,
     app,
+    file_given,
     load_to_run,
     print_json,
     progress_shown,
@@ -179,13 +180,6 @@ def train(
         if result.traceback:
             typer.echo(result.traceback, err=True)
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
-
-
-def file_given(storage: str | None) -> str | None:
-    """`@FILE`, where the user named the database so: worker processes get no more than that."""
-    from hpo.study.database import URL_FROM_FILE
-
-    return storage if storage and storage.startswith(URL_FROM_FILE) else None
 
 
 def check_one_of(workers: int | None, per_device: int | None) -> None:

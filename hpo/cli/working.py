@@ -26,12 +26,13 @@ from hpo.cli.options import (
     WorkersOption,
     WorkersPerDeviceOption,
     app,
+    file_given,
     load_to_work,
     print_json,
     progress_shown,
     stop_signals,
 )
-from hpo.cli.running import check_one_of, file_given, ranks_of_torchrun, say_how_to_go_on, shown
+from hpo.cli.running import check_one_of, ranks_of_torchrun, say_how_to_go_on, shown
 from hpo.errors import InputError, RunError, StoppedError
 from hpo.outcome import Outcome
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hpo.config.study_file import section_of
-from hpo.config.trial_settings import BUDGETS
+from hpo.config.trial_settings import BUDGETS, KEYED
 from hpo.errors import InputError, StudyChangedError
 
 CHANGEABLE = (
@@ -28,16 +28,18 @@ CHANGEABLE = (
     "device",
     "checkpoint",
     "amp.memory_fraction",
+    "comparison.num_seeds",
+    "comparison.closed",
 )
 """Keys of the study file that may change before a study is resumed: its results still compare."""
 
 
 def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The dotted keys that the `content` of a study file gives, of sections and of loss weights each key."""
+    """The dotted keys that the `content` of a study file gives, of sections and `KEYED` settings each key."""
     for key, value in content.items():
         field = model.model_fields.get(key) if model else None
         inner = section_of(field.annotation) if field else None
-        if isinstance(value, Mapping) and ((inner and key != "search_space") or key == "loss_weight"):
+        if isinstance(value, Mapping) and ((inner and key != "search_space") or f"{key}." in KEYED):
             yield from given_keys(inner, value, f"{above}{key}.")
         else:
             yield f"{above}{key}"

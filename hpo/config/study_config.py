@@ -24,6 +24,8 @@ from pydantic import (
     model_validator,
 )
 
+from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
 from hpo.config.definition import completed, given_keys, refuse_changes, refuse_other_code
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
@@ -49,9 +51,6 @@ MEASURED_METRICS = (
     "peak_memory_bytes",
 )
 """What an objective may name of what a trial costs."""
-
-ARTIFACTS, S3 = "artifacts:", "s3://"
-"""What a `checkpoint.location` in an artifact store begins with."""
 
 
 def study_name(name: str) -> str:
@@ -127,48 +126,12 @@ class EvaluationConfig(Section):
     """Evaluations in the whole trial, spread evenly over its budget; goes before `per_epoch`."""
     batch_tokens: Count = 8192
     """Tokens of one batch, padding included."""
+    test: Switch = False
+    """Score the best weights of a complete trial on the test split too: `test_metrics` of its record."""
 
     def count(self, epochs: float | None) -> int:
         """Evaluations of a trial of so many epochs; None: its budget is another."""
         return self.per_trial or math.ceil(epochs or 1) * self.per_epoch
-
-
-def _checkpoint_location(value: Any, info: ValidationInfo) -> Any:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(
-            f"must be a folder, `{ARTIFACTS}FOLDER` or `{S3}BUCKET/PREFIX`, but got {show(value)}."
-        )
-    if re.match(r"\w+://", value):
-        if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w.-]+)*/?", value):
-            raise ValueError(
-                f"must be `{S3}BUCKET/PREFIX` in letters, digits, `.`, `_` and `-`, but got {show(value)}. "
-                "The server and its keys come from AWS's environment variables (AWS_ENDPOINT_URL, "
-                "AWS_ACCESS_KEY_ID ...)."
-            )
-        return value
-    scheme = ARTIFACTS if value.startswith(ARTIFACTS) else ""
-    folder = (info.context or {}).get("folder", Path())
-    return scheme + str(Path(folder, Path(value.removeprefix(scheme)).expanduser()).absolute())
-
-
-class CheckpointConfig(Section):
-    """What is kept of a trial, and where."""
-
-    location: Annotated[str, BeforeValidator(_checkpoint_location)] | None = None
-    """Where checkpoints are kept, so that any worker that reads them goes on with a trial. Left out: under
-    `runs/`. A folder that the workers share; `artifacts:FOLDER`, an artifact store of Optuna's; or
-    `s3://BUCKET/PREFIX`, one on S3 or what speaks its protocol (extra `s3`), with AWS's environment variables
-    for the server and its keys."""
-    top_k: Annotated[Whole, Field(ge=0)] = 3
-    """Best trials of a study that keep their weights."""
-    every_seconds: Positive = 30.0
-    """Seconds between checkpoints of a running trial."""
-
-    def folder_of(self, study: str, token: str, runs_dir: Path) -> Path:
-        """Where the trials of a study have their checkpoints; the token tells it from others of its name."""
-        is_store = self.location is None or self.location.startswith((ARTIFACTS, S3))
-        base = runs_dir if is_store else Path(str(self.location))
-        return base / study / f"checkpoints-{token[:8]}"
 
 
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
@@ -198,6 +161,8 @@ class StudyConfig(CheckedSection):
     """The study file; not a key of it."""
     given: Annotated[frozenset[str], Field(strict=False)] = Field(frozenset(), exclude=True)
     """The keys that the study file gives; not a key of it."""
+    comparison: ComparisonConfig | None = Field(None, exclude=True)
+    """The plan of a study that `hpo compare` has made; not a key of a study file."""
     name: Annotated[str, AfterValidator(study_name)]
     """Name of the study in the database."""
     objective: Annotated[tuple[ObjectiveConfig, ...], Field(strict=False), BeforeValidator(_as_tuple)] = (
@@ -253,7 +218,7 @@ class StudyConfig(CheckedSection):
     @property
     def num_slots(self) -> int:
         """How many trials the study can have: `n_trials`, or the combinations of a smaller grid."""
-        if self.sampler.name != "grid":
+        if self.sampler.name != "grid" or self.comparison is not None:
             return self.n_trials
         return min(self.n_trials, math.prod(len(found.grid()) for found in self.search_space.values()))
 
@@ -269,6 +234,8 @@ class StudyConfig(CheckedSection):
         budgets = [dumped["training"][budget] for budget in BUDGETS]
         if budgets == [None, None, None] and not is_searched(self.search_space, BUDGETS):
             dumped["training"]["epochs"] = DEFAULT_EPOCHS
+        if self.comparison is not None:
+            dumped["comparison"] = self.comparison.model_dump(mode="json")
         return dumped | {"given": sorted(self.given), "folder": str(self.path.parent.absolute())}
 
     def with_values(self, **values: Any) -> StudyConfig:
@@ -351,6 +318,7 @@ class StudyConfig(CheckedSection):
         if stride is not None and self.data.long_text == "window" and stride > shortest // 2:
             message = f"must be at most half of `max_length`, but is {stride} of {shortest}."
             yield Problem(("data", "stride"), message)
+        yield from self.training.rounding_problems(self.search_space, self.precisions)
 
 
 def _fixed_and_searched(searched: tuple[str, ...], given: frozenset[str]) -> Iterator[Problem]:
@@ -391,7 +359,8 @@ def load_study(name_or_path: str | Path) -> StudyConfig:
     """
     path = _find(Path(name_or_path))
     file = read_study_file(path)
-    no_keys = {"path": " Did you mean `data.path`?", "given": ""}  # fields that no file gives
+    # fields that no file gives
+    no_keys = {"path": " Did you mean `data.path`?", "given": "", "comparison": " `hpo compare` makes it."}
     content = {key: value for key, value in file.content.items() if key not in no_keys}
     problems = [
         Problem((key,), f"there is no such key.{hint}")

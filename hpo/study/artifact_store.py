@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol, cast
 from optuna.artifacts import Boto3ArtifactStore, FileSystemArtifactStore
 from optuna.artifacts.exceptions import ArtifactNotFound
 
-from hpo.config.study_config import ARTIFACTS, S3, CheckpointConfig
+from hpo.config.checkpoint_config import ARTIFACTS, S3, CheckpointConfig
 from hpo.errors import CheckpointError, InputError, LeaseLostError, OutageError
 
 _logger = logging.getLogger(__name__)

@@ -40,6 +40,8 @@ class WorkerDevice:
     """What a trial may take."""
     left_out: Mapping[str, str] | None = None
     """Precisions of the study that the device does not run, each with the reason; of `table.left_out`."""
+    name: str = ""
+    """`DeviceInfo.name`: its kind."""
 
     def says_nothing(self, trial: FrozenTrial) -> bool:
         """Whether the trial ended by what another device lacks and this one has."""

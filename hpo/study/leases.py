@@ -40,8 +40,8 @@ from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study import trial_rows
 from hpo.study.deaths import Deaths, count_death, counted_cause
+from hpo.study.grid_sampler import known_params
 from hpo.study.membership import Membership
-from hpo.study.samplers import known_params
 from hpo.study.schema import slots, studies, workers
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ import sqlalchemy as sa
 from optuna.storages._rdb import models
 from pydantic import ValidationError
 
-from hpo.config.study_config import CheckpointConfig, check_study_name
+from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.study_config import check_study_name
 from hpo.config.study_file import show
 from hpo.errors import RunError, StorageError
 from hpo.outcome import Outcome

@@ -23,6 +23,9 @@ from hpo.study import schema
 from hpo.study.process import is_alive
 from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
 
+COMPARISON_ATTR = "comparison:"
+"""What the user attributes of a study begin with that hold what `hpo compare` has found."""
+
 
 def read_study(
     connection: sa.Connection,
@@ -72,7 +75,15 @@ def read_study(
         workers=workers,
         slots={state: states.count(state) for state in ("open", "running", "done")},
         state=study.state,
+        comparisons=_read_comparisons(connection, study_id),
     )
+
+
+def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
+    table = models.StudyUserAttributeModel.__table__
+    of_study = sa.select(table).where(table.c.study_id == study_id, table.c.key.startswith(COMPARISON_ATTR))
+    rows = connection.execute(of_study)
+    return {row.key.removeprefix(COMPARISON_ATTR): json.loads(row.value_json) for row in rows}
 
 
 def _read_trials(
@@ -141,8 +152,10 @@ def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[Ev
     table = schema.evaluations
     query = sa.select(table).where(table.c.study == name).order_by(table.c.step)
     evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
-    for _, trial_number, step, epoch, seconds, metrics, *rates in connection.execute(query):
-        evaluations[trial_number].append(EvaluationRow(step, epoch, seconds, json.loads(metrics), *rates))
+    for row in connection.execute(query).mappings():
+        fields = {name: row[name] for name in EvaluationRow.__dataclass_fields__}
+        documents = {name: json.loads(fields[name] or "null") for name in ("metrics", "numerics")}
+        evaluations[row["trial_number"]].append(EvaluationRow(**fields | documents))
     return evaluations
 
 

@@ -302,7 +302,7 @@ def run_study(
         trial_runner(
             executor, storage, stop, time_left, shared_device=_num_on_device() > 1, artifacts=artifacts
         ),
-        device=WorkerDevice(executor.device.device_id, memory_bytes, study.lacking),
+        device=WorkerDevice(executor.device.device_id, memory_bytes, study.lacking, executor.device.name),
         stop=stop,
         saved_step=lambda number: last_saved_step(folder(number)),
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k, drop),

@@ -14,41 +14,31 @@ before training.
 
 TPE and GP come back to what they found good: on a grid, to the very same configuration. `AvoidRepeats`
 changes that. GP is told the order of choices that are numbers: `[8, 16, 32]` has a middle. The sampler `grid`
-is our own, `SharedGrid`: Optuna's gives points to trials by number, whatever the worker can run, and may give
-one twice.
+is our own, `grid_sampler.SharedGrid`.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import optuna
-from optuna.distributions import BaseDistribution
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler, RandomSampler
-from optuna.study import Study
-from optuna.trial import FrozenTrial, TrialState
 
-from hpo.config.search_space import SearchSpace, grid, is_finite
-from hpo.outcome import Outcome
+from hpo.config.comparison import ComparisonConfig
+from hpo.config.search_space import SearchSpace, is_finite
 from hpo.precision.table import PRECISION
 from hpo.study import cma_sampler
 from hpo.study.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice
 from hpo.study.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.gp_sampler import PrunedAwareSampler
+from hpo.study.grid_sampler import Lock, PlannedPoints, SharedGrid, grid_points
 
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig, SamplerConfig
-
-Lock = Callable[[], AbstractContextManager[object]]
-
-POINT_ATTR = "hpo:grid"
-"""System attribute of a trial: its point of the grid."""
 
 
 def build_sampler(
@@ -59,6 +49,7 @@ def build_sampler(
     device: WorkerDevice = ANY_DEVICE,
     skipped: Container[str] = (),
     lock: Lock = nullcontext,
+    read_plan: Callable[[], ComparisonConfig] | None = None,
 ) -> BaseSampler:
     """Return the sampler of one worker of a study.
 
@@ -67,9 +58,12 @@ def build_sampler(
             `grid` and `qmc` continue one sequence among all workers and need the same seed for it.
         skipped: precisions that this worker does not draw.
         lock: held while a point of the grid is chosen, so that no two workers choose the same.
+        read_plan: of a comparison, whose trials are planned.
     """
+    if read_plan is not None:
+        return PlannedPoints(read_plan, device.name, skipped, lock)
     if config.name == "grid":
-        return SharedGrid(space, config.seed, skipped, lock)
+        return SharedGrid(grid_points(space, config.seed), skipped, lock)
     choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()
     # Where a device runs no choice, `run_worker` asks for no proposal.
     runnable = tuple(choice for choice in choices if choice not in skipped) or choices
@@ -107,79 +101,3 @@ def build_pruner(config: PrunerConfig) -> BasePruner:
 def _build(module: Any, config: SamplerConfig | PrunerConfig, options: Mapping[str, Any]) -> Any:
     with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
         return getattr(module, config.CLASSES[config.name])(**options)
-
-
-class NoPointLeft(Exception):
-    """Every point of the grid that this worker can run has been tried; see `SharedGrid`."""
-
-
-def known_params(trial: FrozenTrial) -> Mapping[str, Any]:
-    """The parameters of a trial, on a grid also those that it was given and has not suggested yet."""
-    return {**trial.system_attrs.get(POINT_ATTR, {}), **trial.params}
-
-
-class SharedGrid(BaseSampler):
-    """The points of a grid in a random order, each for one trial of the workers that share the grid.
-
-    A trial keeps its point whoever goes on with it, and its retry has the same. A point is done when its
-    trial is, unless that FAILed without having run, as when `n_trials` is lowered. Where all points have been
-    tried and a slot is still open, they are tried again.
-    """
-
-    def __init__(self, space: SearchSpace, seed: int, skipped: Container[str], lock: Lock) -> None:
-        values = grid(space)
-        names = sorted(values)
-        products = itertools.product(*(values[name] for name in names))
-        self._points = [dict(zip(names, product, strict=True)) for product in products]
-        random.Random(seed).shuffle(self._points)
-        self._skipped = skipped
-        self._lock = lock
-
-    def precisions_left(self, study: Study) -> list[str]:
-        """Of the points that are left to try, the precisions."""
-        untried = self._untried(study._get_trials(deepcopy=False)) or self._points
-        return list(dict.fromkeys(point[PRECISION] for point in untried if PRECISION in point))
-
-    def _untried(self, trials: Sequence[FrozenTrial]) -> list[dict[str, Any]]:
-        tried = {
-            tuple(trial.system_attrs[POINT_ATTR].values())
-            for trial in trials
-            if POINT_ATTR in trial.system_attrs
-            and (trial.state != TrialState.FAIL or trial.user_attrs.get("outcome") == Outcome.FAILED)
-        }
-        return [point for point in self._points if tuple(point.values()) not in tried]
-
-    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """Give the trial its point. Raises NoPointLeft where those that are left are for other devices."""
-        if POINT_ATTR in trial.system_attrs:
-            return
-        with self._lock():
-            trials = study._get_trials(deepcopy=False)
-            failed = trial.user_attrs.get("retry_of")
-            point = trials[failed].system_attrs.get(POINT_ATTR) if failed is not None else None
-            if point is None:
-                point = self._choose(trials, trial.system_attrs.get("fixed_params", {}))
-            if point is None:
-                raise NoPointLeft
-            study._storage.set_trial_system_attr(trial._trial_id, POINT_ATTR, point)
-
-    def _choose(self, trials: Sequence[FrozenTrial], fixed: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The first point left to try that this worker can run; None: there is none.
-
-        `fixed` are the parameters that a trial was enqueued with: it has them, whatever was tried before.
-        """
-        untried = self._untried(trials)
-        for point in untried + self._points if fixed or not untried else untried:
-            runnable = PRECISION in fixed or point.get(PRECISION) not in self._skipped
-            if runnable and fixed.items() <= point.items():
-                return point
-        return {**self._points[0], **fixed} if fixed else None
-
-    def infer_relative_search_space(self, *_: object) -> dict[str, BaseDistribution]:
-        return {}
-
-    def sample_relative(self, *_: object) -> dict[str, Any]:
-        return {}
-
-    def sample_independent(self, _: Study, trial: FrozenTrial, name: str, __: BaseDistribution) -> Any:
-        return trial.system_attrs[POINT_ATTR][name]

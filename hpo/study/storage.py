@@ -36,7 +36,7 @@ from hpo.study import trial_rows
 from hpo.study.availability import Availability
 from hpo.study.database import exclusive, explain, is_outage, open_database, redact, snapshot
 from hpo.study.process import is_alive, this_machine
-from hpo.study.reader import read_study
+from hpo.study.reader import COMPARISON_ATTR, read_study
 from hpo.study.resize import resize_study
 from hpo.study.schema import compat, evaluations, slots, studies, workers
 from hpo.study.study_record import StudyRecord
@@ -360,6 +360,11 @@ class Storage:
             return read_study(connection, study_id, name, self.clock, self.lease_seconds)
 
     @persistent
+    def store_comparison(self, name: str, question: str, result: Mapping[str, Any]) -> None:
+        """Keep with the study `name` what a comparison of it has found; see `StudyRecord.comparisons`."""
+        self.load_study(name).set_user_attr(f"{COMPARISON_ATTR}{question}", json_safe(result))
+
+    @persistent
     def slot_counts(self, name: str) -> dict[str, int]:
         """Return how many slots of the study are `open`, `running` (its worker may be gone) and `done`."""
         query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
@@ -408,7 +413,8 @@ class Storage:
                     return False
             else:
                 connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
-            values = {**row, **key, "metrics": json.dumps(row["metrics"])}
+            numerics = None if row["numerics"] is None else json.dumps(row["numerics"])
+            values = {**row, **key, "metrics": json.dumps(row["metrics"]), "numerics": numerics}
             connection.execute(sa.insert(evaluations).values(values))
             if value is not None:
                 trial_rows.write_intermediate_value(connection, trial._trial_id, report.index, value)

@@ -29,6 +29,8 @@ class EvaluationRow:
     """Task -> metric -> value, and the objectives by name."""
     train_examples_per_second: float | None = None
     train_tokens_per_second: float | None = None
+    numerics: Mapping[str, Any] | None = None
+    """As `hpo.training.numerics` measured them at the step before; None: they were not."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class StudyRecord:
     """
     state: str = "open"
     """`open`, `paused` or `cancelled`."""
+    comparisons: Mapping[str, Any] = field(default_factory=dict)
+    """What `hpo compare` has found of the study, by its question: `precisions`, `configurations`."""
 
 
 def complete_trials(record: StudyRecord) -> list[TrialRecord]:
@@ -110,7 +114,8 @@ def complete_trials(record: StudyRecord) -> list[TrialRecord]:
 def best_trials(record: StudyRecord) -> list[TrialRecord]:
     """The best complete trial; with several objectives the Pareto front, the best by the first of them first.
 
-    Maybe none.
+    Maybe none. Where `hpo compare --configurations` has found another one to be the best on new seeds, that
+    one, unless a trial that was not compared is better than all that were.
     """
     complete = complete_trials(record)
     if not complete:
@@ -118,7 +123,11 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
     values = np.array([trial.values for trial in complete], dtype=float)
     losses = values * loss_signs(record.directions)
     if len(record.metric_names) == 1:
-        return [complete[int(losses.argmin())]]
+        best = complete[int(losses.argmin())]
+        race = record.comparisons.get("configurations", {})
+        compared = [standing["configuration"] for standing in race.get("standings", ())]
+        confirmed = race.get("best") if best.number in compared and race["has_ended"] else None
+        return [next((trial for trial in complete if trial.number == confirmed), best)]
     front = np.flatnonzero(pareto_front(values, record.directions))
     return [complete[index] for index in front[losses[front, 0].argsort(kind="stable")]]
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 
+from hpo.config.comparison import ComparisonConfig
 from hpo.config.search_space import suggest
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
@@ -37,10 +38,11 @@ from hpo.study.checkpoint_folders import kept_checkpoints
 from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
+from hpo.study.grid_sampler import NoPointLeft, SharedGrid
 from hpo.study.leases import Lease, WorkerLease
 from hpo.study.lifecycle import end_unfinished
 from hpo.study.outbox import Outbox, Report
-from hpo.study.samplers import NoPointLeft, SharedGrid, build_pruner, build_sampler
+from hpo.study.samplers import build_pruner, build_sampler
 from hpo.study.stopping import Stop
 from hpo.study.storage import Storage
 from hpo.study.study_record import EvaluationRow
@@ -132,6 +134,7 @@ def run_worker(
             device=device,
             skipped=skipped,
             lock=partial(exclusive, storage.engine),
+            read_plan=partial(read_plan, storage, config.name) if config.comparison else None,
         )
         while not stop.is_set() and not worker.halted.is_set() and time.monotonic() <= deadline:
             if not stint.has_time():
@@ -142,6 +145,8 @@ def run_worker(
                 if outcome is not None:
                     outcomes[outcome] += 1
                     storage.persist(after_trial)
+                else:  # what is left may be for others
+                    stop.wait(poll_seconds)
                 if not (stop.is_set() or worker.halted.is_set() or stint.go_on(True)):
                     return RunSummary("yielded", outcomes)
                 continue
@@ -161,6 +166,11 @@ def run_worker(
     if stop.is_set():
         return RunSummary("stopped", outcomes)
     return RunSummary("halted" if worker.halted.is_set() else "timeout", outcomes)
+
+
+def read_plan(storage: Storage, name: str) -> ComparisonConfig:
+    """The plan of a comparison as it is now."""
+    return ComparisonConfig.model_validate(storage.read_definition(name)["comparison"])
 
 
 @dataclass(frozen=True)
@@ -271,6 +281,7 @@ def trial_runner(
                 metrics={**dict(zip(metric_names, scored.values, strict=True)), **evaluation.metrics},
                 train_examples_per_second=evaluation.rates.get("train_examples_per_second"),
                 train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
+                numerics=evaluation.numerics,
             )
             lease.check()
             outbox.put(Report(evaluation.index, scored.values[0], row, evaluation.budget_used >= 1))
@@ -308,6 +319,10 @@ def trial_runner(
                 if artifacts is None
                 else ArtifactCheckpoints(artifacts, storage, lease, trial.number, outbox.is_settled),
             )
+            if executor.study.evaluation.test:
+                from hpo.trial.best_model import with_test_metrics  # PyTorch, as in `_ended`
+
+                result = with_test_metrics(executor, folder, result)
             outbox.finish(result)
         if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
             stop.set()  # where another rank was told

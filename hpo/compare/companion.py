@@ -1,0 +1,255 @@
+"""The study that a comparison runs in the database: what of a study is compared, and how it grows.
+
+Paired question: the best `top` configurations of the study, whatever their precision, each under every
+precision. Tuned question: for each precision the best `top` that the search found under it. A configuration
+that both questions name is trained once. The reference runs the paired configurations with a second set of
+seeds too: what a seed alone does is the noise floor of everything else.
+
+A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, and
+no checkpoint outlives its trial.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hpo.config.comparison import (
+    REFERENCE,
+    SEED,
+    Arm,
+    ClosedArm,
+    ComparedConfiguration,
+    ComparisonConfig,
+    Question,
+)
+from hpo.config.search_space import decode, encode
+from hpo.config.study_config import StudyConfig, stored_study
+from hpo.config.trial_config import build_trial_config
+from hpo.config.trial_settings import LOSS_WEIGHT
+from hpo.errors import InputError
+from hpo.precision.table import PRECISION
+from hpo.study.study_record import complete_trials, loss_signs
+
+if TYPE_CHECKING:
+    from hpo.study.storage import Storage
+    from hpo.study.study_record import StudyRecord, TrialRecord
+
+SUFFIXES = {"precisions": "-compare", "configurations": "-race"}
+"""What the name of a comparison adds to that of its study, by its question."""
+FIRST_SEED = 1_000_000
+"""Seeds from here on are new ones, unless the search has had such."""
+
+
+def comparison_name(study: str, question: str) -> str:
+    """The name of a comparison in the database."""
+    return f"{study[: 100 - len(SUFFIXES[question])]}{SUFFIXES[question]}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of a comparison; None: whatever it was begun with, or the default."""
+
+    question: Question = "precisions"
+    precisions: tuple[str, ...] | None = None
+    top: int | None = None
+    min_seeds: int | None = None
+    max_seeds: int | None = None
+    margin: float | None = None
+
+
+DEFAULTS: Mapping[str, Any] = {"top": 3, "min_seeds": 3, "max_seeds": 12, "margin": 0.5}
+
+
+def open_comparison(
+    storage: Storage,
+    record: StudyRecord,
+    config: StudyConfig,
+    request: Request,
+    *,
+    runnable: Sequence[str],
+    has_test: bool,
+) -> StudyConfig:
+    """The comparison that is stored, or a new one, which is not stored yet.
+
+    Args:
+        config: of the study that is compared.
+        runnable: the precisions of a new comparison that names none.
+        has_test: whether the data have a test split.
+
+    Raises:
+        InputError: the study has no complete trial; the stored comparison was begun with other values.
+    """
+    name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
+    if not storage.has_study(name):
+        asked = request if request.precisions else replace(request, precisions=tuple(runnable))
+        new = plan_comparison(record, config, asked, token)
+        return comparison_study(config, new, has_test=has_test)
+    stored = stored_study(name, storage.read_definition(name))
+    plan = stored.comparison
+    if plan is None or plan.study_token != token:
+        raise InputError(
+            f"The study `{name}` is no comparison of `{record.name}` as it is now: hpo delete {name}"
+        )
+    changed = [
+        option
+        for option in ("precisions", "min_seeds", "max_seeds", "margin")
+        if getattr(request, option) not in (None, getattr(plan, option))
+    ]
+    if changed:
+        raise InputError(
+            f"The comparison `{name}` was begun with other values of {', '.join(changed)}. Leave them out to "
+            f"go on with it, or begin anew: hpo delete {name}"
+        )
+    return stored
+
+
+def plan_comparison(
+    record: StudyRecord, config: StudyConfig, request: Request, token: str
+) -> ComparisonConfig:
+    """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial."""
+    best = _by_rank(record)
+    if not best:
+        raise InputError(
+            f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
+        )
+    given = {option: getattr(request, option) for option in DEFAULTS}
+    asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
+    if asked["min_seeds"] > asked["max_seeds"]:
+        raise InputError(
+            "--seeds must be <= --max-seeds, but got {min_seeds} and {max_seeds}.".format(**asked)
+        )
+    choose = _race if request.question == "configurations" else _compared
+    names = sorted(config.search_space.keys() - {PRECISION, SEED})
+    configurations = tuple(
+        ComparedConfiguration(trial=trial.number, params=_settings_of(config, trial, names), **how)
+        for trial, how in choose(best, request.precisions or (), asked["top"])
+    )
+    in_race = dict.fromkeys(name for found in configurations for name in found.precisions)
+    return ComparisonConfig(
+        study=record.name,
+        study_token=token,
+        question=request.question,
+        precisions=tuple(in_race) if request.question == "configurations" else request.precisions or (),
+        configurations=configurations,
+        first_seed=_first_seed(config),
+        min_seeds=asked["min_seeds"],
+        num_seeds=asked["min_seeds"],
+        max_seeds=asked["max_seeds"],
+        margin=asked["margin"],
+    )
+
+
+Chosen = Iterator[tuple["TrialRecord", dict[str, Any]]]
+"""Trials whose configurations are compared, and how."""
+
+
+def _race(best: Sequence[TrialRecord], _: Sequence[str], top: int) -> Chosen:
+    """The best configurations, each under its own precision."""
+    for trial in best[:top]:
+        yield trial, {"precisions": (_precision_of(trial),)}
+
+
+def _compared(best: Sequence[TrialRecord], precisions: Sequence[str], top: int) -> Chosen:
+    """The best configurations under all `precisions`, and the best of each precision under that one."""
+    seen: Counter[str] = Counter()
+    for rank, trial in enumerate(best):
+        own = _precision_of(trial)
+        seen[own] += 1
+        tuned = (own,) if own in precisions and seen[own] <= top else ()
+        paired = rank < top
+        if paired or tuned:
+            yield (
+                trial,
+                {"precisions": tuple(precisions) if paired else tuned, "paired": paired, "tuned": tuned},
+            )
+
+
+def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
+    """The study that trains what the plan names. `has_test` says whether the data have a test split."""
+    definition = config.definition()
+    fixed = {PRECISION, SEED}
+    definition["training"] = {
+        name: value for name, value in definition["training"].items() if name not in fixed
+    }
+    given = [name for name in definition["given"] if name.rpartition(".")[2] not in fixed]
+    space: dict[str, Any] = {
+        PRECISION: {"type": "categorical", "choices": plan.precisions},
+        SEED: {"type": "int", "low": plan.first_seed, "high": plan.last_seed},
+    }
+    for name in plan.configurations[0].params:
+        choices = {encode(found.params[name]): found.params[name] for found in plan.configurations}
+        space[name] = {"type": "categorical", "choices": tuple(choices.values())}
+    return StudyConfig.model_validate(
+        {
+            **definition,
+            "name": comparison_name(plan.study, plan.question),
+            "objective": definition["objective"][:1],
+            "search_space": space,
+            "sampler": {"name": "grid"},
+            "pruner": {"name": "none"},
+            "checkpoint": {**definition["checkpoint"], "top_k": 0},
+            "evaluation": {**definition["evaluation"], "test": has_test},
+            "n_trials": len(plan.points()),
+            "comparison": plan,
+            "given": [*given, "comparison.num_seeds", "comparison.closed"],
+        }
+    )
+
+
+def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
+    """The comparison with another plan: more seeds, or arms that are closed."""
+    return study.with_values(comparison=plan, n_trials=len(plan.points()))
+
+
+def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
+    """The plan without further seeds for `arms`."""
+    known = {(arm.configuration, arm.precision, arm.repeat) for arm in plan.closed}
+    new = tuple(
+        ClosedArm(**arm.model_dump(), num_seeds=plan.num_seeds)
+        for arm in arms
+        if (arm.configuration, arm.precision, arm.repeat) not in known
+    )
+    return plan.model_copy(update={"closed": (*plan.closed, *new)})
+
+
+def _by_rank(record: StudyRecord) -> list[TrialRecord]:
+    """The complete trials by their first objective; each configuration once, in its best trial."""
+    sign = loss_signs(record.directions)[0]
+    ranked = sorted(
+        complete_trials(record), key=lambda trial: (sign * (trial.values or (0,))[0], trial.number)
+    )
+    found: dict[str, TrialRecord] = {}
+    for trial in ranked:
+        params = {name: value for name, value in trial.params.items() if name != SEED}
+        found.setdefault(json.dumps(params | {PRECISION: _precision_of(trial)}, sort_keys=True), trial)
+    return list(found.values())
+
+
+def _precision_of(trial: TrialRecord) -> str:
+    """What it was trained in, which is not what it asked for where it fell back."""
+    return str(trial.attributes.get("fp_precision_effective"))
+
+
+def _settings_of(config: StudyConfig, trial: TrialRecord, names: Sequence[str]) -> dict[str, Any]:
+    """The value of each setting that the study searches, with defaults where `when` left one out."""
+    settings = build_trial_config(config, trial.params, REFERENCE)
+    given = decode(config.search_space, trial.params)
+
+    def value(name: str) -> Any:
+        if name in given:
+            return given[name]
+        if name.startswith(LOSS_WEIGHT):
+            return settings.loss_weight.get(name.removeprefix(LOSS_WEIGHT), 1.0)
+        return getattr(settings, name)
+
+    return {name: value(name) for name in names}
+
+
+def _first_seed(config: StudyConfig) -> int:
+    searched = config.search_space.get(SEED)
+    highest = max(searched.grid()) if searched else config.training.seed
+    return max(FIRST_SEED, int(highest) + 1)

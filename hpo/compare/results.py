@@ -1,0 +1,190 @@
+"""What a comparison has found, in one sentence and in full, and whether it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpo.compare.answers import Answer, Answers, Scores, answer
+from hpo.compare.companion import closed, grown
+from hpo.compare.race import Race, run_race
+from hpo.compare.sequential import Plan
+from hpo.config.comparison import REFERENCE, Arm, ComparisonConfig
+from hpo.config.study_config import StudyConfig
+from hpo.data.tasks import Task
+from hpo.errors import RunError
+from hpo.study.study_record import StudyRecord
+
+
+@dataclass(frozen=True)
+class PrecisionsResult:
+    """Which precision is as good as fp32."""
+
+    plan: ComparisonConfig
+    answers: Answers
+    recommendation: str
+    """The fastest precision that is as good, and under which conditions."""
+    next_plan: ComparisonConfig | None
+    """With the seeds of the next look; None when all is decided or the seeds are used up."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "study": self.plan.study,
+            "margin": self.plan.margin,
+            "num_configurations": len(self.plan.configurations),
+            "verdicts": [row.as_json() for row in self.answers.rows],
+            "recommendation": self.recommendation,
+            "has_ended": self.next_plan is None,
+        }
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    """Which configuration is the best."""
+
+    plan: ComparisonConfig
+    race: Race
+    recommendation: str
+    next_plan: ComparisonConfig | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "study": self.plan.study,
+            "standings": [asdict(standing) for standing in self.race.standings],
+            "best": self.race.best,
+            "too_close": self.race.too_close,
+            "recommendation": self.recommendation,
+            "has_ended": self.next_plan is None,
+        }
+
+
+Result = PrecisionsResult | RaceResult
+
+
+def look_by_look(
+    companion: StudyConfig,
+    run_look: Callable[[StudyConfig], StudyRecord],
+    judge_look: Callable[[StudyRecord, StudyConfig], Result],
+) -> Iterator[Result]:
+    """Run the trials of a comparison up to its next look, judge, and go on until it is decided.
+
+    Raises RunError where trials of a look that has ended are not there.
+    """
+    while True:
+        found = judge_look(run_look(companion), companion)
+        yield found
+        if found.next_plan is None:
+            return
+        if found.next_plan.num_seeds <= found.plan.num_seeds:
+            raise RunError(f"The comparison `{companion.name}` has ended without all of its trials.")
+        companion = grown(companion, found.next_plan)
+
+
+def judge(
+    record: StudyRecord, companion: StudyConfig, search: StudyRecord, tasks: Sequence[Task], device: str
+) -> Result:
+    """What the trials of a comparison say so far.
+
+    Args:
+        record: of the comparison, `companion`.
+        search: of the study whose configurations these are.
+        device: what the trials ran on.
+    """
+    scores = Scores(record, companion, tasks)
+    plan = scores.plan
+    decided_by = Plan(margin=plan.margin, min_seeds=plan.min_seeds, max_seeds=plan.max_seeds)
+    if plan.question == "configurations":
+        return _judge_race(scores, search, decided_by)
+    answers = answer(scores, decided_by)
+    open_ = {row.precision for row in _deciding(answers) if row.verdict.verdict == "undecided"}
+    decided = [arm for arm in plan.arms() if arm.precision not in {*open_, REFERENCE}]
+    next_look = decided_by.next_look(plan.num_seeds) if open_ else None
+    return PrecisionsResult(plan, answers, _advice(answers, plan, device), _next(plan, decided, next_look))
+
+
+def _judge_race(scores: Scores, search: StudyRecord, decided_by: Plan) -> RaceResult:
+    plan = scores.plan
+    arms = {plan.configurations[arm.configuration].trial: arm for arm in plan.arms()}
+    new, same_split = (scores.score(scores.objective, on_test=on_test) for on_test in (scores.on_test, False))
+    searched = {trial.number: same_split(trial) for trial in search.trials if trial.number in arms}
+    race = run_race(
+        {number: scores.of_arm(arm, new) for number, arm in arms.items()},
+        {number: value for number, value in searched.items() if value is not None},
+        decided_by,
+        {number: scores.of_arm(arm, same_split) for number, arm in arms.items()},
+    )
+    beaten = [arm for number, arm in arms.items() if number not in race.running]
+    return RaceResult(plan, race, _call(race, plan), _next(plan, beaten, race.next_look))
+
+
+def _next(plan: ComparisonConfig, arms: Sequence[Arm], num_seeds: int | None) -> ComparisonConfig | None:
+    """The plan with so many seeds, but for `arms`."""
+    return None if num_seeds is None else closed(plan, arms).model_copy(update={"num_seeds": num_seeds})
+
+
+def _deciding(answers: Answers) -> list[Answer]:
+    return [row for row in answers.rows if row.metric == answers.objective and not row.is_noise_floor]
+
+
+def _advice(answers: Answers, plan: ComparisonConfig, device: str) -> str:
+    """A precision is as good when it is so with configurations of its own; where it has none, with those that
+    all share. It is faster when the whole interval of its speed says so.
+    """
+    by_precision: dict[str, dict[str, Answer]] = {}
+    for row in _deciding(answers):
+        by_precision.setdefault(row.precision, {})[row.question] = row
+    deciding = {name: rows.get("tuned") or rows["paired"] for name, rows in by_precision.items()}
+    good = [name for name, row in deciding.items() if row.verdict.verdict == "as_good"]
+    undecided = [name for name, row in deciding.items() if row.verdict.verdict == "undecided"]
+    where = f"{answers.objective} within {plan.margin:g} points"
+    speeds = {name: deciding[name].speed for name in good}
+    faster = {name: speed for name, speed in speeds.items() if speed and speed.low and speed.low > 1}
+    if faster:
+        name, speed = max(faster.items(), key=lambda found: found[1].ratio)
+        return (
+            f"Use {name}{_condition(by_precision[name])}: as good as {REFERENCE} "
+            f"({where}; {_evidence(by_precision[name])}) and {speed.ratio:.2f} times as fast "
+            f"({speed.low:.2f} to {speed.high:.2f}) on {device}."
+        )
+    if good:
+        told = "; ".join(f"{name} ({_evidence(by_precision[name])})" for name in good)
+        return f"Use {REFERENCE}: as good ({where}), but not shown to be faster on {device}: {told}."
+    if undecided:
+        told = f"{plan.num_seeds} seeds do not tell whether {_list(undecided)} as good"
+        return f"Use {REFERENCE}: {told} ({where})."
+    return f"Use {REFERENCE}: no other precision that was compared is as good ({where})."
+
+
+def _condition(rows: Mapping[str, Answer]) -> str:
+    paired = rows.get("paired")
+    if paired is None or paired.verdict.verdict == "as_good":
+        return ""
+    told = "lose" if paired.verdict.verdict == "worse" else "may lose"
+    lost = f"shared ones {told}: {paired.verdict.difference:+.2f}"
+    return f", with configurations that were searched in it ({lost})"
+
+
+def _evidence(rows: Mapping[str, Answer]) -> str:
+    as_good = [question for question, row in rows.items() if row.verdict.verdict == "as_good"]
+    return f"{' and '.join(as_good)}, {max(row.verdict.num_seeds for row in rows.values())} new seeds"
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _call(race: Race, plan: ComparisonConfig) -> str:
+    best = race.standings[0]
+    if race.best is None:
+        return f"No configuration has trained on {plan.num_seeds} new seeds."
+    if race.too_close:
+        names = ", ".join(map(str, race.too_close))
+        return (
+            f"Too close to call: trials {names} after {best.num_seeds} new seeds. The first is the best with "
+            f"a probability of {best.probability_best:.2f}."
+        )
+    return (
+        f"Trial {race.best} is the best with a probability of {best.probability_best:.2f} on "
+        f"{best.num_seeds} new seeds; the search overstated it by {best.overstated:.2f} points."
+    )

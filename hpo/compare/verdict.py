@@ -1,0 +1,171 @@
+"""Is a precision as good as fp32? A verdict by non-inferiority, after as few seeds as decide it.
+
+`as_good` when the interval lies above -margin, `worse` when it lies below -margin (a loss proved larger than
+the margin: a true loss of 0.3 points with a margin of 0.5 is as good, so it must not be called worse after
+enough seeds), else `undecided`. The interval's two sides have an error of `Plan.alpha` each, over all looks
+and comparisons, so at a true loss of exactly the margin `as_good` and `worse` are each said with a
+probability of at most alpha, and `worse` without a true difference far more seldom. The first look that
+decides counts; data after it change nothing, so a comparison that was killed and goes on says the same.
+
+Trials without a score. A pair counts only when both sides trained. Trials of the precision that ended
+without a score where fp32 trained forbid `as_good` unless fp32 fails as often, and make it `worse` when they
+prove that it fails more often than `TOLERATED_FAILURES` of its trials (binomial test) or, where fp32 fails
+too, more often than fp32 (Fisher's exact test), at the levels of the looks: a second error of at most alpha.
+
+What the intervals assume. The seeds are independent between configurations, or the same for all of them on
+both sides (the tuned intervals are then too wide). Not allowed are seeds that the configurations of one side
+share with each other but not with those of the other side: tuned verdicts would err two to three times as
+often as stated. Means over seeds are nearly Gaussian; heavy tails, and skewed noise that both sides have
+alike, keep the rates. A loss that is rare and large under the precision alone is not seen in few seeds, so
+`as_good` is said too often at a loss of the margin, though less often than by a t test (the README's table
+has the measured rates). Differences that are all equal have an interval of width zero, once they are enough:
+an exact copy is `as_good` and a constant loss `worse` after 5 seeds of several configurations or 8 of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import comb
+from typing import Literal
+
+import numpy as np
+from scipy.special import bdtrc, ndtri
+
+from hpo.compare.estimate import Array, Estimate, as_scores, paired_estimate, tuned_estimate
+from hpo.compare.sequential import LOOKS, Plan
+
+VerdictName = Literal["as_good", "worse", "undecided"]
+Scores = Sequence[Sequence[float | None]]
+"""[configuration][seed] in points, higher is better; None or NaN: the trial ended without a score."""
+
+TOLERATED_FAILURES = 0.05
+"""Share of trials that may end without a score where fp32 trains."""
+POWER = 0.9
+"""Probability with which `seeds_needed` decides, if the true difference and variance are those seen."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a precision against fp32 in one metric."""
+
+    verdict: VerdictName
+    difference: float
+    """Points, precision minus fp32; NaN where a configuration has fewer than two pairs."""
+    low: float
+    high: float
+    """The interval at the look that counts; infinite where nothing is known."""
+    num_seeds: int
+    """Seeds of the look that counts; 0 before the first."""
+    seeds_needed: int | None
+    """The look that would decide with a probability of `POWER`, if the true difference and the variance are
+    those seen; None when decided, or when the difference lies too near the margin for any in `LOOKS`."""
+    num_failed: int
+    """Trials of the precision that ended without a score, up to the look; for the paired question those of
+    which the fp32 twin trained."""
+    num_reference_failed: int
+    """Likewise of fp32."""
+
+
+def judge_paired(scores: Scores, reference: Scores, plan: Plan) -> Verdict:
+    """The same configurations and seeds under a precision and under fp32, in the same order."""
+    if len(scores) != len(reference):
+        raise ValueError(
+            f"Both sides must have the same configurations, but got {len(scores)} and {len(reference)}."
+        )
+
+    def look(num_seeds: int) -> tuple[Estimate, Failures]:
+        ours, theirs = as_scores(scores, num_seeds), as_scores(reference, num_seeds)
+        return paired_estimate(ours - theirs), paired_failures(ours, theirs)
+
+    return _judge(look, min(len(row) for row in [*scores, *reference]), plan)
+
+
+def judge_tuned(scores: Scores, reference: Scores, plan: Plan) -> Verdict:
+    """Each precision with its own best configurations; nothing is paired."""
+
+    def look(num_seeds: int) -> tuple[Estimate, Failures]:
+        ours, theirs = as_scores(scores, num_seeds), as_scores(reference, num_seeds)
+        return tuned_estimate(ours, theirs), tuned_failures(ours, theirs)
+
+    return _judge(look, min(len(row) for row in [*scores, *reference]), plan)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Trials that ended without a score."""
+
+    num: int
+    num_trials: int
+    num_reference: int
+    num_reference_trials: int
+
+    @property
+    def more_than_reference(self) -> bool:
+        return self.num * self.num_reference_trials > self.num_reference * self.num_trials
+
+    @property
+    def p_value(self) -> float:
+        """Of the hypothesis that the precision fails no more often than is tolerated."""
+        if not self.num_reference:
+            return float(bdtrc(self.num - 1, self.num_trials, TOLERATED_FAILURES)) if self.num else 1.0
+        failed = self.num + self.num_reference
+        ways = [
+            comb(self.num_trials, ours) * comb(self.num_reference_trials, failed - ours)
+            for ours in range(self.num, failed + 1)
+        ]
+        return sum(ways) / comb(self.num_trials + self.num_reference_trials, failed)
+
+
+def paired_failures(scores: Array, reference: Array) -> Failures:
+    """Failures of one side where the other trained."""
+    ours, theirs = np.isnan(scores), np.isnan(reference)
+    both = int((ours & theirs).sum())
+    num_trials = ours.size - both
+    return Failures(int(ours.sum()) - both, num_trials, int(theirs.sum()) - both, num_trials)
+
+
+def tuned_failures(scores: Array, reference: Array) -> Failures:
+    return Failures(int(np.isnan(scores).sum()), scores.size, int(np.isnan(reference).sum()), reference.size)
+
+
+def decide(low: Array, high: Array, margin: float) -> Array:
+    """+1 for `as_good`, -1 for `worse`, 0 for `undecided`."""
+    return np.asarray((low > -margin) * 1.0 - (high < -margin) * 1.0)
+
+
+def _judge(look: Callable[[int], tuple[Estimate, Failures]], num_seeds: int, plan: Plan) -> Verdict:
+    counted: Verdict | None = None
+    for num, level in zip(plan.looks, plan.levels, strict=True):
+        if num > num_seeds:
+            break
+        estimate, failures = look(num)
+        low, high = (float(bound) for bound in estimate.interval(level))
+        sign = float(decide(np.asarray(low), np.asarray(high), plan.margin))
+        name: VerdictName = "undecided"
+        if sign < 0 or failures.p_value <= level:
+            name = "worse"
+        elif sign > 0 and not failures.more_than_reference:
+            name = "as_good"
+        needed = None if name != "undecided" else seeds_needed(estimate, num, plan)
+        difference = float(estimate.difference)
+        counted = Verdict(name, difference, low, high, num, needed, failures.num, failures.num_reference)
+        if name != "undecided":
+            break
+    return counted or Verdict("undecided", np.nan, -np.inf, np.inf, 0, plan.looks[0], 0, 0)
+
+
+def seeds_needed(estimate: Estimate, num_seeds: int, plan: Plan) -> int | None:
+    """The first look after `num_seeds` that would decide; beyond the plan, one look of an extension."""
+    levels = dict(zip(plan.looks, plan.levels, strict=True))
+    last = plan.looks[-1]
+    for num in sorted({*plan.looks, *LOOKS}):
+        if num > last:
+            levels[num] = replace(plan, extended_to=num).spent(num) - plan.spent(last)
+        if num > num_seeds and num in levels:
+            then = estimate.after(num, num_seeds)
+            low, high = then.interval(levels[num])
+            power = ndtri(POWER) * then.standard_error
+            if low - power > -plan.margin or high + power < -plan.margin:
+                return num
+    return None

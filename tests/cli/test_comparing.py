@@ -1,0 +1,95 @@
+"""`hpo compare` as a user types it, with real trials of a second each."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from command_line import finish, hpo_command, ok, start_hpo, wait_until
+from tiny import write_study
+
+from hpo.study.storage import open_storage
+
+SPACE = {
+    "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+    "learning_rate": {"type": "categorical", "choices": [1e-4, 1e-3]},
+}
+KEYS = {"precision", "question", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
+OPTIONS = ("--top", "1", "--max-seeds", "3", "--precisions", "bf16")
+
+
+@pytest.fixture
+def searched(tmp_path: Path) -> Path:
+    """A folder with a study that has run."""
+    write_study(tmp_path, n_trials=4, sampler={"name": "grid"}, search_space=SPACE)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    return tmp_path
+
+
+def test_precisions_and_configurations(searched: Path) -> None:
+    found = ok(hpo_command(searched, "compare", "tiny.yaml", *OPTIONS, "--json")).json
+    assert all(row.keys() >= KEYS for row in found["verdicts"])
+    said = {(row["precision"], row["question"], row["is_noise_floor"]) for row in found["verdicts"]}
+    assert said == {("bf16", "paired", False), ("bf16", "tuned", False), ("fp32", "paired", True)}
+    assert {row["verdict"] for row in found["verdicts"]} <= {"as_good", "worse", "undecided"}
+    assert {row["num_seeds"] for row in found["verdicts"]} == {3}
+    with open_storage(f"sqlite:///{searched}/runs/hpo.db") as storage:
+        trials = storage.read_study("tiny-compare").trials
+    assert all(trial.telemetry["test_metrics"] for trial in trials)
+    assert not list(searched.glob("runs/tiny-compare/checkpoints-*/trial-*/best-*"))
+
+    again = ok(hpo_command(searched, "compare", "tiny.yaml"))
+    assert found["recommendation"] in again.out
+    with open_storage(f"sqlite:///{searched}/runs/hpo.db") as storage:
+        assert len(storage.read_study("tiny-compare").trials) == len(trials), "nothing is trained twice"
+
+    race = ok(hpo_command(searched, "compare", "tiny", "--configurations", "--max-seeds", "3", "--json")).json
+    best = ok(hpo_command(searched, "best", "tiny"))
+    assert found["recommendation"] in best.out
+    assert race["recommendation"] in best.out
+    assert f"best trial {race['best']}:" in best.out
+
+
+def test_killed_and_continued(searched: Path) -> None:
+    """No trial that has ended runs again."""
+    process = start_hpo(searched, "compare", "tiny.yaml", *OPTIONS)
+    url = f"sqlite:///{searched}/runs/hpo.db"
+
+    def ended() -> list[int]:
+        with open_storage(url) as storage:
+            if not storage.has_study("tiny-compare"):
+                return []
+            return [
+                one.number for one in storage.read_study("tiny-compare").trials if one.outcome == "complete"
+            ]
+
+    wait_until(lambda: len(ended()) >= 2, process)
+    process.send_signal(signal.SIGKILL)
+    finish(process)
+    done = ended()
+    found = ok(hpo_command(searched, "compare", "tiny.yaml", "--json")).json
+    assert found["has_ended"]
+    with open_storage(url) as storage:
+        record = storage.read_study("tiny-compare")
+    assert record.slots["open"] == record.slots["running"] == 0
+    assert len({str(trial.params) for trial in record.trials}) == len(record.trials) >= len(done)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--precisions", "bf17"], "--precisions: no precision is called 'bf17'. Did you mean `bf16`?"),
+        (["--margin", "0"], "Invalid value for '--margin'"),
+        (["--seeds", "2"], "Invalid value for '--seeds'"),
+        ([], "needs complete trials, but the study `tiny` has none yet"),
+    ],
+)
+def test_bad_input(options: list[str], message: str, tmp_path: Path) -> None:
+    write_study(tmp_path, search_space=SPACE)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    refused = hpo_command(tmp_path, "compare", "tiny.yaml", *options)
+    assert refused.exit_code == 2
+    assert message in refused.err
+    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
+        assert not storage.has_study("tiny-compare")

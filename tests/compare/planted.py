@@ -1,0 +1,95 @@
+"""Comparisons whose scores are planted: real studies, workers and looks, but no trial trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from worker_process import result, study
+
+from hpo.compare.companion import Request, open_comparison
+from hpo.compare.results import Result, judge, look_by_look
+from hpo.config.search_space import suggest
+from hpo.config.study_config import StudyConfig
+from hpo.data.tasks import Task
+from hpo.study.device_sampler import WorkerDevice
+from hpo.study.stopping import Stop
+from hpo.study.storage import Storage
+from hpo.study.study_record import StudyRecord
+from hpo.study.worker import run_worker
+
+TASKS = (Task("topic", "single_label", ("a", "b")),)
+DEVICE = "Example CPU"
+SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
+
+Score = Callable[[dict[str, Any]], float | None]
+"""Points of a trial by its parameters; None: its loss is not finite."""
+
+
+def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
+    """A study that has run, with enough trials for every configuration."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5, 1e-4]},
+        "init_scale": {"type": "categorical", "choices": [1024.0], "when": {"fp_precision": "bf16"}},
+    }
+    config = study(40, search_space=space, **changes)
+    storage.create_or_resume_study(config)
+    run(storage, config, score)
+    return config
+
+
+def run(
+    storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6, device: str = DEVICE
+) -> StudyRecord:
+    """Be a worker of the study, for so many trials at most."""
+    stop, left = Stop(), [trials]
+
+    def execute(trial: Any, _: Any) -> Any:
+        params = suggest(config.search_space, trial)
+        left[0] -= 1
+        if not left[0]:
+            stop.set("enough")
+        points = score(params)
+        if points is None:
+            return result("nonfinite")
+        precision = params["fp_precision"]
+        metrics = {"topic": {"f1_macro": points / 100}}
+        return result(
+            "complete",
+            values=(points / 100,),
+            headline={
+                "fp_precision_effective": precision,
+                "train_examples_per_second": SPEED[precision] * (1 + params.get("seed", 0) % 3 / 100),
+                "peak_memory_bytes": 10**6,
+            },
+            telemetry={
+                "metrics": metrics,
+                "test_metrics": metrics,
+                "device": {"name": device, "shared": False},
+            },
+        )
+
+    run_worker(config, storage, execute, device=WorkerDevice(name=device), stop=stop, poll_seconds=0.01)
+    return storage.read_study(config.name)
+
+
+def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfig:
+    record = storage.read_study(config.name)
+    return open_comparison(storage, record, config, request, runnable=("fp32", "bf16"), has_test=True)
+
+
+def compared(storage: Storage, config: StudyConfig, score: Score, request: Request | None = None) -> Result:
+    """What a comparison comes to."""
+    search = storage.read_study(config.name)
+
+    def run_look(companion: StudyConfig) -> StudyRecord:
+        storage.create_or_resume_study(companion)
+        return run(storage, companion, score)
+
+    *_, last = look_by_look(
+        begun(storage, config, request or Request()),
+        run_look,
+        lambda record, companion: judge(record, companion, search, TASKS, DEVICE),
+    )
+    return last

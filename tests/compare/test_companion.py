@@ -1,0 +1,131 @@
+"""What a comparison trains: which configurations, in which order, with which seeds, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from planted import begun, run, searched
+
+from hpo.compare.companion import FIRST_SEED, Request, comparison_name
+from hpo.config.comparison import ComparisonConfig
+from hpo.config.study_config import StudyConfig
+from hpo.errors import InputError
+from hpo.study.grid_sampler import DEVICE_ATTR, POINT_ATTR
+from hpo.study.storage import Storage, open_storage
+
+REQUEST = Request(top=2, min_seeds=3, max_seeds=8)
+
+
+def by_rate(params: dict[str, Any]) -> float:
+    return 80.0 - 1e5 * params["learning_rate"] - (params["fp_precision"] == "bf16")
+
+
+@pytest.fixture
+def storage(sqlite_url: str) -> Iterator[Storage]:
+    with open_storage(sqlite_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def config(storage: Storage) -> StudyConfig:
+    return searched(storage, by_rate)
+
+
+def plan_of(study: StudyConfig) -> ComparisonConfig:
+    assert study.comparison is not None
+    return study.comparison
+
+
+def test_the_best_under_each_precision_and_the_best_of_each(storage: Storage, config: StudyConfig) -> None:
+    companion = begun(storage, config, REQUEST)
+    found = [
+        (one.params["learning_rate"], one.precisions, one.paired, one.tuned)
+        for one in plan_of(companion).configurations
+    ]
+    assert found == [
+        (1e-5, ("fp32", "bf16"), True, ("fp32",)),
+        (1e-5, ("fp32", "bf16"), True, ("bf16",)),
+        (3e-5, ("fp32",), False, ("fp32",)),
+        (3e-5, ("bf16",), False, ("bf16",)),
+    ]
+    assert companion.name == comparison_name("tiny", "precisions") == "tiny-compare"
+    assert companion.pruner.name == "none"
+    assert companion.evaluation.test
+
+
+def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config: StudyConfig) -> None:
+    plan = plan_of(begun(storage, config, REQUEST))
+    points = plan.points()
+    assert len(points) == 3 * len(plan.arms()) == 3 * 8
+    assert min(point["seed"] for point in points) == FIRST_SEED
+    assert max(point["seed"] for point in points) <= plan.last_seed
+    assert len({tuple(point.values()) for point in points}) == len(points)
+    blocks: dict[Any, list[str]] = {}
+    for point in points:
+        blocks.setdefault(plan.block(point), []).append(point["fp_precision"])
+    orders = [tuple(names) for names in blocks.values() if len(names) == 2]
+    assert set(orders) == {("fp32", "bf16"), ("bf16", "fp32")}, "no precision is always the first"
+
+
+def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage, config: StudyConfig) -> None:
+    companion = begun(storage, config, REQUEST)
+    values = {one.tuned: one.params["init_scale"] for one in plan_of(companion).configurations}
+    assert values == {("fp32",): None, ("bf16",): 1024.0}
+    assert set(companion.search_space["init_scale"].grid()) == {None, 1024.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_seeds": 12}, "begun with other values of max_seeds. Leave them out to go on with it"),
+        ({"precisions": ("fp32",)}, "other values of precisions"),
+        ({"margin": 1.0, "min_seeds": 5}, "other values of min_seeds, margin"),
+    ],
+)
+def test_a_comparison_goes_on_as_it_was_begun(
+    changes: Any, message: str, storage: Storage, config: StudyConfig
+) -> None:
+    storage.create_or_resume_study(begun(storage, config, REQUEST))
+    again = begun(storage, config, Request(max_seeds=8))
+    assert plan_of(again) == plan_of(begun(storage, config, REQUEST))
+    with pytest.raises(InputError, match=message):
+        begun(storage, config, Request(**changes))
+
+
+def test_what_cannot_be_compared(storage: Storage) -> None:
+    empty = searched(storage, lambda _: None)
+    with pytest.raises(InputError, match="needs complete trials, but the study `tiny` has none yet"):
+        begun(storage, empty, REQUEST)
+
+
+def test_seeds_in_the_wrong_order(storage: Storage, config: StudyConfig) -> None:
+    with pytest.raises(InputError, match="--seeds must be <= --max-seeds, but got 9 and 8"):
+        begun(storage, config, Request(min_seeds=9, max_seeds=8))
+
+
+def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config: StudyConfig) -> None:
+    companion = begun(storage, config, REQUEST)
+    study = storage.create_or_resume_study(companion)
+    for number in range(4):
+        run(storage, companion, by_rate, trials=3, device=f"device {number % 2}")
+    plan = plan_of(companion)
+    devices: dict[Any, set[str]] = {}
+    for trial in study.trials:
+        block = plan.block(trial.system_attrs[POINT_ATTR])
+        devices.setdefault(block, set()).add(trial.system_attrs[DEVICE_ATTR])
+    assert {len(found) for found in devices.values()} == {1}
+    assert {*map(frozenset, devices.values())} == {frozenset({"device 0"}), frozenset({"device 1"})}
+
+
+def test_trials_of_more_seeds_follow_when_the_plan_grows(storage: Storage, config: StudyConfig) -> None:
+    companion = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(companion)
+    assert len(run(storage, companion, by_rate).trials) == 24
+    plan = plan_of(companion).model_copy(update={"num_seeds": 5})
+    grown = companion.with_values(comparison=plan, n_trials=len(plan.points()))
+    storage.create_or_resume_study(grown)
+    record = run(storage, companion, by_rate)  # a worker that has read the old plan
+    assert len(record.trials) == 40
+    assert len({tuple(trial.params.values()) for trial in record.trials}) == 40

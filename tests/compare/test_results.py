@@ -1,0 +1,149 @@
+"""Whole comparisons with planted scores: what is planted is what is said."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from planted import begun, compared, run, searched
+
+from hpo.compare.companion import Request
+from hpo.compare.results import PrecisionsResult, RaceResult
+from hpo.study.storage import Storage, open_storage
+
+BASE = {1e-5: 70.0, 3e-5: 80.0, 1e-4: 75.0}
+
+
+@pytest.fixture
+def storage(sqlite_url: str) -> Iterator[Storage]:
+    with open_storage(sqlite_url) as opened:
+        yield opened
+
+
+def noise(params: dict[str, Any], deviation: float, *of: str) -> float:
+    """The same for the same values of the parameters `of`."""
+    return random.Random(str([params.get(name) for name in of])).gauss(0, deviation)
+
+
+def planted(loss: float, own_noise: float = 0.0) -> Any:
+    """bf16 loses so many points of what fp32 reaches with that seed, give or take noise of its own."""
+
+    def score(params: dict[str, Any]) -> float:
+        value = BASE[params["learning_rate"]] + noise(params, 1.0, "seed", "learning_rate")
+        if params["fp_precision"] == "bf16":
+            value += noise(params, own_noise, "seed", "learning_rate", "fp_precision") - loss
+        return value
+
+    return score
+
+
+def verdicts(found: Any) -> dict[tuple[str, str], str]:
+    assert isinstance(found, PrecisionsResult)
+    rows = [row for row in found.answers.rows if not row.is_noise_floor]
+    return {(row.precision, row.question): row.verdict.verdict for row in rows}
+
+
+def test_a_loss_of_two_points(storage: Storage) -> None:
+    score = planted(2.0)
+    found = compared(storage, searched(storage, score), score)
+    assert verdicts(found)["bf16", "paired"] == "worse"
+    row = found.answers.rows[0]
+    assert row.verdict.difference == pytest.approx(-2.0)
+    assert found.recommendation.startswith("Use fp32: no other precision that was compared is as good")
+
+
+def test_no_loss(storage: Storage) -> None:
+    score = planted(0.0, own_noise=0.1)
+    found = compared(storage, searched(storage, score), score, Request(top=2, margin=2.0, max_seeds=32))
+    assert verdicts(found) == {("bf16", "paired"): "as_good", ("bf16", "tuned"): "as_good"}
+    assert found.recommendation.startswith(
+        "Use bf16: as good as fp32 (score within 2 points; paired and tuned, "
+    )
+    assert "new seeds) and 2.00 times as fast (" in found.recommendation
+    assert found.recommendation.endswith(" on Example CPU.")
+    floor = found.answers.rows[2]
+    assert (floor.precision, floor.is_noise_floor) == ("fp32", True)
+    assert floor.verdict.difference != 0, "other seeds, not the same ones"
+
+
+def test_noise_that_hides_the_answer(storage: Storage) -> None:
+    """It says how many seeds would decide, and so many do."""
+    score = planted(0.0, own_noise=3.0)
+    config = searched(storage, score)
+    asked = Request(precisions=("fp32", "bf16"), top=1, margin=2.0, max_seeds=5)
+    found = compared(storage, config, score, asked)
+    row = found.answers.rows[0]
+    assert (row.question, row.verdict.verdict) == ("paired", "undecided")
+    assert found.recommendation.startswith("Use fp32: 5 seeds do not tell whether bf16 is as good")
+    needed = row.verdict.seeds_needed
+    assert needed is not None
+    assert needed > 5
+
+
+def test_another_learning_rate_is_needed(storage: Storage) -> None:
+    """Under the rates that suit fp32 bf16 loses; with its own it does not."""
+    best = {"fp32": 3e-5, "bf16": 1e-4}
+
+    def score(params: dict[str, Any]) -> float:
+        suits = params["learning_rate"] == best[params["fp_precision"]]
+        return 80.0 - (0.0 if suits else 10.0) + noise(params, 0.05, "seed", "fp_precision")
+
+    def search(params: dict[str, Any]) -> float:
+        return score(params) + (1.0 if params["fp_precision"] == "fp32" else 0.0)
+
+    found = compared(storage, searched(storage, search), score, Request(top=1))
+    assert verdicts(found) == {("bf16", "paired"): "worse", ("bf16", "tuned"): "as_good"}
+    assert found.recommendation.startswith(
+        "Use bf16, with configurations that were searched in it (shared ones lose: -9.9"
+    )
+
+
+def test_a_precision_that_does_not_train(storage: Storage) -> None:
+    score = planted(0.0)
+
+    def fails(params: dict[str, Any]) -> float | None:
+        return None if params["fp_precision"] == "bf16" else score(params)
+
+    found = compared(storage, searched(storage, score), fails)
+    assert verdicts(found)["bf16", "paired"] == "worse"
+    assert found.answers.rows[0].verdict.num_failed > 0
+
+
+@pytest.mark.parametrize("question", ["precisions", "configurations"])
+def test_a_comparison_that_was_stopped_says_the_same(question: Any, storage: Storage, tmp_path: Any) -> None:
+    score = planted(0.3, own_noise=0.5)
+    request = Request(question, top=2, max_seeds=8)
+    config = searched(storage, score)
+    whole = compared(storage, config, score, request).as_json()
+    with open_storage(f"sqlite:///{tmp_path}/other.db") as other:
+        searched(other, score)
+        for trials in (1, 4, 9):
+            companion = begun(other, config, request)
+            other.create_or_resume_study(companion)
+            run(other, companion, score, trials=trials)
+        again = compared(other, config, score, request).as_json()
+    assert again == whole
+
+
+def test_a_race(storage: Storage) -> None:
+    """The lucky winner of the search is beaten on new seeds, and it is said how lucky it was."""
+
+    def score(params: dict[str, Any]) -> float:
+        lucky = "seed" not in params and params["learning_rate"] == 1e-5
+        return BASE[params["learning_rate"]] + (15.0 if lucky else 0.0) + noise(params, 0.2, *params)
+
+    found = compared(storage, searched(storage, score), score, Request("configurations"))
+    assert isinstance(found, RaceResult)
+    search = storage.read_study("tiny")
+    assert found.race.best is not None
+    assert search.trials[found.race.best].params["learning_rate"] != 1e-5
+    lucky = [
+        standing
+        for standing in found.race.standings
+        if search.trials[standing.configuration].params["learning_rate"] == 1e-5
+    ]
+    assert lucky
+    assert all(standing.overstated_low < 15 < standing.overstated_high for standing in lucky)
+    assert f"Trial {found.race.best} is the best" in found.recommendation or found.race.too_close
