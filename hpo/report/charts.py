@@ -8,8 +8,11 @@ import numpy as np
 import pandas as pd
 
 from hpo.outcome import Outcome
+from hpo.report.failure_map import failure_map
 from hpo.report.figures import OTHER_STYLE, OUTCOME_COLORS, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_metric, format_number, format_seconds
+from hpo.report.interactions import SETTINGS, interactions
+from hpo.report.numerics_chart import numerics
 from hpo.report.tables import (
     OUTCOMES,
     StudyTables,
@@ -18,6 +21,7 @@ from hpo.report.tables import (
     precision_order,
     searched_parameters,
 )
+from hpo.report.verdicts import forest, speed_and_quality
 from hpo.study.study_record import pareto_front
 
 LINE_COLOR = "#333333"
@@ -30,6 +34,8 @@ MAX_TIMELINE_ROWS = 48
 """Up to here the timeline has one row per trial, beyond it one per worker."""
 
 CHART_KEYS = (
+    "verdicts",
+    "verdicts_speed",
     "history",
     "precision_metric",
     "metric_throughput",
@@ -37,6 +43,9 @@ CHART_KEYS = (
     "importances",
     "learning_curves_epochs",
     "learning_curves_seconds",
+    "failure_map",
+    *(f"interaction_{name}" for name in SETTINGS),
+    "numerics",
     "timeline",
 )
 
@@ -47,7 +56,8 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
     metrics = tables.record.metric_names
-    charts = [objectives(tables)] if len(metrics) > 1 else []
+    charts = [forest(tables), speed_and_quality(tables)] if tables.record.comparisons else []
+    charts += [objectives(tables)] if len(metrics) > 1 else []
     for index in range(len(metrics)):
         charts += [history(tables, index), precision_metric(tables, index)]
         # Of the first two objectives, the chart of the objectives shows one against the other.
@@ -57,7 +67,13 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     charts.append(importances(tables))
     for index in range(len(metrics)):
         charts += [learning_curves(tables, index, "epochs"), learning_curves(tables, index, "seconds")]
-    return [*charts, timeline(tables, max_timeline_rows)]
+    return [
+        *charts,
+        failure_map(tables),
+        *interactions(tables),
+        numerics(tables),
+        timeline(tables, max_timeline_rows),
+    ]
 
 
 def history(tables: StudyTables, index: int = 0) -> Chart:

@@ -24,6 +24,7 @@ from hpo.report.charts import all_charts
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.tables import StudyTables, precision_comparison
+from hpo.report.verdicts import sentences, verdict_table
 from hpo.study.storage import open_storage
 
 if TYPE_CHECKING:
@@ -68,7 +69,11 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
 def study_note(tables: StudyTables) -> str:
     """The best trials, the table by precision and how to read it, in Markdown."""
     record = tables.record
-    lines = [f"# {_escape(record.name)}", "", "## Best", ""]
+    lines = [f"# {_escape(record.name)}", ""]
+    if told := sentences(tables):
+        lines += ["## Verdict", "", *(f"- **{_escape(sentence)}**" for sentence in told), ""]
+        lines += [_markdown_table(verdict_table(tables)), ""] if "precisions" in record.comparisons else []
+    lines += ["## Best", ""]
     for trial in tables.best:
         shown = objective_values(record, trial).items()
         values = ", ".join(f"{_escape(metric)} **{value}**" for metric, value in shown)

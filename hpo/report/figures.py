@@ -183,7 +183,7 @@ def png(chart: Chart) -> bytes:
     """The chart as a PNG of 1440 pixels width. Needs no display and no browser."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, NullFormatter
 
     # A `$` in a metric's name is a dollar sign, not the start of a formula.
     with rc_context({"text.parse_math": False, "font.size": 11, "axes.edgecolor": AXIS_COLOR}):
@@ -198,6 +198,8 @@ def png(chart: Chart) -> bytes:
         axes.spines[["top", "right"]].set_visible(False)
         if chart.x_log:
             axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")  # without formulas, which are not parsed
+            axes.xaxis.set_minor_formatter(NullFormatter())
         if chart.x_whole:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if chart.x_ticks:

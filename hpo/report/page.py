@@ -36,6 +36,7 @@ from hpo.report.tables import (
     searched_parameters,
     task_metrics_table,
 )
+from hpo.report.verdicts import sentences, verdict_table
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
@@ -63,6 +64,8 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         name=tables.record.name,
         plotly=Markup(get_plotlyjs()),
         facts=_facts(tables),
+        sentences=sentences(tables),
+        verdicts=verdict_table(tables),
         num_objectives=len(tables.record.metric_names),
         num_complete=len(tables.complete),
         outcomes=", ".join(f"{count} {outcome}" for outcome, count in outcomes),

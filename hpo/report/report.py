@@ -18,8 +18,10 @@ import pandas as pd
 from hpo.errors import RunError
 from hpo.report.charts import CHART_KEYS, all_charts
 from hpo.report.figures import png
+from hpo.report.numerics_chart import numerics_table
 from hpo.report.page import report_html
 from hpo.report.tables import StudyTables, task_metrics_table
+from hpo.report.verdicts import verdict_table
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord
@@ -62,7 +64,9 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
         "precision": tables.by_precision,
         "trials": tables.trials,
         "evaluations": tables.evaluations,
+        "numerics": numerics_table(tables),
         "best_task_metrics": pd.concat(metrics) if metrics else nothing,
+        "verdicts": verdict_table(tables),
         "importances": tables.importances.table,
         "not_complete": tables.not_complete,
     }
