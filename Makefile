@@ -40,7 +40,8 @@ report: install
 	$(BIN)/hpo report $(STUDY)
 
 # Tiny models gain nothing from threads, and two test processes would get into each other's way.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+# Files are taken in order: those with the longest tests (`faults/`) would else come last, on one process.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not slow"

@@ -1,0 +1,79 @@
+"""What each contender's studies say of precision, against what the hooks saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from peer_precision import costs
+from peer_searches import DTYPES, NEEDS, WORKLOAD, Search, Trial, missing, run_apart, run_search
+from workload import write_workload
+
+NUM_TRIALS, SEED = 9, 0
+NUM_STEPS = WORKLOAD.num_train // WORKLOAD.batch_size
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    write_workload(WORKLOAD, folder)
+    return folder
+
+
+def dtypes_of(trials: list[Trial]) -> dict[str, set[str]]:
+    return {trial.asked: trial.seen.dtypes for trial in trials}
+
+
+@pytest.mark.parametrize("name", ["plain", "hpo"])
+def test_a_sound_model_runs_what_is_recorded(rows: Path, name: str) -> None:
+    trials = run_search(name, Search(rows))
+    assert dtypes_of(trials) == {precision: {str(dtype)} for precision, dtype in DTYPES.items()}
+    for trial in trials:
+        assert (trial.state, trial.seen.num_steps, trial.seen.trained_nan) == ("COMPLETE", NUM_STEPS, False)
+        reduced = {"off"} if trial.asked == "fp32" else trial.seen.dtypes
+        assert trial.seen.autocast == reduced
+        assert trial.is_true
+        assert (f"effective {trial.asked}" in trial.noted) == (name == "hpo")
+
+
+@pytest.mark.parametrize(
+    ("broken", "num_trials", "seed"), [("bf16", NUM_TRIALS, SEED), ("fp16", len(DTYPES), None)]
+)
+def test_a_broken_precision_trains_in_plain_optuna_and_not_in_ours(
+    rows: Path, broken: str, num_trials: int, seed: int | None
+) -> None:
+    search = Search(rows, num_trials, seed, broken)
+    for name in ("plain", "plain-accuracy", "hpo"):
+        trials = run_search(name, search)
+        asked = [trial for trial in trials if trial.asked == broken]
+        assert len(trials) == num_trials
+        assert asked
+        assert {trial.state for trial in trials if trial.asked != broken} == {"COMPLETE"}
+        ends = {"plain": "FAIL", "plain-accuracy": "COMPLETE", "hpo": "PRUNED"}
+        assert {trial.state for trial in asked} == {ends[name]}
+        if name == "hpo":
+            assert {trial.seen.num_steps for trial in asked} == {0}
+            assert all("incompatible" in trial.noted for trial in asked)
+        else:
+            assert {frozenset(trial.seen.dtypes) for trial in asked} == {frozenset({str(DTYPES[broken])})}
+        # A GradScaler makes no step on what is not finite.
+        on_nan = len(asked) if name != "hpo" and broken == "bf16" else 0
+        complete = on_nan if name == "plain-accuracy" else 0
+        lost = 0 if name == "plain-accuracy" else len(asked)
+        assert costs(trials, broken) == (len(asked), on_nan, lost, complete, 0, NUM_STEPS * on_nan)
+
+
+@pytest.mark.parametrize(
+    ("name", "ran"),
+    [
+        ("trainer-fp32", {"fp32": "fp32", "bf16": "fp32", "fp16": "fp32"}),
+        ("trainer-bf16", {"fp32": "bf16", "bf16": "bf16", "fp16": "bf16"}),
+        ("lightning", {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}),
+    ],
+)
+def test_peers_record_what_they_do_not_run(rows: Path, name: str, ran: dict[str, str]) -> None:
+    if missing(name):
+        pytest.skip(f"{NEEDS[name]} is not installed: `make bench` does it")
+    trials = run_apart(name, Search(rows))
+    assert dtypes_of(trials) == {asked: {str(DTYPES[precision])} for asked, precision in ran.items()}
+    assert [trial.is_true for trial in trials] == [ran[trial.asked] == trial.asked for trial in trials]
