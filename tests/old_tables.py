@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
-from worker_process import study
+from worker_process import evaluate, study
 
+from hpo.study.leases import WorkerLease
 from hpo.study.storage import open_storage
 
 
@@ -16,6 +17,21 @@ def make_v1(url: str) -> None:
             for table in ("hpo_version", "hpo_jobs", "hpo_artifacts"):
                 connection.execute(sa.text(f"DROP TABLE {table}"))
             connection.execute(sa.text("DROP INDEX ix_hpo_slots_state"))
-            dropped = ("studies.state", "studies.priority", "slots.saved_step", "workers.job")
-            for table, column in (name.split(".") for name in dropped):
-                connection.execute(sa.text(f"ALTER TABLE hpo_{table} DROP COLUMN {column}"))
+            _drop(connection, "studies.state", "studies.priority", "slots.saved_step", "workers.job")
+            _drop(connection, "evaluations.numerics")
+
+
+def make_v2(url: str) -> None:
+    """A database as the second version left it, with an evaluation in it."""
+    with open_storage(url) as storage:
+        opened = storage.create_or_resume_study(study(n_trials=1))
+        with WorkerLease(storage, opened, max_retries=0) as worker:
+            evaluate(storage, worker.open_trial(worker.claim()), 1, 0.5, 40)
+        with storage.engine.begin() as connection:
+            connection.execute(sa.text("UPDATE hpo_version SET version_num = 'v2'"))
+            _drop(connection, "evaluations.numerics")
+
+
+def _drop(connection: sa.Connection, *columns: str) -> None:
+    for table, column in (name.split(".") for name in columns):
+        connection.execute(sa.text(f"ALTER TABLE hpo_{table} DROP COLUMN {column}"))

@@ -38,6 +38,7 @@ def losses(trained: Trained) -> dict[str, Any]:
     return {
         "losses": trained.losses,
         "metrics": trained.evaluation.metrics,
+        "numerics": trained.evaluation.numerics,
         "skipped": trained.mixed_precision.statistics().skipped_steps,
         "fallbacks": trained.mixed_precision.statistics().fp32_fallbacks,
         "micro_batch_size": trained.state.micro_batch_size,
@@ -85,6 +86,18 @@ def out_of_memory_with_three_rows(batch: Batch, value: Any) -> Any:
     return value
 
 
+def overflow_in_third_step() -> Callable[[Batch, Any], Any]:
+    """The loss is finite, and its scaled gradients are not."""
+    num_calls = 0
+
+    def overflow(_: Batch, value: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        return value * 1e36 if num_calls == 3 else value
+
+    return overflow
+
+
 def infinite_under_autocast(batch: Batch, value: Any) -> Any:
     return value * torch.inf if torch.is_autocast_enabled("cpu") and 0 in batch.windows_B else value
 
@@ -98,6 +111,7 @@ def check_losses(ranks: ConnectedRanks, folder: Path) -> dict[str, Any]:
         "unequal": compare(batch_size=7, micro_batch_size=2),
         "uncertainty": compare(loss_weighting="uncertainty", pooling="attention"),
         "bf16-true": compare(fp_precision="bf16-true"),
+        "bf16-true, stochastic": compare(fp_precision="bf16-true", weight_rounding="stochastic"),
         "fp16 with skipped steps": compare(fp_precision="fp16", init_scale=2.0**18, micro_batch_size=4),
     }
     executor.ranks = ranks
@@ -134,6 +148,18 @@ def check_losses(ranks: ConnectedRanks, folder: Path) -> dict[str, Any]:
                 train_steps(executor, 6, amp.model_copy(update={"max_fp32_fallbacks": 0}), **bf16)
         except Nonfinite as error:
             found[f"fallback in {rank}"]["too many"] = str(error)
+    for rank in (0, 1):
+        for name, those in {"together": ranks, "alone": ONE_RANK}.items():
+            executor.ranks = those
+            overflow = overflow_in_third_step()
+            loop.MultitaskLoss.__call__ = compute  # type: ignore[method-assign]
+            # Alone, this process is each rank.
+            in_rank = ranks.rank if name == "alone" else rank
+            loop.MultitaskLoss.__call__ = in_one_rank(in_rank, ranks, overflow)  # type: ignore
+            amp = EMULATED.model_copy(update={"init_scale": 1024.0})
+            trained = train_steps(executor, 6, amp, **NO_DROPOUT | {"fp_precision": "fp16"})
+            scale = trained.mixed_precision.scaler.get_scale()
+            found.setdefault(f"overflow in {rank}", {})[name] = losses(trained) | {"scale": scale}
     loop.MultitaskLoss.__call__ = compute  # type: ignore[method-assign]
     return found
 

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "hpo"
-FLOORS = ("cli", "report", "cluster", "study", "trial", "training", "models", "data", "config", "precision")
+FLOORS = (
+    "cli",
+    "report",
+    "cluster",
+    "compare",
+    "study",
+    "trial",
+    "training",
+    "models",
+    "data",
+    "config",
+    "precision",
+)
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 KNOWS_OPTUNA = ("cli", "report", "cluster", "study", "config")
 

@@ -22,7 +22,8 @@ import sqlalchemy as sa
 from optuna.trial import TrialState
 
 from hpo.cluster.finding import Finding
-from hpo.config.study_config import CheckpointConfig, StudyConfig, stored_study
+from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.study_config import StudyConfig, stored_study
 from hpo.data.dataset import load_data
 from hpo.data.sources import DATA_DIR, located
 from hpo.device import GpuMemory, probe_device

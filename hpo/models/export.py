@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ def export_model(
     attention: str,
     precision: str,
     decisions: Mapping[str, Any],
+    float32_parts: Sequence[str] = (),
 ) -> Path:
     """Write a folder that `transformers.AutoModel` (the encoder) and `load_exported` (all of it) load.
 
@@ -38,9 +39,9 @@ def export_model(
         heads.safetensors                                     pooling, heads, log variances
         hpo.json                                              tasks, head settings, decisions, max_length
 
-    Weights keep their dtype. `precision` and `attention`, those of the trial, are recorded, not applied.
-    The folder appears at once or not at all. Raises ModelError where `directory` holds anything but an
-    earlier export.
+    Weights keep their dtype. `precision`, `float32_parts` and `attention`, those of the trial, are recorded,
+    not applied. The folder appears at once or not at all. Raises ModelError where `directory` holds anything
+    but an earlier export.
     """
     check_export_folder(directory)
     staging = directory.with_name(f".{directory.name}-{os.getpid()}")
@@ -61,6 +62,7 @@ def export_model(
             "attention": attention,
             "max_length": max_length,
             "precision": precision,
+            "float32_parts": list(float32_parts),
             "decisions": decisions,
         }
         (staging / "hpo.json").write_text(json.dumps(metadata, indent=2, default=asdict) + "\n")

@@ -182,3 +182,38 @@ def test_reading_a_study_imports_neither_torch_nor_optuna() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+SEARCHED = "{weight_rounding: {type: categorical, choices: [nearest, stochastic]}%s}"
+
+
+@pytest.mark.parametrize(
+    ("precisions", "rounding", "problem"),
+    [
+        ("training: {fp_precision: fp32, weight_rounding: stochastic}", "", "training.weight_rounding"),
+        ("training: {fp_precision: fp32, weight_rounding: nearest}", "", None),
+        ("training: {fp_precision: bf16-true, weight_rounding: compensated}", "", None),
+        ("", f"search_space: {SEARCHED % ''}", "search_space.weight_rounding"),
+        ("training: {fp_precision: bf16-true}", f"search_space: {SEARCHED % ''}", None),
+        (
+            "",
+            "search_space: " + SEARCHED % ", fp_precision: {type: categorical, choices: [fp32, bf16]}",
+            "search",
+        ),
+        (
+            "",
+            "search_space: " + SEARCHED % ", fp_precision: {type: categorical, choices: [fp32, bf16-true]}",
+            None,
+        ),
+    ],
+)
+def test_rounding_of_weights_needs_a_precision_that_rounds_them(
+    tmp_path: Path, precisions: str, rounding: str, problem: str | None
+) -> None:
+    text = f"{BASE}{precisions}\n{rounding}\n"
+    if problem is None:
+        assert load(tmp_path, text).name
+        return
+    with pytest.raises(StudyFileError, match=r"is for `fp_precision: bf16-true`, but here that is") as error:
+        load(tmp_path, text)
+    assert problem in str(error.value)

@@ -81,9 +81,8 @@ class Train:
 
 def _evaluation(step: int) -> Any:
     index = EVALUATED.index(step) + 1
-    measured = SimpleNamespace(
-        step=step, epoch=1.0, seconds=float(step), metrics={}, rates={}, index=index, budget_used=step / STEPS
-    )
+    shares: Any = {"index": index, "budget_used": step / STEPS, "seconds": float(step), "epoch": 1.0}
+    measured = SimpleNamespace(step=step, metrics={}, rates={}, numerics=None, **shares)
     return SimpleNamespace(evaluation=measured, values=(step / STEPS,))
 
 
@@ -181,7 +180,7 @@ def steps_made(folder: Path) -> int:
 def wait_for_start(folder: Path) -> None:
     """Wait for the next trial that begins."""
     before = len(log_of(folder, "started"))
-    wait_for(lambda: len(log_of(folder, "started")) > before)
+    wait_for(lambda: len(log_of(folder, "started")) > before, 120)  # a slow trial takes 60 s
 
 
 def wait_for_steps(folder: Path, more: int) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_line import hpo_command, ok
+from command_line import ROOT, hpo_command, ok
+from postgres import PostgresServer
 from slurm import SlurmCluster
 from tiny import write_study
 
 from hpo.cluster.jobs import read_jobs
+from hpo.cluster.postgres_server import write_secret
 from hpo.cluster.slurm import cancel_jobs, number_of
 from hpo.study.storage import open_storage
 from hpo.study.study_record import StudyRecord
@@ -19,10 +22,15 @@ pytestmark = [pytest.mark.slurm, pytest.mark.postgres]
 
 
 def submit(folder: Path, url: str, *options: str, seconds: float = 12) -> str:
-    """Submit one worker to the partition `low` with a study of one trial; return the job's number.
+    """Submit one worker to the partition `low` with a study of one trial; return the job's number."""
+    write(folder, seconds)
+    submitted = hpo_command(folder, "submit", "tiny.yaml", "--slurm", "--storage", url, "--json", *options)
+    job: str = ok(submitted).json["job"]
+    return number_of(job)
 
-    The trial trains for so long, on a fast machine too: what is to befall it takes Slurm some seconds.
-    """
+
+def write(folder: Path, seconds: float) -> None:
+    """A trial of so many seconds, on a fast machine too: what is to befall it takes Slurm some seconds."""
     write_study(
         folder,
         n_trials=1,
@@ -30,9 +38,6 @@ def submit(folder: Path, url: str, *options: str, seconds: float = 12) -> str:
         evaluation={"per_trial": 4},
         checkpoint={"every_seconds": 0.1},
     )
-    submitted = hpo_command(folder, "submit", "tiny.yaml", "--slurm", "--storage", url, "--json", *options)
-    job: str = ok(submitted).json["job"]
-    return number_of(job)
 
 
 def read(url: str) -> StudyRecord:
@@ -46,14 +51,14 @@ def has_checkpoint(folder: Path) -> bool:
 
 def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
     """The job ends by itself, and its one trial went on from a checkpoint after a restart."""
-    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "COMPLETED"}, 120)
+    slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED"}, 120)
     record = read(url)
     assert record.slots == {"open": 0, "running": 0, "done": 1}
     [trial] = record.trials
     assert (trial.number, trial.outcome) == (0, "complete")
     assert 0 < trial.telemetry["resumed_from_step"] <= trial.telemetry["num_steps"]
     assert len(trial.evaluations) == 4
-    assert {worker.job for worker in record.workers} >= {f"slurm:hpo:{job}_0"}
+    assert {worker.job for worker in record.workers} >= {f"slurm:hpo:{task}" for task in slurm.states(job)}
 
 
 def node_of(slurm: SlurmCluster, job: str) -> str:
@@ -111,3 +116,49 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     assert record.slots == {"open": 1, "running": 0, "done": 0}
     assert [trial.outcome for trial in record.trials] == ["preempted"]
     check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url))
+
+
+@pytest.mark.parametrize("study", ["tiny", ""], ids=["of a study", "of all studies"])
+def test_a_job_that_is_warned_while_the_database_is_away(
+    study: str, slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
+) -> None:
+    """It is requeued all the same; the next one waits for the database and goes on with the trial."""
+    write(tmp_path, seconds=6)
+    script = tmp_path / "job.sh"
+    with own_server.database() as url:
+        ok(hpo_command(tmp_path, "init", "tiny.yaml", "--storage", url))
+        write_secret(tmp_path / "url", url)
+        script.write_text(
+            f"#!/bin/sh\nexport HPO_STORAGE=@{tmp_path}/url PYTHONPATH={ROOT}\n"
+            f"exec {sys.executable} -m hpo worker {study}\n"
+        )
+        options = f"--parsable --requeue --chdir={tmp_path} --output={tmp_path}/%j.log"
+        job = slurm.run(f"sbatch {options}", str(script)).strip()
+        slurm.wait(lambda: has_checkpoint(tmp_path))
+        own_server.stop(immediate=True)
+        try:
+            slurm.run(f"scancel --signal=USR1 --batch {job}")
+            slurm.wait(lambda: slurm.run(f"squeue --job={job} --noheader --format=%r").strip() == "BeginTime")
+            slurm.wait(lambda: slurm.states(job) == {job: "RUNNING"})
+        finally:
+            own_server.start()
+        check_went_on(slurm, url, job)
+
+
+def test_a_node_that_slurm_loses_with_its_job_alive(
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
+    """The job is started again elsewhere, and two workers live: one of them has the trial."""
+    job = submit(tmp_path, postgres_url, seconds=60)
+    slurm.wait(lambda: has_checkpoint(tmp_path))
+    lost = node_of(slurm, job)
+    slurm.kill_slurmd(lost)
+    slurm.wait(lambda: sum(worker.alive for worker in read(postgres_url).workers) == 2)
+    assert node_of(slurm, job) != lost
+    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "COMPLETED"}, 120)
+    slurm.start_missing_nodes()
+    record = read(postgres_url)
+    assert record.slots == {"open": 0, "running": 0, "done": 1}
+    [trial] = record.trials
+    assert (trial.outcome, len(trial.evaluations)) == ("complete", 4)
+    assert "resumed_from_step" not in trial.telemetry, "the first worker kept it"

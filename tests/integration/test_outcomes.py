@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from hpo.errors import InputError, ModelError, Pruned, RunError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.checkpoint import CheckpointStore, best_checkpoint
+from hpo.training.weight_rounding import WEIGHT_ROUNDINGS
+from hpo.trial import trial_run
 from hpo.trial.best_model import score_checkpoint
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
@@ -177,10 +180,12 @@ def test_oom_halves_and_trains_as_the_small_micro_batch(executor: Executor, tmp_
     assert curves["halved"] == curves["small"] != []
 
 
-def test_oom(tmp_path: Path) -> None:
+def test_oom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found in training, where the check let it pass; and by the check."""
     device = replace(CPU, total_memory_bytes=2**34)
-    limited = altered(tmp_path, out_of_memory_unless(lambda model, _: not model.training), device)
+    trains = Mock(side_effect=trial_run.train)
+    monkeypatch.setattr(trial_run, "train", trains)
+    limited = altered(tmp_path, out_of_memory_unless(lambda *_: not trains.called), device)
     result = run(limited, tmp_path)
     assert result.outcome == "oom"
     config = build_trial_config(limited.study, {}, "fp32", limited.amp)
@@ -254,17 +259,27 @@ def test_failed_keeps_the_traceback_and_not_the_model(tmp_path: Path) -> None:
     assert gc.get_freeze_count() > num_frozen, "what the first trial imported is not looked through again"
 
 
-@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16-true"])
+@pytest.mark.parametrize(
+    ("name", "rounding"),
+    [("fp32", None), ("fp16", None), *(("bf16-true", rounding) for rounding in WEIGHT_ROUNDINGS)],
+)
 @pytest.mark.parametrize(
     ("micro_batch_size", "stop_at", "num_steps"),
     [(8, 7, 7), (3, 20, 6)],
     ids=["after a step", "between micro-batches"],
 )
 def test_preempted_goes_on_as_if_nothing_had_happened(
-    executor: Executor, tmp_path: Path, name: str, micro_batch_size: int, stop_at: int, num_steps: int
+    executor: Executor,
+    tmp_path: Path,
+    name: str,
+    rounding: str | None,
+    micro_batch_size: int,
+    stop_at: int,
+    num_steps: int,
 ) -> None:
     """Stopped in the middle of a step, too, whose gradients are dropped."""
     params = {"fp_precision": name, "dropout": 0.1, "max_steps": 10, "micro_batch_size": micro_batch_size}
+    params |= {"weight_rounding": rounding} if rounding else {}
     whole = executor.run(params, tmp_path / "whole", "w")
     calls = 0
 
@@ -281,6 +296,9 @@ def test_preempted_goes_on_as_if_nothing_had_happened(
     assert resumed.values == whole.values
     assert resumed.telemetry["metrics"] == whole.telemetry["metrics"]
     assert resumed.telemetry["scaler"] == whole.telemetry["scaler"]
+    assert resumed.telemetry["weight_rounding"] == whole.telemetry["weight_rounding"] == rounding
+    weights = [best_checkpoint(tmp_path / name).weights for name in ("whole", "cut")]
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items()), "bit for bit"
 
 
 def test_a_best_that_was_written_last_stays_the_best(executor: Executor, tmp_path: Path) -> None:

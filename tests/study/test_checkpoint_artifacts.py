@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpo.config.study_config import CheckpointConfig
+from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.errors import CheckpointError, InputError, OutageError
 from hpo.study.artifact_store import open_artifact_store
 from hpo.study.checkpoint_artifacts import FolderCheckpoints, _fetch

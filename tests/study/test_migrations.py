@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from old_tables import make_v1
+from old_tables import make_v1, make_v2
 from worker_process import study
 
 from hpo.errors import StorageError
@@ -29,6 +29,15 @@ def test_a_database_of_the_first_version_is_moved_up_with_what_it_holds(storage_
         assert storage.create_or_resume_study(study(n_trials=3)).study_name == "tiny"
     with open_storage(storage_url, create=False) as storage:
         assert storage.read_study("tiny").slots["open"] == 3
+
+
+def test_evaluations_of_the_second_version_have_no_numerics(storage_url: str) -> None:
+    make_v2(storage_url)
+    with open_storage(storage_url) as storage, storage.engine.connect() as connection:
+        assert stored_version(connection) == newest_version()
+        assert differences(connection) == {}
+        ((evaluation,),) = (trial.evaluations for trial in storage.read_study("tiny").trials)
+    assert (evaluation.step, evaluation.metrics, evaluation.numerics) == (40, {"score": 0.5}, None)
 
 
 @pytest.mark.parametrize("create", [True, False])

@@ -36,6 +36,7 @@ class FakeExecutor:
     """Stands for the executor of a study; `problem` is what its check finds."""
 
     problem: Exception | None = None
+    folder: Path
     made: list[FakeExecutor]
 
     def __init__(self, config: Any, device: DeviceInfo, *_: Any) -> None:
@@ -50,13 +51,13 @@ class FakeExecutor:
             raise self.problem
 
     def trial_folder(self, *_: Any) -> Path:
-        return Path("nowhere")
+        return self.folder / "checkpoints" / "trial"
 
 
 @pytest.fixture
-def executors(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeExecutor]]:
+def executors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeExecutor]]:
     """The class of the executors that are made; `made` has them."""
-    FakeExecutor.made = []
+    FakeExecutor.made, FakeExecutor.folder = [], tmp_path
     monkeypatch.setitem(sys.modules, "hpo.trial.executor", SimpleNamespace(Executor=FakeExecutor))
     yield FakeExecutor
     FakeExecutor.problem = None
@@ -353,7 +354,7 @@ def test_sampler_knows_the_memory_of_its_worker(
     config = study(1, search_space={})
     with open_study(config, sqlite_url, tmp_path) as opened:
         run_study(opened, stop=Stop())
-    assert given["device"] == WorkerDevice("GPU-0", gib * 2**30, {})
+    assert given["device"] == WorkerDevice("GPU-0", gib * 2**30, {}, GPU.name)
 
 
 @pytest.mark.usefixtures("executors")

@@ -278,12 +278,17 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
         trial = worker.open_trial(worker.claim())
         metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
         rates = {"train_examples_per_second": 10.0, "train_tokens_per_second": 1300.0}
-        assert evaluate(storage, trial, 1, 0.5, 40, epoch=0.5, seconds=3.0, metrics=metrics, **rates) is False
+        parts = {"heads": {"underflow": 0.1, "updates_lost": None, "update_ratio": float("inf")}}
+        numerics = {"step": 40, "loss_scale": 1024.0, "parts": parts}
+        more = {"metrics": metrics, "numerics": numerics, **rates}
+        assert evaluate(storage, trial, 1, 0.5, 40, epoch=0.5, seconds=3.0, **more) is False
         evaluate(storage, trial, 2, float("nan"), 80, metrics=metrics)
-    stored, _ = storage.read_study("tiny").trials[0].evaluations
+    stored, without = storage.read_study("tiny").trials[0].evaluations
+    parts["heads"]["update_ratio"] = None
     assert stored == EvaluationRow(
-        40, 0.5, 3.0, {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}, 10.0, 1300.0
+        40, 0.5, 3.0, {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}, 10.0, 1300.0, numerics
     )
+    assert without.numerics is None
     assert opened.trials[0].intermediate_values == {1: 0.5}
 
 

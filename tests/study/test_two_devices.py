@@ -18,8 +18,8 @@ from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.device_sampler import WorkerDevice
+from hpo.study.grid_sampler import POINT_ATTR
 from hpo.study.leases import Lease, WorkerLease
-from hpo.study.samplers import POINT_ATTR
 from hpo.study.schema import slots, workers
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import RunSummary, run_worker
