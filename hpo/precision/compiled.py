@@ -7,7 +7,10 @@ gradients and logits stay the same bit for bit; in one that keeps it, some of th
 no other modules are run than in training, so nothing is compiled again.
 
 Changed together, all layers of a reduced precision must lose the change; changed alone, each layer in fp32
-must keep it. The weights are written back bit for bit.
+must keep it. What a layer in fp32 keeps may still be rounded away by reduced layers behind it, above all on
+the way to a few logits: a layer is only found to lose a change where a larger one, which every format keeps,
+shows in so many numbers that some of them had to show the smaller one. The weights are written back bit for
+bit.
 """
 
 from __future__ import annotations
@@ -32,6 +35,10 @@ LOST_AT = {"bfloat16": 9, "float16": 12}
 KEPT_AT = {"float32": 12, "tf32": 9}
 """{format: a k that it keeps}."""
 EVERY_FORMAT_KEEPS = 2
+REDUCED_KEEPS = {"bfloat16": 5, "float16": 9}
+"""{format: the largest k that it keeps}."""
+_CERTAIN = 20
+"""Numbers that are expected to change where none does: e^-20 is the chance of that."""
 
 
 def observe_compiled(
@@ -62,22 +69,25 @@ def observe_compiled(
     with _on_grid(layers.values()) as change:
         base = outputs()
 
-        def modes_changed(names: Collection[str], k: int | None) -> set[str]:
+        def num_changed(names: Collection[str], k: int | None) -> dict[str, int]:
+            """{mode: how many numbers of what came out}."""
             change([own for name in names for own in layers[name]], k)
-            found = {mode for mode, *two in zip(MODES, outputs(), base, strict=True) if _differ(*two)}
+            found = {mode: _num_different(*two) for mode, *two in zip(MODES, outputs(), base, strict=True)}
             change([own for name in names for own in layers[name]], None)
             return found
 
-        noisy = modes_changed((), None)  # two passes over the same differ: nothing can be told
-        if lost_at and modes_changed(reduced, lost_at) - noisy:
+        noisy = _shown(num_changed((), None))  # two passes over the same differ: nothing can be told
+        if lost_at and _shown(num_changed(reduced, lost_at)) - noisy:
             for name in reduced:
-                if modes := modes_changed([name], lost_at) - noisy:
+                if modes := _shown(num_changed([name], lost_at)) - noisy:
                     return _found(name, f"in more than {precision.products}", modes)
-        kept_at = KEPT_AT["tf32" if precision.tf32 else "float32"]
+        kept_at, control_at, needed = KEPT_AT["tf32" if precision.tf32 else "float32"], EVERY_FORMAT_KEEPS, 1
+        if lost_at:  # numbers that change are as many times fewer as the change is smaller
+            kept_at, control_at = lost_at, REDUCED_KEEPS[precision.products]
+            needed = _CERTAIN * 2 ** (kept_at - control_at)
         for name in reversed(alone.values()):
-            if modes := set(MODES) - modes_changed([name], kept_at):
-                # A layer that nothing depends on is not in question.
-                modes &= modes_changed([name], EVERY_FORMAT_KEEPS)
+            if modes := set(MODES) - _shown(num_changed([name], kept_at)):
+                modes &= _shown(num_changed([name], control_at), needed)
             if modes:
                 return _found(name, "in less than it should", modes)
     return ""
@@ -93,8 +103,13 @@ def _found(name: str, what: str, modes: Collection[str]) -> str:
     return f"compiled, {name} computed {what}{where}."
 
 
-def _differ(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+def _shown(num_changed: dict[str, int], needed: int = 1) -> set[str]:
+    return {mode for mode, number in num_changed.items() if number >= needed}
+
+
+def _num_different(one: Sequence[Tensor], other: Sequence[Tensor]) -> int:
+    pairs = zip(one, other, strict=True)
+    return sum(int((a.nan_to_num() != b.nan_to_num()).sum()) for a, b in pairs)
 
 
 @contextlib.contextmanager

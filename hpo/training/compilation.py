@@ -19,6 +19,10 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.training.losses import MultitaskLoss
 
+RECOMPILE_LIMIT = 32
+"""Graphs of one function that dynamo may make before it runs the rest uncompiled. Blocks share one: with and
+without gradients, in several shapes, with autocast on and off, plain and in fp32."""
+
 
 class CompileClock:
     """Seconds that the compiler has worked in this process, or recorded CUDA graphs, since `start`."""

@@ -27,7 +27,13 @@ from hpo.precision.environment import environment_overrides, refuse_overrides
 from hpo.precision.parts import float32_modules
 from hpo.precision.table import Resolution, resolve, support
 from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
-from hpo.training.compilation import CompileClock, compiled_modules, run_both_modes, run_compiled_shapes
+from hpo.training.compilation import (
+    RECOMPILE_LIMIT,
+    CompileClock,
+    compiled_modules,
+    run_both_modes,
+    run_compiled_shapes,
+)
 from hpo.training.distributed import Ranks
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
@@ -219,6 +225,7 @@ class TrialRun:
         parts, clock = self.parts, self.compile_clock
         started = time.perf_counter()
         torch._dynamo.reset()  # graphs of earlier trials would count towards its limit of recompilations
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         apply(parts.model)
         # Two lengths, so that the compiler finds out which dimensions are dynamic.
         batches = [parts.batch(0, parts.config.batch_size), parts.batch(parts.config.batch_size)]
