@@ -27,9 +27,11 @@ from hpo.study.study_record import best_trials, complete_trials
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hpo.compare.answers import Answer
+    from hpo.compare.answers import Answer, Answers
     from hpo.compare.estimate import Ratio
-    from hpo.compare.results import PrecisionsResult, RaceResult
+    from hpo.compare.race import Race
+    from hpo.compare.results import Result
+    from hpo.config.comparison import ComparisonConfig
     from hpo.study.study_record import StudyRecord
     from hpo.trial.measure import Measurement
     from hpo.trial.verify import PrecisionCheck
@@ -219,9 +221,20 @@ def _dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     return table
 
 
-def print_comparison(found: PrecisionsResult) -> None:
-    """The verdicts of `hpo compare` by metric, what fp32 does against itself, and the recommendation."""
-    console, plan, answers = Console(highlight=False), found.plan, found.answers
+def print_comparison(found: Result[Any]) -> None:
+    """What `hpo compare` has found, and the recommendation."""
+    from hpo.compare.race import Race
+
+    if isinstance(found.found, Race):
+        _print_race(found.found, found.plan)
+    else:
+        _print_verdicts(found.found, found.plan)
+    Console(highlight=False).print(found.recommendation, markup=False, soft_wrap=True)
+
+
+def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
+    """The verdicts by metric, and what fp32 does against itself."""
+    console = Console(highlight=False)
     num = len(plan.configurations)
     console.print(
         f"{plan.study}: {num} configurations, against fp32, margin {plan.margin:g} points", style="bold"
@@ -237,13 +250,11 @@ def print_comparison(found: PrecisionsResult) -> None:
         costs.add_row(row.precision, _ratio(row.speed), _ratio(row.memory))
     if costs.row_count:
         console.print(costs)
-    console.print(found.recommendation, markup=False, soft_wrap=True)
 
 
-def print_race(found: RaceResult) -> None:
-    """The standings of `hpo compare --configurations`, and the call."""
-    console, race = Console(highlight=False), found.race
-    title = f"{found.plan.study}: its best configurations on new seeds, in points"
+def _print_race(race: Race, plan: ComparisonConfig) -> None:
+    """The standings of `--configurations`."""
+    title = f"{plan.study}: its best configurations on new seeds, in points"
     table = _table("trial", "mean", "seeds", "probability best", "overstated by the search", title=title)
     for standing in race.standings:
         out = "" if standing.dropped_after is None else ", beaten"
@@ -254,8 +265,7 @@ def print_race(found: RaceResult) -> None:
             f"{standing.probability_best:.2f}",
             f"{standing.overstated:+.2f} [{standing.overstated_low:+.2f}, {standing.overstated_high:+.2f}]",
         )
-    console.print(table)
-    console.print(found.recommendation, markup=False, soft_wrap=True)
+    Console(highlight=False).print(table)
 
 
 def _comparison_cells(row: Answer) -> list[str]:

@@ -22,6 +22,8 @@ from hpo.data.tasks import Task
 from hpo.study.study_record import StudyRecord, TrialRecord
 from hpo.trial.objectives import objective_value
 
+Question = Literal["paired", "tuned"]
+
 Value = Callable[[TrialRecord], float | None]
 """Of a trial that has ended; None: it has none."""
 
@@ -31,7 +33,7 @@ class Answer:
     """One precision in one metric, by one question."""
 
     precision: str
-    question: Literal["paired", "tuned"]
+    question: Question
     metric: str
     verdict: Verdict
     speed: Ratio | None
@@ -69,6 +71,10 @@ class Answers:
     rows: tuple[Answer, ...]
     objective: str
     """The metric that decides."""
+    margin: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {"margin": self.margin, "verdicts": [row.as_json() for row in self.rows]}
 
 
 class Scores:
@@ -147,33 +153,30 @@ def answer(scores: Scores, plan: Plan) -> Answers:
     """
     config = scores.plan
     others = [name for name in config.precisions if name != REFERENCE]
-    asked = [(name, "paired") for name in others if any(found.paired for found in config.configurations)]
+    asked: list[tuple[str, Question]] = []
+    asked += [(name, "paired") for name in others if any(found.paired for found in config.configurations)]
     asked += [(name, "tuned") for name in others if _tuned(config, name) and _tuned(config, REFERENCE)]
     num_rows = len(asked) + 1
     plan = replace(plan, num_comparisons=num_rows * len(scores.metrics))
     shown = [name for name in scores.metrics if name == scores.objective or scores.tells(name)]
+    speeds = {name: _ratio(scores, name, "train_examples_per_second") for name in others}
+    memory = {name: _ratio(scores, name, "peak_memory_bytes") for name in others}
     rows: list[Answer] = []
     for metric in shown:
-        rows += [_row(scores, plan, name, question, metric) for name, question in asked]
+        for name, question in asked:
+            verdict = _verdict(scores, plan, name, question, metric)
+            rows.append(Answer(name, question, metric, verdict, speeds[name], memory[name]))
         rows.append(_noise_floor(scores, plan, metric))
-    return Answers(tuple(rows), scores.objective)
+    return Answers(tuple(rows), scores.objective, plan.margin)
 
 
-def _row(scores: Scores, plan: Plan, precision: str, question: Any, metric: str) -> Answer:
+def _verdict(scores: Scores, plan: Plan, precision: str, question: Question, metric: str) -> Verdict:
     value = scores.score(metric)
-    if question == "paired":
-        ours, theirs = (_paired(scores.plan, name) for name in (precision, REFERENCE))
-        verdict = judge_paired(
-            [scores.of_arm(arm, value) for arm in ours], [scores.of_arm(arm, value) for arm in theirs], plan
-        )
-    else:
-        verdict = judge_tuned(
-            [scores.of_arm(arm, value) for arm in _tuned(scores.plan, precision)],
-            [scores.of_arm(arm, value) for arm in _tuned(scores.plan, REFERENCE)],
-            plan,
-        )
-    speed = _ratio(scores, precision, "train_examples_per_second")
-    return Answer(precision, question, metric, verdict, speed, _ratio(scores, precision, "peak_memory_bytes"))
+    arms_of, judge = (_paired, judge_paired) if question == "paired" else (_tuned, judge_tuned)
+    ours, theirs = (
+        [scores.of_arm(arm, value) for arm in arms_of(scores.plan, name)] for name in (precision, REFERENCE)
+    )
+    return judge(ours, theirs, plan)
 
 
 def _noise_floor(scores: Scores, plan: Plan, metric: str) -> Answer:

@@ -51,17 +51,18 @@ def comparison_name(study: str, question: str) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a comparison; None: whatever it was begun with, or the default."""
+    """What a user asks of a comparison, by the options of `hpo compare`; None: whatever it was begun with,
+    or the default."""
 
     question: Question = "precisions"
     precisions: tuple[str, ...] | None = None
     top: int | None = None
-    min_seeds: int | None = None
+    seeds: int | None = None
     max_seeds: int | None = None
     margin: float | None = None
 
 
-DEFAULTS: Mapping[str, Any] = {"top": 3, "min_seeds": 3, "max_seeds": 12, "margin": 0.5}
+DEFAULTS: Mapping[str, Any] = {"top": 3, "seeds": 3, "max_seeds": 12, "margin": 0.5}
 
 
 def open_comparison(
@@ -75,18 +76,28 @@ def open_comparison(
 ) -> StudyConfig:
     """The comparison that is stored, or a new one, which is not stored yet.
 
+    Of one that is stored nothing can be asked anew but more seeds, which keep all of its trials and looks. A
+    looser margin, another set of precisions or of configurations would be chosen by somebody who has seen the
+    results, and its errors would not be those stated.
+
     Args:
         config: of the study that is compared.
         runnable: the precisions of a new comparison that names none.
         has_test: whether the data have a test split.
 
     Raises:
-        InputError: the study has no complete trial; the stored comparison was begun with other values.
+        InputError: the study has no complete trial; the stored comparison was begun with other values, or
+            has more seeds than are asked for; an option is not one of a race.
     """
+    if request.question == "configurations" and (request.precisions or request.margin is not None):
+        raise InputError(
+            "--configurations takes neither --precisions nor --margin: each configuration is trained in its "
+            "own precision, and the best is found whatever its lead. Leave them out."
+        )
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
-        asked = request if request.precisions else replace(request, precisions=tuple(runnable))
-        new = plan_comparison(record, config, asked, token)
+        complete = request if request.precisions else replace(request, precisions=tuple(runnable))
+        new = plan_comparison(record, config, complete, token)
         return comparison_study(config, new, has_test=has_test)
     stored = stored_study(name, storage.read_definition(name))
     plan = stored.comparison
@@ -94,17 +105,49 @@ def open_comparison(
         raise InputError(
             f"The study `{name}` is no comparison of `{record.name}` as it is now: hpo delete {name}"
         )
+    _refuse_changes(name, plan, request)
+    return grown(stored, _with_seeds(name, plan, request.max_seeds))
+
+
+def _refuse_changes(name: str, plan: ComparisonConfig, request: Request) -> None:
+    """Raise InputError for an option that is not as the comparison was begun."""
+    begun_with: dict[str, float | Sequence[str]] = {
+        "precisions": plan.precisions,
+        "top": plan.top,
+        "seeds": plan.min_seeds,
+        "margin": plan.margin,
+    }
     changed = [
-        option
-        for option in ("precisions", "min_seeds", "max_seeds", "margin")
-        if getattr(request, option) not in (None, getattr(plan, option))
+        f"--{option} {_typed(value)}"
+        for option, value in begun_with.items()
+        if (asked := getattr(request, option)) is not None and _typed(asked) != _typed(value)
     ]
     if changed:
+        options = " ".join(changed)
         raise InputError(
-            f"The comparison `{name}` was begun with other values of {', '.join(changed)}. Leave them out to "
-            f"go on with it, or begin anew: hpo delete {name}"
+            f"The comparison `{name}` was begun with {options}, and what its trials tell counts for that "
+            f"alone. Leave it out to go on, or begin anew, without its trials: hpo delete {name}"
         )
-    return stored
+
+
+def _typed(value: float | Sequence[str]) -> str:
+    """The value of an option as one types it; names of precisions in any order, fp32 understood."""
+    if isinstance(value, int | float):
+        return f"{value:g}"
+    return ",".join(sorted({*value} - {REFERENCE})) or REFERENCE
+
+
+def _with_seeds(name: str, plan: ComparisonConfig, max_seeds: int | None) -> ComparisonConfig:
+    """The plan with more seeds allowed. Raises InputError for fewer."""
+    allowed = plan.seeds_allowed
+    if max_seeds is None or max_seeds == allowed:
+        return plan
+    if max_seeds < allowed:
+        raise InputError(
+            f"--max-seeds can only be raised: the looks of the comparison `{name}` are planned for {allowed} "
+            f"seeds, of which it has {plan.num_seeds}, but got {max_seeds}. Leave it out to go on."
+        )
+    return plan.model_copy(update={"extensions": (*plan.extensions, max_seeds)})
 
 
 def plan_comparison(
@@ -118,10 +161,8 @@ def plan_comparison(
         )
     given = {option: getattr(request, option) for option in DEFAULTS}
     asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
-    if asked["min_seeds"] > asked["max_seeds"]:
-        raise InputError(
-            "--seeds must be <= --max-seeds, but got {min_seeds} and {max_seeds}.".format(**asked)
-        )
+    if asked["seeds"] > asked["max_seeds"]:
+        raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
     choose = _race if request.question == "configurations" else _compared
     names = sorted(config.search_space.keys() - {PRECISION, SEED})
     configurations = tuple(
@@ -135,9 +176,10 @@ def plan_comparison(
         question=request.question,
         precisions=tuple(in_race) if request.question == "configurations" else request.precisions or (),
         configurations=configurations,
+        top=asked["top"],
         first_seed=_first_seed(config),
-        min_seeds=asked["min_seeds"],
-        num_seeds=asked["min_seeds"],
+        min_seeds=asked["seeds"],
+        num_seeds=asked["seeds"],
         max_seeds=asked["max_seeds"],
         margin=asked["margin"],
     )
@@ -195,7 +237,7 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             "evaluation": {**definition["evaluation"], "test": has_test},
             "n_trials": len(plan.points()),
             "comparison": plan,
-            "given": [*given, "comparison.num_seeds", "comparison.closed"],
+            "given": [*given, *(f"comparison.{name}" for name in ("num_seeds", "extensions", "closed"))],
         }
     )
 

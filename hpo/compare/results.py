@@ -3,70 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from hpo.compare.answers import Answer, Answers, Scores, answer
 from hpo.compare.companion import closed, grown
 from hpo.compare.race import Race, run_race
-from hpo.compare.sequential import Plan
-from hpo.config.comparison import REFERENCE, Arm, ComparisonConfig
+from hpo.compare.sequential import LOOKS, Plan
+from hpo.config.comparison import MOST_SEEDS, REFERENCE, Arm, ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.errors import RunError
 from hpo.study.study_record import StudyRecord
 
+Found = TypeVar("Found", bound=Answers | Race)
+
 
 @dataclass(frozen=True)
-class PrecisionsResult:
-    """Which precision is as good as fp32."""
+class Result(Generic[Found]):
+    """What a comparison says so far."""
 
     plan: ComparisonConfig
-    answers: Answers
+    found: Found
     recommendation: str
-    """The fastest precision that is as good, and under which conditions."""
+    """The fastest precision that is as good, and under which conditions; or the best configuration."""
     next_plan: ComparisonConfig | None
     """With the seeds of the next look; None when all is decided or the seeds are used up."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "study": self.plan.study,
-            "margin": self.plan.margin,
             "num_configurations": len(self.plan.configurations),
-            "verdicts": [row.as_json() for row in self.answers.rows],
+            **self.found.as_json(),
             "recommendation": self.recommendation,
             "has_ended": self.next_plan is None,
         }
-
-
-@dataclass(frozen=True)
-class RaceResult:
-    """Which configuration is the best."""
-
-    plan: ComparisonConfig
-    race: Race
-    recommendation: str
-    next_plan: ComparisonConfig | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "study": self.plan.study,
-            "standings": [asdict(standing) for standing in self.race.standings],
-            "best": self.race.best,
-            "too_close": self.race.too_close,
-            "recommendation": self.recommendation,
-            "has_ended": self.next_plan is None,
-        }
-
-
-Result = PrecisionsResult | RaceResult
 
 
 def look_by_look(
     companion: StudyConfig,
     run_look: Callable[[StudyConfig], StudyRecord],
-    judge_look: Callable[[StudyRecord, StudyConfig], Result],
-) -> Iterator[Result]:
+    judge_look: Callable[[StudyRecord, StudyConfig], Result[Any]],
+) -> Iterator[Result[Any]]:
     """Run the trials of a comparison up to its next look, judge, and go on until it is decided.
 
     Raises RunError where trials of a look that has ended are not there.
@@ -83,7 +61,7 @@ def look_by_look(
 
 def judge(
     record: StudyRecord, companion: StudyConfig, search: StudyRecord, tasks: Sequence[Task], device: str
-) -> Result:
+) -> Result[Answers] | Result[Race]:
     """What the trials of a comparison say so far.
 
     Args:
@@ -93,17 +71,25 @@ def judge(
     """
     scores = Scores(record, companion, tasks)
     plan = scores.plan
-    decided_by = Plan(margin=plan.margin, min_seeds=plan.min_seeds, max_seeds=plan.max_seeds)
+    decided_by = Plan(
+        margin=plan.margin,
+        min_seeds=plan.min_seeds,
+        max_seeds=plan.max_seeds,
+        extensions=plan.extensions,
+    )
     if plan.question == "configurations":
         return _judge_race(scores, search, decided_by)
     answers = answer(scores, decided_by)
     open_ = {row.precision for row in _deciding(answers) if row.verdict.verdict == "undecided"}
     decided = [arm for arm in plan.arms() if arm.precision not in {*open_, REFERENCE}]
     next_look = decided_by.next_look(plan.num_seeds) if open_ else None
-    return PrecisionsResult(plan, answers, _advice(answers, plan, device), _next(plan, decided, next_look))
+    advice = _advice(answers, plan, device)
+    if open_ and next_look is None:
+        advice += _more_seeds(answers, plan)
+    return Result(plan, answers, advice, _next(plan, decided, next_look))
 
 
-def _judge_race(scores: Scores, search: StudyRecord, decided_by: Plan) -> RaceResult:
+def _judge_race(scores: Scores, search: StudyRecord, decided_by: Plan) -> Result[Race]:
     plan = scores.plan
     arms = {plan.configurations[arm.configuration].trial: arm for arm in plan.arms()}
     new, same_split = (scores.score(scores.objective, on_test=on_test) for on_test in (scores.on_test, False))
@@ -115,7 +101,7 @@ def _judge_race(scores: Scores, search: StudyRecord, decided_by: Plan) -> RaceRe
         {number: scores.of_arm(arm, same_split) for number, arm in arms.items()},
     )
     beaten = [arm for number, arm in arms.items() if number not in race.running]
-    return RaceResult(plan, race, _call(race, plan), _next(plan, beaten, race.next_look))
+    return Result(plan, race, _call(race, plan), _next(plan, beaten, race.next_look))
 
 
 def _next(plan: ComparisonConfig, arms: Sequence[Arm], num_seeds: int | None) -> ComparisonConfig | None:
@@ -156,6 +142,17 @@ def _advice(answers: Answers, plan: ComparisonConfig, device: str) -> str:
     return f"Use {REFERENCE}: no other precision that was compared is as good ({where})."
 
 
+def _more_seeds(answers: Answers, plan: ComparisonConfig) -> str:
+    """What to type where the seeds that were allowed have not decided."""
+    undecided = [row for row in _deciding(answers) if row.verdict.verdict == "undecided"]
+    needed = {row: row.verdict.seeds_needed for row in undecided if row.verdict.seeds_needed}
+    names = ", ".join(f"{row.precision} ({row.question})" for row in needed or undecided)
+    if not needed:
+        return f" {names}: too near the margin for any number of seeds up to {MOST_SEEDS}."
+    num = max(needed.values())
+    return f" {num} seeds should decide {names}: hpo compare {plan.study} --max-seeds {num}"
+
+
 def _condition(rows: Mapping[str, Answer]) -> str:
     paired = rows.get("paired")
     if paired is None or paired.verdict.verdict == "as_good":
@@ -180,9 +177,12 @@ def _call(race: Race, plan: ComparisonConfig) -> str:
         return f"No configuration has trained on {plan.num_seeds} new seeds."
     if race.too_close:
         names = ", ".join(map(str, race.too_close))
+        more = next((num for num in LOOKS if num > plan.num_seeds), None)
+        command = f"hpo compare {plan.study} --configurations --max-seeds {more}"
         return (
             f"Too close to call: trials {names} after {best.num_seeds} new seeds. The first is the best with "
             f"a probability of {best.probability_best:.2f}."
+            + ("" if more is None else f" More seeds may tell: {command}")
         )
     return (
         f"Trial {race.best} is the best with a probability of {best.probability_best:.2f} on "

@@ -25,7 +25,7 @@ an exact copy is `as_good` and a constant loss `worse` after 5 seeds of several 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb
 from typing import Literal
 
@@ -161,7 +161,7 @@ def seeds_needed(estimate: Estimate, num_seeds: int, plan: Plan) -> int | None:
     last = plan.looks[-1]
     for num in sorted({*plan.looks, *LOOKS}):
         if num > last:
-            levels[num] = replace(plan, extended_to=num).spent(num) - plan.spent(last)
+            levels[num] = plan.spent(num) - plan.spent(last)
         if num > num_seeds and num in levels:
             then = estimate.after(num, num_seeds)
             low, high = then.interval(levels[num])

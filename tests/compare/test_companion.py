@@ -15,7 +15,7 @@ from hpo.errors import InputError
 from hpo.study.grid_sampler import DEVICE_ATTR, POINT_ATTR
 from hpo.study.storage import Storage, open_storage
 
-REQUEST = Request(top=2, min_seeds=3, max_seeds=8)
+REQUEST = Request(top=2, seeds=3, max_seeds=8)
 
 
 def by_rate(params: dict[str, Any]) -> float:
@@ -79,19 +79,53 @@ def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage, co
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_seeds": 12}, "begun with other values of max_seeds. Leave them out to go on with it"),
-        ({"precisions": ("fp32",)}, "other values of precisions"),
-        ({"margin": 1.0, "min_seeds": 5}, "other values of min_seeds, margin"),
+        ({"precisions": ("fp32",)}, "`tiny-compare` was begun with --precisions bf16, and what its trials "),
+        ({"precisions": ("fp32", "bf16", "fp16")}, "begun with --precisions bf16, and"),
+        (
+            {"margin": 1.0, "seeds": 5, "top": 3},
+            (
+                "begun with --top 2 --seeds 3 --margin 0.5, and what its trials tell counts for that alone. "
+                "Leave it out to go on, or begin anew, without its trials: hpo delete tiny-compare"
+            ),
+        ),
+        (
+            {"max_seeds": 5},
+            "are planned for 8 seeds, of which it has 3, but got 5",
+        ),
     ],
 )
 def test_a_comparison_goes_on_as_it_was_begun(
     changes: Any, message: str, storage: Storage, config: StudyConfig
 ) -> None:
     storage.create_or_resume_study(begun(storage, config, REQUEST))
-    again = begun(storage, config, Request(max_seeds=8))
+    again = begun(
+        storage, config, Request("precisions", ("bf16", "fp32"), top=2, seeds=3, max_seeds=8, margin=0.5)
+    )
     assert plan_of(again) == plan_of(begun(storage, config, REQUEST))
     with pytest.raises(InputError, match=message):
         begun(storage, config, Request(**changes))
+
+
+def test_more_seeds_leave_those_before_them_as_they_are(storage: Storage, config: StudyConfig) -> None:
+    first = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(first)
+    for num in (15, 15, 20):
+        more = begun(storage, config, Request(max_seeds=num))
+        storage.create_or_resume_study(more)
+    plan = plan_of(begun(storage, config, Request()))
+    assert (plan.extensions, plan.seeds_allowed, plan.max_seeds) == ((15, 20), 20, 8)
+    assert plan.points() == plan_of(first).points()
+    with pytest.raises(InputError, match="are planned for 20 seeds, of which it has 3, but got 15"):
+        begun(storage, config, Request(max_seeds=15))
+    grown = plan.model_copy(update={"num_seeds": 20}).points()
+    assert grown[: len(plan.points())] == plan.points()
+    assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 8
+
+
+@pytest.mark.parametrize("changes", [{"margin": 0.5}, {"precisions": ("fp32", "bf16")}])
+def test_what_a_race_does_not_take(changes: Any, storage: Storage, config: StudyConfig) -> None:
+    with pytest.raises(InputError, match="--configurations takes neither --precisions nor --margin"):
+        begun(storage, config, Request("configurations", **changes))
 
 
 def test_what_cannot_be_compared(storage: Storage) -> None:
@@ -102,7 +136,7 @@ def test_what_cannot_be_compared(storage: Storage) -> None:
 
 def test_seeds_in_the_wrong_order(storage: Storage, config: StudyConfig) -> None:
     with pytest.raises(InputError, match="--seeds must be <= --max-seeds, but got 9 and 8"):
-        begun(storage, config, Request(min_seeds=9, max_seeds=8))
+        begun(storage, config, Request(seeds=9, max_seeds=8))
 
 
 def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config: StudyConfig) -> None:

@@ -78,7 +78,7 @@ def test_noise_hides_a_difference_and_the_number_of_seeds_that_is_named_decides(
         assert found.verdict == "undecided"
         assert found.seeds_needed is not None
         more = np.append(seen, rng.normal(0, 0.6, found.seeds_needed - 5))
-        extended = replace(plan, extended_to=found.seeds_needed)
+        extended = replace(plan, extensions=(found.seeds_needed,))
         decided += judge_paired([more.tolist()], [[0.0] * len(more)], extended).verdict == "as_good"
     assert stats.binomtest(decided, num, 0.9, alternative="less").pvalue > 0.01
 
