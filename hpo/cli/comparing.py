@@ -104,7 +104,7 @@ def compare(
         for found in look_by_look(
             companion,
             lambda grown: _run_look(grown, storage, workers, as_json),
-            lambda looked, grown: judge(looked, grown, record, data.tasks, device.name),
+            lambda looked, grown: judge(looked, grown, record, data.tasks),
         ):
             database.store_comparison(record.name, found.plan.question, found.as_json())
     if as_json:

@@ -232,11 +232,18 @@ def print_comparison(found: PrecisionsResult) -> None:
             if row.metric == metric:
                 table.add_row(*_comparison_cells(row))
         console.print(table)
-    costs = _table("precision", "speed", "memory", title="times fp32's")
-    for row in {row.precision: row for row in answers.rows if row.speed or row.memory}.values():
-        costs.add_row(row.precision, _ratio(row.speed), _ratio(row.memory))
+    of_devices = ("device", "paired difference there") if len(answers.devices) > 1 else ()
+    costs = _table("precision", *of_devices, "speed", "memory", title="times fp32's")
+    deciding = [row for row in answers.rows if row.metric == answers.objective]
+    for row in {row.precision: row for row in deciding}.values():
+        for found in row.devices:
+            of_device = [escape(found.device), _points(found.difference, found.low, found.high)]
+            costs.add_row(row.precision, *of_device[: len(of_devices)], _ratio(found.speed), _ratio(found.memory))
     if costs.row_count:
         console.print(costs)
+    for row in deciding:
+        if row.not_pooled:
+            console.print(f"{row.precision}, {row.question}: {row.not_pooled}.", markup=False, soft_wrap=True)
     console.print(found.recommendation, markup=False, soft_wrap=True)
 
 
@@ -267,10 +274,17 @@ def _comparison_cells(row: Answer) -> list[str]:
     return [
         row.precision,
         row.question,
-        f"{found.difference:+.2f} [{found.low:+.2f}, {found.high:+.2f}]",
+        _points(found.difference, found.low, found.high),
         verdict,
         f"{found.num_seeds}{needed}",
     ]
+
+
+def _points(difference: float | None, low: float | None, high: float | None) -> str:
+    if difference is None:
+        return "–"
+    between = "" if low is None or high is None else f" [{low:+.2f}, {high:+.2f}]"
+    return f"{difference:+.2f}{between}"
 
 
 def _ratio(ratio: Ratio | None) -> str:

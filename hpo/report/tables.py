@@ -249,15 +249,7 @@ def searched_parameters(trials: pd.DataFrame) -> list[str]:
 
 def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
     """Why a device, as a trial's telemetry describes it, cannot run the precision; empty if it may."""
-    capability = facts.get("compute_capability")
-    major, _, minor = (capability or "0.0").partition(".")
-    device = DeviceInfo(
-        type=facts["type"],
-        name=facts["name"],
-        compute_capability=(int(major), int(minor)) if capability else None,
-        cpu_features=frozenset(facts.get("cpu_features") or ()),
-    )
-    found = support(name, device)
+    found = support(name, DeviceInfo.from_facts(facts))
     runs = found.level == "native" or (found.level == "emulated" and allow_emulated)
     return "" if runs else found.reason
 

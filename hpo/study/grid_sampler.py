@@ -28,7 +28,7 @@ Point = dict[str, Any]
 POINT_ATTR = "hpo:grid"
 """System attribute of a trial: its point."""
 DEVICE_ATTR = "hpo:device"
-"""System attribute of a trial of a comparison: what it was begun on, as `DeviceInfo.name`."""
+"""System attribute of a trial of a comparison: what it was begun on, as `DeviceInfo.kind`."""
 
 
 class NoPointLeft(Exception):
@@ -123,7 +123,7 @@ class PlannedPoints(SharedGrid):
 
     Args:
         read_plan: reads it from the database, where `hpo compare` lets it grow.
-        device: what this worker runs on, as `DeviceInfo.name`.
+        device: what this worker runs on, as `DeviceInfo.kind`.
     """
 
     def __init__(

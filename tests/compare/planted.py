@@ -20,6 +20,8 @@ from hpo.study.worker import run_worker
 
 TASKS = (Task("topic", "single_label", ("a", "b")),)
 DEVICE = "Example CPU"
+SLOWER = {"slow CPU": {"bf16": 0.25}}
+"""Of a kind of device, what becomes of the speeds."""
 SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
 
 Score = Callable[[dict[str, Any]], float | None]
@@ -50,17 +52,18 @@ def run(
         left[0] -= 1
         if not left[0]:
             stop.set("enough")
-        points = score(params)
+        points = score(params if len(devices) == 1 else {**params, "device": device})
         if points is None:
             return result("nonfinite")
         precision = params["fp_precision"]
+        rate = SPEED[precision] * SLOWER.get(device, {}).get(precision, 1.0)
         metrics = {"topic": {"f1_macro": points / 100}}
         return result(
             "complete",
             values=(points / 100,),
             headline={
                 "fp_precision_effective": precision,
-                "train_examples_per_second": SPEED[precision] * (1 + params.get("seed", 0) % 3 / 100),
+                "train_examples_per_second": rate * (1 + params.get("seed", 0) % 3 / 100),
                 "peak_memory_bytes": 10**6,
             },
             telemetry={
@@ -70,7 +73,7 @@ def run(
             },
         )
 
-    run_worker(config, storage, execute, device=WorkerDevice(name=device), stop=stop, poll_seconds=0.01)
+    run_worker(config, storage, execute, device=WorkerDevice(kind=device), stop=stop, poll_seconds=0.01)
     return storage.read_study(config.name)
 
 
@@ -90,6 +93,6 @@ def compared(storage: Storage, config: StudyConfig, score: Score, request: Reque
     *_, last = look_by_look(
         begun(storage, config, request or Request()),
         run_look,
-        lambda record, companion: judge(record, companion, search, TASKS, DEVICE),
+        lambda record, companion: judge(record, companion, search, TASKS),
     )
     return last
