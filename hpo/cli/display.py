@@ -236,9 +236,10 @@ def print_comparison(found: PrecisionsResult) -> None:
     costs = _table("precision", *of_devices, "speed", "memory", title="times fp32's")
     deciding = [row for row in answers.rows if row.metric == answers.objective]
     for row in {row.precision: row for row in deciding}.values():
-        for found in row.devices:
-            of_device = [escape(found.device), _points(found.difference, found.low, found.high)]
-            costs.add_row(row.precision, *of_device[: len(of_devices)], _ratio(found.speed), _ratio(found.memory))
+        for there in row.devices:
+            points = _points(there.difference, there.low, there.high)
+            of_device = (escape(there.device), points) if of_devices else ()
+            costs.add_row(row.precision, *of_device, _ratio(there.speed), _ratio(there.memory))
     if costs.row_count:
         console.print(costs)
     for row in deciding:

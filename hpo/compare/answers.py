@@ -2,8 +2,8 @@
 
 Scores are of the test split where there is one, times 100 (points), turned so that higher is better. The
 question of the objective decides when enough seeds were seen; the tasks' own metrics are shown with intervals
-that hold together with it. Speed and memory are compared pair by pair on each kind of device: the two trials of a
-pair ran one after the other, and a pair that shared its device with other trials counts for neither.
+that hold together with it. Speed and memory are compared pair by pair on each kind of device: the two
+trials of a pair ran one after the other, and a pair that shared its device with others counts for neither.
 """
 
 from __future__ import annotations

@@ -82,9 +82,7 @@ def look_by_look(
         companion = grown(companion, found.next_plan)
 
 
-def judge(
-    record: StudyRecord, companion: StudyConfig, search: StudyRecord, tasks: Sequence[Task]
-) -> Result:
+def judge(record: StudyRecord, companion: StudyConfig, search: StudyRecord, tasks: Sequence[Task]) -> Result:
     """What the trials of a comparison say so far.
 
     Args:
@@ -139,28 +137,31 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
     good = [name for name in as_good if not deciding[name].not_pooled]
     undecided = [name for name, row in deciding.items() if row.verdict.verdict == "undecided"]
     where = f"{answers.objective} within {plan.margin:g} points"
-    fastest = {device: _fastest({name: deciding[name] for name in good}, device) for device in answers.devices}
+    fastest = {
+        device: _fastest({name: deciding[name] for name in good}, device) for device in answers.devices
+    }
     winners = dict.fromkeys(found[0] for found in fastest.values() if found)
     if winners:
-        told = []
+        sentences = []
         for name in winners:
             speeds = [
                 f"{found[1].ratio:.2f} times as fast ({found[1].low:.2f} to {found[1].high:.2f}) on {device}"
                 for device, found in fastest.items()
                 if found and found[0] == name
             ]
-            told.append(
+            sentences.append(
                 f"Use {name}{_condition(by_precision[name])}: as good as {REFERENCE} "
                 f"({where}; {_evidence(by_precision[name])}) and {', '.join(speeds)}."
             )
         if others := [device for device, found in fastest.items() if not found]:
-            told.append(f"Use {REFERENCE} on {_and(others)}: nothing as good is shown to be faster there.")
-        return " ".join(told)
+            sentences.append(
+                f"Use {REFERENCE} on {_and(others)}: nothing as good is shown to be faster there."
+            )
+        return " ".join(sentences)
     if good:
         told = "; ".join(f"{name} ({_evidence(by_precision[name])})" for name in good)
-        return (
-            f"Use {REFERENCE}: as good ({where}), but not shown to be faster on {_and(answers.devices)}: {told}."
-        )
+        devices = _and(answers.devices)
+        return f"Use {REFERENCE}: as good ({where}), but not shown to be faster on {devices}: {told}."
     if as_good:
         told = "; ".join(f"of {name} {deciding[name].not_pooled}" for name in as_good)
         return f"Use {REFERENCE}: the kinds of device do not say the same: {told}. Compare on each by itself."

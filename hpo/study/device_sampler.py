@@ -53,7 +53,8 @@ class WorkerDevice:
         if outcome == Outcome.UNSUPPORTED and self.left_out is not None:
             return trial.params.get(PRECISION) not in self.left_out
         if outcome == Outcome.INCOMPATIBLE and self.checked_on is not None:
-            return telemetry.get("compatibility", {}).get("checked_on", self.checked_on) != self.checked_on
+            checked = telemetry.get("compatibility", {})
+            return bool(checked.get("checked_on", self.checked_on) != self.checked_on)
         if outcome != Outcome.OOM or self.memory_bytes is None:
             return False
         limit = telemetry.get("device", {}).get("memory_limit_bytes")

@@ -117,7 +117,9 @@ def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
     kinds_of_name: dict[str, set[str]] = {}
     for number, name in names.items():
         kinds_of_name.setdefault(name, set()).add(kinds[number])
-    return {number: name if len(kinds_of_name[name]) == 1 else kinds[number] for number, name in names.items()}
+    return {
+        number: name if len(kinds_of_name[name]) == 1 else kinds[number] for number, name in names.items()
+    }
 
 
 def complete_trials(record: StudyRecord) -> list[TrialRecord]:

@@ -21,7 +21,7 @@ from hpo.study.worker import run_worker
 TASKS = (Task("topic", "single_label", ("a", "b")),)
 DEVICE = "Example CPU"
 SLOWER = {"slow CPU": {"bf16": 0.25}}
-"""Of a kind of device, what becomes of the speeds."""
+"""Of a kind of device, by what its speeds are multiplied."""
 SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
 
 Score = Callable[[dict[str, Any]], float | None]
@@ -44,7 +44,7 @@ def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
 def run(
     storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6, device: str = DEVICE
 ) -> StudyRecord:
-    """Be a worker of the study, for so many trials at most."""
+    """Be a worker of the study, for so many trials at most, on this kind of device."""
     stop, left = Stop(), [trials]
 
     def execute(trial: Any, _: Any) -> Any:
@@ -52,7 +52,7 @@ def run(
         left[0] -= 1
         if not left[0]:
             stop.set("enough")
-        points = score(params if len(devices) == 1 else {**params, "device": device})
+        points = score({**params, "device": device} if device != DEVICE else params)
         if points is None:
             return result("nonfinite")
         precision = params["fp_precision"]
@@ -82,13 +82,23 @@ def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfi
     return open_comparison(storage, record, config, request, runnable=("fp32", "bf16"), has_test=True)
 
 
-def compared(storage: Storage, config: StudyConfig, score: Score, request: Request | None = None) -> Result:
-    """What a comparison comes to."""
+def compared(
+    storage: Storage,
+    config: StudyConfig,
+    score: Score,
+    request: Request | None = None,
+    devices: tuple[str, ...] = (),
+) -> Result:
+    """What a comparison comes to, run on `DEVICE`, or on other kinds in turn, of which `score` is told."""
     search = storage.read_study(config.name)
 
     def run_look(companion: StudyConfig) -> StudyRecord:
         storage.create_or_resume_study(companion)
-        return run(storage, companion, score)
+        for device in devices:  # each of them begins some blocks
+            run(storage, companion, score, trials=companion.num_slots // 4, device=device)
+        for device in devices or (DEVICE,):  # and ends them
+            record = run(storage, companion, score, device=device)
+        return record
 
     *_, last = look_by_look(
         begun(storage, config, request or Request()),
