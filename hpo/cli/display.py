@@ -48,17 +48,20 @@ def print_summary(record: StudyRecord) -> None:
 
 
 def _precision_table(record: StudyRecord, console: Console) -> Table:
-    """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
+    """A column per precision; where these do not fit the terminal, or there are several kinds of device, a
+    row per precision (and device) with less in it."""
     title = f"{record.name}: by requested precision"
     tables = StudyTables(record)
     table = _dataframe_table(precision_comparison(tables), title)
-    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+    fits = console.measure(table, options=console.options.update(width=1000)).maximum <= console.width
+    if fits and len(tables.devices) < 2:  # of several kinds of device, it has no speed
         return table
     brief = brief_summary(tables)
     brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
     table = _dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
     for column in table.columns:
-        column.no_wrap = column.header != "outcomes"
+        column.no_wrap = column.header not in ("outcomes", "device")
+        column.min_width = 12 if column.header == "outcomes" else None
     return table
 
 

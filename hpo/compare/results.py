@@ -154,9 +154,8 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
                 f"({where}; {_evidence(by_precision[name])}) and {', '.join(speeds)}."
             )
         if others := [device for device, found in fastest.items() if not found]:
-            sentences.append(
-                f"Use {REFERENCE} on {_and(others)}: nothing as good is shown to be faster there."
-            )
+            told = "nothing as good is shown to be faster there"
+            sentences.append(f"Use {REFERENCE} on {_and(others)}: {told}.")
         return " ".join(sentences)
     if good:
         told = "; ".join(f"{name} ({_evidence(by_precision[name])})" for name in good)
