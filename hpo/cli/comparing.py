@@ -121,7 +121,7 @@ def compare(
         for found in look_by_look(
             companion,
             partial(_run_look, workers=workers, stop=stop, storage=storage, as_json=as_json),
-            lambda looked, grown: judge(looked, grown, record, data.tasks, device.name),
+            lambda looked, grown: judge(looked, grown, record, data.tasks),
         ):
             database.store_comparison(record.name, found.plan.question, found.as_json())
     print_json(found.as_json()) if as_json else print_comparison(found)

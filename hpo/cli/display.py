@@ -50,17 +50,20 @@ def print_summary(record: StudyRecord) -> None:
 
 
 def _precision_table(record: StudyRecord, console: Console) -> Table:
-    """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
+    """A column per precision; where these do not fit the terminal, or there are several kinds of device, a
+    row per precision (and device) with less in it."""
     title = f"{record.name}: by requested precision"
     tables = StudyTables(record)
     table = _dataframe_table(precision_comparison(tables), title)
-    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+    fits = console.measure(table, options=console.options.update(width=1000)).maximum <= console.width
+    if fits and len(tables.devices) < 2:  # of several kinds of device, it has no speed
         return table
     brief = brief_summary(tables)
     brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
     table = _dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
     for column in table.columns:
-        column.no_wrap = column.header != "outcomes"
+        column.no_wrap = column.header not in ("outcomes", "device")
+        column.min_width = 12 if column.header == "outcomes" else None
     return table
 
 
@@ -245,11 +248,19 @@ def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
             if row.metric == metric:
                 table.add_row(*_comparison_cells(row))
         console.print(table)
-    costs = _table("precision", "speed", "memory", title="times fp32's")
-    for row in {row.precision: row for row in answers.rows if row.speed or row.memory}.values():
-        costs.add_row(row.precision, _ratio(row.speed), _ratio(row.memory))
+    of_devices = ("device", "paired difference there") if len(answers.devices) > 1 else ()
+    costs = _table("precision", *of_devices, "speed", "memory", title="times fp32's")
+    deciding = [row for row in answers.rows if row.metric == answers.objective]
+    for row in {row.precision: row for row in deciding}.values():
+        for there in row.devices:
+            points = _points(there.difference, there.low, there.high)
+            of_device = (escape(there.device), points) if of_devices else ()
+            costs.add_row(row.precision, *of_device, _ratio(there.speed), _ratio(there.memory))
     if costs.row_count:
         console.print(costs)
+    for row in deciding:
+        if row.not_pooled:
+            console.print(f"{row.precision}, {row.question}: {row.not_pooled}.", markup=False, soft_wrap=True)
 
 
 def _print_race(race: Race, plan: ComparisonConfig) -> None:
@@ -277,10 +288,17 @@ def _comparison_cells(row: Answer) -> list[str]:
     return [
         row.precision,
         row.question,
-        f"{found.difference:+.2f} [{found.low:+.2f}, {found.high:+.2f}]",
+        _points(found.difference, found.low, found.high),
         verdict,
         f"{found.num_seeds}{needed}",
     ]
+
+
+def _points(difference: float | None, low: float | None, high: float | None) -> str:
+    if difference is None:
+        return "–"
+    between = "" if low is None or high is None else f" [{low:+.2f}, {high:+.2f}]"
+    return f"{difference:+.2f}{between}"
 
 
 def _ratio(ratio: Ratio | None) -> str:

@@ -2,8 +2,8 @@
 
 Scores are of the test split where there is one, times 100 (points), turned so that higher is better. The
 question of the objective decides when enough seeds were seen; the tasks' own metrics are shown with intervals
-that hold together with it. Speed and memory are compared pair by pair: the two trials of a pair ran one after
-the other on one device, and a pair that shared its device with other trials counts for neither.
+that hold together with it. Speed and memory are compared pair by pair on each kind of device: the two
+trials of a pair ran one after the other, and a pair that shared its device with others counts for neither.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hpo.compare.estimate import Ratio, ratio_estimate
+from hpo.compare.by_device import OnDevice, Pairs, by_device, differing_devices
+from hpo.compare.estimate import Ratio
 from hpo.compare.sequential import Plan
 from hpo.compare.verdict import Verdict, judge_paired, judge_tuned
 from hpo.config.comparison import REFERENCE, Arm, ComparisonConfig
 from hpo.config.study_config import MEASURED_METRICS, SMALLER_IS_BETTER, StudyConfig
 from hpo.data.tasks import Task
-from hpo.study.study_record import StudyRecord, TrialRecord
+from hpo.study.study_record import StudyRecord, TrialRecord, device_kinds
 from hpo.trial.objectives import objective_value
 
 Question = Literal["paired", "tuned"]
@@ -36,12 +37,22 @@ class Answer:
     question: Question
     metric: str
     verdict: Verdict
-    speed: Ratio | None
-    """Training examples per second over the reference's; None: there is no pair that tells."""
-    memory: Ratio | None
-    """Peak memory over the reference's."""
+    devices: tuple[OnDevice, ...] = ()
+    """The paired trials on each kind of device."""
+    not_pooled: str = ""
+    """Why the devices' differences are not to be put together; the verdict is of all of them."""
     is_noise_floor: bool = False
     """The reference against itself with other seeds."""
+
+    @property
+    def speed(self) -> Ratio | None:
+        """Of the only kind of device; None: there is no pair that tells, or there are several kinds."""
+        return self.devices[0].speed if len(self.devices) == 1 else None
+
+    @property
+    def memory(self) -> Ratio | None:
+        """Likewise."""
+        return self.devices[0].memory if len(self.devices) == 1 else None
 
     def as_json(self) -> dict[str, Any]:
         found = self.verdict
@@ -60,6 +71,8 @@ class Answer:
             "speed_ratio_low": self.speed and self.speed.low,
             "speed_ratio_high": self.speed and self.speed.high,
             "memory_ratio": self.memory and self.memory.ratio,
+            "devices": [found.as_json() for found in self.devices],
+            "not_pooled": self.not_pooled,
             "is_noise_floor": self.is_noise_floor,
         }
 
@@ -72,6 +85,8 @@ class Answers:
     objective: str
     """The metric that decides."""
     margin: float
+    devices: tuple[str, ...]
+    """The kinds of device that the trials ran on."""
 
     def as_json(self) -> dict[str, Any]:
         return {"margin": self.margin, "verdicts": [row.as_json() for row in self.rows]}
@@ -95,6 +110,8 @@ class Scores:
         self._direction = study.objective[0].direction
         # A retry has the parameters of the trial that failed, and a higher number.
         self._trials = {_key(trial.params): trial for trial in record.trials}
+        self.kinds = device_kinds(record.trials)
+        self.equal_time = study.training.max_seconds is not None or "max_seconds" in study.search_space
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -159,24 +176,23 @@ def answer(scores: Scores, plan: Plan) -> Answers:
     num_rows = len(asked) + 1
     plan = replace(plan, num_comparisons=num_rows * len(scores.metrics))
     shown = [name for name in scores.metrics if name == scores.objective or scores.tells(name)]
-    speeds = {name: _ratio(scores, name, "train_examples_per_second") for name in others}
-    memory = {name: _ratio(scores, name, "peak_memory_bytes") for name in others}
     rows: list[Answer] = []
     for metric in shown:
-        for name, question in asked:
-            verdict = _verdict(scores, plan, name, question, metric)
-            rows.append(Answer(name, question, metric, verdict, speeds[name], memory[name]))
+        rows += [_row(scores, plan, name, question, metric) for name, question in asked]
         rows.append(_noise_floor(scores, plan, metric))
-    return Answers(tuple(rows), scores.objective, plan.margin)
+    return Answers(tuple(rows), scores.objective, plan.margin, tuple(sorted(set(scores.kinds.values()))))
 
 
-def _verdict(scores: Scores, plan: Plan, precision: str, question: Question, metric: str) -> Verdict:
+def _row(scores: Scores, plan: Plan, precision: str, question: Question, metric: str) -> Answer:
     value = scores.score(metric)
     arms_of, judge = (_paired, judge_paired) if question == "paired" else (_tuned, judge_tuned)
     ours, theirs = (
         [scores.of_arm(arm, value) for arm in arms_of(scores.plan, name)] for name in (precision, REFERENCE)
     )
-    return judge(ours, theirs, plan)
+    pairs = _pairs(scores, precision)
+    devices = by_device(pairs, scores.kinds, value)
+    not_pooled = _why_not_pooled(scores, pairs, devices, value)
+    return Answer(precision, question, metric, judge(ours, theirs, plan), devices, not_pooled)
 
 
 def _noise_floor(scores: Scores, plan: Plan, metric: str) -> Answer:
@@ -186,7 +202,7 @@ def _noise_floor(scores: Scores, plan: Plan, metric: str) -> Answer:
     verdict = judge_paired(
         [scores.of_arm(arm, value) for arm in repeats], [scores.of_arm(arm, value) for arm in arms], plan
     )
-    return Answer(REFERENCE, "paired", metric, verdict, None, None, is_noise_floor=True)
+    return Answer(REFERENCE, "paired", metric, verdict, is_noise_floor=True)
 
 
 def _paired(config: ComparisonConfig, precision: str) -> list[Arm]:
@@ -205,32 +221,26 @@ def _tuned(config: ComparisonConfig, precision: str) -> list[Arm]:
     ]
 
 
-def _ratio(scores: Scores, precision: str, attribute: str) -> Ratio | None:
-    """Of the pairs that ran alone, and both on one kind of device."""
-    ours: list[list[float | None]] = []
-    theirs: list[list[float | None]] = []
-    for arm in _paired(scores.plan, precision):
-        reference = arm.model_copy(update={"precision": REFERENCE})
-        pairs = [
-            (scores.trial(arm, index), scores.trial(reference, index))
+def _pairs(scores: Scores, precision: str) -> Pairs:
+    """The trials of the paired configurations under a precision, beside those of the reference."""
+    return [
+        [
+            (scores.trial(arm, index), scores.trial(arm.model_copy(update={"precision": REFERENCE}), index))
             for index in range(scores.plan.seeds_of(arm))
         ]
-        told = [_measured(one, other, attribute) for one, other in pairs]
-        ours.append([pair[0] for pair in told])
-        theirs.append([pair[1] for pair in told])
-    if not any(value is not None for row in ours for value in row):
-        return None
-    return ratio_estimate(ours, theirs)
+        for arm in _paired(scores.plan, precision)
+    ]
 
 
-def _measured(
-    one: TrialRecord | None, other: TrialRecord | None, attribute: str
-) -> tuple[float | None, float | None]:
-    trials = [trial for trial in (one, other) if trial is not None and trial.outcome == "complete"]
-    devices = [trial.telemetry.get("device", {}) for trial in trials]
-    if len(trials) < 2 or any(device.get("shared") for device in devices):
-        return None, None
-    if devices[0].get("name") != devices[1].get("name"):
-        return None, None
-    values = [trial.attributes.get(attribute) for trial in trials]
-    return (None, None) if None in values else (values[0], values[1])
+def _why_not_pooled(scores: Scores, pairs: Pairs, devices: Sequence[OnDevice], value: Value) -> str:
+    """Why the pairs of several kinds of device are no evidence together; empty: they are."""
+    if len(devices) < 2:
+        return ""
+    if scores.equal_time:
+        return "trials have equal time (max_seconds), in which a faster device trains more"
+    if differing := differing_devices(pairs, scores.kinds, value):
+        told = {found.device: found.difference for found in devices}
+        return "its paired difference is " + " and ".join(
+            f"{told[device]:+.2f} on {device}" for device in differing
+        )
+    return ""

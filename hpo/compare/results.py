@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from hpo.compare.answers import Answer, Answers, Scores, answer
 from hpo.compare.companion import closed, grown
+from hpo.compare.estimate import Ratio
 from hpo.compare.race import Race, run_race
 from hpo.compare.sequential import LOOKS, Plan
 from hpo.config.comparison import MOST_SEEDS, REFERENCE, Arm, ComparisonConfig
@@ -60,14 +61,13 @@ def look_by_look(
 
 
 def judge(
-    record: StudyRecord, companion: StudyConfig, search: StudyRecord, tasks: Sequence[Task], device: str
+    record: StudyRecord, companion: StudyConfig, search: StudyRecord, tasks: Sequence[Task]
 ) -> Result[Answers] | Result[Race]:
     """What the trials of a comparison say so far.
 
     Args:
         record: of the comparison, `companion`.
         search: of the study whose configurations these are.
-        device: what the trials ran on.
     """
     scores = Scores(record, companion, tasks)
     plan = scores.plan
@@ -83,7 +83,7 @@ def judge(
     open_ = {row.precision for row in _deciding(answers) if row.verdict.verdict == "undecided"}
     decided = [arm for arm in plan.arms() if arm.precision not in {*open_, REFERENCE}]
     next_look = decided_by.next_look(plan.num_seeds) if open_ else None
-    advice = _advice(answers, plan, device)
+    advice = _advice(answers, plan)
     if open_ and next_look is None:
         advice += _more_seeds(answers, plan)
     return Result(plan, answers, advice, _next(plan, decided, next_look))
@@ -113,29 +113,45 @@ def _deciding(answers: Answers) -> list[Answer]:
     return [row for row in answers.rows if row.metric == answers.objective and not row.is_noise_floor]
 
 
-def _advice(answers: Answers, plan: ComparisonConfig, device: str) -> str:
+def _advice(answers: Answers, plan: ComparisonConfig) -> str:
     """A precision is as good when it is so with configurations of its own; where it has none, with those that
-    all share. It is faster when the whole interval of its speed says so.
+    all share. It is faster on a kind of device when the whole interval of its speed there says so.
     """
     by_precision: dict[str, dict[str, Answer]] = {}
     for row in _deciding(answers):
         by_precision.setdefault(row.precision, {})[row.question] = row
     deciding = {name: rows.get("tuned") or rows["paired"] for name, rows in by_precision.items()}
-    good = [name for name, row in deciding.items() if row.verdict.verdict == "as_good"]
+    as_good = [name for name, row in deciding.items() if row.verdict.verdict == "as_good"]
+    good = [name for name in as_good if not deciding[name].not_pooled]
     undecided = [name for name, row in deciding.items() if row.verdict.verdict == "undecided"]
     where = f"{answers.objective} within {plan.margin:g} points"
-    speeds = {name: deciding[name].speed for name in good}
-    faster = {name: speed for name, speed in speeds.items() if speed and speed.low and speed.low > 1}
-    if faster:
-        name, speed = max(faster.items(), key=lambda found: found[1].ratio)
-        return (
-            f"Use {name}{_condition(by_precision[name])}: as good as {REFERENCE} "
-            f"({where}; {_evidence(by_precision[name])}) and {speed.ratio:.2f} times as fast "
-            f"({speed.low:.2f} to {speed.high:.2f}) on {device}."
-        )
+    fastest = {
+        device: _fastest({name: deciding[name] for name in good}, device) for device in answers.devices
+    }
+    winners = dict.fromkeys(found[0] for found in fastest.values() if found)
+    if winners:
+        sentences = []
+        for name in winners:
+            speeds = [
+                f"{found[1].ratio:.2f} times as fast ({found[1].low:.2f} to {found[1].high:.2f}) on {device}"
+                for device, found in fastest.items()
+                if found and found[0] == name
+            ]
+            sentences.append(
+                f"Use {name}{_condition(by_precision[name])}: as good as {REFERENCE} "
+                f"({where}; {_evidence(by_precision[name])}) and {', '.join(speeds)}."
+            )
+        if others := [device for device, found in fastest.items() if not found]:
+            told = "nothing as good is shown to be faster there"
+            sentences.append(f"Use {REFERENCE} on {_and(others)}: {told}.")
+        return " ".join(sentences)
     if good:
         told = "; ".join(f"{name} ({_evidence(by_precision[name])})" for name in good)
-        return f"Use {REFERENCE}: as good ({where}), but not shown to be faster on {device}: {told}."
+        devices = _and(answers.devices)
+        return f"Use {REFERENCE}: as good ({where}), but not shown to be faster on {devices}: {told}."
+    if as_good:
+        told = "; ".join(f"of {name} {deciding[name].not_pooled}" for name in as_good)
+        return f"Use {REFERENCE}: the kinds of device do not say the same: {told}. Compare on each by itself."
     if undecided:
         told = f"{plan.num_seeds} seeds do not tell whether {_list(undecided)} as good"
         return f"Use {REFERENCE}: {told} ({where})."
@@ -153,6 +169,17 @@ def _more_seeds(answers: Answers, plan: ComparisonConfig) -> str:
     return f" {num} seeds should decide {names}: hpo compare {plan.study} --max-seeds {num}"
 
 
+def _fastest(rows: Mapping[str, Answer], device: str) -> tuple[str, Ratio] | None:
+    """The fastest of the precisions on a kind of device, if any is shown to be faster than the reference."""
+    faster = [
+        (name, found.speed)
+        for name, row in rows.items()
+        for found in row.devices
+        if found.device == device and found.speed and found.speed.low and found.speed.low > 1
+    ]
+    return max(faster, key=lambda one: one[1].ratio, default=None)
+
+
 def _condition(rows: Mapping[str, Answer]) -> str:
     paired = rows.get("paired")
     if paired is None or paired.verdict.verdict == "as_good":
@@ -165,6 +192,10 @@ def _condition(rows: Mapping[str, Answer]) -> str:
 def _evidence(rows: Mapping[str, Answer]) -> str:
     as_good = [question for question, row in rows.items() if row.verdict.verdict == "as_good"]
     return f"{' and '.join(as_good)}, {max(row.verdict.num_seeds for row in rows.values())} new seeds"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(names)
 
 
 def _list(names: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -100,6 +101,25 @@ class StudyRecord:
     """`open`, `paused` or `cancelled`."""
     comparisons: Mapping[str, Any] = field(default_factory=dict)
     """What `hpo compare` has found of the study, by its question: `precisions`, `configurations`."""
+
+
+def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
+    """The kind of device that each trial ran on, by the trial's number, where that is known.
+
+    It is the device's name, and what it computes with where several kinds of the study have one name.
+    """
+    kinds = {
+        trial.number: DeviceInfo.from_facts(device).kind
+        for trial in trials
+        if (device := trial.telemetry.get("device"))
+    }
+    names = {trial.number: trial.telemetry["device"]["name"] for trial in trials if trial.number in kinds}
+    kinds_of_name: dict[str, set[str]] = {}
+    for number, name in names.items():
+        kinds_of_name.setdefault(name, set()).add(kinds[number])
+    return {
+        number: name if len(kinds_of_name[name]) == 1 else kinds[number] for number, name in names.items()
+    }
 
 
 def complete_trials(record: StudyRecord) -> list[TrialRecord]:

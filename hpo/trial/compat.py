@@ -9,7 +9,9 @@ What is measured (`hpo.trial.measure`) does not depend on the study's bounds, so
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +26,7 @@ from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe
 from hpo.memory import is_out_of_memory
+from hpo.precision.environment import environment_overrides
 from hpo.precision.float8 import float8_advice, no_float8
 from hpo.precision.table import PRECISIONS
 from hpo.trial.adverse import adverse_batch
@@ -155,6 +158,21 @@ def measure_parts(
     raise OutOfMemory(f"one example of {longest} tokens does not fit into memory.")
 
 
+def checked_on(device: DeviceInfo) -> str:
+    """What a result speaks for: this kind of device, with these versions of what computes on it.
+
+    A result of one kind says nothing of another, nor one under variables that take instructions away.
+    """
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions["cuda"] = device.cuda_version or ""
+    if device.has_torchao:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of a device that is described
+            versions["torchao"] = importlib.metadata.version("torchao")
+    told = [f"{name} {version}" for name, version in versions.items() if version]
+    told += [f"{name}={value}" for name, value in environment_overrides().items()]
+    return ", ".join([device.kind, *told])
+
+
 def cache_key(parts: TrialParts, study: StudyConfig, fingerprint: str, device: DeviceInfo) -> str:
     """A hash of all that the check's measurements depend on."""
     config, data = parts.config, study.data
@@ -176,8 +194,7 @@ def cache_key(parts: TrialParts, study: StudyConfig, fingerprint: str, device: D
         "precision": [parts.resolution.effective, config.float32_parts],
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
         "compile": [config.compile, config.compile_scope, config.compile_dynamic],
-        "device": [device.name, device.compute_capability, sorted(device.cpu_features)],
-        "versions": [torch.__version__, transformers.__version__, device.cuda_version],
+        "checked_on": checked_on(device),
         "data": fingerprint,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()

@@ -40,7 +40,7 @@ from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import check_loss
 from hpo.training.optim import rounding_of
 from hpo.training.throughput import ThroughputMeter
-from hpo.trial.compat import check_compatibility
+from hpo.trial.compat import check_compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value
 from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, training_facts
 
@@ -166,7 +166,8 @@ class TrialRun:
         executor = self.executor
         fingerprint = executor.dataset.fingerprint
         found = check_compatibility(self.parts, executor.study, fingerprint, executor.device, executor.cache)
-        self.recorder.note(compatibility=found.telemetry())
+        speaks_for = {"checked_on": checked_on(executor.device)}
+        self.recorder.note(compatibility=found.telemetry() | speaks_for)
         if found.verdict == "incompatible":
             raise Incompatible(" ".join(found.reasons))
         # The check's passes are not this trial's memory.

@@ -21,6 +21,8 @@ from hpo.study.worker import run_worker
 
 TASKS = (Task("topic", "single_label", ("a", "b")),)
 DEVICE = "Example CPU"
+SLOWER = {"slow CPU": {"bf16": 0.25}}
+"""Of a kind of device, by what its speeds are multiplied."""
 SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
 
 Score = Callable[[dict[str, Any]], float | None]
@@ -43,7 +45,7 @@ def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
 def run(
     storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6, device: str = DEVICE
 ) -> StudyRecord:
-    """Be a worker of the study, for so many trials at most."""
+    """Be a worker of the study, for so many trials at most, on this kind of device."""
     stop, left = Stop(), [trials]
 
     def execute(trial: Any, _: Any) -> Any:
@@ -51,17 +53,18 @@ def run(
         left[0] -= 1
         if not left[0]:
             stop.set("enough")
-        points = score(params)
+        points = score({**params, "device": device} if device != DEVICE else params)
         if points is None:
             return result("nonfinite")
         precision = params["fp_precision"]
+        rate = SPEED[precision] * SLOWER.get(device, {}).get(precision, 1.0)
         metrics = {"topic": {"f1_macro": points / 100}}
         return result(
             "complete",
             values=(points / 100,),
             headline={
                 "fp_precision_effective": precision,
-                "train_examples_per_second": SPEED[precision]
+                "train_examples_per_second": rate
                 * random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1),
                 "peak_memory_bytes": 10**6,
             },
@@ -72,7 +75,7 @@ def run(
             },
         )
 
-    run_worker(config, storage, execute, device=WorkerDevice(name=device), stop=stop, poll_seconds=0.01)
+    run_worker(config, storage, execute, device=WorkerDevice(kind=device), stop=stop, poll_seconds=0.01)
     return storage.read_study(config.name)
 
 
@@ -82,18 +85,26 @@ def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfi
 
 
 def compared(
-    storage: Storage, config: StudyConfig, score: Score, request: Request | None = None
+    storage: Storage,
+    config: StudyConfig,
+    score: Score,
+    request: Request | None = None,
+    devices: tuple[str, ...] = (),
 ) -> Result[Any]:
-    """What a comparison comes to."""
+    """What a comparison comes to, run on `DEVICE`, or on other kinds in turn, of which `score` is told."""
     search = storage.read_study(config.name)
 
     def run_look(companion: StudyConfig) -> StudyRecord:
         storage.create_or_resume_study(companion)
-        return run(storage, companion, score)
+        for device in devices:  # each of them begins some blocks
+            run(storage, companion, score, trials=companion.num_slots // 4, device=device)
+        for device in devices or (DEVICE,):  # and ends them
+            record = run(storage, companion, score, device=device)
+        return record
 
     *_, last = look_by_look(
         begun(storage, config, request or Request()),
         run_look,
-        lambda record, companion: judge(record, companion, search, TASKS, DEVICE),
+        lambda record, companion: judge(record, companion, search, TASKS),
     )
     return last

@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from planted import begun, run, searched
 
 from hpo.compare.companion import FIRST_SEED, Request, comparison_name
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError
+from hpo.study.device_sampler import WorkerDevice
 from hpo.study.grid_sampler import DEVICE_ATTR, POINT_ATTR
+from hpo.study.schema import slots
 from hpo.study.storage import Storage, open_storage
+from hpo.study.worker import run_worker
 
 REQUEST = Request(top=2, seeds=3, max_seeds=8)
 
@@ -163,3 +167,30 @@ def test_trials_of_more_seeds_follow_when_the_plan_grows(storage: Storage, confi
     record = run(storage, companion, by_rate)  # a worker that has read the old plan
     assert len(record.trials) == 40
     assert len({tuple(trial.params.values()) for trial in record.trials}) == 40
+
+
+def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
+    storage: Storage, config: StudyConfig
+) -> None:
+    """Its block is half done, one trial was interrupted, and the one kind of device has gone."""
+    companion = begun(storage, config, REQUEST)
+    study = storage.create_or_resume_study(companion)
+    run(storage, companion, by_rate, trials=1, device="gone")
+    ended = study.trials[0].system_attrs[POINT_ATTR]
+    interrupted = study.ask()
+    plan = plan_of(companion)
+    point = next(
+        point for point in plan.points() if plan.block(point) == plan.block(ended) and point != ended
+    )
+    for key, value in ((POINT_ATTR, point), (DEVICE_ATTR, "gone")):
+        study._storage.set_trial_system_attr(interrupted._trial_id, key, value)
+    with storage.engine.begin() as connection:
+        slot = sa.select(sa.func.min(slots.c.slot)).where(slots.c.state == "open").scalar_subquery()
+        of_trial = sa.update(slots).where(slots.c.study == companion.name, slots.c.slot == slot)
+        connection.execute(of_trial.values(trial_number=interrupted.number))
+    record = run(storage, companion, by_rate, device="here")
+    assert record.trials[interrupted.number].state == "RUNNING", "left alone, and not waited for"
+    assert record.slots["done"] == 23
+    summary = run_worker(companion, storage, lambda *_: None, device=WorkerDevice(kind="here"))
+    assert (summary.ended, summary.elsewhere) == ("elsewhere", ("the name gone",))
+    assert run(storage, companion, by_rate, device="gone").slots["done"] == 24

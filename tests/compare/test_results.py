@@ -10,6 +10,7 @@ import pytest
 from planted import begun, compared, run, searched
 
 from hpo.compare.companion import Request
+from hpo.study.lifecycle import delete_study
 from hpo.study.storage import Storage, open_storage
 
 BASE = {1e-5: 70.0, 3e-5: 80.0, 1e-4: 75.0}
@@ -149,3 +150,59 @@ def test_a_race(storage: Storage) -> None:
     assert lucky
     assert all(standing.overstated_low < 15 < standing.overstated_high for standing in lucky)
     assert f"Trial {found.found.best} is the best" in found.recommendation or found.found.too_close
+
+
+KINDS = ("Example CPU 2", "slow CPU")
+
+
+def test_speed_is_each_kind_of_device_s_own(storage: Storage) -> None:
+    """bf16 is twice as fast on one and half as fast on the other; its scores are of both."""
+    score = planted(0.0, own_noise=0.1)
+    config = searched(storage, score)
+    found = compared(storage, config, score, Request(top=2, margin=2.0, max_seeds=32), KINDS)
+    row = found.found.rows[0]
+    assert (row.precision, row.question, row.verdict.verdict) == ("bf16", "paired", "as_good")
+    assert {one.device: one.speed and round(one.speed.ratio, 2) for one in row.devices} == {
+        "Example CPU 2": 2.0,
+        "slow CPU": 0.5,
+    }
+    assert all(one.num_pairs >= 2 and one.difference is not None for one in row.devices)
+    as_json = row.as_json()
+    assert as_json["speed_ratio"] is as_json["memory_ratio"] is None, "there is none over several kinds"
+    assert [one["device"] for one in as_json["devices"]] == [*KINDS]
+    assert found.recommendation.startswith("Use bf16: as good as fp32")
+    assert "2.00 times as fast (2.00 to 2.00) on Example CPU 2." in found.recommendation
+    assert found.recommendation.endswith("Use fp32 on slow CPU: nothing as good is shown to be faster there.")
+
+
+def test_kinds_of_device_that_disagree_are_not_put_together(storage: Storage) -> None:
+    """A loss of three points on one kind, none on the other: the mean of both is nobody's."""
+    score = planted(0.0, own_noise=0.1)
+
+    def loses(params: dict[str, Any]) -> float:
+        lost = params["fp_precision"] == "bf16" and params.get("device") == "slow CPU"
+        return score(params) - 3.0 * lost
+
+    request = Request(top=2, margin=6.0, seeds=5, max_seeds=32)
+    found = compared(storage, searched(storage, score), loses, request, KINDS)
+    row = found.found.rows[0]
+    assert row.verdict.verdict == "as_good"
+    assert row.not_pooled.startswith("its paired difference is ")
+    assert "-3." in row.not_pooled.partition(" on Example CPU 2 and ")[2]
+    assert found.recommendation.startswith("Use fp32: the kinds of device do not say the same: of bf16 its")
+
+
+def test_equal_time_is_not_put_together(storage: Storage) -> None:
+    """A faster device trains more in it."""
+    score = planted(0.0, own_noise=0.1)
+    config = searched(storage, score, training={"max_seconds": 60.0})
+    request = Request(top=2, margin=2.0, max_seeds=32)
+    found = compared(storage, config, score, request, KINDS)
+    assert found.found.rows[0].not_pooled.startswith("trials have equal time (max_seconds)")
+    assert not any(row.not_pooled for row in compared_on_one(storage, config, score, request))
+
+
+def compared_on_one(storage: Storage, config: Any, score: Any, request: Request) -> Any:
+    delete_study(storage, "tiny-compare")
+    found = compared(storage, config, score, request)
+    return found.found.rows
