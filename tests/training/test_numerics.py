@@ -47,6 +47,7 @@ def probe(
 ) -> dict[str, Any]:
     optimizer = optimizer or sgd(model)
     seen = StepProbe(model, optimizer, amp_of(precision))
+    seen.start()
     optimizer.step()
     return seen.result(7)
 
@@ -223,6 +224,7 @@ def test_underflow_of_fp16_is_that_of_the_gradients_in_fp64() -> None:
             plain, tiny_objective(), tiny_batch(), amp_of("fp32"), 0, TrainState(micro_batch_size=6)
         )
         found = StepProbe(model, sgd(model), amp)
+        found.start()
         true = counted = 0
         for parameter in plain.encoder.dense.parameters():
             assert parameter.grad is not None
@@ -251,6 +253,7 @@ def test_a_step_that_loss_scaling_skips_has_no_update() -> None:
             model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6)
         )
         seen = StepProbe(model, optimizer, amp)
+        seen.start()
         apply_gradients(model, optimizer, loss, amp, 1.0)
         found = seen.result(1)
         assert found["loss_scale"] == (2.0**30 if is_skipped else 2.0**8)
