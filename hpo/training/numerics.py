@@ -10,9 +10,14 @@ update_ratio   norm of the update over norm of the weights; around 1e-3 in healt
 updates_lost   weights with a gradient that the step left as they were, compensation included. None under
                stochastic rounding, which loses nothing on average, and in a step that loss scaling skipped.
 
-Of each part about `PART_ELEMENTS` weights at most are looked at, in rows evenly spread: after the backward
-pass, when the activations are gone, so that the peak of the memory stays. Gradients are the sums over
-micro-batches and ranks.
+Of each part about `PART_ELEMENTS` weights at most are looked at (`EMBEDDING_ELEMENTS` where there are
+embeddings, few of whose rows have a gradient), in rows evenly spread: after the backward pass, when the
+activations are gone, so that the peak of the memory stays. Gradients are the sums over micro-batches and ranks.
+
+So these are estimates. Five steps of MiniLM, against all of its weights, root mean square of the relative
+error: in a layer 0.10 of an underflow of 1.6 %, 0.06 of the update ratio, 0.02 of 65 % updates lost; in a
+whole table of 30 522 embeddings 0.21 of the update ratio, 0.17 of the updates lost. A share of less than about
+1e-4 of a part is seen by chance.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, cast
 
 import torch
@@ -34,6 +38,7 @@ from hpo.precision.parts import float32_modules
 from hpo.training.optim import Float32Optimizer, part_name, rounding_of
 
 PART_ELEMENTS = 2**14
+EMBEDDING_ELEMENTS = 2**16
 
 SHARES = ("underflow", "overflow", "update_ratio", "updates_lost")
 
@@ -62,9 +67,9 @@ class StepProbe:
         self._scale = self._loss_scale()
         self._has_gradient, counts = [], []
         for group in sample.groups:
-            gradient = group.values([cast(Tensor, weight.grad) for weight in group.weights]).abs_()
+            gradient = _joined(group.rows_of([cast(Tensor, weight.grad) for weight in group.weights])).abs_()
             is_finite = gradient < torch.inf
-            has_gradient = (gradient > 0).logical_and_(is_finite)
+            has_gradient = (gradient > 0) & is_finite
             masks = (gradient < group.smallest_normal_R1, is_finite, has_gradient)
             counts.append(torch.stack([mask.sum(1) for mask in masks]))
             self._has_gradient.append(has_gradient)
@@ -89,7 +94,7 @@ class StepProbe:
             self._before, self._stored(sample), self._has_gradient, strict=True
         ):
             change = after.sub_(before)
-            lost.append((change == 0).logical_and_(has_gradient).sum(1))
+            lost.append(((change == 0) & has_gradient).sum(1))
             norms.append(torch.stack([torch.linalg.vector_norm(each, dim=1) for each in (change, before)]))
         squares = torch.cat(norms, dim=1).double().square_()
         sums_P = sample.sum_by_part((*self._gradients, torch.cat(lost), *squares)).cpu()
@@ -110,72 +115,79 @@ class StepProbe:
 
     def _stored(self, sample: _Sample) -> list[Tensor]:
         """The sampled weights in fp32, by group, with what rounding keeps beside them."""
-        found = [group.values(group.weights) for group in sample.groups]
+        found = [_joined(group.stored) for group in sample.groups]
         if isinstance(self._optimizer, Float32Optimizer):
             for group, values in zip(sample.groups, found, strict=True):
                 residuals = [self._optimizer.residual(weight) for weight in group.weights]
                 if residuals[0] is not None:  # of one dtype: all of them have one, or none
-                    values.add_(group.values(cast(list[Tensor], residuals)))
+                    values.add_(_joined(group.rows_of(cast(list[Tensor], residuals))))
         return found
 
 
 @dataclass(frozen=True)
+class _Member:
+    """A weight, of which every `stride`-th row is looked at."""
+
+    weight: nn.Parameter
+    stride: int
+    part: int
+    is_embedding: bool
+    smallest_normal: float
+
+
 class _Group:
-    """Weights of one dtype with rows of one length, and every so-manieth row of each."""
+    """Weights of one dtype with rows of one shape; with facts of each of the R rows that are looked at."""
 
-    weights: list[nn.Parameter]
-    strides: list[int]
-    smallest_normal_R1: Tensor
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self.weights = [member.weight for member in members]
+        self._strides = [member.stride for member in members]
+        self.stored = self.rows_of([weight.detach() for weight in self.weights])
+        """Views of the weights."""
+        num_rows = torch.tensor([len(rows) for rows in self.stored])
 
-    def values(self, tensors: list[Tensor]) -> Tensor:
-        """An fp32 copy [R, length] of the rows in `tensors`, each of its weight's shape."""
-        pairs = zip(tensors, self.strides, strict=True)
-        return torch.cat([_rows(tensor)[::stride] for tensor, stride in pairs]).to(torch.float32)
+        def by_row(values: list[Any]) -> Tensor:
+            return torch.tensor(values).repeat_interleave(num_rows).to(self.weights[0].device)
+
+        self.part_R = by_row([member.part for member in members])
+        self.size_R = by_row([rows[0].numel() for rows in self.stored])
+        """Elements."""
+        self.is_embedding_R = by_row([member.is_embedding for member in members])
+        self.smallest_normal_R1 = by_row([member.smallest_normal for member in members])[:, None]
+
+    def rows_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Views of the rows in `tensors`, each of its weight's shape."""
+        return [_rows(tensor)[::stride] for tensor, stride in zip(tensors, self._strides, strict=True)]
 
 
 class _Sample:
-    """What is looked at of the weights that have a gradient: R rows, in groups, so that operations are few.
-
-    Its tensors are on the weights' device.
-    """
+    """What is looked at of `weights`, which have gradients: R rows, by group."""
 
     def __init__(
         self, model: nn.Module, mixed_precision: MixedPrecision, weights: Sequence[nn.Parameter]
     ) -> None:
-        self._weights = weights
+        self._identity = _identity(weights)
         smallest_normal = _smallest_normal(model, mixed_precision)
         embeddings = {
             module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
         }
-        parts = _parts(model)
-        self.num_elements = {name: sum(weight.numel() for weight in part) for name, part in parts.items()}
-        members: dict[Any, list[tuple[nn.Parameter, int, int]]] = defaultdict(list)
-        for index, (name, part) in enumerate(parts.items()):
-            stride = -(-self.num_elements[name] // PART_ELEMENTS)
+        self.num_elements: dict[str, int] = {}
+        members: dict[Any, list[_Member]] = defaultdict(list)
+        for index, (name, part) in enumerate(_parts(model).items()):
+            self.num_elements[name] = size = sum(weight.numel() for weight in part)
+            embeds = any(weight in embeddings for weight in part)
+            # Odd, so as not to meet the same place of each attention head, whose size is a power of 2.
+            stride = -(-size // (EMBEDDING_ELEMENTS if embeds else PART_ELEMENTS)) | 1
             for weight in part:
-                members[_rows(weight).shape[1], weight.dtype].append((weight, stride, index))
-        every = [one for group in members.values() for one in group]
-        num_rows = torch.tensor([-(-len(_rows(weight)) // stride) for weight, stride, _ in every])
-
-        def by_row(values: list[Any]) -> Tensor:
-            return torch.tensor(values).repeat_interleave(num_rows).to(weights[0].device)
-
-        self._part_R = by_row([part for _, _, part in every])
-        self.size_R = by_row([_rows(weight).shape[1] for weight, _, _ in every])
-        """Elements of each row."""
-        self.is_embedding_R = by_row([weight in embeddings for weight, _, _ in every])
-        smallest_R = by_row([smallest_normal[weight] for weight, _, _ in every])
-        of_groups = torch.split(num_rows, [len(group) for group in members.values()])
-        self.groups = [
-            _Group([weight for weight, _, _ in group], [stride for _, stride, _ in group], smallest[:, None])
-            for group, smallest in zip(
-                members.values(), smallest_R.split([int(rows.sum()) for rows in of_groups]), strict=True
-            )
-        ]
+                member = _Member(weight, stride, index, weight in embeddings, smallest_normal[weight])
+                members[weight.shape[1:], weight.dtype].append(member)
+        self.groups = [_Group(group) for group in members.values()]
+        self._part_R = torch.cat([group.part_R for group in self.groups])
+        self.size_R = torch.cat([group.size_R for group in self.groups])
+        self.is_embedding_R = torch.cat([group.is_embedding_R for group in self.groups])
 
     def is_of(self, weights: Sequence[nn.Parameter]) -> bool:
         """Whether it is a sample of just these."""
-        return len(weights) == len(self._weights) and all(map(is_, weights, self._weights))
+        return self._identity == _identity(weights)
 
     def sum_by_part(self, values: Sequence[Tensor]) -> Tensor:
         """Add up `values`, each [R]: fp64 [parts, values]."""
@@ -199,8 +211,19 @@ def _parts(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[rows, columns]; of a vector, each element is a row."""
-    return tensor.flatten(1) if tensor.ndim >= 2 else tensor.reshape(-1, 1)
+    """What a tensor is in the first dimension: of a vector its elements, of a number itself."""
+    return tensor if tensor.ndim else tensor[None]
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    """An fp32 copy [R, length]."""
+    joined = torch.cat(rows).to(torch.float32)
+    return joined.reshape(len(joined), -1)
+
+
+def _identity(weights: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Equal for the same weights at the same place in memory."""
+    return [(id(weight), weight.data_ptr()) for weight in weights]
 
 
 def _smallest_normal(model: nn.Module, mixed_precision: MixedPrecision) -> dict[Tensor, float]:
