@@ -249,6 +249,7 @@ def train(
     budget = args.budget.in_steps(num_batches(len(lengths_W), args.batch_size))
     micro_batch_size = min(args.micro_batch_size, ranks.share(args.batch_size))
     state.micro_batch_size = state.micro_batch_size or micro_batch_size
+    probe = StepProbe(model, optimizer, mixed_precision)
 
     def is_due() -> bool:
         return budget.evaluations_due(state, args.num_evaluations) > state.num_evaluations
@@ -278,9 +279,10 @@ def train(
                     model, loss_fn, batch, mixed_precision, args.seed, state, on_micro_batch, ranks
                 )
                 measures = ranks.is_main and budget.evaluation_follows(state, args.num_evaluations)
-                probe = StepProbe(model, optimizer, mixed_precision) if measures else None
+                if measures:
+                    probe.start()
                 apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
-                if probe is not None:
+                if measures:
                     state.numerics = probe.result(state.step + 1)
                 num_examples = float(data.train.example_share_W[windows].sum())
                 state.count_step(loss, num_examples, batch.num_tokens)
