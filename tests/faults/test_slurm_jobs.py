@@ -149,11 +149,11 @@ def test_a_node_that_slurm_loses_with_its_job_alive(
     slurm: SlurmCluster, postgres_url: str, tmp_path: Path
 ) -> None:
     """The job is started again elsewhere, and two workers live: one of them has the trial."""
-    job = submit(tmp_path, postgres_url, seconds=60)
+    job = submit(tmp_path, postgres_url, seconds=80)
     slurm.wait(lambda: has_checkpoint(tmp_path))
     lost = node_of(slurm, job)
     slurm.kill_slurmd(lost)
-    slurm.wait(lambda: sum(worker.alive for worker in read(postgres_url).workers) == 2)
+    slurm.wait(lambda: sum(worker.alive for worker in read(postgres_url).workers) == 2, 90)
     assert node_of(slurm, job) != lost
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "COMPLETED"}, 120)
     slurm.start_missing_nodes()
