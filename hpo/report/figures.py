@@ -59,6 +59,8 @@ OUTCOME_COLORS = {
     "waiting": "#F0E442",
 }
 
+TICK_WIDTH = 22
+"""Characters of a line where an axis holds names; that of a device may be long."""
 GRID_COLOR, AXIS_COLOR, TEXT_COLOR = "#E3E6EA", "#9AA4AF", "#22272E"
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
@@ -187,10 +189,14 @@ def _category_axis(names: Sequence[str]) -> dict[str, Any]:
     return {
         "tickmode": "array",
         "tickvals": list(range(len(names))),
-        "ticktext": [html.escape(name) for name in names],
+        "ticktext": ["<br>".join(map(html.escape, textwrap.wrap(name, TICK_WIDTH))) for name in names],
         "range": [-0.6, len(names) - 0.4],
         "showgrid": False,
     }
+
+
+def _wrapped(names: Sequence[str]) -> list[str]:
+    return [textwrap.fill(name, TICK_WIDTH) for name in names]
 
 
 def png(chart: Chart) -> bytes:
@@ -217,10 +223,10 @@ def png(chart: Chart) -> bytes:
         if chart.x_whole:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if chart.x_ticks:
-            axes.set_xticks(range(len(chart.x_ticks)), chart.x_ticks)
+            axes.set_xticks(range(len(chart.x_ticks)), _wrapped(chart.x_ticks))
             axes.set_xlim(-0.6, len(chart.x_ticks) - 0.4)
         if chart.y_ticks:
-            axes.set_yticks(range(len(chart.y_ticks)), chart.y_ticks)
+            axes.set_yticks(range(len(chart.y_ticks)), _wrapped(chart.y_ticks))
             axes.set_ylim(-0.6, len(chart.y_ticks) - 0.4)
         handles, labels = axes.get_legend_handles_labels()
         columns = min(6, max(1, len(labels)))
