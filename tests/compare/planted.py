@@ -92,6 +92,7 @@ def compared(
         return run(storage, companion, score)
 
     *_, last = look_by_look(
+        storage,
         begun(storage, config, request or Request()),
         run_look,
         lambda record, companion: judge(record, companion, search, TASKS, DEVICE),
