@@ -119,6 +119,7 @@ def compare(
             has_test="test" in data.splits,
         )
         for found in look_by_look(
+            database,
             companion,
             partial(_run_look, workers=workers, stop=stop, storage=storage, as_json=as_json),
             lambda looked, grown: judge(looked, grown, record, data.tasks),

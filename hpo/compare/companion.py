@@ -87,8 +87,11 @@ def open_comparison(
 
     Raises:
         InputError: the study has no complete trial; the stored comparison was begun with other values, or
-            has more seeds than are asked for; an option is not one of a race.
+            has more seeds than are asked for; an option is not one of a race; the study is a comparison.
     """
+    if config.comparison is not None:
+        of = config.comparison.study
+        raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: hpo compare {of}")
     if request.question == "configurations" and (request.precisions or request.margin is not None):
         raise InputError(
             "--configurations takes neither --precisions nor --margin: each configuration is trained in its "
@@ -245,6 +248,18 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
 def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
     """The comparison with another plan: more seeds, or arms that are closed."""
     return study.with_values(comparison=plan, n_trials=len(plan.points()))
+
+
+def caught_up(storage: Storage, study: StudyConfig) -> StudyConfig:
+    """The comparison with the seeds that another `hpo compare` of it has added meanwhile."""
+    assert study.comparison is not None
+    if not storage.has_study(study.name):
+        return study
+    stored = stored_study(study.name, storage.read_definition(study.name)).comparison
+    assert stored is not None
+    ahead = max(study.comparison, stored, key=lambda plan: plan.num_seeds)
+    extensions = tuple(sorted({*study.comparison.extensions, *stored.extensions}))
+    return grown(study, ahead.model_copy(update={"extensions": extensions}))
 
 
 def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 from planted import begun, run, searched
 
-from hpo.compare.companion import FIRST_SEED, Request, comparison_name
+from hpo.compare.companion import FIRST_SEED, Request, caught_up, comparison_name, grown
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError
@@ -126,10 +126,29 @@ def test_more_seeds_leave_those_before_them_as_they_are(storage: Storage, config
     assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 8
 
 
+def test_two_commands_take_nothing_from_each_other(storage: Storage, config: StudyConfig) -> None:
+    """One has added seeds, the other was allowed more; what each knows is older than what is stored."""
+    old = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(grown(old, plan_of(old).model_copy(update={"num_seeds": 5})))
+    assert plan_of(caught_up(storage, old)).num_seeds == 5
+    storage.create_or_resume_study(begun(storage, config, Request(max_seeds=20)))
+    later = plan_of(caught_up(storage, grown(old, plan_of(old).model_copy(update={"num_seeds": 8}))))
+    assert (later.num_seeds, later.extensions) == (8, (20,))
+
+
 @pytest.mark.parametrize("changes", [{"margin": 0.5}, {"precisions": ("fp32", "bf16")}])
 def test_what_a_race_does_not_take(changes: Any, storage: Storage, config: StudyConfig) -> None:
     with pytest.raises(InputError, match="--configurations takes neither --precisions nor --margin"):
         begun(storage, config, Request("configurations", **changes))
+
+
+def test_a_comparison_is_not_compared(storage: Storage, config: StudyConfig) -> None:
+    companion = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(companion)
+    with pytest.raises(
+        InputError, match="`tiny-compare` is itself a comparison, of `tiny`: hpo compare tiny"
+    ):
+        begun(storage, companion, REQUEST)
 
 
 def test_what_cannot_be_compared(storage: Storage) -> None:
