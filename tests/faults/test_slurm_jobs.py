@@ -118,7 +118,10 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url))
 
 
-@pytest.mark.parametrize("study", ["tiny", ""], ids=["of a study", "of all studies"])
+@pytest.mark.parametrize(
+    "study",
+    [pytest.param("tiny", id="of a study", marks=pytest.mark.slow), pytest.param("", id="of all studies")],
+)
 def test_a_job_that_is_warned_while_the_database_is_away(
     study: str, slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
 ) -> None:
