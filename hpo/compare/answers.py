@@ -1,8 +1,15 @@
 """What a comparison says, from the trials that it has so far.
 
-Scores are of the test split where there is one, times 100 (points), turned so that higher is better. The
-question of the objective decides when enough seeds were seen; the tasks' own metrics are shown with intervals
-that hold together with it. Speed and memory are compared pair by pair on each kind of device: the two
+Scores are of the test split where there is one, times 100 (points), turned so that higher is better.
+
+The rows of the objective decide, and they alone: a precision by a question is one comparison, and these share
+the whole of alpha, as the primary family of a trial does (gatekeeping: Westfall & Krishen, Journal of
+Statistical Planning and Inference 2001; FDA, Multiple Endpoints in Clinical Trials, 2022). The tasks' own
+metrics are a second family, with an alpha of their own and a correction for their number. They are shown and
+never decide: no sentence and no further seed depends on them, so they take no power from the objective. The
+noise floor is no test, and is in neither family.
+
+Speed and memory are compared pair by pair on each kind of device: the two
 trials of a pair ran one after the other, and a pair that shared its device with others counts for neither.
 """
 
@@ -173,13 +180,14 @@ def answer(scores: Scores, plan: Plan) -> Answers:
     asked: list[tuple[str, Question]] = []
     asked += [(name, "paired") for name in others if any(found.paired for found in config.configurations)]
     asked += [(name, "tuned") for name in others if _tuned(config, name) and _tuned(config, REFERENCE)]
-    num_rows = len(asked) + 1
-    plan = replace(plan, num_comparisons=num_rows * len(scores.metrics))
-    shown = [name for name in scores.metrics if name == scores.objective or scores.tells(name)]
     rows: list[Answer] = []
-    for metric in shown:
-        rows += [_row(scores, plan, name, question, metric) for name, question in asked]
-        rows.append(_noise_floor(scores, plan, metric))
+    for metric in scores.metrics:
+        decides = metric == scores.objective
+        if decides or scores.tells(metric):
+            num_metrics = 1 if decides else len(scores.metrics) - 1
+            family = replace(plan, num_comparisons=max(len(asked), 1) * num_metrics)
+            rows += [_row(scores, family, name, question, metric) for name, question in asked]
+            rows.append(_noise_floor(scores, family, metric))
     return Answers(tuple(rows), scores.objective, plan.margin, tuple(sorted(set(scores.kinds.values()))))
 
 

@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from planted import begun, compared, run, searched
+from planted import TASKS, TWO_TASKS, begun, compared, run, searched
 
+from hpo.compare.answers import Scores
 from hpo.compare.companion import Request
+from hpo.compare.results import judge
+from hpo.compare.sequential import Plan
+from hpo.compare.verdict import judge_paired
+from hpo.config.comparison import Arm
 from hpo.study.lifecycle import delete_study
 from hpo.study.storage import Storage, open_storage
 
@@ -150,6 +155,28 @@ def test_a_race(storage: Storage) -> None:
     assert lucky
     assert all(standing.overstated_low < 15 < standing.overstated_high for standing in lucky)
     assert f"Trial {found.found.best} is the best" in found.recommendation or found.found.too_close
+
+
+def test_other_metrics_take_no_power_from_the_objective(storage: Storage) -> None:
+    """Nor does the noise floor: its levels are those of the simulations that the README shows."""
+    score = planted(0.2, own_noise=0.5)
+    config = searched(storage, score)
+    compared(storage, config, score, Request(top=1, max_seeds=5))
+    search, record = (storage.read_study(name) for name in ("tiny", "tiny-compare"))
+    companion = begun(storage, config, Request())
+    alone, with_others = (judge(record, companion, search, tasks) for tasks in (TASKS, TWO_TASKS))
+    assert {row.metric for row in with_others.found.rows} == {"score", "topic/f1_macro", "tone/f1_macro"}
+    deciding = [row.verdict for row in with_others.found.rows if row.metric == "score"]
+    assert deciding == [row.verdict for row in alone.found.rows]
+    assert with_others.recommendation == alone.recommendation
+    widths = {row.metric: row.verdict.high - row.verdict.low for row in with_others.found.rows[::-1]}
+    assert widths["topic/f1_macro"] > widths["score"]
+    scores = Scores(record, companion, TASKS)
+    ours, theirs = (
+        [scores.of_arm(Arm(configuration=0, precision=name), scores.score("score"))]
+        for name in ("bf16", "fp32")
+    )
+    assert deciding[0] == judge_paired(ours, theirs, Plan(max_seeds=5, num_comparisons=2))
 
 
 KINDS = ("Example CPU 2", "slow CPU")
