@@ -16,6 +16,7 @@ trials of a pair ran one after the other, and a pair that shared its device with
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,13 +28,18 @@ from hpo.compare.verdict import Verdict, judge_paired, judge_tuned
 from hpo.config.comparison import REFERENCE, Arm, ComparisonConfig
 from hpo.config.study_config import MEASURED_METRICS, SMALLER_IS_BETTER, StudyConfig
 from hpo.data.tasks import Task
+from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION
 from hpo.study.study_record import StudyRecord, TrialRecord, device_kinds
 from hpo.trial.objectives import objective_value
 
 Question = Literal["paired", "tuned"]
 
 Value = Callable[[TrialRecord], float | None]
-"""Of a trial that has ended; None: it has none."""
+"""Of a trial that has ended; None: it has none, NaN: it says nothing of its precision."""
+
+_NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED)
+"""A bug or the infrastructure; a device that lacks the precision."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class Scores:
         self.on_test = study.evaluation.test
         self._direction = study.objective[0].direction
         # A retry has the parameters of the trial that failed, and a higher number.
-        self._trials = {_key(trial.params): trial for trial in record.trials}
+        self._trials = {_key(trial.params): _as_asked(trial) for trial in record.trials}
         self.kinds = device_kinds(record.trials)
         self.equal_time = study.training.max_seconds is not None or "max_seconds" in study.search_space
 
@@ -135,6 +141,8 @@ class Scores:
 
         def value(trial: TrialRecord) -> float | None:
             metrics = trial.telemetry.get("test_metrics" if on_test else "metrics")
+            if trial.outcome in _NO_EVIDENCE:
+                return math.nan
             if trial.outcome != "complete" or metrics is None:
                 return None
             task, _, name = metric.rpartition("/")
@@ -163,6 +171,14 @@ class Scores:
         seed = self.plan.seed(arm.configuration, index, repeat=arm.repeat)
         trial = self._trials.get(_key(self.plan.point(arm, seed)))
         return None if trial is None or trial.state in ("RUNNING", "WAITING") else trial
+
+
+def _as_asked(trial: TrialRecord) -> TrialRecord:
+    """A trial that fell back to another precision says nothing of the one that it asked for."""
+    effective = trial.attributes.get("fp_precision_effective")
+    if effective in (None, trial.params[PRECISION]):
+        return trial
+    return replace(trial, outcome=Outcome.UNSUPPORTED)
 
 
 def _key(params: Mapping[str, Any]) -> str:

@@ -5,8 +5,8 @@ precision. Tuned question: for each precision the best `top` that the search fou
 that both questions name is trained once. The reference runs the paired configurations with a second set of
 seeds too: what a seed alone does is the noise floor of everything else.
 
-A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, and
-no checkpoint outlives its trial.
+A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, no
+precision falls back to another, and no checkpoint outlives its trial.
 """
 
 from __future__ import annotations
@@ -230,6 +230,8 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             **definition,
             "name": comparison_name(plan.study, plan.question),
             "objective": definition["objective"][:1],
+            # a device that lacks a precision leaves all trials to others: with `prune` it would use them up
+            "amp": {**definition["amp"], "on_unsupported": "skip"},
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},

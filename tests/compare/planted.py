@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from worker_process import result, study
@@ -45,9 +46,18 @@ def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
 
 
 def run(
-    storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6, device: str = DEVICE
+    storage: Storage,
+    config: StudyConfig,
+    score: Score,
+    *,
+    trials: int = 10**6,
+    device: str = DEVICE,
+    effective: Mapping[str, str] = MappingProxyType({}),
 ) -> StudyRecord:
-    """Be a worker of the study, for so many trials at most, on this kind of device."""
+    """Be a worker of the study, for so many trials at most, on this kind of device.
+
+    `effective` names what runs in place of a precision.
+    """
     stop, left = Stop(), [trials]
 
     def execute(trial: Any, _: Any) -> Any:
@@ -65,7 +75,7 @@ def run(
             "complete",
             values=(points / 100,),
             headline={
-                "fp_precision_effective": precision,
+                "fp_precision_effective": effective.get(precision, precision),
                 "train_examples_per_second": rate
                 * random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1),
                 "peak_memory_bytes": 10**6,
@@ -92,8 +102,12 @@ def compared(
     score: Score,
     request: Request | None = None,
     devices: tuple[str, ...] = (),
+    **how: Any,
 ) -> Result[Any]:
-    """What a comparison comes to, run on `DEVICE`, or on other kinds in turn, of which `score` is told."""
+    """What a comparison comes to, run on `DEVICE`, or on other kinds in turn, of which `score` is told.
+
+    `how` is that of `run`.
+    """
     search = storage.read_study(config.name)
 
     def run_look(companion: StudyConfig) -> StudyRecord:
@@ -101,7 +115,7 @@ def compared(
         for device in devices:  # each of them begins some blocks
             run(storage, companion, score, trials=companion.num_slots // 4, device=device)
         for device in devices or (DEVICE,):  # and ends them
-            record = run(storage, companion, score, device=device)
+            record = run(storage, companion, score, device=device, **how)
         return record
 
     *_, last = look_by_look(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -118,6 +119,18 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     found = compared(storage, searched(storage, score), fails)
     assert verdicts(found)["bf16", "paired"] == "worse"
     assert found.found.rows[0].verdict.num_failed > 0
+
+
+def test_a_fallback_is_no_value_of_the_precision_that_it_replaced(storage: Storage) -> None:
+    """Neither as a score nor as a speed, and the comparison asks for no fallback."""
+    score = planted(0.0)
+    config = searched(storage, score, amp={"on_unsupported": "fallback"})
+    assert begun(storage, config, Request()).amp.on_unsupported == "skip"
+    found = compared(storage, config, score, Request(top=1, max_seeds=5), effective={"bf16": "fp32"})
+    assert verdicts(found) == {("bf16", "paired"): "undecided", ("bf16", "tuned"): "undecided"}
+    assert math.isnan(found.found.rows[0].verdict.difference)
+    assert found.found.rows[0].speed is None
+    assert found.recommendation.startswith("Use fp32: 5 seeds do not tell whether bf16 is as good")
 
 
 @pytest.mark.parametrize("question", ["precisions", "configurations"])
