@@ -26,12 +26,12 @@ from hpo.compare.estimate import Ratio
 from hpo.compare.sequential import Plan
 from hpo.compare.verdict import Verdict, judge_paired, judge_tuned
 from hpo.config.comparison import REFERENCE, Arm, ComparisonConfig
-from hpo.config.study_config import MEASURED_METRICS, SMALLER_IS_BETTER, StudyConfig
+from hpo.config.study_config import SMALLER_IS_BETTER, StudyConfig
 from hpo.data.tasks import Task
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.study.study_record import StudyRecord, TrialRecord, device_kinds
-from hpo.trial.objectives import objective_value
+from hpo.trial.objectives import objective_value, quality_objective
 
 Question = Literal["paired", "tuned"]
 
@@ -116,11 +116,10 @@ class Scores:
         assert study.comparison is not None
         self.plan = study.comparison
         self.tasks = tasks
-        self.objective = study.objective[0].metric
-        if self.objective in MEASURED_METRICS:
-            self.objective = "score"
+        decides = quality_objective(study.objective)
+        self.objective = decides.metric
         self.on_test = study.evaluation.test
-        self._direction = study.objective[0].direction
+        self._direction = decides.direction
         # A retry has the parameters of the trial that failed, and a higher number.
         self._trials = {_key(trial.params): _as_asked(trial) for trial in record.trials}
         self.kinds = device_kinds(record.trials)

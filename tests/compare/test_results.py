@@ -121,6 +121,36 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     assert found.found.rows[0].verdict.num_failed > 0
 
 
+MEMORY = {"metric": "peak_memory_bytes", "direction": "minimize"}
+OBJECTIVES = {
+    "measured": [MEMORY],
+    "measured first": [MEMORY, {"metric": "topic/f1_macro", "direction": "maximize"}],
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_what_is_measured_decides_nothing_of_quality(objective: Any, storage: Storage) -> None:
+    """Less memory is better, but more score is; a loss of two points stays a loss."""
+    score = planted(2.0, own_noise=0.1)
+    config = searched(storage, score, objective=objective)
+    found = compared(storage, config, score, Request(top=1))
+    assert found.found.objective == ("topic/f1_macro" if len(objective) > 1 else "score")
+    row = found.found.rows[0]
+    assert (row.question, row.verdict.verdict) == ("paired", "worse")
+    assert row.verdict.difference == pytest.approx(-2.0, abs=0.2)
+    if len(objective) > 1:
+        best = storage.read_study("tiny").trials[found.plan.configurations[0].trial]
+        assert best.params["learning_rate"] == 3e-5, "the best by what is compared"
+
+
+def test_a_race_of_a_study_that_minimizes_memory(storage: Storage) -> None:
+    score = planted(0.0)
+    config = searched(storage, score, objective=[MEMORY])
+    found = compared(storage, config, score, Request("configurations", top=20))
+    best = storage.read_study("tiny").trials[found.found.best]
+    assert best.params["learning_rate"] == 3e-5
+
+
 def test_a_fallback_is_no_value_of_the_precision_that_it_replaced(storage: Storage) -> None:
     """Neither as a score nor as a speed, and the comparison asks for no fallback."""
     score = planted(0.0)
