@@ -9,6 +9,10 @@ metrics are a second family, with an alpha of their own and a correction for the
 never decide: no sentence and no further seed depends on them, so they take no power from the objective. The
 noise floor is no test, and is in neither family.
 
+Tuned against tuned, both sides have the same number of configurations: the best of each, as many as the side
+with fewer has. A mean over the three best of fp32 would lie below the one best of another precision for no
+other reason than that it takes in its third.
+
 Speed and memory are compared pair by pair on each kind of device: the two
 trials of a pair ran one after the other, and a pair that shared its device with others counts for neither.
 """
@@ -50,6 +54,8 @@ class Answer:
     question: Question
     metric: str
     verdict: Verdict
+    num_configurations: int
+    """Of each side."""
     devices: tuple[OnDevice, ...] = ()
     """The paired trials on each kind of device."""
     not_pooled: str = ""
@@ -77,6 +83,7 @@ class Answer:
             "difference": found.difference,
             "low": found.low,
             "high": found.high,
+            "num_configurations": self.num_configurations,
             "num_seeds": found.num_seeds,
             "seeds_needed": found.seeds_needed,
             "num_failed": found.num_failed,
@@ -209,13 +216,13 @@ def answer(scores: Scores, plan: Plan) -> Answers:
 def _row(scores: Scores, plan: Plan, precision: str, question: Question, metric: str) -> Answer:
     value = scores.score(metric)
     arms_of, judge = (_paired, judge_paired) if question == "paired" else (_tuned, judge_tuned)
-    ours, theirs = (
-        [scores.of_arm(arm, value) for arm in arms_of(scores.plan, name)] for name in (precision, REFERENCE)
-    )
+    both = [arms_of(scores.plan, name) for name in (precision, REFERENCE)]
+    num = min(map(len, both))  # the search's best of each, and as many: more of them have a lower mean
+    ours, theirs = ([scores.of_arm(arm, value) for arm in arms[:num]] for arms in both)
     pairs = _pairs(scores, precision)
     devices = by_device(pairs, scores.kinds, value)
     not_pooled = _why_not_pooled(scores, pairs, devices, value)
-    return Answer(precision, question, metric, judge(ours, theirs, plan), devices, not_pooled)
+    return Answer(precision, question, metric, judge(ours, theirs, plan), num, devices, not_pooled)
 
 
 def _noise_floor(scores: Scores, plan: Plan, metric: str) -> Answer:
@@ -225,7 +232,7 @@ def _noise_floor(scores: Scores, plan: Plan, metric: str) -> Answer:
     verdict = judge_paired(
         [scores.of_arm(arm, value) for arm in repeats], [scores.of_arm(arm, value) for arm in arms], plan
     )
-    return Answer(REFERENCE, "paired", metric, verdict, is_noise_floor=True)
+    return Answer(REFERENCE, "paired", metric, verdict, len(arms), is_noise_floor=True)
 
 
 def _paired(config: ComparisonConfig, precision: str) -> list[Arm]:
@@ -237,6 +244,7 @@ def _paired(config: ComparisonConfig, precision: str) -> list[Arm]:
 
 
 def _tuned(config: ComparisonConfig, precision: str) -> list[Arm]:
+    """The best first."""
     return [
         Arm(configuration=number, precision=precision)
         for number, found in enumerate(config.configurations)

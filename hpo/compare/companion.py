@@ -1,7 +1,8 @@
 """The study that a comparison runs in the database: what of a study is compared, and how it grows.
 
 Paired question: the best `top` configurations of the study, whatever their precision, each under every
-precision. Tuned question: for each precision the best `top` that the search found under it. A configuration
+precision. Tuned question: for each precision the best `top` that the search found under it, of which as many
+count as fp32 has too. A configuration
 that both questions name is trained once. The reference runs the paired configurations with a second set of
 seeds too: what a seed alone does is the noise floor of everything else.
 

@@ -39,7 +39,7 @@ def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
         "learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5, 1e-4]},
         "init_scale": {"type": "categorical", "choices": [1024.0], "when": {"fp_precision": "bf16"}},
     }
-    config = study(40, search_space=space, **changes)
+    config = study(40, **{"search_space": space, **changes})
     storage.create_or_resume_study(config)
     run(storage, config, score)
     return config

@@ -55,7 +55,8 @@ def test_no_loss(storage: Storage) -> None:
     found = compared(storage, searched(storage, score), score, Request(top=2, margin=2.0, max_seeds=32))
     assert verdicts(found) == {("bf16", "paired"): "as_good", ("bf16", "tuned"): "as_good"}
     assert found.recommendation.startswith(
-        "Use bf16: as good as fp32 (score within 2 points; paired and tuned, "
+        "Use bf16: as good as fp32 (score within 2 points; "
+        "paired (2 configurations) and tuned (2 configurations each), "
     )
     assert "new seeds) and 2.00 times as fast (" in found.recommendation
     assert found.recommendation.endswith(" on Example CPU.")
@@ -119,6 +120,31 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     found = compared(storage, searched(storage, score), fails)
     assert verdicts(found)["bf16", "paired"] == "worse"
     assert found.found.rows[0].verdict.num_failed > 0
+
+
+def test_tuned_sides_have_as_many_configurations(storage: Storage) -> None:
+    """bf16 has one configuration and fp32 three, of which the second and the third are worse."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {
+            "type": "categorical",
+            "choices": [1e-5, 3e-5, 1e-4],
+            "when": {"fp_precision": "fp32"},
+        },
+    }
+    score = {3e-5: 80.0, 1e-4: 75.0, 1e-5: 70.0, 5e-5: 80.0}
+
+    def planted_score(params: dict[str, Any]) -> float:
+        return score[params.get("learning_rate", 5e-5)] + noise(params, 0.1, "seed", "fp_precision")
+
+    config = searched(storage, planted_score, search_space=space)
+    found = compared(storage, config, planted_score, Request(top=3, margin=1.0))
+    tuned = [name for one in found.plan.configurations for name in one.tuned]
+    assert (tuned.count("fp32"), tuned.count("bf16")) == (3, 1)
+    (row,) = (row for row in found.found.rows if row.question == "tuned")
+    assert (row.num_configurations, row.as_json()["num_configurations"]) == (1, 1)
+    assert row.verdict.difference == pytest.approx(0, abs=0.3)
+    assert "tuned (1 configuration each)" in found.recommendation
 
 
 MEMORY = {"metric": "peak_memory_bytes", "direction": "minimize"}
