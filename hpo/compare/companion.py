@@ -1,12 +1,13 @@
 """The study that a comparison runs in the database: what of a study is compared, and how it grows.
 
 Paired question: the best `top` configurations of the study, whatever their precision, each under every
-precision. Tuned question: for each precision the best `top` that the search found under it. A configuration
+precision. Tuned question: for each precision the best `top` that the search found under it, of which as many
+count as fp32 has too. A configuration
 that both questions name is trained once. The reference runs the paired configurations with a second set of
 seeds too: what a seed alone does is the noise floor of everything else.
 
-A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, and
-no checkpoint outlives its trial.
+A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, no
+precision falls back to another, and no checkpoint outlives its trial.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hpo.config.comparison import (
     Question,
 )
 from hpo.config.search_space import decode, encode
-from hpo.config.study_config import StudyConfig, stored_study
+from hpo.config.study_config import MEASURED_METRICS, StudyConfig, stored_study
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
@@ -232,7 +233,8 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
         {
             **definition,
             "name": comparison_name(plan.study, plan.question),
-            "objective": definition["objective"][:1],
+            # a device that lacks a precision leaves all trials to others: with `prune` it would use them up
+            "amp": {**definition["amp"], "on_unsupported": "skip"},
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},
@@ -274,10 +276,13 @@ def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
 
 
 def _by_rank(record: StudyRecord) -> list[TrialRecord]:
-    """The complete trials by their first objective; each configuration once, in its best trial."""
-    sign = loss_signs(record.directions)[0]
+    """The complete trials by their first objective that says something of the model, else by the first;
+    each configuration once, in its best trial."""
+    names = record.metric_names
+    place = next((place for place, name in enumerate(names) if name not in MEASURED_METRICS), 0)
+    sign = loss_signs(record.directions)[place]
     ranked = sorted(
-        complete_trials(record), key=lambda trial: (sign * (trial.values or (0,))[0], trial.number)
+        complete_trials(record), key=lambda trial: (sign * (trial.values or ())[place], trial.number)
     )
     found: dict[str, TrialRecord] = {}
     for trial in ranked:

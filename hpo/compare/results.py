@@ -195,7 +195,11 @@ def _condition(rows: Mapping[str, Answer]) -> str:
 
 
 def _evidence(rows: Mapping[str, Answer]) -> str:
-    as_good = [question for question, row in rows.items() if row.verdict.verdict == "as_good"]
+    as_good = [
+        f"{question} ({num} configuration{'s' * (num > 1)}{' each' * (question == 'tuned')})"
+        for question, row in rows.items()
+        if row.verdict.verdict == "as_good" and (num := row.num_configurations)
+    ]
     return f"{' and '.join(as_good)}, {max(row.verdict.num_seeds for row in rows.values())} new seeds"
 
 
