@@ -93,7 +93,7 @@ def compare(
 ) -> None:
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.cli.display import print_comparison
-    from hpo.compare.companion import Request, open_comparison
+    from hpo.compare.companion import Request, open_comparison, unlabelled_in_test
     from hpo.compare.results import judge, look_by_look
     from hpo.data.dataset import load_data
     from hpo.device import probe_device
@@ -110,13 +110,18 @@ def compare(
         config = config_of(study, record, trust_remote_code=False)
         device, data = probe_device(config.device), load_data(config.data)
         database.check_data(record.name, data.fingerprint)
+        if unlabelled := unlabelled_in_test(config, data):
+            tasks = " and ".join(f"`{name}`" for name in unlabelled)
+            typer.echo(
+                f"Scores are of the validation split: the test split has no labels of {tasks}.", err=True
+            )
         companion = open_comparison(
             database,
             record,
             config,
             request,
             runnable=_runnable(config, device),
-            has_test="test" in data.splits,
+            has_test="test" in data.splits and not unlabelled,
         )
         for found in look_by_look(
             companion,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import finish, hpo_command, ok, start_hpo, wait_until
+from jsonl_sets import write_set
 from tiny import write_study
 
 from hpo.study.storage import open_storage
@@ -15,6 +17,7 @@ SPACE = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
     "learning_rate": {"type": "categorical", "choices": [1e-4, 1e-3]},
 }
+ONE_RATE = {"fp_precision": SPACE["fp_precision"]}
 KEYS = {"precision", "question", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
 OPTIONS = ("--top", "1", "--max-seeds", "3", "--precisions", "bf16")
 
@@ -93,3 +96,24 @@ def test_bad_input(options: list[str], message: str, tmp_path: Path) -> None:
     assert message in refused.err
     with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
         assert not storage.has_study("tiny-compare")
+
+
+def test_a_test_split_without_labels(tmp_path: Path) -> None:
+    """As in a shared task whose truth is held back: the scores are of the validation split."""
+    rows: dict[str, Any] = {
+        split: [
+            {"id": f"{split} {index}", "text": f"{label} {index}", "labels": {"topic": label}}
+            for index, label in enumerate("ab" * 8)
+        ]
+        for split in ("train", "validation")
+    }
+    rows["test"] = [{"id": "unknown", "text": "x"}]
+    write_set(tmp_path / "data", {"topic": {"kind": "single_label", "classes": ["a", "b"]}}, **rows)
+    of_file = {"source": "jsonl", "path": "data"}
+    write_study(tmp_path, data=of_file, n_trials=2, sampler={"name": "grid"}, search_space=ONE_RATE)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    compared = ok(hpo_command(tmp_path, "compare", "tiny.yaml", *OPTIONS, "--json"))
+    assert compared.json["has_ended"]
+    assert {row["num_seeds"] for row in compared.json["verdicts"]} == {3}
+    said = "Scores are of the validation split: the test split has no labels of `topic`."
+    assert said in compared.err
