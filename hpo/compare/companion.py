@@ -228,6 +228,8 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
     """The study that trains what the plan names. `has_test`: as in `open_comparison`."""
     definition = config.definition()
     fixed = {PRECISION, SEED}
+    # A worker whose device lacks a precision leaves the trials to others; none runs another in its place.
+    definition["amp"] = {**definition["amp"], "on_unsupported": "skip"}
     definition["training"] = {
         name: value for name, value in definition["training"].items() if name not in fixed
     }

@@ -11,6 +11,8 @@ from command_line import finish, hpo_command, ok, start_hpo, wait_until
 from jsonl_sets import write_set
 from tiny import write_study
 
+from hpo.compare.companion import Request, open_comparison
+from hpo.config.study_config import stored_study
 from hpo.study.storage import open_storage
 
 SPACE = {
@@ -117,3 +119,21 @@ def test_a_test_split_without_labels(tmp_path: Path) -> None:
     assert {row["num_seeds"] for row in compared.json["verdicts"]} == {3}
     said = "Scores are of the validation split: the test split has no labels of `topic`."
     assert said in compared.err
+
+
+def test_a_precision_that_this_device_lacks(searched: Path) -> None:
+    """Nothing is stored, so that a comparison without it can be begun; one that was begun elsewhere stays."""
+    refused = hpo_command(searched, "compare", "tiny.yaml", "--precisions", "bf16,tf32", "--json")
+    assert (refused.exit_code, refused.out) == (2, "")
+    assert "this one does not run tf32. `tf32` needs CUDA with compute capability >= 8.0" in refused.err
+    assert "Leave tf32 out of --precisions, or compare on a device that does." in refused.err
+    with open_storage(f"sqlite:///{searched}/runs/hpo.db") as storage:
+        assert not storage.has_study("tiny-compare")
+        record = storage.read_study("tiny")
+        config = stored_study("tiny", record.definition)
+        request = Request(precisions=("fp32", "bf16", "tf32"), top=1, max_seeds=3)
+        elsewhere = open_comparison(storage, record, config, request, runnable=("fp32",), has_test=True)
+        storage.create_or_resume_study(elsewhere)
+    refused = hpo_command(searched, "compare", "tiny.yaml", "--json")
+    assert (refused.exit_code, refused.out) == (2, "")
+    assert "Go on on a device that does, or begin anew, without its trials: hpo delete" in refused.err

@@ -63,6 +63,13 @@ def test_the_best_under_each_precision_and_the_best_of_each(storage: Storage, co
     assert companion.evaluation.test
 
 
+def test_no_trial_of_it_falls_back(storage: Storage) -> None:
+    """Whatever the search did: fp32 in the place of bf16 says nothing of bf16."""
+    config = searched(storage, by_rate, amp={"on_unsupported": "fallback", "allow_emulated": True})
+    amp = begun(storage, config, REQUEST).amp
+    assert (amp.on_unsupported, amp.allow_emulated) == ("skip", True)
+
+
 def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config: StudyConfig) -> None:
     plan = plan_of(begun(storage, config, REQUEST))
     points = plan.points()
