@@ -36,6 +36,7 @@ from hpo.precision.table import PRECISION
 from hpo.study.study_record import complete_trials, loss_signs
 
 if TYPE_CHECKING:
+    from hpo.data.dataset import DataSet
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord, TrialRecord
 
@@ -84,7 +85,7 @@ def open_comparison(
     Args:
         config: of the study that is compared.
         runnable: the precisions of a new comparison that names none.
-        has_test: whether the data have a test split.
+        has_test: whether the data have a test split with labels.
 
     Raises:
         InputError: the study has no complete trial; the stored comparison was begun with other values, or
@@ -154,6 +155,19 @@ def _with_seeds(name: str, plan: ComparisonConfig, max_seeds: int | None) -> Com
     return plan.model_copy(update={"extensions": (*plan.extensions, max_seeds)})
 
 
+def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
+    """Tasks of the objective for which no row of the test split is annotated, as in a shared task whose truth
+    is held back; a comparison then has the scores of the validation split. None where there is no test split.
+    """
+    metric = next((one.metric for one in config.objective if one.metric not in MEASURED_METRICS), "score")
+    task, of_task, _ = metric.partition("/")
+    names = [task] if of_task else [one.name for one in data.tasks]
+    rows = data.splits.get("test")
+    if rows is None:
+        return ()
+    return tuple(name for name in names if not any(name in row.annotated for row in rows))
+
+
 def plan_comparison(
     record: StudyRecord, config: StudyConfig, request: Request, token: str
 ) -> ComparisonConfig:
@@ -215,9 +229,11 @@ def _compared(best: Sequence[TrialRecord], precisions: Sequence[str], top: int) 
 
 
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
-    """The study that trains what the plan names. `has_test` says whether the data have a test split."""
+    """The study that trains what the plan names. `has_test`: as in `open_comparison`."""
     definition = config.definition()
     fixed = {PRECISION, SEED}
+    # A worker whose device lacks a precision leaves the trials to others; none runs another in its place.
+    definition["amp"] = {**definition["amp"], "on_unsupported": "skip"}
     definition["training"] = {
         name: value for name, value in definition["training"].items() if name not in fixed
     }

@@ -9,10 +9,13 @@ from typing import Any
 
 import planted_encoder
 import pytest
-from command_line import finish, hpo_command, ok, start_hpo
+from command_line import finish, hpo_command, ok, start_hpo, wait_until
+from jsonl_sets import write_set
 from planted_encoder import Flaw, planted, write_planted_study
 from tiny import write_study
 
+from hpo.compare.companion import Request, open_comparison
+from hpo.config.study_config import stored_study
 from hpo.study.storage import open_storage
 from hpo.study.study_record import TrialRecord
 
@@ -20,6 +23,7 @@ SPACE = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
     "learning_rate": {"type": "categorical", "choices": [1e-4, 1e-3]},
 }
+ONE_RATE = {"fp_precision": SPACE["fp_precision"]}
 KEYS = {"precision", "question", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
 OPTIONS = ("--top", "1", "--max-seeds", "3", "--precisions", "bf16")
 
@@ -183,3 +187,42 @@ def test_bad_input(options: list[str], message: str, tmp_path: Path) -> None:
     assert message in refused.err
     with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
         assert not storage.has_study("tiny-compare")
+
+
+def test_a_test_split_without_labels(tmp_path: Path) -> None:
+    """As in a shared task whose truth is held back: the scores are of the validation split."""
+    rows: dict[str, Any] = {
+        split: [
+            {"id": f"{split} {index}", "text": f"{label} {index}", "labels": {"topic": label}}
+            for index, label in enumerate("ab" * 8)
+        ]
+        for split in ("train", "validation")
+    }
+    rows["test"] = [{"id": "unknown", "text": "x"}]
+    write_set(tmp_path / "data", {"topic": {"kind": "single_label", "classes": ["a", "b"]}}, **rows)
+    of_file = {"source": "jsonl", "path": "data"}
+    write_study(tmp_path, data=of_file, n_trials=2, sampler={"name": "grid"}, search_space=ONE_RATE)
+    ok(hpo_command(tmp_path, "run", "tiny.yaml"))
+    compared = ok(hpo_command(tmp_path, "compare", "tiny.yaml", *OPTIONS, "--json"))
+    assert compared.json["has_ended"]
+    assert {row["num_seeds"] for row in compared.json["verdicts"]} == {3}
+    said = "Scores are of the validation split: the test split has no labels of `topic`."
+    assert said in compared.err
+
+
+def test_a_precision_that_this_device_lacks(searched: Path) -> None:
+    """Nothing is stored, so that a comparison without it can be begun; one that was begun elsewhere stays."""
+    refused = hpo_command(searched, "compare", "tiny.yaml", "--precisions", "bf16,tf32", "--json")
+    assert (refused.exit_code, refused.out) == (2, "")
+    assert "this one does not run tf32. `tf32` needs CUDA with compute capability >= 8.0" in refused.err
+    assert "Leave tf32 out of --precisions, or compare on a device that does." in refused.err
+    with open_storage(f"sqlite:///{searched}/runs/hpo.db") as storage:
+        assert not storage.has_study("tiny-compare")
+        record = storage.read_study("tiny")
+        config = stored_study("tiny", record.definition)
+        request = Request(precisions=("fp32", "bf16", "tf32"), top=1, max_seeds=3)
+        elsewhere = open_comparison(storage, record, config, request, runnable=("fp32",), has_test=True)
+        storage.create_or_resume_study(elsewhere)
+    refused = hpo_command(searched, "compare", "tiny.yaml", "--json")
+    assert (refused.exit_code, refused.out) == (2, "")
+    assert "Go on on a device that does, or begin anew, without its trials: hpo delete" in refused.err

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from jsonl_sets import load_set, write_set
 from planted import begun, run, searched
+from worker_process import study
 
-from hpo.compare.companion import FIRST_SEED, Request, caught_up, comparison_name, grown
+from hpo.compare.companion import (
+    FIRST_SEED,
+    Request,
+    caught_up,
+    comparison_name,
+    grown,
+    unlabelled_in_test,
+)
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError
@@ -57,6 +68,13 @@ def test_the_best_under_each_precision_and_the_best_of_each(storage: Storage, co
     assert companion.name == comparison_name("tiny", "precisions") == "tiny-compare"
     assert companion.pruner.name == "none"
     assert companion.evaluation.test
+
+
+def test_no_trial_of_it_falls_back(storage: Storage) -> None:
+    """Whatever the search did: fp32 in the place of bf16 says nothing of bf16."""
+    config = searched(storage, by_rate, amp={"on_unsupported": "fallback", "allow_emulated": True})
+    amp = begun(storage, config, REQUEST).amp
+    assert (amp.on_unsupported, amp.allow_emulated) == ("skip", True)
 
 
 def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config: StudyConfig) -> None:
@@ -213,3 +231,28 @@ def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
     summary = run_worker(companion, storage, lambda *_: None, device=WorkerDevice(kind="here"))
     assert (summary.ended, summary.elsewhere) == ("elsewhere", ("the name gone",))
     assert run(storage, companion, by_rate, device="gone").slots["done"] == 24
+
+
+@pytest.mark.parametrize(
+    ("objective", "unlabelled"),
+    [
+        ({"metric": "score"}, ("tone",)),
+        ({"metric": "tone/f1_macro"}, ("tone",)),
+        ({"metric": "topic/f1_macro"}, ()),
+        ([{"metric": "train_examples_per_second"}, {"metric": "topic/f1_macro"}], ()),
+        ({"metric": "peak_memory_bytes", "direction": "minimize"}, ("tone",)),
+    ],
+)
+def test_the_test_split_must_be_labelled_for_the_objective(
+    objective: Any, unlabelled: tuple[str, ...], tmp_path: Path
+) -> None:
+    kind = {"kind": "single_label", "classes": ["a", "b"]}
+    rows: dict[str, Any] = {
+        split: [{"id": split, "text": "x", "labels": {"topic": "a", "tone": "b"}}]
+        for split in ("train", "validation", "test")
+    }
+    del rows["test"][0]["labels"]["tone"]
+    data = load_set(write_set(tmp_path / "data", {"topic": kind, "tone": kind}, **rows))
+    assert unlabelled_in_test(study(1, objective=objective), data) == unlabelled
+    without = replace(data, splits={name: data.splits[name] for name in ("train", "validation")})
+    assert unlabelled_in_test(study(1, objective=objective), without) == ()
