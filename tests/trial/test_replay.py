@@ -13,6 +13,8 @@ from hpo.precision.table import Resolution
 from hpo.trial.executor import Executor
 from hpo.trial.replay import Replay, Snapshot
 
+COMPENSATED = {"weight_rounding": "compensated"}
+
 
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
@@ -49,3 +51,24 @@ def test_the_same_steps_are_made_again_from_a_state(executor: Executor) -> None:
     assert rest.state.step == whole.state.step == 7
     for one, other in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_part_in_fp32_leaves_each_compensation_with_its_weight(executor: Executor) -> None:
+    first = replay(executor, "bf16-true", learning_rate=1e-3, **COMPENSATED)
+    assert first.run(7) is None
+    before = first.snapshots[0]
+    part = "encoder.encoder.layer.0."
+    overrides = {"precision_overrides.encoder.layer.0": "fp32"}
+    other = replay(executor, "bf16-true", before, learning_rate=1e-3, **COMPENSATED, **overrides)
+    same = replay(executor, "bf16-true", before, learning_rate=1e-3, **COMPENSATED)
+    weights = dict(same.model.named_parameters())
+    num_kept = 0
+    for name, weight in other.model.named_parameters():
+        kept = other.optimizer.residual(weight)
+        if name.startswith(part):
+            assert (weight.dtype, kept) == (torch.float32, None)
+        elif kept is not None:
+            assert torch.equal(kept, same.optimizer.residual(weights[name]))
+            num_kept += bool(kept.any())
+    assert num_kept
+    assert other.run(7) is None
