@@ -156,7 +156,12 @@ def _effective_precision(trial: StoredTrial, device_type: str) -> str:
     if precision is None:
         why = f": {trial.reason}" if trial.reason else ""
         raise InputError(f"trial {number} must have begun, but it never did ({outcome}{why}).")
-    if outcome not in (Outcome.NONFINITE, Outcome.INCOMPATIBLE, Outcome.COMPLETE, Outcome.PRUNED):
+    if outcome == Outcome.PRUNED:
+        raise InputError(
+            f"trial {number} was pruned, and no pruned trial keeps its weights. Take one that is complete, "
+            "nonfinite or incompatible."
+        )
+    if outcome not in (Outcome.NONFINITE, Outcome.INCOMPATIBLE, Outcome.COMPLETE):
         raise InputError(f"trial {number} ended as {outcome}, which is not about numbers: {trial.reason}")
     ran_on = trial.telemetry.get("device", {}).get("type")
     if ran_on != device_type:
@@ -320,5 +325,4 @@ def _parts_of(model: MultitaskModel, origin: Origin | None) -> tuple[str, ...]:
 def _in(origin: Origin | None) -> str:
     if origin is None:
         return ""
-    where = "the loss" if origin.module is None else origin.module or "the model itself"
-    return f", from {origin.operator} in {where} ({origin.phase})"
+    return f", from {origin.operator} in {origin.place} ({origin.phase})"

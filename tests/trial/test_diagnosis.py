@@ -262,6 +262,7 @@ def test_what_cannot_be_diagnosed(tmp_path: Path) -> None:
             "cannot be run again on this device: `tf32` needs CUDA",
         ),
         (replace(trial, folder=tmp_path / "gone"), RunError, r"checkpoint of trial 0 must be in .*gone, but"),
+        (replace(trial, outcome="pruned"), InputError, "was pruned, and no pruned trial keeps its weights"),
     ]
     for case, error, message in cases:
         with pytest.raises(error, match=message):
