@@ -213,10 +213,12 @@ def _diagnose_training(case: _Case, max_steps: int, say: Callable[[str], None]) 
             return _broken_at(other, found)
         began = before.step if before else 0
         num_updates, num_steps = other.mixed_precision.num_updates, other.state.step - began
-        if not num_updates:
-            return Broken("gradients", None, (), f"the scaler skipped all steps up to {other.state.step}")
+        steps = f"from step {began + 1} to {other.state.step}"
+        if num_updates < min(STEPS_AFTER, num_steps):
+            skipped = f"{num_steps - num_updates} of {num_steps}"
+            return Broken("gradients", None, (), f"the scaler skipped {skipped} steps {steps}")
         skipped = f", {num_steps - num_updates} of them skipped" if num_steps > num_updates else ""
-        return f"finite from step {began + 1} to {other.state.step}{skipped}"
+        return f"finite {steps}{skipped}"
 
     remedies = tuple(try_remedies(config, case.resolution, first, bad, attempt, say))
     return replace(
