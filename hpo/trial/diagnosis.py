@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.errors import InputError, RunError, TrialEnd
+from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd
 from hpo.models.attention import use_training_attention
 from hpo.models.model_parts import parts_with
 from hpo.models.multitask import MultitaskModel
@@ -113,8 +113,20 @@ class _Case:
 
     def notes(self) -> Iterator[str]:
         """What keeps the training from being exactly the same."""
+    def device_notes(self) -> Iterator[str]:
+        """That the trial ran on another model of device, whose kernels round in another order."""
+        ran_on, here = self.trial.telemetry["device"].get("name"), self.executor.device.name
+        if ran_on != here:
+            yield f"The trial ran on another device ({ran_on}) than this one ({here}): numbers differ."
+
         if self.config.compile != "none":
             yield f"The trial was compiled (`compile: {self.config.compile}`); here it runs eagerly."
+        yield from self.device_notes()
+        if fallbacks := self.trial.telemetry.get("fp32_fallbacks"):
+            yield (
+                f"The trial made {fallbacks} of its micro-batches again in fp32, where they were not finite "
+                "(`amp.fallback_to_fp32`); here that is off, so the first of them is what broke."
+            )
         if self.config.max_seconds is not None:
             yield (
                 "The trial had a budget of seconds, which its learning rates follow: they differ a little "
@@ -138,8 +150,17 @@ def diagnose(
     """
     try:
         case = _Case(executor, trial)
-    except TrialEnd as error:
-        raise InputError(f"trial {trial.number} cannot be run again on this device: {error}") from None
+    was_refused = trial.outcome == Outcome.INCOMPATIBLE
+        if was_refused:
+            return _diagnose_check(case, say)
+    except (TrialEnd, ModelError) as error:
+        if was_refused and isinstance(error, Incompatible | ModelError):
+            why = "never trained, and not for its numbers"
+        elif isinstance(error, TrialEnd):
+            why = "cannot be run again on this device"
+        else:
+            raise
+        raise InputError(f"trial {trial.number} {why}: {error}") from error
     if trial.outcome == Outcome.NONFINITE:
         return _diagnose_training(case, max_steps, say)
     if trial.outcome == Outcome.INCOMPATIBLE:
@@ -259,7 +280,7 @@ def _diagnose_check(case: _Case, say: Callable[[str], None]) -> Diagnosis:
 
     parts, compatibility = check({})
     first = broken(parts, compatibility)
-    found = Diagnosis(trial.number, trial.outcome, case.precision)
+    found = Diagnosis(trial.number, trial.outcome, case.precision, notes=tuple(case.device_notes()))
     if isinstance(first, str):
         return replace(found, notes=(f"Made again, {first}.",))
     farthest = _farthest(case, parts) if first.what == "far" else ()
@@ -303,13 +324,16 @@ def _diagnose_best(case: _Case, say: Callable[[str], None]) -> Diagnosis:
     say(f"comparing the modules of trial {trial.number} with fp32, with its best weights")
     parts = executor.parts(case.config, case.resolution)
     parts.model.load_state_dict(best.weights)
-    none = "fp32 is what the others are compared with." if case.precision == "fp32" else ""
+    is_reference = case.precision == "fp32"
     return Diagnosis(
         trial.number,
         trial.outcome,
         case.precision,
         farthest=_farthest(case, parts),
-        notes=(none,) if none else (),
+        notes=(
+            *(["fp32 is what the others are compared with."] if is_reference else []),
+            *case.device_notes(),
+        ),
     )
 
 

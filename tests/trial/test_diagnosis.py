@@ -194,7 +194,10 @@ def test_steps_are_counted_before_they_are_made(tmp_path: Path) -> None:
     ):
         diagnose(executor, trial, 6, said.append)
     assert not said
-    diagnose(executor, trial, 7, said.append)
+    facts = {"fp32_fallbacks": 2, "device": trial.telemetry["device"] | {"name": "another CPU"}}
+    found = diagnose(executor, replace(trial, telemetry={**trial.telemetry, **facts}), 7, said.append)
+    assert found.notes[0].startswith("The trial ran on another device (another CPU) than this one (test CPU)")
+    assert found.notes[1].startswith("The trial made 2 of its micro-batches again in fp32")
     assert said[0].startswith(
         "running trial 0 again from its first step: no checkpoint is left; at most 7 steps"
     )
@@ -271,3 +274,20 @@ def test_what_cannot_be_diagnosed(tmp_path: Path) -> None:
 
 def with_effective(trial: StoredTrial, name: str) -> dict[str, Any]:
     return {**trial.telemetry, "precision": {**trial.telemetry["precision"], "effective": name}}
+def never_trained(**params: Any) -> StoredTrial:
+    telemetry = {"precision": {"effective": params["fp_precision"]}, "device": {"type": "cpu", "name": "CPU"}}
+    return StoredTrial(3, "incompatible", "", params, telemetry, Path("none"), "token/3")
+
+
+def test_a_trial_that_could_not_be_built_is_not_about_numbers(tmp_path: Path) -> None:
+    executor = altered(tmp_path, training=TRAINING | {"freeze_layers": 9})
+    message = "trial 3 never trained, and not for its numbers: "
+    with pytest.raises(InputError, match=f"{message}freeze_layers must be between 0 and"):
+        diagnose(executor, never_trained(fp_precision="bf16"), 1000)
+    executor.device = DeviceInfo(type="cuda", name="A100", compute_capability=(8, 0))
+    trial = never_trained(fp_precision="tf32", **{LAYER_0: "fp32"})
+    trial = replace(trial, telemetry={**trial.telemetry, "device": {"type": "cuda", "name": "A100"}})
+    with pytest.raises(InputError, match=f"{message}precision_overrides.encoder.layer.0: a part is in fp32"):
+        diagnose(executor, trial, 1000)
+
+
