@@ -215,7 +215,7 @@ def _diagnose_training(case: _Case, max_steps: int, say: Callable[[str], None]) 
         f"running trial {trial.number} again {where}; at most {num_steps} steps, about "
         f"{num_steps * seconds:.0f} s, then about {2 * STEPS_AFTER + 2} steps for each remedy"
     )
-    evaluates = "evaluation" in trial.reason
+    evaluates = bool(trial.telemetry.get("nonfinite_in_evaluation", True))  # older records do not say
     replay = Replay(executor, config, case.resolution, start)
     bad = replay.run(last + 1, evaluates=evaluates)
     notes = tuple(case.notes())

@@ -213,7 +213,8 @@ def test_logits_that_break_in_evaluation(tmp_path: Path) -> None:
         )
 
     executor = altered(tmp_path, alter, **UNCHECKED)
-    found = diagnosed(executor, tmp_path / "trial", fp_precision="bf16")
+    trial = ended(executor, tmp_path / "trial", fp_precision="bf16")
+    found = diagnose(executor, replace(trial, reason="in other words"), 1000)
     assert (found.what, found.step, found.origin.module) == ("logits", 6, "heads.2.1")
     assert found.healed_by is None
 
