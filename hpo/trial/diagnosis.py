@@ -33,7 +33,7 @@ from hpo.trial.adverse import adverse_batch, with_extreme_class_weights
 from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.distance import ModuleError, module_errors
 from hpo.trial.executor import Executor
-from hpo.trial.remedies import Broken, Remedy, try_remedies
+from hpo.trial.remedies import AMP, Broken, Remedy, try_remedies
 from hpo.trial.replay import BadStep, Replay, stored_snapshot, trace_batch
 from hpo.trial.tracing import Origin
 from hpo.trial.trial_parts import TrialParts
@@ -104,29 +104,31 @@ class _Case:
     def with_settings(self, settings: Mapping[str, Any]) -> tuple[TrialConfig, Resolution]:
         """The trial's configuration with other settings. Raises Unsupported and Incompatible."""
         executor, params = self.executor, {**self.params, **settings}
-        config = build_trial_config(executor.study, params, self.precision, executor.amp)
-        amp = config.amp.model_copy(update={"on_unsupported": "prune"})
-        resolution = resolve(config.fp_precision, executor.device, amp)
+        amp = {name.removeprefix(AMP): params.pop(name) for name in settings if name.startswith(AMP)}
+        amp_config = executor.amp.model_copy(update=amp)
+        config = build_trial_config(executor.study, params, self.precision, amp_config)
+        refuses = config.amp.model_copy(update={"on_unsupported": "prune"})
+        resolution = resolve(config.fp_precision, executor.device, refuses)
         check_overrides(config, resolution)
         refuse_overrides([resolution.effective], config.amp, executor.device.type)
         return config, resolution
 
-    def notes(self) -> Iterator[str]:
-        """What keeps the training from being exactly the same."""
     def device_notes(self) -> Iterator[str]:
         """That the trial ran on another model of device, whose kernels round in another order."""
         ran_on, here = self.trial.telemetry["device"].get("name"), self.executor.device.name
         if ran_on != here:
             yield f"The trial ran on another device ({ran_on}) than this one ({here}): numbers differ."
 
-        if self.config.compile != "none":
-            yield f"The trial was compiled (`compile: {self.config.compile}`); here it runs eagerly."
+    def notes(self) -> Iterator[str]:
+        """What keeps the training from being exactly the same."""
         yield from self.device_notes()
         if fallbacks := self.trial.telemetry.get("fp32_fallbacks"):
             yield (
                 f"The trial made {fallbacks} of its micro-batches again in fp32, where they were not finite "
                 "(`amp.fallback_to_fp32`); here that is off, so the first of them is what broke."
             )
+        if self.config.compile != "none":
+            yield f"The trial was compiled (`compile: {self.config.compile}`); here it runs eagerly."
         if self.config.max_seconds is not None:
             yield (
                 "The trial had a budget of seconds, which its learning rates follow: they differ a little "
@@ -148,9 +150,9 @@ def diagnose(
     Raises InputError for a trial that cannot be diagnosed, or not in so many steps; RunError where its
     checkpoint is gone.
     """
+    was_refused = trial.outcome == Outcome.INCOMPATIBLE
     try:
         case = _Case(executor, trial)
-    was_refused = trial.outcome == Outcome.INCOMPATIBLE
         if was_refused:
             return _diagnose_check(case, say)
     except (TrialEnd, ModelError) as error:
@@ -163,8 +165,6 @@ def diagnose(
         raise InputError(f"trial {trial.number} {why}: {error}") from error
     if trial.outcome == Outcome.NONFINITE:
         return _diagnose_training(case, max_steps, say)
-    if trial.outcome == Outcome.INCOMPATIBLE:
-        return _diagnose_check(case, say)
     return _diagnose_best(case, say)
 
 
@@ -275,17 +275,19 @@ def _diagnose_check(case: _Case, say: Callable[[str], None]) -> Diagnosis:
         elif measured.error and (where := _RAISED_IN.match(measured.error)):
             named = tuple(parts_with(parts.model, where[1]))
         elif what == "far":
-            named = tuple(parts_with(parts.model, _farthest(case, parts)[0].module))
+            # The farthest may lie in no part, such as the model's own sums between its layers.
+            all_of = (parts_with(parts.model, one.module) for one in _farthest(case, parts))
+            named = tuple(next(filter(None, all_of), ()))
         return Broken(what, origin, named, " ".join(found.reasons))
 
     parts, compatibility = check({})
     first = broken(parts, compatibility)
     found = Diagnosis(trial.number, trial.outcome, case.precision, notes=tuple(case.device_notes()))
     if isinstance(first, str):
-        return replace(found, notes=(f"Made again, {first}.",))
+        return replace(found, notes=(f"Made again, {first}.", *found.notes))
     farthest = _farthest(case, parts) if first.what == "far" else ()
     remedies = try_remedies(
-        case.config, case.resolution, first, None, lambda settings: broken(*check(settings)), say
+        case.config, case.resolution, first, parts.model, lambda settings: broken(*check(settings)), say
     )
     return replace(
         found,
@@ -294,7 +296,7 @@ def _diagnose_check(case: _Case, say: Callable[[str], None]) -> Diagnosis:
         parts=first.parts,
         remedies=tuple(remedies),
         farthest=farthest,
-        notes=(first.text,),
+        notes=(first.text, *found.notes),
     )
 
 

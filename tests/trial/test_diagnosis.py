@@ -93,9 +93,9 @@ def test_what_overflows_in_fp16_is_named_and_healed(
     assert found.healed_by == {healed_by: "fp32"}
     assert healed_by.removeprefix("precision_overrides.") in found.parts
     assert tried(found, fp_precision="fp32") is True
-    assert tried(found, init_scale=1 / 64 if check else 1024.0) is False, (
-        "nothing of it is in the backward pass"
-    )
+    (scaled,) = (one for one in found.remedies if "init_scale" in one.settings)
+    assert scaled.settings["init_scale"] == (1 / 64 if check else 1024.0)
+    assert not scaled.heals, "nothing of it is in the backward pass"
 
 
 def test_two_layers_that_overflow_are_found_one_after_the_other(tmp_path: Path) -> None:
@@ -149,12 +149,19 @@ def test_an_operator_that_bf16_lacks(tmp_path: Path) -> None:
     assert found.healed_by == {LAYER_1: "fp32"}
 
 
-def test_a_scale_whose_floor_is_too_high(tmp_path: Path) -> None:
-    amp = {"allow_emulated": True, "min_scale": 2.0**20, "init_scale": 2.0**20}
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_scale_whose_floor_is_too_high(tmp_path: Path, grows: bool) -> None:
+    """One that grows by too much is not healed by the one step that it makes before."""
+    growth = {"growth_interval": 1, "growth_factor": 2.0**20} if grows else {}
+    amp = {"allow_emulated": True, "min_scale": 2.0**20, "init_scale": 2.0**20, **growth}
     found = diagnosed(altered(tmp_path, amp=amp, **UNCHECKED), tmp_path / "trial", fp_precision="fp16")
     assert (found.what, found.step, found.origin.phase) == ("gradients", 1, "backward")
-    assert (tried(found, init_scale=2.0**14), tried(found, max_grad_norm=0.1)) == (True, False)
-    assert found.healed_by == {"init_scale": 2.0**14}
+    lower = {"init_scale": 2.0**14, "amp.min_scale": 2.0**8}
+    (scaled,) = (one for one in found.remedies if one.settings == lower)
+    assert (scaled.heals, tried(found, max_grad_norm=0.1)) == (not grows, False)
+    assert found.healed_by == ({"fp_precision": "bf16"} if grows else lower)
+    if grows:
+        assert scaled.result == "the scaler skipped 5 of 6 steps from step 1 to 6"
 
 
 DIVERGING = {
@@ -255,6 +262,7 @@ def test_what_cannot_be_diagnosed(tmp_path: Path) -> None:
             r"it never did \(unsupported: `tf32` needs CUDA\.\)",
         ),
         (replace(trial, outcome="oom", reason="too long"), InputError, "as oom, which is not about numbers"),
+        (replace(trial, outcome="pruned"), InputError, "was pruned, and no pruned trial keeps its weights"),
         (
             replace(trial, telemetry={**trial.telemetry, "device": {"type": gpu.type}}),
             InputError,
@@ -266,15 +274,12 @@ def test_what_cannot_be_diagnosed(tmp_path: Path) -> None:
             "cannot be run again on this device: `tf32` needs CUDA",
         ),
         (replace(trial, folder=tmp_path / "gone"), RunError, r"checkpoint of trial 0 must be in .*gone, but"),
-        (replace(trial, outcome="pruned"), InputError, "was pruned, and no pruned trial keeps its weights"),
     ]
     for case, error, message in cases:
         with pytest.raises(error, match=message):
             diagnose(executor, case, 1000)
 
 
-def with_effective(trial: StoredTrial, name: str) -> dict[str, Any]:
-    return {**trial.telemetry, "precision": {**trial.telemetry["precision"], "effective": name}}
 def never_trained(**params: Any) -> StoredTrial:
     telemetry = {"precision": {"effective": params["fp_precision"]}, "device": {"type": "cpu", "name": "CPU"}}
     return StoredTrial(3, "incompatible", "", params, telemetry, Path("none"), "token/3")
@@ -292,3 +297,5 @@ def test_a_trial_that_could_not_be_built_is_not_about_numbers(tmp_path: Path) ->
         diagnose(executor, trial, 1000)
 
 
+def with_effective(trial: StoredTrial, name: str) -> dict[str, Any]:
+    return {**trial.telemetry, "precision": {**trial.telemetry["precision"], "effective": name}}
