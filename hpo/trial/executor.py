@@ -34,7 +34,15 @@ from hpo.data.dataset import load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo, limit_threads, probe_device
-from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd, did_you_mean
+from hpo.errors import (
+    Incompatible,
+    InputError,
+    ModelError,
+    Nonfinite,
+    RunError,
+    TrialEnd,
+    did_you_mean,
+)
 from hpo.memory import disable_malloc_trim, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
@@ -168,6 +176,8 @@ class Executor:
             outcome, reason = Outcome.COMPLETE, ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)
+            if isinstance(end, Nonfinite):
+                recorder.note(nonfinite_in_evaluation=end.in_evaluation)
         except ModelError as error:
             # Where the study searches what the model is made of, a combination that cannot be built is
             # this trial's end and not the study's.

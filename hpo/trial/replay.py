@@ -64,6 +64,10 @@ class BadStep:
     """The loss scale of the step; None where there is none."""
 
 
+_RATES = ("lr", "initial_lr")
+"""Of a group of weights: they are those of the configuration, not of what it goes on from."""
+
+
 class _Stopped(Exception):
     """Leaves the training loop."""
 
@@ -120,7 +124,10 @@ class Replay:
         self.model.load_state_dict(start.weights)
         # Weights of another precision have another optimiser, which begins anew.
         if PRECISIONS[start.precision].weights == self.resolution.precision.weights:
+            own = [{name: group[name] for name in _RATES} for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(copy.deepcopy(dict(start.optimizer)))
+            for group, rates in zip(self.optimizer.param_groups, own, strict=True):
+                group.update(rates)
         if start.precision == self.resolution.effective and not own_scale:
             self.mixed_precision.load_state_dict(start.mixed_precision)
         self.state.load_state_dict(start.progress)

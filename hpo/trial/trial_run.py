@@ -47,7 +47,7 @@ from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, training_facts
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
