@@ -9,7 +9,7 @@ from typing import Any
 
 import planted_encoder
 import pytest
-from command_line import finish, hpo_command, ok, start_hpo, wait_until
+from command_line import finish, hpo_command, ok, start_hpo
 from jsonl_sets import write_set
 from planted_encoder import Flaw, planted, write_planted_study
 from tiny import write_study
