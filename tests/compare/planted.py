@@ -53,10 +53,11 @@ def run(
     trials: int = 10**6,
     device: str = DEVICE,
     effective: Mapping[str, str] = MappingProxyType({}),
+    speed: Callable[[dict[str, Any]], float] = lambda _: 1.0,
 ) -> StudyRecord:
     """Be a worker of the study, for so many trials at most, on this kind of device.
 
-    `effective` names what runs in place of a precision.
+    `effective` names what runs in place of a precision; `speed` multiplies that of a trial.
     """
     stop, left = Stop(), [trials]
 
@@ -79,6 +80,7 @@ def run(
             headline={
                 "fp_precision_effective": effective.get(precision, precision),
                 "train_examples_per_second": rate
+                * speed(params)
                 * random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1),
                 "peak_memory_bytes": 10**6,
             },

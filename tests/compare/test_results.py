@@ -12,6 +12,7 @@ from planted import TASKS, TWO_TASKS, begun, compared, run, searched
 
 from hpo.compare.answers import Scores
 from hpo.compare.companion import Request
+from hpo.compare.estimate import ratio_estimate
 from hpo.compare.results import judge
 from hpo.compare.sequential import Plan
 from hpo.compare.verdict import judge_paired
@@ -104,11 +105,21 @@ def test_another_learning_rate_is_needed(storage: Storage) -> None:
     def search(params: dict[str, Any]) -> float:
         return score(params) + (1.0 if params["fp_precision"] == "fp32" else 0.0)
 
-    found = compared(storage, searched(storage, search), score, Request(top=1))
+    config = searched(storage, search)
+    found = compared(storage, config, score, Request(top=1))
     assert verdicts(found) == {("bf16", "paired"): "worse", ("bf16", "tuned"): "as_good"}
     assert found.recommendation.startswith(
         "Use bf16, with configurations that were searched in it (shared ones lose: -9.9"
     )
+    delete_study(storage, "tiny-compare")
+
+    def slower(params: dict[str, Any]) -> float:
+        return 0.5 if params["learning_rate"] == best["bf16"] else 1.0
+
+    slow = compared(storage, config, score, Request(top=1), speed=slower)
+    speeds = {row.question: row.speed.ratio for row in slow.found.rows[:2]}
+    assert speeds == pytest.approx({"paired": 2.0, "tuned": 1.0}, abs=0.01), "each of what it compares"
+    assert slow.recommendation.startswith("Use fp32: as good (score within 0.5 points), but not shown to be")
 
 
 def test_a_precision_that_does_not_train(storage: Storage) -> None:
@@ -286,6 +297,32 @@ def test_kinds_of_device_that_disagree_are_not_put_together(storage: Storage) ->
     assert row.not_pooled.startswith("its paired difference is ")
     assert "-3." in row.not_pooled.partition(" on Example CPU 2 and ")[2]
     assert found.recommendation.startswith("Use fp32: the kinds of device do not say the same: of bf16 its")
+
+
+def test_a_speed_has_the_error_of_its_look(storage: Storage) -> None:
+    """Two questions and two looks share it."""
+    score = planted(0.2, own_noise=3.0)
+    config = searched(storage, score)
+    found = compared(
+        storage,
+        config,
+        score,
+        Request(top=1, max_seeds=5),
+        speed=lambda params: math.exp(noise(params, 0.2, "seed", "fp_precision")),
+    )
+    record = storage.read_study("tiny-compare")
+    of_arms = Scores(record, begun(storage, config, Request()), TASKS)
+    rates = [of_arms.of_arm(Arm(configuration=0, precision=name), rate) for name in ("bf16", "fp32")]
+    looks = Plan(max_seeds=5, num_comparisons=2)
+    expected = ratio_estimate([rates[0]], [rates[1]], looks.levels[-1])
+    assert looks.looks == (3, 5)
+    assert found.found.rows[0].speed == expected
+    assert expected.low < ratio_estimate([rates[0]], [rates[1]], 0.05).low
+
+
+def rate(trial: Any) -> float:
+    found: float = trial.attributes["train_examples_per_second"]
+    return found
 
 
 def test_equal_time_is_not_put_together(storage: Storage) -> None:
