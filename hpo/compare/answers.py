@@ -89,6 +89,8 @@ class Answer:
             "num_seeds": found.num_seeds,
             "seeds_needed": found.seeds_needed,
             "num_failed": found.num_failed,
+            "num_reference_failed": found.num_reference_failed,
+            "reason": found.reason,
             "speed_ratio": self.speed and self.speed.ratio,
             "speed_ratio_low": self.speed and self.speed.low,
             "speed_ratio_high": self.speed and self.speed.high,

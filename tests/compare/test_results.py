@@ -133,6 +133,34 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     assert found.found.rows[0].verdict.num_failed > 0
 
 
+def test_fp32_that_does_not_train(storage: Storage) -> None:
+    score = planted(0.0)
+
+    def fails(params: dict[str, Any]) -> float | None:
+        return None if params["fp_precision"] == "fp32" else score(params)
+
+    found = compared(storage, searched(storage, score), fails)
+    assert found.recommendation == (
+        "fp32 trains less often than bf16: 9 of its trials ended without a score, of bf16 0. Use bf16 where "
+        "fp32 does not train; what it loses is not known."
+    )
+    assert found.plan.num_seeds == 3, "no more seeds are spent on it"
+
+
+def test_failures_that_forbid_as_good_promise_no_seeds(storage: Storage) -> None:
+    score = planted(0.0, own_noise=0.05)
+
+    def fails(params: dict[str, Any]) -> float | None:
+        unlucky = params["fp_precision"] == "bf16" and params.get("seed", 0) % 5 == 0
+        return None if unlucky else score(params)
+
+    found = compared(storage, searched(storage, score), fails, Request(top=1, max_seeds=8))
+    row = found.found.rows[0]
+    assert (row.verdict.verdict, row.verdict.seeds_needed) == ("undecided", None)
+    assert f"(paired): {row.verdict.reason}." in found.recommendation
+    assert "should decide bf16 (paired)" not in found.recommendation
+
+
 def test_tuned_sides_have_as_many_configurations(storage: Storage) -> None:
     """bf16 has one configuration and fp32 three, of which the second and the third are worse."""
     space = {
