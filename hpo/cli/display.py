@@ -237,10 +237,14 @@ def print_comparison(found: Result[Any]) -> None:
 
 def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
     """The verdicts by metric, and what fp32 does against itself."""
+    from hpo.compare.answers import unit_of
+
     console = Console(highlight=False)
     num = len(plan.configurations)
     console.print(
-        f"{plan.study}: {num} configurations, against fp32, margin {plan.margin:g} points", style="bold"
+        f"{plan.study}: {num} configurations, against fp32, margin {plan.margin:g} "
+        f"{unit_of(answers.objective)}; higher is better",
+        style="bold",
     )
     for metric in dict.fromkeys(row.metric for row in answers.rows):
         table = _table("precision", "question", "difference", "verdict", "seeds", title=escape(metric))

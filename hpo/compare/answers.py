@@ -1,6 +1,9 @@
 """What a comparison says, from the trials that it has so far.
 
-Scores are of the test split where there is one, times 100 (points), turned so that higher is better.
+Scores are of the test split where there is one, times 100 (points) but for `mae` and `rmse`, which are in the
+units of the labels. All are turned so that higher is better: a positive difference speaks for the precision,
+whatever the metric. The margin is in the unit of the objective; metrics in another one have none, and no
+verdict.
 
 The rows of the objective decide, and they alone: a precision by a question is one comparison, and these share
 the whole of alpha, as the primary family of a trial does (gatekeeping: Westfall & Krishen, Journal of
@@ -44,6 +47,15 @@ Question = Literal["paired", "tuned"]
 Value = Callable[[TrialRecord], float | None]
 """Of a trial that has ended; None: it has none, NaN: it says nothing of its precision."""
 
+LABEL_METRICS = ("mae", "rmse")
+"""Metrics in the units of the labels."""
+
+
+def unit_of(metric: str) -> str:
+    """Of differences in a metric: `points`, hundredths, or `label units`."""
+    return "label units" if metric.rpartition("/")[2] in LABEL_METRICS else "points"
+
+
 _NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED)
 """A bug or the infrastructure; a device that lacks the precision."""
 
@@ -81,6 +93,7 @@ class Answer:
             "precision": self.precision,
             "question": self.question,
             "metric": self.metric,
+            "unit": unit_of(self.metric),
             "verdict": found.verdict,
             "difference": found.difference,
             "low": found.low,
@@ -113,7 +126,8 @@ class Answers:
     """The kinds of device that the trials ran on."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"margin": self.margin, "verdicts": [row.as_json() for row in self.rows]}
+        unit = unit_of(self.objective)
+        return {"margin": self.margin, "unit": unit, "verdicts": [row.as_json() for row in self.rows]}
 
 
 class Scores:
@@ -143,11 +157,13 @@ class Scores:
         return tuple(dict.fromkeys([self.objective, *(of_tasks if len(of_tasks) > 1 else ())]))
 
     def score(self, metric: str, *, on_test: bool | None = None) -> Value:
-        """Points of a trial, higher is better; on the test split where there is one, or as `on_test` says."""
+        """Of a trial, in `unit_of(metric)`, higher is better; on the test split where there is one, or as
+        `on_test` says."""
         on_test = self.on_test if on_test is None else on_test
         smaller = metric.rpartition("/")[2] in SMALLER_IS_BETTER
         if metric == self.objective:
             smaller = self._direction == "minimize"
+        factor = (100 if unit_of(metric) == "points" else 1) * (-1 if smaller else 1)
 
         def value(trial: TrialRecord) -> float | None:
             metrics = trial.telemetry.get("test_metrics" if on_test else "metrics")
@@ -157,7 +173,7 @@ class Scores:
                 return None
             task, _, name = metric.rpartition("/")
             found = metrics[task].get(name) if task else objective_value(metric, metrics, self.tasks, {})
-            return None if found is None else 100 * (-found if smaller else found)
+            return None if found is None else factor * found
 
         return value
 
@@ -213,7 +229,8 @@ def answer(scores: Scores, plan: Plan) -> Answers:
         decides = metric == scores.objective
         if decides or scores.tells(metric):
             num_metrics = 1 if decides else len(scores.metrics) - 1
-            family = replace(plan, num_comparisons=max(len(asked), 1) * num_metrics)
+            margin = plan.margin if unit_of(metric) == unit_of(scores.objective) else math.nan
+            family = replace(plan, num_comparisons=max(len(asked), 1) * num_metrics, margin=margin)
             rows += [_row(scores, family, speed_plan, name, question, metric) for name, question in asked]
             rows.append(_noise_floor(scores, family, metric))
     return Answers(tuple(rows), scores.objective, plan.margin, tuple(sorted(kinds)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from hpo.compare.answers import Answer, Answers, Scores, answer
+from hpo.compare.answers import Answer, Answers, Scores, answer, unit_of
 from hpo.compare.companion import closed, grown
 from hpo.compare.estimate import Ratio
 from hpo.compare.race import Race, run_race
@@ -124,7 +124,7 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
     as_good = [name for name, row in deciding.items() if row.verdict.verdict == "as_good"]
     good = [name for name in as_good if not deciding[name].not_pooled]
     undecided = [name for name, row in deciding.items() if row.verdict.verdict == "undecided"]
-    where = f"{answers.objective} within {plan.margin:g} points"
+    where = f"{answers.objective} within {plan.margin:g} {unit_of(answers.objective)}"
     fastest = {
         device: _fastest({name: deciding[name] for name in good}, device) for device in answers.devices
     }

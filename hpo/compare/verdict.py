@@ -217,6 +217,8 @@ def _judge(look: Callable[[int], tuple[Estimate, Failures]], num_seeds: int, pla
 
 def _reason(difference: float, failures: Failures, plan: Plan) -> str:
     """Why no number of seeds can be named, where the cause is not the scores; empty: they decide."""
+    if isnan(plan.margin):
+        return "the margin is in another unit"
     if isnan(difference) and failures.num_reference and not failures.num:
         num, of = failures.num_reference, failures.num_reference_trials
         return f"{num} of {of} trials of {REFERENCE} ended without a score"

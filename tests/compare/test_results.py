@@ -17,6 +17,7 @@ from hpo.compare.results import judge
 from hpo.compare.sequential import Plan
 from hpo.compare.verdict import judge_paired
 from hpo.config.comparison import Arm
+from hpo.errors import InputError
 from hpo.study.lifecycle import delete_study
 from hpo.study.storage import Storage, open_storage
 
@@ -206,6 +207,27 @@ def test_what_is_measured_decides_nothing_of_quality(objective: Any, storage: St
     if len(objective) > 1:
         best = storage.read_study("tiny").trials[found.plan.configurations[0].trial]
         assert best.params["learning_rate"] == 3e-5, "the best by what is compared"
+
+
+def test_an_error_is_in_the_units_of_the_labels(storage: Storage) -> None:
+    """A loss of 2 of them is one of -2, since the sign is turned; other metrics keep their points."""
+    score = planted(2.0, own_noise=0.1)
+    config = searched(storage, score, objective={"metric": "topic/mae", "direction": "minimize"})
+    with pytest.raises(InputError, match="--margin must be given: topic/mae is in label units"):
+        begun(storage, config, Request())
+    found = compared(storage, config, score, Request(top=1, margin=4.0))
+    row = found.found.rows[0]
+    assert row.verdict.difference == pytest.approx(-2.0, abs=0.2)
+    assert row.verdict.verdict == "as_good"
+    assert (row.as_json()["unit"], found.as_json()["unit"]) == ("label units", "label units")
+    assert "(topic/mae within 4 label units; " in found.recommendation
+    search, record = (storage.read_study(name) for name in ("tiny", "tiny-compare"))
+    both = judge(record, begun(storage, config, Request()), search, TWO_TASKS)
+    others = [row for row in both.found.rows if row.metric == "tone/f1_macro"]
+    assert {row.as_json()["unit"] for row in others} == {"points"}
+    assert {(row.verdict.verdict, row.verdict.reason) for row in others} == {
+        ("undecided", "the margin is in another unit")
+    }
 
 
 def test_a_race_of_a_study_that_minimizes_memory(storage: Storage) -> None:
