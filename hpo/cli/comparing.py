@@ -66,10 +66,9 @@ COMPARISON_OPTIONS: Mapping[str, Any] = {
     "margin": Annotated[
         float | None,
         typer.Option(
-            min=0.01,
-            max=100,
+            min=1e-6,
             metavar="POINTS",
-            help="A smaller loss is none; in hundredths.",
+            help="A smaller loss is none; in hundredths, of mae and rmse in the labels' units.",
             show_default="0.5",
         ),
     ],

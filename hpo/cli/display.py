@@ -237,10 +237,13 @@ def print_comparison(found: Result[Any]) -> None:
 
 def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
     """The verdicts by metric, and what fp32 does against itself."""
+    from hpo.compare.answers import unit_of
+
     console = Console(highlight=False)
     num = len(plan.configurations)
     console.print(
-        f"{plan.study}: {num} configuration{'s' * (num > 1)}, against fp32, margin {plan.margin:g} points",
+        f"{plan.study}: {num} configuration{'s' * (num > 1)}, against fp32, margin {plan.margin:g} "
+        f"{unit_of(answers.objective)}; higher is better",
         style="bold",
     )
     for metric in dict.fromkeys(row.metric for row in answers.rows):
@@ -249,14 +252,14 @@ def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
             if row.metric == metric:
                 table.add_row(*_comparison_cells(row))
         console.print(table)
-    of_devices = ("device", "paired difference there") if len(answers.devices) > 1 else ()
-    costs = _table("precision", *of_devices, "speed", "memory", title="times fp32's")
+    of_devices = ("device", "difference there") if len(answers.devices) > 1 else ()
+    costs = _table("precision", "question", *of_devices, "speed", "memory", title="times fp32's")
     deciding = [row for row in answers.rows if row.metric == answers.objective]
-    for row in {row.precision: row for row in deciding}.values():
+    for row in deciding:
         for there in row.devices:
             points = _points(there.difference, there.low, there.high)
             of_device = (escape(there.device), points) if of_devices else ()
-            costs.add_row(row.precision, *of_device, _ratio(there.speed), _ratio(there.memory))
+            costs.add_row(row.precision, row.question, *of_device, _ratio(there.speed), _ratio(there.memory))
     if costs.row_count:
         console.print(costs)
     for row in deciding:

@@ -1,20 +1,25 @@
 """What a comparison says, from the trials that it has so far.
 
-Scores are of the test split where there is one, times 100 (points), turned so that higher is better.
+Scores are of the test split where there is one, times 100 (points) but for `mae` and `rmse`, which are in the
+units of the labels. All are turned so that higher is better: a positive difference speaks for the precision,
+whatever the metric. The margin is in the unit of the objective; metrics in another one have none, and no
+verdict.
 
 The rows of the objective decide, and they alone: a precision by a question is one comparison, and these share
 the whole of alpha, as the primary family of a trial does (gatekeeping: Westfall & Krishen, Journal of
 Statistical Planning and Inference 2001; FDA, Multiple Endpoints in Clinical Trials, 2022). The tasks' own
 metrics are a second family, with an alpha of their own and a correction for their number. They are shown and
 never decide: no sentence and no further seed depends on them, so they take no power from the objective. The
-noise floor is no test, and is in neither family.
+noise floor is no test, and is in neither family. That a precision is faster is a third family, over
+precisions, questions and kinds of device, with the levels of the looks too.
 
 Tuned against tuned, both sides have the same number of configurations: the best of each, as many as the side
 with fewer has. A mean over the three best of fp32 would lie below the one best of another precision for no
 other reason than that it takes in its third.
 
-Speed and memory are compared pair by pair on each kind of device: the two
-trials of a pair ran one after the other, and a pair that shared its device with others counts for neither.
+Speed and memory are compared on each kind of device, pair by pair: the two trials of a pair ran one after the
+other, and a pair that shared its device with others counts for neither. Those of the tuned question are of
+the tuned configurations, so a recommendation never quotes the speed of others.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hpo.compare.by_device import OnDevice, Pairs, by_device, differing_devices
+from hpo.compare.by_device import OnDevice, Pairs, by_device, differing_devices, tuned_by_device
 from hpo.compare.estimate import Ratio
 from hpo.compare.sequential import Plan
 from hpo.compare.verdict import Verdict, judge_paired, judge_tuned
@@ -42,6 +47,15 @@ Question = Literal["paired", "tuned"]
 Value = Callable[[TrialRecord], float | None]
 """Of a trial that has ended; None: it has none, NaN: it says nothing of its precision."""
 
+LABEL_METRICS = ("mae", "rmse")
+"""Metrics in the units of the labels."""
+
+
+def unit_of(metric: str) -> str:
+    """Of differences in a metric: `points`, hundredths, or `label units`."""
+    return "label units" if metric.rpartition("/")[2] in LABEL_METRICS else "points"
+
+
 _NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED)
 """A bug or the infrastructure; a device that lacks the precision."""
 
@@ -57,7 +71,7 @@ class Answer:
     num_configurations: int
     """Of each side."""
     devices: tuple[OnDevice, ...] = ()
-    """The paired trials on each kind of device."""
+    """What the trials of each kind of device say: by pairs, or of the tuned configurations."""
     not_pooled: str = ""
     """Why the devices' differences are not to be put together; the verdict is of all of them."""
     is_noise_floor: bool = False
@@ -79,6 +93,7 @@ class Answer:
             "precision": self.precision,
             "question": self.question,
             "metric": self.metric,
+            "unit": unit_of(self.metric),
             "verdict": found.verdict,
             "difference": found.difference,
             "low": found.low,
@@ -87,6 +102,8 @@ class Answer:
             "num_seeds": found.num_seeds,
             "seeds_needed": found.seeds_needed,
             "num_failed": found.num_failed,
+            "num_reference_failed": found.num_reference_failed,
+            "reason": found.reason,
             "speed_ratio": self.speed and self.speed.ratio,
             "speed_ratio_low": self.speed and self.speed.low,
             "speed_ratio_high": self.speed and self.speed.high,
@@ -109,7 +126,8 @@ class Answers:
     """The kinds of device that the trials ran on."""
 
     def as_json(self) -> dict[str, Any]:
-        return {"margin": self.margin, "verdicts": [row.as_json() for row in self.rows]}
+        unit = unit_of(self.objective)
+        return {"margin": self.margin, "unit": unit, "verdicts": [row.as_json() for row in self.rows]}
 
 
 class Scores:
@@ -139,11 +157,13 @@ class Scores:
         return tuple(dict.fromkeys([self.objective, *(of_tasks if len(of_tasks) > 1 else ())]))
 
     def score(self, metric: str, *, on_test: bool | None = None) -> Value:
-        """Points of a trial, higher is better; on the test split where there is one, or as `on_test` says."""
+        """Of a trial, in `unit_of(metric)`, higher is better; on the test split where there is one, or as
+        `on_test` says."""
         on_test = self.on_test if on_test is None else on_test
         smaller = metric.rpartition("/")[2] in SMALLER_IS_BETTER
         if metric == self.objective:
             smaller = self._direction == "minimize"
+        factor = (100 if unit_of(metric) == "points" else 1) * (-1 if smaller else 1)
 
         def value(trial: TrialRecord) -> float | None:
             metrics = trial.telemetry.get("test_metrics" if on_test else "metrics")
@@ -153,7 +173,7 @@ class Scores:
                 return None
             task, _, name = metric.rpartition("/")
             found = metrics[task].get(name) if task else objective_value(metric, metrics, self.tasks, {})
-            return None if found is None else 100 * (-found if smaller else found)
+            return None if found is None else factor * found
 
         return value
 
@@ -202,26 +222,40 @@ def answer(scores: Scores, plan: Plan) -> Answers:
     asked: list[tuple[str, Question]] = []
     asked += [(name, "paired") for name in others if any(found.paired for found in config.configurations)]
     asked += [(name, "tuned") for name in others if _tuned(config, name) and _tuned(config, REFERENCE)]
+    kinds = set(scores.kinds.values())
+    speed_plan = replace(plan, num_comparisons=max(len(asked) * len(kinds), 1))
     rows: list[Answer] = []
     for metric in scores.metrics:
         decides = metric == scores.objective
         if decides or scores.tells(metric):
             num_metrics = 1 if decides else len(scores.metrics) - 1
-            family = replace(plan, num_comparisons=max(len(asked), 1) * num_metrics)
-            rows += [_row(scores, family, name, question, metric) for name, question in asked]
+            margin = plan.margin if unit_of(metric) == unit_of(scores.objective) else math.nan
+            family = replace(plan, num_comparisons=max(len(asked), 1) * num_metrics, margin=margin)
+            rows += [_row(scores, family, speed_plan, name, question, metric) for name, question in asked]
             rows.append(_noise_floor(scores, family, metric))
-    return Answers(tuple(rows), scores.objective, plan.margin, tuple(sorted(set(scores.kinds.values()))))
+    return Answers(tuple(rows), scores.objective, plan.margin, tuple(sorted(kinds)))
 
 
-def _row(scores: Scores, plan: Plan, precision: str, question: Question, metric: str) -> Answer:
+def _row(
+    scores: Scores, plan: Plan, speed_plan: Plan, precision: str, question: Question, metric: str
+) -> Answer:
     value = scores.score(metric)
-    arms_of, judge = (_paired, judge_paired) if question == "paired" else (_tuned, judge_tuned)
+    is_paired = question == "paired"
+    arms_of, judge = (_paired, judge_paired) if is_paired else (_tuned, judge_tuned)
     both = [arms_of(scores.plan, name) for name in (precision, REFERENCE)]
     num = min(map(len, both))  # the search's best of each, and as many: more of them have a lower mean
     ours, theirs = ([scores.of_arm(arm, value) for arm in arms[:num]] for arms in both)
+    num_seeds = min(scores.plan.seeds_of(arm) for arms in both for arm in arms[:num])
+    level = dict(zip(speed_plan.looks, speed_plan.levels, strict=True))[num_seeds]
     pairs = _pairs(scores, precision)
-    devices = by_device(pairs, scores.kinds, value)
-    not_pooled = _why_not_pooled(scores, pairs, devices, value)
+    of_pairs = by_device(pairs, scores.kinds, value, level)
+    not_pooled = _why_not_pooled(scores, pairs, of_pairs, value)
+    devices = of_pairs
+    if not is_paired:
+        tuned, tuned_reference = (
+            [[scores.trial(arm, index) for index in range(num_seeds)] for arm in arms[:num]] for arms in both
+        )
+        devices = tuned_by_device(tuned, tuned_reference, scores.kinds, value, level)
     return Answer(precision, question, metric, judge(ours, theirs, plan), num, devices, not_pooled)
 
 

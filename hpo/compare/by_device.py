@@ -4,21 +4,32 @@ What a precision does to a metric is arithmetic, and carries over between device
 the verdict is of the pairs of all kinds together; what each kind says is beside it. They are not put together
 where two kinds differ by more than chance does (Welch's interval for the difference of their paired
 differences; it warns, so the looks are not paid for), or where trials have equal time and a faster device
-trains more. Speed and memory are the device's own: each kind has ratios of its own pairs, and there are none
-over several.
+trains more. Speed and memory are the device's own: each kind has its own ratios, and there are none over
+several. In the paired question they are of pairs; in the tuned one of the trials that are compared there,
+whose batch sizes may differ. A recommendation rests on the speed, so its intervals are at the level of the
+look.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
-from hpo.compare.estimate import Array, Ratio, paired_estimate, ratio_estimate, tuned_estimate
+from hpo.compare.estimate import (
+    Array,
+    Estimate,
+    Ratio,
+    paired_estimate,
+    ratio_estimate,
+    tuned_estimate,
+    tuned_ratio_estimate,
+)
 from hpo.study.study_record import TrialRecord
 
 Pair = tuple[TrialRecord | None, TrialRecord | None]
@@ -27,23 +38,26 @@ Pairs = Sequence[Sequence[Pair]]
 """[configuration][seed]."""
 
 LEVEL = 0.05
-"""Of each side of an interval; of the warning that two kinds differ, for both sides."""
+"""Of each side of an interval of a difference; of the warning that two kinds differ, for both sides."""
+RATIOS = ("train_examples_per_second", "peak_memory_bytes")
+"""The attributes of a trial that are compared."""
 
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A precision against the reference, in the pairs of one kind of device."""
+    """A precision against the reference, in the trials of one kind of device."""
 
     device: str
     num_pairs: int
-    """Of which both trials have a score."""
+    """Of which both trials have a score; in the tuned question the scores of the side with fewer."""
     difference: float | None
-    """Points, precision minus reference; None: no configuration has two pairs here, or none was asked for."""
+    """Points, precision minus reference; None: no configuration has two pairs here, or, in the tuned
+    question, one has fewer than two scores."""
     low: float | None
     high: float | None
     """90 %, as if this were the only look; None where nothing is known."""
     speed: Ratio | None
-    """Training examples per second over the reference's; None: there is no pair that tells."""
+    """Training examples per second over the reference's; None: there are no trials that tell."""
     memory: Ratio | None
     """Peak memory over the reference's."""
 
@@ -61,30 +75,73 @@ class OnDevice:
         }
 
 
+Side = Sequence[Sequence[TrialRecord | None]]
+"""[configuration][seed] of one precision; None: it has not ended."""
+
+
+def tuned_by_device(
+    ours: Side,
+    theirs: Side,
+    kinds: Mapping[int, str],
+    value: Callable[[TrialRecord], float | None],
+    level: float,
+) -> tuple[OnDevice, ...]:
+    """Each kind of device that trials of both sides ran on; nothing is paired.
+
+    Args:
+        kinds: the kind of each trial, by its number.
+        value: points of a trial.
+        level: one-sided, of the intervals of speed and memory.
+    """
+    of_sides = [
+        {kinds.get(trial.number) for row in side for trial in row if trial is not None} - {None}
+        for side in (ours, theirs)
+    ]
+    found = []
+    for device in sorted(filter(None, of_sides[0] & of_sides[1])):
+        here = [
+            [[one if one and kinds.get(one.number) == device else None for one in row] for row in side]
+            for side in (ours, theirs)
+        ]
+        values = [
+            np.array([[None if one is None else value(one) for one in row] for row in side], dtype=np.float64)
+            for side in here
+        ]
+        difference, low, high = _known(tuned_estimate(*values))
+        ratios = [_tuned_ratio(here, name, level) for name in RATIOS]
+        num = min(int(np.isfinite(side).sum()) for side in values)
+        found.append(OnDevice(device, num, difference, low, high, *ratios))
+    return tuple(found)
+
+
 def by_device(
-    pairs: Pairs, kinds: Mapping[int, str], value: Callable[[TrialRecord], float | None]
+    pairs: Pairs, kinds: Mapping[int, str], value: Callable[[TrialRecord], float | None], level: float
 ) -> tuple[OnDevice, ...]:
     """Each kind of device that both trials of a pair ran on.
 
     Args:
         kinds: the kind of each trial, by its number.
         value: points of a trial.
+        level: one-sided, of the intervals of speed and memory.
     """
     found = []
     for device in sorted({kind for row in pairs for pair in row if (kind := _kind(pair, kinds))}):
         here = _on(pairs, kinds, device)
         differences = _differences(here, value)
         enough = differences[_enough(differences)]
-        difference = low = high = None
-        if len(enough):
-            estimate = paired_estimate(enough)
-            difference = float(estimate.difference)
-            bounds = [float(bound) for bound in estimate.interval(LEVEL)]
-            low, high = bounds if all(map(math.isfinite, bounds)) else (None, None)
-        ratios = [_ratio(here, name) for name in ("train_examples_per_second", "peak_memory_bytes")]
-        num_pairs = int(np.isfinite(differences).sum())
-        found.append(OnDevice(device, num_pairs, difference, low, high, ratios[0], ratios[1]))
+        known = _known(paired_estimate(enough)) if len(enough) else (None, None, None)
+        ratios = [_ratio(here, name, level) for name in RATIOS]
+        found.append(OnDevice(device, int(np.isfinite(differences).sum()), *known, *ratios))
     return tuple(found)
+
+
+def _known(estimate: Estimate) -> tuple[float | None, float | None, float | None]:
+    """The difference and its bounds, None for what is not known."""
+    difference, low, high = (
+        float(found) if np.isfinite(found) else None
+        for found in (estimate.difference, *estimate.interval(LEVEL))
+    )
+    return difference, low, high
 
 
 def differing_devices(
@@ -126,21 +183,55 @@ def _enough(differences: Array) -> np.ndarray:
     return np.asarray(np.isfinite(differences).sum(axis=1) >= 2)
 
 
-def _ratio(pairs: Pairs, attribute: str) -> Ratio | None:
+def _ratio(pairs: Pairs, attribute: str, level: float) -> Ratio | None:
     """Of the pairs that had their device alone."""
     measured = [[_measured(pair, attribute) for pair in row] for row in pairs]
     if not any(values is not None for row in measured for values in row):
         return None
     ours, theirs = ([[values and values[side] for values in row] for row in measured] for side in (0, 1))
-    return ratio_estimate(ours, theirs)
+    return ratio_estimate(ours, theirs, level)
+
+
+def _tuned_ratio(sides: Sequence[Side], attribute: str, level: float) -> Ratio | None:
+    """Of the trials that had their device alone, with the number of threads that most of them had."""
+    threads = Counter(
+        _threads(trial) for side in sides for row in side for trial in row if _alone(trial, attribute)
+    )
+    usual = threads.most_common(1)
+    ours, theirs = (
+        [
+            [
+                trial.attributes[attribute]
+                if _alone(trial, attribute) and _threads(trial) == usual[0][0]
+                else None
+                for trial in row
+            ]
+            for row in side
+        ]
+        for side in sides
+    )
+    if not all(any(one is not None for row in side for one in row) for side in (ours, theirs)):
+        return None
+    return tuned_ratio_estimate(ours, theirs, level)
 
 
 def _measured(pair: Pair, attribute: str) -> tuple[float, float] | None:
-    trials = [trial for trial in pair if trial is not None and trial.outcome == "complete"]
-    devices = [trial.telemetry.get("device", {}) for trial in trials]
-    if len(trials) < 2 or any(device.get("shared") for device in devices):
+    ours, theirs = pair
+    if not (_alone(ours, attribute) and _alone(theirs, attribute)) or _threads(ours) != _threads(theirs):
         return None
-    if devices[0].get("num_threads") != devices[1].get("num_threads"):
-        return None
-    ours, theirs = (trial.attributes.get(attribute) for trial in trials)
-    return None if ours is None or theirs is None else (ours, theirs)
+    return ours.attributes[attribute], theirs.attributes[attribute]
+
+
+def _alone(trial: TrialRecord | None, attribute: str) -> TypeGuard[TrialRecord]:
+    """Whether what was measured of a trial says how its precision does."""
+    return (
+        trial is not None
+        and trial.outcome == "complete"
+        and trial.attributes.get(attribute) is not None
+        and not trial.telemetry.get("device", {}).get("shared")
+    )
+
+
+def _threads(trial: TrialRecord) -> int | None:
+    found: int | None = trial.telemetry.get("device", {}).get("num_threads")
+    return found

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hpo.compare.answers import unit_of
 from hpo.config.comparison import (
     REFERENCE,
     SEED,
@@ -34,6 +35,7 @@ from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION
 from hpo.study.study_record import complete_trials, loss_signs
+from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
     from hpo.data.dataset import DataSet
@@ -171,13 +173,19 @@ def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
 def plan_comparison(
     record: StudyRecord, config: StudyConfig, request: Request, token: str
 ) -> ComparisonConfig:
-    """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial."""
+    """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial, or
+    where no margin is given for a metric that is not in points."""
     best = _by_rank(record)
     if not best:
         raise InputError(
             f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
         )
     given = {option: getattr(request, option) for option in DEFAULTS}
+    decides = quality_objective(config.objective).metric
+    if request.question == "precisions" and request.margin is None and unit_of(decides) != "points":
+        raise InputError(
+            f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
+        )
     asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
     if asked["seeds"] > asked["max_seeds"]:
         raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))

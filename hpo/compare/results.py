@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from hpo.compare.answers import Answer, Answers, Scores, answer
+from hpo.compare.answers import Answer, Answers, Scores, answer, unit_of
 from hpo.compare.companion import caught_up, closed, grown
 from hpo.compare.estimate import Ratio
 from hpo.compare.race import Race, run_race
@@ -85,7 +85,7 @@ def judge(
     if plan.question == "configurations":
         return _judge_race(scores, search, decided_by)
     answers = answer(scores, decided_by)
-    open_ = {row.precision for row in _deciding(answers) if row.verdict.verdict == "undecided"}
+    open_ = {row.precision for row in _deciding(answers) if not row.verdict.is_final}
     decided = [arm for arm in plan.arms() if arm.precision not in {*open_, REFERENCE}]
     next_look = decided_by.next_look(plan.num_seeds) if open_ else None
     advice = _advice(answers, plan)
@@ -129,7 +129,7 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
     as_good = [name for name, row in deciding.items() if row.verdict.verdict == "as_good"]
     good = [name for name in as_good if not deciding[name].not_pooled]
     undecided = [name for name, row in deciding.items() if row.verdict.verdict == "undecided"]
-    where = f"{answers.objective} within {plan.margin:g} points"
+    where = f"{answers.objective} within {plan.margin:g} {unit_of(answers.objective)}"
     fastest = {
         device: _fastest({name: deciding[name] for name in good}, device) for device in answers.devices
     }
@@ -150,6 +150,10 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
             told = "nothing as good is shown to be faster there"
             sentences.append(f"Use {REFERENCE} on {_and(others)}: {told}.")
         return " ".join(sentences)
+    untrained = [name for name, row in deciding.items() if row.verdict.reference_fails]
+    if untrained:
+        told = "; ".join(_only_trained(name, deciding[name]) for name in untrained)
+        return f"{REFERENCE} trains less often than {_and(untrained)}: {told}."
     if good:
         told = "; ".join(f"{name} ({_evidence(by_precision[name])})" for name in good)
         devices = _and(answers.devices)
@@ -166,12 +170,27 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
 def _more_seeds(answers: Answers, plan: ComparisonConfig) -> str:
     """What to type where the seeds that were allowed have not decided."""
     undecided = [row for row in _deciding(answers) if row.verdict.verdict == "undecided"]
+    near = f"too near the margin for any number of seeds up to {MOST_SEEDS}"
+    by_reason: dict[str, list[str]] = {}
+    for row in undecided:
+        if not row.verdict.seeds_needed:
+            why = row.verdict.reason or near
+            by_reason.setdefault(why, []).append(f"{row.precision} ({row.question})")
+    told = "".join(f" {', '.join(names)}: {why}." for why, names in by_reason.items())
     needed = {row: row.verdict.seeds_needed for row in undecided if row.verdict.seeds_needed}
-    names = ", ".join(f"{row.precision} ({row.question})" for row in needed or undecided)
     if not needed:
-        return f" {names}: too near the margin for any number of seeds up to {MOST_SEEDS}."
-    num = max(needed.values())
-    return f" {num} seeds should decide {names}: hpo compare {plan.study} --max-seeds {num}"
+        return told
+    num, names = max(needed.values()), ", ".join(f"{row.precision} ({row.question})" for row in needed)
+    return f"{told} {num} seeds should decide {names}: hpo compare {plan.study} --max-seeds {num}"
+
+
+def _only_trained(name: str, row: Answer) -> str:
+    """What there is to say where the reference has too few scores to compare with."""
+    found = row.verdict
+    told = f"{found.num_reference_failed} of its trials ended without a score, of {name} {found.num_failed}"
+    if found.verdict == "as_good":
+        return f"{told}, and {name} is as good where both train, so use {name}"
+    return f"{told}. Use {name} where {REFERENCE} does not train; what it loses is not known"
 
 
 def _fastest(rows: Mapping[str, Answer], device: str) -> tuple[str, Ratio] | None:

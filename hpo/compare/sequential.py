@@ -51,7 +51,7 @@ class Plan:
     """How a comparison is decided; fixed before its first seed."""
 
     margin: float = 0.5
-    """Points that a precision may lose and still be as good."""
+    """What a precision may lose and still be as good, in the unit of the scores; NaN: there is no verdict."""
     min_seeds: int = 3
     max_seeds: int = 20
     """Seeds by which all of the error but the reserve is spent."""

@@ -86,7 +86,7 @@ class ComparisonConfig(Section):
     extensions: Annotated[tuple[Count, ...], Field(strict=False)] = ()
     """More seeds than those, asked for later, ascending."""
     margin: Positive
-    """Points; a smaller loss is none."""
+    """A smaller loss is none; in points, of `mae` and `rmse` in the units of the labels."""
     closed: Annotated[tuple[ClosedArm, ...], Field(strict=False)] = ()
     """Arms of which enough is known."""
 

@@ -28,6 +28,12 @@ SLOWER = {"slow CPU": {"bf16": 0.25}}
 """Of a kind of device, by what its speeds are multiplied."""
 SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
 
+OF_POINTS: Mapping[str, Callable[[float], float]] = {
+    "peak_memory_bytes": lambda _: 10.0**6,
+    "topic/mae": lambda points: -points,
+}
+"""Objectives whose value is another one than a hundredth of the points."""
+
 Score = Callable[[dict[str, Any]], float | None]
 """Points of a trial by its parameters; None: its loss is not finite."""
 
@@ -53,10 +59,11 @@ def run(
     trials: int = 10**6,
     device: str = DEVICE,
     effective: Mapping[str, str] = MappingProxyType({}),
+    speed: Callable[[dict[str, Any]], float] = lambda _: 1.0,
 ) -> StudyRecord:
     """Be a worker of the study, for so many trials at most, on this kind of device.
 
-    `effective` names what runs in place of a precision.
+    `effective` names what runs in place of a precision; `speed` multiplies that of a trial.
     """
     stop, left = Stop(), [trials]
 
@@ -70,15 +77,16 @@ def run(
             return result("nonfinite")
         precision = params["fp_precision"]
         rate = SPEED[precision] * SLOWER.get(device, {}).get(precision, 1.0)
-        metrics = {task.name: {"f1_macro": points / 100} for task in TWO_TASKS}
+        metrics = {task.name: {"f1_macro": points / 100, "mae": -points} for task in TWO_TASKS}
         return result(
             "complete",
             values=tuple(
-                10.0**6 if one.metric == "peak_memory_bytes" else points / 100 for one in config.objective
+                OF_POINTS.get(one.metric, lambda points: points / 100)(points) for one in config.objective
             ),
             headline={
                 "fp_precision_effective": effective.get(precision, precision),
                 "train_examples_per_second": rate
+                * speed(params)
                 * random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1),
                 "peak_memory_bytes": 10**6,
             },

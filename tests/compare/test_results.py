@@ -12,10 +12,12 @@ from planted import TASKS, TWO_TASKS, begun, compared, run, searched
 
 from hpo.compare.answers import Scores
 from hpo.compare.companion import Request
+from hpo.compare.estimate import ratio_estimate
 from hpo.compare.results import judge
 from hpo.compare.sequential import Plan
 from hpo.compare.verdict import judge_paired
 from hpo.config.comparison import Arm
+from hpo.errors import InputError
 from hpo.study.lifecycle import delete_study
 from hpo.study.storage import Storage, open_storage
 
@@ -115,11 +117,21 @@ def test_another_learning_rate_is_needed(storage: Storage) -> None:
     def search(params: dict[str, Any]) -> float:
         return score(params) + (1.0 if params["fp_precision"] == "fp32" else 0.0)
 
-    found = compared(storage, searched(storage, search), score, Request(top=1))
+    config = searched(storage, search)
+    found = compared(storage, config, score, Request(top=1))
     assert verdicts(found) == {("bf16", "paired"): "worse", ("bf16", "tuned"): "as_good"}
     assert found.recommendation.startswith(
         "Use bf16, with configurations that were searched in it (shared ones lose: -9.9"
     )
+    delete_study(storage, "tiny-compare")
+
+    def slower(params: dict[str, Any]) -> float:
+        return 0.5 if params["learning_rate"] == best["bf16"] else 1.0
+
+    slow = compared(storage, config, score, Request(top=1), speed=slower)
+    speeds = {row.question: row.speed.ratio for row in slow.found.rows[:2]}
+    assert speeds == pytest.approx({"paired": 2.0, "tuned": 1.0}, abs=0.01), "each of what it compares"
+    assert slow.recommendation.startswith("Use fp32: as good (score within 0.5 points), but not shown to be")
 
 
 def test_a_precision_that_does_not_train(storage: Storage) -> None:
@@ -131,6 +143,34 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     found = compared(storage, searched(storage, score), fails)
     assert verdicts(found)["bf16", "paired"] == "worse"
     assert found.found.rows[0].verdict.num_failed > 0
+
+
+def test_fp32_that_does_not_train(storage: Storage) -> None:
+    score = planted(0.0)
+
+    def fails(params: dict[str, Any]) -> float | None:
+        return None if params["fp_precision"] == "fp32" else score(params)
+
+    found = compared(storage, searched(storage, score), fails)
+    assert found.recommendation == (
+        "fp32 trains less often than bf16: 9 of its trials ended without a score, of bf16 0. Use bf16 where "
+        "fp32 does not train; what it loses is not known."
+    )
+    assert found.plan.num_seeds == 3, "no more seeds are spent on it"
+
+
+def test_failures_that_forbid_as_good_promise_no_seeds(storage: Storage) -> None:
+    score = planted(0.0, own_noise=0.05)
+
+    def fails(params: dict[str, Any]) -> float | None:
+        unlucky = params["fp_precision"] == "bf16" and params.get("seed", 0) % 5 == 0
+        return None if unlucky else score(params)
+
+    found = compared(storage, searched(storage, score), fails, Request(top=1, max_seeds=8))
+    row = found.found.rows[0]
+    assert (row.verdict.verdict, row.verdict.seeds_needed) == ("undecided", None)
+    assert f"(paired): {row.verdict.reason}." in found.recommendation
+    assert "should decide bf16 (paired)" not in found.recommendation
 
 
 def test_tuned_sides_have_as_many_configurations(storage: Storage) -> None:
@@ -178,6 +218,27 @@ def test_what_is_measured_decides_nothing_of_quality(objective: Any, storage: St
     if len(objective) > 1:
         best = storage.read_study("tiny").trials[found.plan.configurations[0].trial]
         assert best.params["learning_rate"] == 3e-5, "the best by what is compared"
+
+
+def test_an_error_is_in_the_units_of_the_labels(storage: Storage) -> None:
+    """A loss of 2 of them is one of -2, since the sign is turned; other metrics keep their points."""
+    score = planted(2.0, own_noise=0.1)
+    config = searched(storage, score, objective={"metric": "topic/mae", "direction": "minimize"})
+    with pytest.raises(InputError, match="--margin must be given: topic/mae is in label units"):
+        begun(storage, config, Request())
+    found = compared(storage, config, score, Request(top=1, margin=4.0))
+    row = found.found.rows[0]
+    assert row.verdict.difference == pytest.approx(-2.0, abs=0.2)
+    assert row.verdict.verdict == "as_good"
+    assert (row.as_json()["unit"], found.as_json()["unit"]) == ("label units", "label units")
+    assert "(topic/mae within 4 label units; " in found.recommendation
+    search, record = (storage.read_study(name) for name in ("tiny", "tiny-compare"))
+    both = judge(record, begun(storage, config, Request()), search, TWO_TASKS)
+    others = [row for row in both.found.rows if row.metric == "tone/f1_macro"]
+    assert {row.as_json()["unit"] for row in others} == {"points"}
+    assert {(row.verdict.verdict, row.verdict.reason) for row in others} == {
+        ("undecided", "the margin is in another unit")
+    }
 
 
 def test_a_race_of_a_study_that_minimizes_memory(storage: Storage) -> None:
@@ -297,6 +358,32 @@ def test_kinds_of_device_that_disagree_are_not_put_together(storage: Storage) ->
     assert row.not_pooled.startswith("its paired difference is ")
     assert "-3." in row.not_pooled.partition(" on Example CPU 2 and ")[2]
     assert found.recommendation.startswith("Use fp32: the kinds of device do not say the same: of bf16 its")
+
+
+def test_a_speed_has_the_error_of_its_look(storage: Storage) -> None:
+    """Two questions and two looks share it."""
+    score = planted(0.2, own_noise=3.0)
+    config = searched(storage, score)
+    found = compared(
+        storage,
+        config,
+        score,
+        Request(top=1, max_seeds=5),
+        speed=lambda params: math.exp(noise(params, 0.2, "seed", "fp_precision")),
+    )
+    record = storage.read_study("tiny-compare")
+    of_arms = Scores(record, begun(storage, config, Request()), TASKS)
+    rates = [of_arms.of_arm(Arm(configuration=0, precision=name), rate) for name in ("bf16", "fp32")]
+    looks = Plan(max_seeds=5, num_comparisons=2)
+    expected = ratio_estimate([rates[0]], [rates[1]], looks.levels[-1])
+    assert looks.looks == (3, 5)
+    assert found.found.rows[0].speed == expected
+    assert expected.low < ratio_estimate([rates[0]], [rates[1]], 0.05).low
+
+
+def rate(trial: Any) -> float:
+    found: float = trial.attributes["train_examples_per_second"]
+    return found
 
 
 def test_equal_time_is_not_put_together(storage: Storage) -> None:
