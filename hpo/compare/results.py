@@ -35,6 +35,7 @@ class Result(Generic[Found]):
         return {
             "study": self.plan.study,
             "num_configurations": len(self.plan.configurations),
+            "num_seeds": self.plan.num_seeds,
             **self.found.as_json(),
             "recommendation": self.recommendation,
             "has_ended": self.next_plan is None,
