@@ -167,7 +167,7 @@ def test_a_race_of_one(storage: Storage) -> None:
 
 
 def test_a_race_that_is_too_close_to_call_confirms_no_other(storage: Storage) -> None:
-    """The leader on new seeds is not shown to be better than the best of the search, unless that is beaten."""
+    """The leader on new seeds is not shown to be better than the best of the search, unless it is beaten."""
     score = planted(0.0)
     config = searched(storage, score)
     found = compared(storage, config, score, Request("configurations", top=3)).as_json()
