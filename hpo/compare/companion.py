@@ -2,9 +2,9 @@
 
 Paired question: the best `top` configurations of the study, whatever their precision, each under every
 precision. Tuned question: for each precision the best `top` that the search found under it, of which as many
-count as fp32 has too. A configuration
-that both questions name is trained once. The reference runs the paired configurations with a second set of
-seeds too: what a seed alone does is the noise floor of everything else.
+count as fp32 has too. A configuration that both questions name, or that was searched under several precisions,
+is trained once. The reference runs the paired configurations with a second set of seeds too: what a seed alone
+does is the noise floor of everything else.
 
 A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, no
 precision falls back to another, and no checkpoint outlives its trial.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -187,14 +187,21 @@ def plan_comparison(
             f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
         )
     asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
+    if request.question == "precisions" and {REFERENCE} >= {*(request.precisions or ())}:
+        raise InputError(
+            f"A comparison needs another precision than {REFERENCE}, but --precisions names none, or this "
+            "device runs none as it is. Compare on one that does, or, for the scores alone, search with "
+            "`amp.allow_emulated: true`, which makes the others count as precisions that work."
+        )
     if asked["seeds"] > asked["max_seeds"]:
         raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
-    choose = _race if request.question == "configurations" else _compared
     names = sorted(config.search_space.keys() - {PRECISION, SEED})
-    configurations = tuple(
-        ComparedConfiguration(trial=trial.number, params=_settings_of(config, trial, names), **how)
-        for trial, how in choose(best, request.precisions or (), asked["top"])
-    )
+    settings = {trial.number: _settings_of(config, trial, names) for trial in best}
+    if request.question == "configurations":
+        configurations = tuple(_race(best[: asked["top"]], settings))
+    else:
+        own = {name for name in names if PRECISION in config.search_space[name].when}
+        configurations = _compared(best, settings, own, request.precisions or (), asked["top"])
     in_race = dict.fromkeys(name for found in configurations for name in found.precisions)
     return ComparisonConfig(
         study=record.name,
@@ -211,29 +218,59 @@ def plan_comparison(
     )
 
 
-Chosen = Iterator[tuple["TrialRecord", dict[str, Any]]]
-"""Trials whose configurations are compared, and how."""
+Settings = Mapping[int, dict[str, Any]]
+"""What is searched but precision and seed, by the number of the trial."""
 
 
-def _race(best: Sequence[TrialRecord], _: Sequence[str], top: int) -> Chosen:
+def _race(best: Sequence[TrialRecord], settings: Settings) -> Iterator[ComparedConfiguration]:
     """The best configurations, each under its own precision."""
-    for trial in best[:top]:
-        yield trial, {"precisions": (_precision_of(trial),)}
+    for trial in best:
+        yield ComparedConfiguration(
+            trial=trial.number, params=settings[trial.number], precisions=(_precision_of(trial),)
+        )
 
 
-def _compared(best: Sequence[TrialRecord], precisions: Sequence[str], top: int) -> Chosen:
-    """The best configurations under all `precisions`, and the best of each precision under that one."""
-    seen: Counter[str] = Counter()
-    for rank, trial in enumerate(best):
-        own = _precision_of(trial)
-        seen[own] += 1
-        tuned = (own,) if own in precisions and seen[own] <= top else ()
+def _compared(
+    best: Sequence[TrialRecord],
+    settings: Settings,
+    own: Container[str],
+    precisions: Sequence[str],
+    top: int,
+) -> tuple[ComparedConfiguration, ...]:
+    """The best configurations under all `precisions`, and the best of each precision under that one.
+
+    Trials that differ in precision alone have one configuration, by the better of them. So have those that
+    differ in settings `own` to a precision too (`when`): each of these has the value of the best trial that
+    searched it.
+    """
+    groups: dict[str, list[TrialRecord]] = {}
+    for trial in best:
+        shared = {name: value for name, value in settings[trial.number].items() if name not in own}
+        groups.setdefault(json.dumps(shared, sort_keys=True), []).append(trial)
+    found: dict[str, ComparedConfiguration] = {}
+    group_of: dict[int, str] = {}
+    for rank, (key, group) in enumerate(groups.items()):
+        params = dict(settings[group[0].number])
+        for trial in reversed(group):
+            params |= {name: settings[trial.number][name] for name in params if name in trial.params}
         paired = rank < top
-        if paired or tuned:
-            yield (
-                trial,
-                {"precisions": tuple(precisions) if paired else tuned, "paired": paired, "tuned": tuned},
-            )
+        found[key] = ComparedConfiguration(
+            trial=group[0].number, params=params, precisions=precisions if paired else (), paired=paired
+        )
+        group_of |= {trial.number: key for trial in group}
+    seen: Counter[str] = Counter()
+    for trial in best:
+        precision = _precision_of(trial)
+        seen[precision] += 1
+        if precision in precisions and seen[precision] <= top:
+            key, params = group_of[trial.number], settings[trial.number]
+            if any(found[key].params[name] != params[name] for name in params if name in trial.params):
+                key = f"trial {trial.number}"  # another one of its precision has other settings of its own
+                found[key] = ComparedConfiguration(trial=trial.number, params=params, precisions=())
+            tuned = (*found[key].tuned, precision)
+            trained_in = precisions if found[key].paired else tuned
+            found[key] = found[key].model_copy(update={"tuned": tuned, "precisions": tuple(trained_in)})
+    return tuple(one for one in found.values() if one.precisions)
 
 
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:

@@ -38,6 +38,7 @@ class Result(Generic[Found]):
         return {
             "study": self.plan.study,
             "num_configurations": len(self.plan.configurations),
+            "num_seeds": self.plan.num_seeds,
             **self.found.as_json(),
             "recommendation": self.recommendation,
             "has_ended": self.next_plan is None,
@@ -240,10 +241,19 @@ def _call(race: Race, plan: ComparisonConfig) -> str:
         command = f"hpo compare {plan.study} --configurations --max-seeds {more}"
         return (
             f"Too close to call: trials {names} after {best.num_seeds} new seeds. The first is the best with "
-            f"a probability of {best.probability_best:.2f}."
-            + ("" if more is None else f" More seeds may tell: {command}")
+            f"a probability of {best.probability_best:.2f}; `hpo best` shows the one of them that "
+            "was best in the search." + ("" if more is None else f" More seeds may tell: {command}")
+        )
+    bias = (
+        f"the search overstated it by {best.overstated:+.2f} points "
+        f"({best.overstated_low:+.2f} to {best.overstated_high:+.2f})"
+    )
+    if len(race.standings) == 1:
+        return (
+            f"Trial {race.best} has {best.mean:.2f} points on {best.num_seeds} new seeds; {bias}. No other "
+            "configuration was compared with it."
         )
     return (
         f"Trial {race.best} is the best with a probability of {best.probability_best:.2f} on "
-        f"{best.num_seeds} new seeds; the search overstated it by {best.overstated:.2f} points."
+        f"{best.num_seeds} new seeds; {bias}."
     )

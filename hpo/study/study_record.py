@@ -135,7 +135,8 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
     """The best complete trial; with several objectives the Pareto front, the best by the first of them first.
 
     Maybe none. Where `hpo compare --configurations` has found another one to be the best on new seeds, that
-    one, unless a trial that was not compared is better than all that were.
+    one, unless a trial that was not compared is better than all that were. Of several that it could not tell
+    apart, the one that was best in the search.
     """
     complete = complete_trials(record)
     if not complete:
@@ -146,8 +147,11 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
         best = complete[int(losses.argmin())]
         race = record.comparisons.get("configurations", {})
         compared = [standing["configuration"] for standing in race.get("standings", ())]
-        confirmed = race.get("best") if best.number in compared and race["has_ended"] else None
-        return [next((trial for trial in complete if trial.number == confirmed), best)]
+        if best.number not in compared or not race["has_ended"]:
+            return [best]
+        left = race["too_close"] or [race["best"]]
+        confirmed = [index for index, trial in enumerate(complete) if trial.number in left]
+        return [complete[min(confirmed, key=lambda index: losses[index, 0])] if confirmed else best]
     front = np.flatnonzero(pareto_front(values, record.directions))
     return [complete[index] for index in front[losses[front, 0].argsort(kind="stable")]]
 

@@ -60,10 +60,8 @@ def test_the_best_under_each_precision_and_the_best_of_each(storage: Storage, co
         for one in plan_of(companion).configurations
     ]
     assert found == [
-        (1e-5, ("fp32", "bf16"), True, ("fp32",)),
-        (1e-5, ("fp32", "bf16"), True, ("bf16",)),
-        (3e-5, ("fp32",), False, ("fp32",)),
-        (3e-5, ("bf16",), False, ("bf16",)),
+        (1e-5, ("fp32", "bf16"), True, ("fp32", "bf16")),
+        (3e-5, ("fp32", "bf16"), True, ("fp32", "bf16")),
     ]
     assert companion.name == comparison_name("tiny", "precisions") == "tiny-compare"
     assert companion.pruner.name == "none"
@@ -80,7 +78,7 @@ def test_no_trial_of_it_falls_back(storage: Storage) -> None:
 def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config: StudyConfig) -> None:
     plan = plan_of(begun(storage, config, REQUEST))
     points = plan.points()
-    assert len(points) == 3 * len(plan.arms()) == 3 * 8
+    assert len(points) == 3 * len(plan.arms()) == 3 * 6
     assert min(point["seed"] for point in points) == FIRST_SEED
     assert max(point["seed"] for point in points) <= plan.last_seed
     assert len({tuple(point.values()) for point in points}) == len(points)
@@ -91,11 +89,46 @@ def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config:
     assert set(orders) == {("fp32", "bf16"), ("bf16", "fp32")}, "no precision is always the first"
 
 
-def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage, config: StudyConfig) -> None:
+def test_what_suits_one_precision_alone_is_no_paired_configuration_of_another(storage: Storage) -> None:
+    """Each question has its own best: one learning rate is among both, and trained once."""
+    suits = {"fp32": 3e-5, "bf16": 1e-4}
+
+    def score(params: dict[str, Any]) -> float:
+        precision, rate = params["fp_precision"], params["learning_rate"]
+        return 80.0 - 9.0 * (rate != suits[precision]) - 1e4 * rate - (precision == "bf16")
+
+    plan = plan_of(begun(storage, searched(storage, score), Request(top=1, seeds=3, max_seeds=8)))
+    found = [(one.params["learning_rate"], one.precisions, one.tuned) for one in plan.configurations]
+    assert found == [(3e-5, ("fp32", "bf16"), ("fp32",)), (1e-4, ("bf16",), ("bf16",))]
+
+
+def test_a_setting_of_one_precision_has_its_best_value_there(storage: Storage) -> None:
+    """In the configuration that all share; another value of it is a configuration of that precision."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {"type": "categorical", "choices": [1e-5]},
+        "init_scale": {"type": "categorical", "choices": [8.0, 1024.0], "when": {"fp_precision": "bf16"}},
+    }
+    config = study(20, search_space=space)
+    storage.create_or_resume_study(config)
+    run(storage, config, lambda params: 80.0 - (params.get("init_scale") == 8.0))
+    plan = plan_of(begun(storage, config, Request(top=2, seeds=3, max_seeds=8)))
+    found = [(one.params["init_scale"], one.precisions, one.tuned) for one in plan.configurations]
+    assert (found[0][0], found[0][1], {*found[0][2]}) == (1024.0, ("fp32", "bf16"), {"fp32", "bf16"})
+    assert found[1:] == [(8.0, ("bf16",), ("bf16",))]
+
+
+def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage) -> None:
+    """Where no trial of the precision that searches it is complete."""
+    config = searched(storage, lambda params: None if params["fp_precision"] == "bf16" else by_rate(params))
     companion = begun(storage, config, REQUEST)
-    values = {one.tuned: one.params["init_scale"] for one in plan_of(companion).configurations}
-    assert values == {("fp32",): None, ("bf16",): 1024.0}
-    assert set(companion.search_space["init_scale"].grid()) == {None, 1024.0}
+    assert {one.params["init_scale"] for one in plan_of(companion).configurations} == {None}
+    assert companion.search_space["init_scale"].grid() == (None,)
+
+
+def test_nothing_but_fp32(storage: Storage, config: StudyConfig) -> None:
+    with pytest.raises(InputError, match="A comparison needs another precision than fp32, but"):
+        begun(storage, config, Request(precisions=("fp32",)))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +174,7 @@ def test_more_seeds_leave_those_before_them_as_they_are(storage: Storage, config
         begun(storage, config, Request(max_seeds=15))
     grown = plan.model_copy(update={"num_seeds": 20}).points()
     assert grown[: len(plan.points())] == plan.points()
-    assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 8
+    assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 6
 
 
 def test_two_commands_take_nothing_from_each_other(storage: Storage, config: StudyConfig) -> None:
@@ -197,13 +230,13 @@ def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config
 def test_trials_of_more_seeds_follow_when_the_plan_grows(storage: Storage, config: StudyConfig) -> None:
     companion = begun(storage, config, REQUEST)
     storage.create_or_resume_study(companion)
-    assert len(run(storage, companion, by_rate).trials) == 24
+    assert len(run(storage, companion, by_rate).trials) == 18
     plan = plan_of(companion).model_copy(update={"num_seeds": 5})
     grown = companion.with_values(comparison=plan, n_trials=len(plan.points()))
     storage.create_or_resume_study(grown)
     record = run(storage, companion, by_rate)  # a worker that has read the old plan
-    assert len(record.trials) == 40
-    assert len({tuple(trial.params.values()) for trial in record.trials}) == 40
+    assert len(record.trials) == 30
+    assert len({tuple(trial.params.values()) for trial in record.trials}) == 30
 
 
 def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
@@ -227,10 +260,10 @@ def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
         connection.execute(of_trial.values(trial_number=interrupted.number))
     record = run(storage, companion, by_rate, device="here")
     assert record.trials[interrupted.number].state == "RUNNING", "left alone, and not waited for"
-    assert record.slots["done"] == 23
+    assert record.slots["done"] == 17
     summary = run_worker(companion, storage, lambda *_: None, device=WorkerDevice(kind="here"))
     assert (summary.ended, summary.elsewhere) == ("elsewhere", ("the name gone",))
-    assert run(storage, companion, by_rate, device="gone").slots["done"] == 24
+    assert run(storage, companion, by_rate, device="gone").slots["done"] == 18
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hpo.config.comparison import Arm
 from hpo.errors import InputError
 from hpo.study.lifecycle import delete_study
 from hpo.study.storage import Storage, open_storage
+from hpo.study.study_record import best_trials, complete_trials
 
 BASE = {1e-5: 70.0, 3e-5: 80.0, 1e-4: 75.0}
 
@@ -318,6 +319,36 @@ def test_other_metrics_take_no_power_from_the_objective(storage: Storage) -> Non
         for name in ("bf16", "fp32")
     )
     assert deciding[0] == judge_paired(ours, theirs, Plan(max_seeds=5, num_comparisons=2))
+
+
+def test_a_race_of_one(storage: Storage) -> None:
+    """It is the best of nothing."""
+    score = planted(0.0)
+    found = compared(storage, searched(storage, score), score, Request("configurations", top=1))
+    only = found.found.standings[0]
+    low, high = f"{only.overstated_low:+.2f}", f"{only.overstated_high:+.2f}"
+    assert found.recommendation.startswith(
+        f"Trial {only.configuration} has {only.mean:.2f} points on 3 new seeds; "
+    )
+    assert f"overstated it by {only.overstated:+.2f} points ({low} to {high})." in found.recommendation
+    assert "probability" not in found.recommendation
+
+
+def test_a_race_that_is_too_close_to_call_confirms_no_other(storage: Storage) -> None:
+    """The leader on new seeds is not shown to be better than the best of the search, unless it is beaten."""
+    score = planted(0.0)
+    config = searched(storage, score)
+    found = compared(storage, config, score, Request("configurations", top=3)).as_json()
+    ranked = [row["configuration"] for row in found["standings"]]
+    search = storage.read_study("tiny")
+    best = max(complete_trials(search), key=lambda trial: (trial.values, -trial.number)).number
+    others = [number for number in ranked if number != best]
+    for too_close, shown in (([others[0], best], best), (others, None), ([], others[0])):
+        race = found | {"best": others[0], "too_close": too_close, "has_ended": True}
+        storage.store_comparison("tiny", "configurations", race)
+        (trial,) = best_trials(storage.read_study("tiny"))
+        of_search = {number: search.trials[number].values for number in others}
+        assert trial.number == (max(of_search, key=lambda one: of_search[one]) if shown is None else shown)
 
 
 KINDS = ("Example CPU 2", "slow CPU")
