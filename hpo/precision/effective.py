@@ -43,6 +43,7 @@ from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision, fp32_backends, is_matmul_module, tf32_is_on
 from hpo.precision.float8 import float8_facts, no_float8
 from hpo.precision.table import Precision
+from hpo.random_numbers import manual_seed
 
 KEPT_BY = {12: "float32", 9: "tf32", 5: "bfloat16", 2: "float8"}
 """{k: the narrowest format that keeps a fraction of 2^-k}, the widest first."""
