@@ -14,7 +14,9 @@ from command_line import Finished, finish, hpo_command, ok, start_hpo, stored
 from tiny import ENCODER, write_study
 from whole_study import contents
 
+from hpo.cli.diagnosing import print_diagnosis
 from hpo.study.storage import open_storage
+from hpo.trial.diagnosis import Diagnosis
 
 TRAINING = {"max_steps": 30, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 DIVERGING = {
@@ -160,3 +162,14 @@ def test_killed_in_the_middle_it_leaves_the_study_as_it_was(diverged: Path, tmp_
     assert finish(process).exit_code == -signal.SIGKILL
     assert state_of(folder) == before
     assert ok(diagnose(folder, "--json")).json["healed_by"] == {"max_grad_norm": 1.0}
+
+
+@pytest.mark.parametrize("what", ["raised", "far"])
+def test_the_parts_are_shown_where_no_operator_is_known(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Diagnosis(3, "incompatible", "bf16", what=what, parts=("encoder.layer.1.attention", "attention"))
+    print_diagnosis(found)
+    out = capsys.readouterr().out
+    assert "Parts     encoder.layer.1.attention, attention" in out
+    assert "Operator" not in out
