@@ -74,6 +74,14 @@ def test_a_trial_that_diverged(diverged: Path) -> None:
     assert state_of(diverged) == before, "nothing of the study has changed"
 
 
+def test_it_goes_on_from_a_checkpoint_that_the_worker_left(tmp_path: Path) -> None:
+    write_study(tmp_path, **DIVERGING, evaluation={"per_trial": 15})  # each may write one
+    assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 1
+    found = ok(diagnose(tmp_path, "--json")).json
+    assert (found["what"], found["origin"]["phase"]) == ("loss", "forward")
+    assert 0 < found["started_at"] < found["step"]
+
+
 def test_a_trial_that_the_check_refused(tmp_path: Path) -> None:
     write_study(tmp_path, **OVERFLOWING)
     assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 1
