@@ -240,7 +240,8 @@ def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
     console = Console(highlight=False)
     num = len(plan.configurations)
     console.print(
-        f"{plan.study}: {num} configurations, against fp32, margin {plan.margin:g} points", style="bold"
+        f"{plan.study}: {num} configuration{'s' * (num > 1)}, against fp32, margin {plan.margin:g} points",
+        style="bold",
     )
     for metric in dict.fromkeys(row.metric for row in answers.rows):
         table = _table("precision", "question", "difference", "verdict", "seeds", title=escape(metric))

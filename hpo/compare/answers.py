@@ -1,14 +1,26 @@
 """What a comparison says, from the trials that it has so far.
 
-Scores are of the test split where there is one, times 100 (points), turned so that higher is better. The
-question of the objective decides when enough seeds were seen; the tasks' own metrics are shown with intervals
-that hold together with it. Speed and memory are compared pair by pair on each kind of device: the two
+Scores are of the test split where there is one, times 100 (points), turned so that higher is better.
+
+The rows of the objective decide, and they alone: a precision by a question is one comparison, and these share
+the whole of alpha, as the primary family of a trial does (gatekeeping: Westfall & Krishen, Journal of
+Statistical Planning and Inference 2001; FDA, Multiple Endpoints in Clinical Trials, 2022). The tasks' own
+metrics are a second family, with an alpha of their own and a correction for their number. They are shown and
+never decide: no sentence and no further seed depends on them, so they take no power from the objective. The
+noise floor is no test, and is in neither family.
+
+Tuned against tuned, both sides have the same number of configurations: the best of each, as many as the side
+with fewer has. A mean over the three best of fp32 would lie below the one best of another precision for no
+other reason than that it takes in its third.
+
+Speed and memory are compared pair by pair on each kind of device: the two
 trials of a pair ran one after the other, and a pair that shared its device with others counts for neither.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,15 +30,20 @@ from hpo.compare.estimate import Ratio
 from hpo.compare.sequential import Plan
 from hpo.compare.verdict import Verdict, judge_paired, judge_tuned
 from hpo.config.comparison import REFERENCE, Arm, ComparisonConfig
-from hpo.config.study_config import MEASURED_METRICS, SMALLER_IS_BETTER, StudyConfig
+from hpo.config.study_config import SMALLER_IS_BETTER, StudyConfig
 from hpo.data.tasks import Task
+from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION
 from hpo.study.study_record import StudyRecord, TrialRecord, device_kinds
-from hpo.trial.objectives import objective_value
+from hpo.trial.objectives import objective_value, quality_objective
 
 Question = Literal["paired", "tuned"]
 
 Value = Callable[[TrialRecord], float | None]
-"""Of a trial that has ended; None: it has none."""
+"""Of a trial that has ended; None: it has none, NaN: it says nothing of its precision."""
+
+_NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED)
+"""A bug or the infrastructure; a device that lacks the precision."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +54,8 @@ class Answer:
     question: Question
     metric: str
     verdict: Verdict
+    num_configurations: int
+    """Of each side."""
     devices: tuple[OnDevice, ...] = ()
     """The paired trials on each kind of device."""
     not_pooled: str = ""
@@ -64,6 +83,7 @@ class Answer:
             "difference": found.difference,
             "low": found.low,
             "high": found.high,
+            "num_configurations": self.num_configurations,
             "num_seeds": found.num_seeds,
             "seeds_needed": found.seeds_needed,
             "num_failed": found.num_failed,
@@ -103,13 +123,12 @@ class Scores:
         assert study.comparison is not None
         self.plan = study.comparison
         self.tasks = tasks
-        self.objective = study.objective[0].metric
-        if self.objective in MEASURED_METRICS:
-            self.objective = "score"
+        decides = quality_objective(study.objective)
+        self.objective = decides.metric
         self.on_test = study.evaluation.test
-        self._direction = study.objective[0].direction
+        self._direction = decides.direction
         # A retry has the parameters of the trial that failed, and a higher number.
-        self._trials = {_key(trial.params): trial for trial in record.trials}
+        self._trials = {_key(trial.params): _as_asked(trial) for trial in record.trials}
         self.kinds = device_kinds(record.trials)
         self.equal_time = study.training.max_seconds is not None or "max_seconds" in study.search_space
 
@@ -128,6 +147,8 @@ class Scores:
 
         def value(trial: TrialRecord) -> float | None:
             metrics = trial.telemetry.get("test_metrics" if on_test else "metrics")
+            if trial.outcome in _NO_EVIDENCE:
+                return math.nan
             if trial.outcome != "complete" or metrics is None:
                 return None
             task, _, name = metric.rpartition("/")
@@ -158,6 +179,14 @@ class Scores:
         return None if trial is None or trial.state in ("RUNNING", "WAITING") else trial
 
 
+def _as_asked(trial: TrialRecord) -> TrialRecord:
+    """A trial that fell back to another precision says nothing of the one that it asked for."""
+    effective = trial.attributes.get("fp_precision_effective")
+    if effective in (None, trial.params[PRECISION]):
+        return trial
+    return replace(trial, outcome=Outcome.UNSUPPORTED)
+
+
 def _key(params: Mapping[str, Any]) -> str:
     return json.dumps(params, sort_keys=True)
 
@@ -173,26 +202,27 @@ def answer(scores: Scores, plan: Plan) -> Answers:
     asked: list[tuple[str, Question]] = []
     asked += [(name, "paired") for name in others if any(found.paired for found in config.configurations)]
     asked += [(name, "tuned") for name in others if _tuned(config, name) and _tuned(config, REFERENCE)]
-    num_rows = len(asked) + 1
-    plan = replace(plan, num_comparisons=num_rows * len(scores.metrics))
-    shown = [name for name in scores.metrics if name == scores.objective or scores.tells(name)]
     rows: list[Answer] = []
-    for metric in shown:
-        rows += [_row(scores, plan, name, question, metric) for name, question in asked]
-        rows.append(_noise_floor(scores, plan, metric))
+    for metric in scores.metrics:
+        decides = metric == scores.objective
+        if decides or scores.tells(metric):
+            num_metrics = 1 if decides else len(scores.metrics) - 1
+            family = replace(plan, num_comparisons=max(len(asked), 1) * num_metrics)
+            rows += [_row(scores, family, name, question, metric) for name, question in asked]
+            rows.append(_noise_floor(scores, family, metric))
     return Answers(tuple(rows), scores.objective, plan.margin, tuple(sorted(set(scores.kinds.values()))))
 
 
 def _row(scores: Scores, plan: Plan, precision: str, question: Question, metric: str) -> Answer:
     value = scores.score(metric)
     arms_of, judge = (_paired, judge_paired) if question == "paired" else (_tuned, judge_tuned)
-    ours, theirs = (
-        [scores.of_arm(arm, value) for arm in arms_of(scores.plan, name)] for name in (precision, REFERENCE)
-    )
+    both = [arms_of(scores.plan, name) for name in (precision, REFERENCE)]
+    num = min(map(len, both))  # the search's best of each, and as many: more of them have a lower mean
+    ours, theirs = ([scores.of_arm(arm, value) for arm in arms[:num]] for arms in both)
     pairs = _pairs(scores, precision)
     devices = by_device(pairs, scores.kinds, value)
     not_pooled = _why_not_pooled(scores, pairs, devices, value)
-    return Answer(precision, question, metric, judge(ours, theirs, plan), devices, not_pooled)
+    return Answer(precision, question, metric, judge(ours, theirs, plan), num, devices, not_pooled)
 
 
 def _noise_floor(scores: Scores, plan: Plan, metric: str) -> Answer:
@@ -202,7 +232,7 @@ def _noise_floor(scores: Scores, plan: Plan, metric: str) -> Answer:
     verdict = judge_paired(
         [scores.of_arm(arm, value) for arm in repeats], [scores.of_arm(arm, value) for arm in arms], plan
     )
-    return Answer(REFERENCE, "paired", metric, verdict, is_noise_floor=True)
+    return Answer(REFERENCE, "paired", metric, verdict, len(arms), is_noise_floor=True)
 
 
 def _paired(config: ComparisonConfig, precision: str) -> list[Arm]:
@@ -214,6 +244,7 @@ def _paired(config: ComparisonConfig, precision: str) -> list[Arm]:
 
 
 def _tuned(config: ComparisonConfig, precision: str) -> list[Arm]:
+    """The best first."""
     return [
         Arm(configuration=number, precision=precision)
         for number, found in enumerate(config.configurations)

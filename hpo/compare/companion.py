@@ -1,12 +1,13 @@
 """The study that a comparison runs in the database: what of a study is compared, and how it grows.
 
 Paired question: the best `top` configurations of the study, whatever their precision, each under every
-precision. Tuned question: for each precision the best `top` that the search found under it. A configuration
+precision. Tuned question: for each precision the best `top` that the search found under it, of which as many
+count as fp32 has too. A configuration
 that both questions name is trained once. The reference runs the paired configurations with a second set of
 seeds too: what a seed alone does is the noise floor of everything else.
 
-A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, and
-no checkpoint outlives its trial.
+A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, no
+precision falls back to another, and no checkpoint outlives its trial.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hpo.config.comparison import (
     Question,
 )
 from hpo.config.search_space import decode, encode
-from hpo.config.study_config import StudyConfig, stored_study
+from hpo.config.study_config import MEASURED_METRICS, StudyConfig, stored_study
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
@@ -35,6 +36,7 @@ from hpo.precision.table import PRECISION
 from hpo.study.study_record import complete_trials, loss_signs
 
 if TYPE_CHECKING:
+    from hpo.data.dataset import DataSet
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord, TrialRecord
 
@@ -83,12 +85,15 @@ def open_comparison(
     Args:
         config: of the study that is compared.
         runnable: the precisions of a new comparison that names none.
-        has_test: whether the data have a test split.
+        has_test: whether the data have a test split with labels.
 
     Raises:
         InputError: the study has no complete trial; the stored comparison was begun with other values, or
-            has more seeds than are asked for; an option is not one of a race.
+            has more seeds than are asked for; an option is not one of a race; the study is a comparison.
     """
+    if config.comparison is not None:
+        of = config.comparison.study
+        raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: hpo compare {of}")
     if request.question == "configurations" and (request.precisions or request.margin is not None):
         raise InputError(
             "--configurations takes neither --precisions nor --margin: each configuration is trained in its "
@@ -148,6 +153,19 @@ def _with_seeds(name: str, plan: ComparisonConfig, max_seeds: int | None) -> Com
             f"seeds, of which it has {plan.num_seeds}, but got {max_seeds}. Leave it out to go on."
         )
     return plan.model_copy(update={"extensions": (*plan.extensions, max_seeds)})
+
+
+def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
+    """Tasks of the objective for which no row of the test split is annotated, as in a shared task whose truth
+    is held back; a comparison then has the scores of the validation split. None where there is no test split.
+    """
+    metric = next((one.metric for one in config.objective if one.metric not in MEASURED_METRICS), "score")
+    task, of_task, _ = metric.partition("/")
+    names = [task] if of_task else [one.name for one in data.tasks]
+    rows = data.splits.get("test")
+    if rows is None:
+        return ()
+    return tuple(name for name in names if not any(name in row.annotated for row in rows))
 
 
 def plan_comparison(
@@ -211,9 +229,11 @@ def _compared(best: Sequence[TrialRecord], precisions: Sequence[str], top: int) 
 
 
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
-    """The study that trains what the plan names. `has_test` says whether the data have a test split."""
+    """The study that trains what the plan names. `has_test`: as in `open_comparison`."""
     definition = config.definition()
     fixed = {PRECISION, SEED}
+    # A worker whose device lacks a precision leaves the trials to others; none runs another in its place.
+    definition["amp"] = {**definition["amp"], "on_unsupported": "skip"}
     definition["training"] = {
         name: value for name, value in definition["training"].items() if name not in fixed
     }
@@ -229,7 +249,8 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
         {
             **definition,
             "name": comparison_name(plan.study, plan.question),
-            "objective": definition["objective"][:1],
+            # a device that lacks a precision leaves all trials to others: with `prune` it would use them up
+            "amp": {**definition["amp"], "on_unsupported": "skip"},
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},
@@ -247,6 +268,18 @@ def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
     return study.with_values(comparison=plan, n_trials=len(plan.points()))
 
 
+def caught_up(storage: Storage, study: StudyConfig) -> StudyConfig:
+    """The comparison with the seeds that another `hpo compare` of it has added meanwhile."""
+    assert study.comparison is not None
+    if not storage.has_study(study.name):
+        return study
+    stored = stored_study(study.name, storage.read_definition(study.name)).comparison
+    assert stored is not None
+    ahead = max(study.comparison, stored, key=lambda plan: plan.num_seeds)
+    extensions = tuple(sorted({*study.comparison.extensions, *stored.extensions}))
+    return grown(study, ahead.model_copy(update={"extensions": extensions}))
+
+
 def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
     """The plan without further seeds for `arms`."""
     known = {(arm.configuration, arm.precision, arm.repeat) for arm in plan.closed}
@@ -259,10 +292,13 @@ def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
 
 
 def _by_rank(record: StudyRecord) -> list[TrialRecord]:
-    """The complete trials by their first objective; each configuration once, in its best trial."""
-    sign = loss_signs(record.directions)[0]
+    """The complete trials by their first objective that says something of the model, else by the first;
+    each configuration once, in its best trial."""
+    names = record.metric_names
+    place = next((place for place, name in enumerate(names) if name not in MEASURED_METRICS), 0)
+    sign = loss_signs(record.directions)[place]
     ranked = sorted(
-        complete_trials(record), key=lambda trial: (sign * (trial.values or (0,))[0], trial.number)
+        complete_trials(record), key=lambda trial: (sign * (trial.values or ())[place], trial.number)
     )
     found: dict[str, TrialRecord] = {}
     for trial in ranked:

@@ -59,8 +59,8 @@ class Plan:
     """One-sided error for each side of the intervals, over all looks and comparisons: the intervals of a
     comparison hold together with a probability of at least 1 - 2 alpha."""
     num_comparisons: int = 1
-    """Precisions times metrics times questions that share `alpha` (Bonferroni's correction: unlike Holm's it
-    has intervals that hold for all comparisons together, and the verdicts can be read from them)."""
+    """Of the family that shares `alpha`: precisions times questions (Bonferroni's correction: unlike Holm's
+    it has intervals that hold for all comparisons together, and the verdicts can be read from them)."""
     extensions: tuple[int, ...] = ()
     """More seeds than `max_seeds`, ascending, each number decided on after that before it did not suffice."""
 

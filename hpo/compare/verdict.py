@@ -26,18 +26,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import comb
+from math import comb, isnan
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import bdtrc, ndtri
 
 from hpo.compare.estimate import Array, Estimate, as_scores, paired_estimate, tuned_estimate
 from hpo.compare.sequential import LOOKS, Plan
 
+Mask = NDArray[np.bool_]
 VerdictName = Literal["as_good", "worse", "undecided"]
 Scores = Sequence[Sequence[float | None]]
-"""[configuration][seed] in points, higher is better; None or NaN: the trial ended without a score."""
+"""[configuration][seed] in points, higher is better. None: the trial ended without a score; NaN: it says
+nothing of the precision (a failed machine, a device that lacks it), and counts for nothing."""
 
 TOLERATED_FAILURES = 0.05
 """Share of trials that may end without a score where fp32 trains."""
@@ -76,7 +79,8 @@ def judge_paired(scores: Scores, reference: Scores, plan: Plan) -> Verdict:
 
     def look(num_seeds: int) -> tuple[Estimate, Failures]:
         ours, theirs = as_scores(scores, num_seeds), as_scores(reference, num_seeds)
-        return paired_estimate(ours - theirs), paired_failures(ours, theirs)
+        lost = _lost(scores, num_seeds) | _lost(reference, num_seeds)
+        return paired_estimate(ours - theirs), paired_failures(ours, theirs, lost)
 
     return _judge(look, min(len(row) for row in [*scores, *reference]), plan)
 
@@ -86,7 +90,8 @@ def judge_tuned(scores: Scores, reference: Scores, plan: Plan) -> Verdict:
 
     def look(num_seeds: int) -> tuple[Estimate, Failures]:
         ours, theirs = as_scores(scores, num_seeds), as_scores(reference, num_seeds)
-        return tuned_estimate(ours, theirs), tuned_failures(ours, theirs)
+        lost = _lost(scores, num_seeds), _lost(reference, num_seeds)
+        return tuned_estimate(ours, theirs), tuned_failures(ours, theirs, *lost)
 
     return _judge(look, min(len(row) for row in [*scores, *reference]), plan)
 
@@ -99,10 +104,25 @@ class Failures:
     num_trials: int
     num_reference: int
     num_reference_trials: int
+    num_lost: int = 0
+    """Trials, or pairs, that count for nothing."""
 
     @property
     def more_than_reference(self) -> bool:
         return self.num * self.num_reference_trials > self.num_reference * self.num_trials
+
+    @property
+    def more_than_tolerated(self) -> bool:
+        """Whether the share that was seen exceeds that of fp32 by more than is tolerated."""
+        more = self.num * self.num_reference_trials - self.num_reference * self.num_trials
+        return more > TOLERATED_FAILURES * self.num_trials * self.num_reference_trials
+
+    @property
+    def of_reference(self) -> Failures:
+        """The same with the sides changed."""
+        return Failures(
+            self.num_reference, self.num_reference_trials, self.num, self.num_trials, self.num_lost
+        )
 
     @property
     def p_value(self) -> float:
@@ -117,16 +137,30 @@ class Failures:
         return sum(ways) / comb(self.num_trials + self.num_reference_trials, failed)
 
 
-def paired_failures(scores: Array, reference: Array) -> Failures:
-    """Failures of one side where the other trained."""
-    ours, theirs = np.isnan(scores), np.isnan(reference)
+def paired_failures(scores: Array, reference: Array, lost: Mask | None = None) -> Failures:
+    """Failures of one side where the other trained; `lost` are the pairs that count for nothing."""
+    lost = np.zeros(scores.shape, dtype=bool) if lost is None else lost
+    ours, theirs = np.isnan(scores) & ~lost, np.isnan(reference) & ~lost
     both = int((ours & theirs).sum())
-    num_trials = ours.size - both
-    return Failures(int(ours.sum()) - both, num_trials, int(theirs.sum()) - both, num_trials)
+    num_lost = int(lost.sum())
+    num_trials = ours.size - num_lost - both
+    return Failures(int(ours.sum()) - both, num_trials, int(theirs.sum()) - both, num_trials, num_lost)
 
 
-def tuned_failures(scores: Array, reference: Array) -> Failures:
-    return Failures(int(np.isnan(scores).sum()), scores.size, int(np.isnan(reference).sum()), reference.size)
+def tuned_failures(scores: Array, reference: Array, lost: Mask, reference_lost: Mask) -> Failures:
+    """Failures of each side; trials that are lost count for nothing."""
+    return Failures(
+        int((np.isnan(scores) & ~lost).sum()),
+        int((~lost).sum()),
+        int((np.isnan(reference) & ~reference_lost).sum()),
+        int((~reference_lost).sum()),
+        int(lost.sum() + reference_lost.sum()),
+    )
+
+
+def _lost(rows: Scores, num_seeds: int) -> Mask:
+    """Which trials say nothing of the precision."""
+    return np.array([[value is not None and isnan(value) for value in row[:num_seeds]] for row in rows])
 
 
 def decide(low: Array, high: Array, margin: float) -> Array:

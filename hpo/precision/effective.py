@@ -291,7 +291,7 @@ def _kind_of_call(name: str, module: nn.Module, inputs: Tensor, output: Tensor) 
 
 
 def first_float(values: Any) -> Tensor | None:
-    """The first floating-point tensor in nested containers; None where there is none."""
+    """The first floating-point tensor among the leaves of `values`, such as what a module returned."""
     leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
 

@@ -70,14 +70,14 @@ class Diagnosis:
     precision: str
     """The effective one."""
     what: str | None = None
-    """What was not finite (`loss`, `gradients`, `logits`), or `raised`, or `far` from fp32; None: nothing."""
+    """As `Broken.what`; None: nothing is wrong."""
     step: int | None = None
     """The first bad step, from 1; None where it was not in training."""
     started_at: int = 0
     """The step of the checkpoint that the training was run again from; 0 is its beginning."""
     origin: Origin | None = None
     parts: tuple[str, ...] = ()
-    """The parts of the model that the origin lies in, the smallest first."""
+    """As `Broken.parts`."""
     remedies: tuple[Remedy, ...] = ()
     farthest: tuple[ModuleError, ...] = ()
     notes: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ from hpo.models.model_parts import part_modules, set_float32_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags, prepare_model
-from hpo.precision.environment import refuse_overrides
+from hpo.precision.environment import refuse_overrides, uses_of_float32
 from hpo.precision.part_names import task_of
 from hpo.precision.table import PRECISION, Precision, Resolution, apply_preset, resolve
 from hpo.random_numbers import manual_seed
@@ -92,7 +92,13 @@ class Executor:
         self.device = device
         self.runs_dir = runs_dir
         self.amp, self.default_precision = apply_preset(study.amp, device)
-        refuse_overrides(study.precisions or [self.default_precision], self.amp, device.type)
+        needs_float32 = uses_of_float32(
+            check=study.compat.enabled,
+            parts=bool(self._keys(OVERRIDE)),
+            fallback=bool(self.amp.fallback_to_fp32),
+        )
+        precisions = study.precisions or [self.default_precision]
+        refuse_overrides(precisions, self.amp, device.type, float32_for=needs_float32)
         self.dataset = load_data(study.data)
         self.tasks = self.dataset.tasks
         self.cache = compatibility_cache

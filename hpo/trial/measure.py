@@ -327,7 +327,7 @@ def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """||value - reference|| / ||reference||, in fp64; of a reference of zero ||value||."""
+    """||value - reference|| / ||reference||; of a reference of 0 the numerator alone."""
     norm = float(reference.double().norm())
     difference = float((value.double() - reference.double()).norm())
     return difference / norm if norm else difference

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from hpo.config.trial_config import TrialConfig
 from hpo.data.batches import Batch, collate, evaluation_batches, training_batches
-from hpo.errors import CheckpointError, Nonfinite
+from hpo.errors import Nonfinite
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS, Resolution
 from hpo.random_numbers import manual_seed
-from hpo.training.checkpoint import read_checkpoint
+from hpo.training.checkpoint import intact_checkpoints
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import MultitaskLoss
 from hpo.training.step_seed import step_seed
@@ -249,11 +249,7 @@ def trace_batch(
 
 def stored_snapshot(folder: Path, resume_key: str, precision: str, before: int) -> Snapshot | None:
     """The newest checkpoint of a trial whose weights are finite, of a step before `before`; None: none."""
-    for path in sorted(folder.glob("step-????????"), reverse=True):
-        try:
-            found = read_checkpoint(path)
-        except CheckpointError:  # damaged: there may be one before
-            continue
+    for found in intact_checkpoints(folder, "step"):
         step = int(found.state["progress"]["step"])
         if found.resume_key == resume_key and step < before and all(map(is_finite, _floats(found.weights))):
             state = found.state

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from worker_process import result, study
@@ -20,6 +21,8 @@ from hpo.study.study_record import StudyRecord
 from hpo.study.worker import run_worker
 
 TASKS = (Task("topic", "single_label", ("a", "b")),)
+TWO_TASKS = (*TASKS, Task("tone", "single_label", ("a", "b")))
+"""The second scores like the first."""
 DEVICE = "Example CPU"
 SLOWER = {"slow CPU": {"bf16": 0.25}}
 """Of a kind of device, by what its speeds are multiplied."""
@@ -36,16 +39,25 @@ def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
         "learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5, 1e-4]},
         "init_scale": {"type": "categorical", "choices": [1024.0], "when": {"fp_precision": "bf16"}},
     }
-    config = study(40, search_space=space, **changes)
+    config = study(40, **{"search_space": space, **changes})
     storage.create_or_resume_study(config)
     run(storage, config, score)
     return config
 
 
 def run(
-    storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6, device: str = DEVICE
+    storage: Storage,
+    config: StudyConfig,
+    score: Score,
+    *,
+    trials: int = 10**6,
+    device: str = DEVICE,
+    effective: Mapping[str, str] = MappingProxyType({}),
 ) -> StudyRecord:
-    """Be a worker of the study, for so many trials at most, on this kind of device."""
+    """Be a worker of the study, for so many trials at most, on this kind of device.
+
+    `effective` names what runs in place of a precision.
+    """
     stop, left = Stop(), [trials]
 
     def execute(trial: Any, _: Any) -> Any:
@@ -58,12 +70,14 @@ def run(
             return result("nonfinite")
         precision = params["fp_precision"]
         rate = SPEED[precision] * SLOWER.get(device, {}).get(precision, 1.0)
-        metrics = {"topic": {"f1_macro": points / 100}}
+        metrics = {task.name: {"f1_macro": points / 100} for task in TWO_TASKS}
         return result(
             "complete",
-            values=(points / 100,),
+            values=tuple(
+                10.0**6 if one.metric == "peak_memory_bytes" else points / 100 for one in config.objective
+            ),
             headline={
-                "fp_precision_effective": precision,
+                "fp_precision_effective": effective.get(precision, precision),
                 "train_examples_per_second": rate
                 * random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1),
                 "peak_memory_bytes": 10**6,
@@ -90,8 +104,12 @@ def compared(
     score: Score,
     request: Request | None = None,
     devices: tuple[str, ...] = (),
+    **how: Any,
 ) -> Result[Any]:
-    """What a comparison comes to, run on `DEVICE`, or on other kinds in turn, of which `score` is told."""
+    """What a comparison comes to, run on `DEVICE`, or on other kinds in turn, of which `score` is told.
+
+    `how` is that of `run`.
+    """
     search = storage.read_study(config.name)
 
     def run_look(companion: StudyConfig) -> StudyRecord:
@@ -99,10 +117,11 @@ def compared(
         for device in devices:  # each of them begins some blocks
             run(storage, companion, score, trials=companion.num_slots // 4, device=device)
         for device in devices or (DEVICE,):  # and ends them
-            record = run(storage, companion, score, device=device)
+            record = run(storage, companion, score, device=device, **how)
         return record
 
     *_, last = look_by_look(
+        storage,
         begun(storage, config, request or Request()),
         run_look,
         lambda record, companion: judge(record, companion, search, TASKS),

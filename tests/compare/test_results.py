@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from planted import begun, compared, run, searched
+from planted import TASKS, TWO_TASKS, begun, compared, run, searched
 
+from hpo.compare.answers import Scores
 from hpo.compare.companion import Request
+from hpo.compare.results import judge
+from hpo.compare.sequential import Plan
+from hpo.compare.verdict import judge_paired
+from hpo.config.comparison import Arm
 from hpo.study.lifecycle import delete_study
 from hpo.study.storage import Storage, open_storage
 
@@ -49,7 +55,8 @@ def test_no_loss(storage: Storage) -> None:
     found = compared(storage, searched(storage, score), score, Request(top=2, margin=2.0, max_seeds=32))
     assert verdicts(found) == {("bf16", "paired"): "as_good", ("bf16", "tuned"): "as_good"}
     assert found.recommendation.startswith(
-        "Use bf16: as good as fp32 (score within 2 points; paired and tuned, "
+        "Use bf16: as good as fp32 (score within 2 points; "
+        "paired (2 configurations) and tuned (2 configurations each), "
     )
     assert "new seeds) and 2.00 times as fast (" in found.recommendation
     assert found.recommendation.endswith(" on Example CPU.")
@@ -72,6 +79,17 @@ def test_more_seeds_go_on_with_the_trials_that_are_there(storage: Storage) -> No
     assert len(after) == len(before) * 8 // 5
     assert {row.verdict.num_seeds for row in more.found.rows} == {8}
     assert more.found.rows[0].verdict.difference != found.found.rows[0].verdict.difference
+
+
+def test_a_loss_of_the_margin_is_decided_by_no_number_of_seeds(storage: Storage) -> None:
+    score = planted(2.0, own_noise=0.3)
+    config = searched(storage, score)
+    asked = Request(precisions=("fp32", "bf16"), top=1, margin=2.0, max_seeds=3)
+    found = compared(storage, config, score, asked)
+    assert found.found.rows[0].verdict.seeds_needed is None
+    assert found.recommendation.endswith(
+        " bf16 (paired), bf16 (tuned): too near the margin for any number of seeds up to 200."
+    )
 
 
 def test_a_race_goes_on_with_more_seeds(storage: Storage) -> None:
@@ -115,6 +133,73 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     assert found.found.rows[0].verdict.num_failed > 0
 
 
+def test_tuned_sides_have_as_many_configurations(storage: Storage) -> None:
+    """bf16 has one configuration and fp32 three, of which the second and the third are worse."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {
+            "type": "categorical",
+            "choices": [1e-5, 3e-5, 1e-4],
+            "when": {"fp_precision": "fp32"},
+        },
+    }
+    score = {3e-5: 80.0, 1e-4: 75.0, 1e-5: 70.0, 5e-5: 80.0}
+
+    def planted_score(params: dict[str, Any]) -> float:
+        return score[params.get("learning_rate", 5e-5)] + noise(params, 0.1, "seed", "fp_precision")
+
+    config = searched(storage, planted_score, search_space=space)
+    found = compared(storage, config, planted_score, Request(top=3, margin=1.0))
+    tuned = [name for one in found.plan.configurations for name in one.tuned]
+    assert (tuned.count("fp32"), tuned.count("bf16")) == (3, 1)
+    (row,) = (row for row in found.found.rows if row.question == "tuned")
+    assert (row.num_configurations, row.as_json()["num_configurations"]) == (1, 1)
+    assert row.verdict.difference == pytest.approx(0, abs=0.3)
+    assert "tuned (1 configuration each)" in found.recommendation
+
+
+MEMORY = {"metric": "peak_memory_bytes", "direction": "minimize"}
+OBJECTIVES = {
+    "measured": [MEMORY],
+    "measured first": [MEMORY, {"metric": "topic/f1_macro", "direction": "maximize"}],
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_what_is_measured_decides_nothing_of_quality(objective: Any, storage: Storage) -> None:
+    """Less memory is better, but more score is; a loss of two points stays a loss."""
+    score = planted(2.0, own_noise=0.1)
+    config = searched(storage, score, objective=objective)
+    found = compared(storage, config, score, Request(top=1))
+    assert found.found.objective == ("topic/f1_macro" if len(objective) > 1 else "score")
+    row = found.found.rows[0]
+    assert (row.question, row.verdict.verdict) == ("paired", "worse")
+    assert row.verdict.difference == pytest.approx(-2.0, abs=0.2)
+    if len(objective) > 1:
+        best = storage.read_study("tiny").trials[found.plan.configurations[0].trial]
+        assert best.params["learning_rate"] == 3e-5, "the best by what is compared"
+
+
+def test_a_race_of_a_study_that_minimizes_memory(storage: Storage) -> None:
+    score = planted(0.0)
+    config = searched(storage, score, objective=[MEMORY])
+    found = compared(storage, config, score, Request("configurations", top=20))
+    best = storage.read_study("tiny").trials[found.found.best]
+    assert best.params["learning_rate"] == 3e-5
+
+
+def test_a_fallback_is_no_value_of_the_precision_that_it_replaced(storage: Storage) -> None:
+    """Neither as a score nor as a speed, and the comparison asks for no fallback."""
+    score = planted(0.0)
+    config = searched(storage, score, amp={"on_unsupported": "fallback"})
+    assert begun(storage, config, Request()).amp.on_unsupported == "skip"
+    found = compared(storage, config, score, Request(top=1, max_seeds=5), effective={"bf16": "fp32"})
+    assert verdicts(found) == {("bf16", "paired"): "undecided", ("bf16", "tuned"): "undecided"}
+    assert math.isnan(found.found.rows[0].verdict.difference)
+    assert found.found.rows[0].speed is None
+    assert found.recommendation.startswith("Use fp32: 5 seeds do not tell whether bf16 is as good")
+
+
 @pytest.mark.parametrize("question", ["precisions", "configurations"])
 def test_a_comparison_that_was_stopped_says_the_same(question: Any, storage: Storage, tmp_path: Any) -> None:
     score = planted(0.3, own_noise=0.5)
@@ -150,6 +235,28 @@ def test_a_race(storage: Storage) -> None:
     assert lucky
     assert all(standing.overstated_low < 15 < standing.overstated_high for standing in lucky)
     assert f"Trial {found.found.best} is the best" in found.recommendation or found.found.too_close
+
+
+def test_other_metrics_take_no_power_from_the_objective(storage: Storage) -> None:
+    """Nor does the noise floor: its levels are those of the simulations that the README shows."""
+    score = planted(0.2, own_noise=0.5)
+    config = searched(storage, score)
+    compared(storage, config, score, Request(top=1, max_seeds=5))
+    search, record = (storage.read_study(name) for name in ("tiny", "tiny-compare"))
+    companion = begun(storage, config, Request())
+    alone, with_others = (judge(record, companion, search, tasks) for tasks in (TASKS, TWO_TASKS))
+    assert {row.metric for row in with_others.found.rows} == {"score", "topic/f1_macro", "tone/f1_macro"}
+    deciding = [row.verdict for row in with_others.found.rows if row.metric == "score"]
+    assert deciding == [row.verdict for row in alone.found.rows]
+    assert with_others.recommendation == alone.recommendation
+    widths = {row.metric: row.verdict.high - row.verdict.low for row in with_others.found.rows[::-1]}
+    assert widths["topic/f1_macro"] > widths["score"]
+    scores = Scores(record, companion, TASKS)
+    ours, theirs = (
+        [scores.of_arm(Arm(configuration=0, precision=name), scores.score("score"))]
+        for name in ("bf16", "fp32")
+    )
+    assert deciding[0] == judge_paired(ours, theirs, Plan(max_seeds=5, num_comparisons=2))
 
 
 KINDS = ("Example CPU 2", "slow CPU")

@@ -128,7 +128,7 @@ def test_a_precision_that_never_trains_is_worse(judge: type[judge_paired]) -> No
 
 def test_a_precision_that_fails_once_is_not_as_good() -> None:
     scores = reference()
-    scores[0][4] = math.nan
+    scores[0][4] = None
     found = judge_paired(scores, reference(), Plan(min_seeds=5, max_seeds=20))
     assert (found.verdict, found.difference, found.num_failed) == ("undecided", 0.0, 1)
 
