@@ -72,7 +72,7 @@ def diagnose(
     if as_json:
         print_json({"study": record.name, **asdict(found), "healed_by": found.healed_by})
     else:
-        _print(found)
+        print_diagnosis(found)
     raise typer.Exit(0 if found.what or found.farthest else 1)
 
 
@@ -110,7 +110,8 @@ def _stored(executor: Executor, database: Storage, trial: TrialRecord, temporary
     )
 
 
-def _print(found: Diagnosis) -> None:
+def print_diagnosis(found: Diagnosis) -> None:
+    """Print what was found, for a person."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape

@@ -28,6 +28,7 @@ from hpo.device import synchronize
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
+from hpo.random_numbers import manual_seed
 from hpo.training.compilation import CompileClock
 from hpo.training.distributed import ONE_RANK, Ranks
 from hpo.training.evaluate import Evaluation, predict_logits, score_logits
@@ -367,7 +368,7 @@ def accumulate_gradients(
     micro-batches. Raises OutOfMemory when one example does not fit. On all `ranks` the same.
     """
     while True:
-        torch.manual_seed(step_seed(ranks.seed(seed), state.step))
+        manual_seed(step_seed(ranks.seed(seed), state.step))
         model.zero_grad(set_to_none=True)
         mixed_precision.start_step()
         try:

@@ -26,7 +26,9 @@ from hpo.data.batches import Batch
 from hpo.models.attention import use_training_attention
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
+from hpo.precision.effective import first_float
 from hpo.precision.table import PRECISIONS
+from hpo.trial.measure import relative_error
 
 EXPLAINED = 0.7
 """A module is left out where one inside it has at least this share of its own error."""
@@ -63,7 +65,7 @@ def module_errors(model: MultitaskModel, mixed_precision: MixedPrecision, batch:
         args, kwargs = tree_map(partial(_cast, weights), (args, kwargs))
         with backend_flags(amp.precision, amp.config), amp.autocast():
             again = reduced.get_submodule(name)(*args, **kwargs)
-        own[name] = _distance(_tensor(again), reference[name])
+        own[name] = relative_error(_tensor(again), reference[name])
 
     def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         together[name] = _tensor(output)
@@ -92,7 +94,7 @@ def module_errors(model: MultitaskModel, mixed_precision: MixedPrecision, batch:
         model.train(was_training)
     errors = [
         ModuleError(
-            name, type(model.get_submodule(name)).__name__, own[name], _distance(together[name], value)
+            name, type(model.get_submodule(name)).__name__, own[name], relative_error(together[name], value)
         )
         for name, value in reference.items()
         # A module that needs no gradient has no node.
@@ -125,14 +127,8 @@ def _nodes_behind(nodes: list[Any]) -> set[Any]:
 
 
 def _tensor(output: Any) -> Any:
-    floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return floats[0].detach().float() if floats else None
-
-
-def _distance(value: Tensor, reference: Tensor) -> float:
-    norm = float(reference.double().norm())
-    difference = float((value.double() - reference.double()).norm())
-    return difference / norm if norm else difference
+    value = first_float(output)
+    return None if value is None else value.detach().float()
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:

@@ -53,6 +53,7 @@ from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.environment import refuse_overrides, uses_of_float32
 from hpo.precision.part_names import task_of
 from hpo.precision.table import PRECISION, Precision, Resolution, apply_preset, resolve
+from hpo.random_numbers import manual_seed
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import ONE_RANK, ConnectedRanks, Ranks
@@ -243,7 +244,7 @@ class Executor:
         """The trial's tokens, its model with the weights of its seed, and its loss."""
         self._has_compiled |= config.compile != "none"
         train_split, validation_split = (self.tokens(name, config) for name in ("train", "validation"))
-        torch.manual_seed(config.seed)
+        manual_seed(config.seed)
         model = self.build_model(config)
         loss_fn = self.loss_fn(config, model, train_split)
         set_float32_parts(model, loss_fn, config.float32_parts)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpo.config.trial_config import TrialConfig
@@ -25,6 +24,7 @@ from hpo.errors import Nonfinite
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS, Resolution
+from hpo.random_numbers import manual_seed
 from hpo.training.checkpoint import intact_checkpoints
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import MultitaskLoss
@@ -192,7 +192,7 @@ class Replay:
         with backend_flags(self.resolution.precision, self.config.amp):
             if bad.what == "logits":
                 return self._origin_in_evaluation()
-            torch.manual_seed(seed)
+            manual_seed(seed)
             batch = self._step_batch()
             self.model.train()
             items = self.parts.loss_fn.count(batch)

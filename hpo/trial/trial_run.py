@@ -26,6 +26,7 @@ from hpo.precision.effective import observe_model
 from hpo.precision.environment import environment_overrides, refuse_overrides, uses_of_float32
 from hpo.precision.parts import float32_modules
 from hpo.precision.table import Resolution, resolve, support
+from hpo.random_numbers import manual_seed
 from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
 from hpo.training.compilation import (
     RECOMPILE_LIMIT,
@@ -246,7 +247,7 @@ class TrialRun:
         batch = parts.batch(parts.config.batch_size)  # of a shape that is compiled already
 
         def step() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            torch.manual_seed(0)
+            manual_seed(0)
             return run_both_modes(parts.model, parts.loss_fn, batch, mixed_precision)
 
         in_float32 = float32_modules(parts.model)

@@ -14,7 +14,9 @@ from command_line import Finished, finish, hpo_command, ok, start_hpo, stored
 from tiny import ENCODER, write_study
 from whole_study import contents
 
+from hpo.cli.diagnosing import print_diagnosis
 from hpo.study.storage import open_storage
+from hpo.trial.diagnosis import Diagnosis
 
 TRAINING = {"max_steps": 30, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 DIVERGING = {
@@ -70,6 +72,14 @@ def test_a_trial_that_diverged(diverged: Path) -> None:
     assert re.search(r"max_grad_norm: 1 +yes +finite from step", text)
     assert "Use max_grad_norm: 1." in text
     assert state_of(diverged) == before, "nothing of the study has changed"
+
+
+def test_it_goes_on_from_a_checkpoint_that_the_worker_left(tmp_path: Path) -> None:
+    write_study(tmp_path, **DIVERGING, evaluation={"per_trial": 15})  # each may write one
+    assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 1
+    found = ok(diagnose(tmp_path, "--json")).json
+    assert (found["what"], found["origin"]["phase"]) == ("loss", "forward")
+    assert 0 < found["started_at"] < found["step"]
 
 
 def test_a_trial_that_the_check_refused(tmp_path: Path) -> None:
@@ -160,3 +170,14 @@ def test_killed_in_the_middle_it_leaves_the_study_as_it_was(diverged: Path, tmp_
     assert finish(process).exit_code == -signal.SIGKILL
     assert state_of(folder) == before
     assert ok(diagnose(folder, "--json")).json["healed_by"] == {"max_grad_norm": 1.0}
+
+
+@pytest.mark.parametrize("what", ["raised", "far"])
+def test_the_parts_are_shown_where_no_operator_is_known(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Diagnosis(3, "incompatible", "bf16", what=what, parts=("encoder.layer.1.attention", "attention"))
+    print_diagnosis(found)
+    out = capsys.readouterr().out
+    assert "Parts     encoder.layer.1.attention, attention" in out
+    assert "Operator" not in out
