@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import OVERRIDE
 from hpo.device import DeviceInfo
-from hpo.errors import OutOfMemory
+from hpo.errors import EnvironmentOverrideError, OutOfMemory, TrialEnd
 from hpo.models.model_parts import set_float32_parts
 from hpo.precision.environment import refuse_overrides
 from hpo.precision.known_breaks import known_breaks
@@ -20,6 +20,7 @@ from hpo.precision.table import PRECISION_NAMES, Resolution, Support, support
 from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
 from hpo.trial.smallest_parts import smallest_parts
+from hpo.trial.trial_run import check_overrides
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PrecisionCheck:
     name: str
     support: Support
     compatibility: Compatibility | None
-    """None where the device cannot run it at all, or one example does not fit."""
+    """None where it was not measured; `note` says why."""
     note: str = ""
     float32_parts: tuple[str, ...] | None = None
     """The smallest set of parts in fp32 that makes it `ok`, where that was asked for; None: there is none."""
@@ -61,9 +62,11 @@ def check_precision(
 
     `on_estimate` is told the seconds that the `repeats` timed passes will take.
     """
-    refuse_overrides([name], executor.amp, executor.device.type)
+    refuse_overrides([name], executor.amp, executor.device.type, float32_for=["hpo verify"])
     config = build_trial_config(executor.study, {}, name, executor.amp)
-    parts = executor.parts(config, Resolution(name, name, support(name, executor.device).level))
+    resolution = Resolution(name, name, support(name, executor.device).level)
+    check_overrides(config, resolution)
+    parts = executor.parts(config, resolution)
     found = judge(measure_parts(parts, executor.device, repeats, on_estimate), executor.study.compat)
     model_type = getattr(parts.model.encoder.config, "model_type", "")
     return replace(found, known=tuple(known_breaks(model_type, name, config.attention)))
@@ -79,7 +82,7 @@ def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -
             try:
                 compatibility = check(name, found)
                 note = " ".join((*compatibility.reasons, *compatibility.known)) or note
-            except OutOfMemory as error:
+            except (EnvironmentOverrideError, TrialEnd) as error:
                 note = str(error)
         checks.append(PrecisionCheck(name, found, compatibility, note))
     return checks
