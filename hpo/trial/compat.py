@@ -90,6 +90,8 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         degraded += float8_advice(measurement.observed)
     verdict = "incompatible" if incompatible else "degraded" if degraded else "ok"
     reasons = incompatible + degraded
+    if measurement.unmeasured:
+        reasons.append(measurement.unmeasured)
     if not measurement.reference_fits:
         reasons.append(
             f"fp32 does not fit into memory here, so of {name} only that it is finite was checked."

@@ -77,6 +77,8 @@ class Measurement:
     seconds: float | None = None
     disagreement: str = ""
     """Why the observed dtypes are not the precision; empty when they are."""
+    unmeasured: str = ""
+    """Which modules' products could not be measured; empty when all were."""
     observed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -271,6 +273,7 @@ def _attempt(
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
             disagreement=seen.disagreement(precision, in_float32),
+            unmeasured=seen.unmeasured(),
         )
     return side, result, found
 
