@@ -182,7 +182,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     known: dict[Any, str | None] = {}
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, result = _first_float((args, kwargs)), _first_float(output)
+        inputs, result = first_float((args, kwargs)), first_float(output)
         if inputs is None or result is None:
             return
         key = _kind_of_call(name, module, inputs, result)
@@ -206,7 +206,7 @@ def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
     `float32`, `tf32`, `float16`, `bfloat16` or `float8`; NO_PRODUCT where its matrices are only added; None
     where its result does not depend on them so that it could be told.
     """
-    first = _first_float((args, kwargs))
+    first = first_float((args, kwargs))
     if first is None:
         return None
     own = dict(module._parameters)
@@ -217,7 +217,7 @@ def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
                 module._parameters[name] = _planted(parameter, k, scale)
         given = tree_map(lambda leaf: inputs if leaf is first else leaf, (args, kwargs))
         torch.manual_seed(0)  # the same dropout every time
-        output = _first_float(module.forward(*given[0], **given[1]))
+        output = first_float(module.forward(*given[0], **given[1]))
         return None if output is None or not bool(output.isfinite().all()) else output.detach()
 
     def is_kept(k: int, scale: float = 1.0, value: float = 1.0) -> bool:
@@ -299,7 +299,8 @@ def _kind_of_call(name: str, module: nn.Module, inputs: Tensor, output: Tensor) 
     )
 
 
-def _first_float(values: Any) -> Tensor | None:
+def first_float(values: Any) -> Tensor | None:
+    """The first floating-point tensor among the leaves of `values`, such as what a module returned."""
     leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
 

@@ -229,10 +229,10 @@ def measure(
         return replace(
             found,
             logits_relative_error={
-                task: _relative_error(candidate.logits[task], value)
+                task: relative_error(candidate.logits[task], value)
                 for task, value in reference.logits.items()
             },
-            loss_relative_error=_relative_error(candidate.loss, reference.loss),
+            loss_relative_error=relative_error(candidate.loss, reference.loss),
             gradient_cosine=_cosine(candidate.gradients, reference.gradients),
             **_costs(side, fp32, repeats),
         )
@@ -331,7 +331,8 @@ def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
     }
 
 
-def _relative_error(value: Tensor, reference: Tensor) -> float:
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """||value - reference|| / ||reference||; of a reference of 0 the numerator alone."""
     norm = float(reference.double().norm())
     difference = float((value.double() - reference.double()).norm())
     return difference / norm if norm else difference
