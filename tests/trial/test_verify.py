@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,22 @@ def test_what_was_not_faster_in_every_pass_is_not_called_faster() -> None:
     noisy = (1.65, 0.8)
     advice = recommendation(checked(AMX, bf16=noisy, fp16=noisy, bf16_true=noisy))
     assert advice.startswith("Use fp32: no native precision of this machine is faster")
+
+
+@pytest.mark.parametrize(
+    ("speed", "advice"),
+    [
+        (1.4, "Use fp16 with the parts in fp32 of its lines above: faster than fp32"),
+        (0.9, "Use fp32: .* With parts in fp32 fp16 would be ok, but not faster than fp32"),
+    ],
+)
+def test_a_proposal_is_part_of_the_recommendation(speed: float, advice: str) -> None:
+    healed = Compatibility("ok", (), Measurement("fp16", speed_ratio=speed))
+    checks = [
+        replace(check, float32_parts=("loss",), with_parts=healed) if check.name == "fp16" else check
+        for check in checked(T4, fp16="incompatible")
+    ]
+    assert re.match(advice, recommendation(checks))
 
 
 def test_what_is_incompatible_is_not_recommended() -> None:
