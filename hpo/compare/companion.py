@@ -2,9 +2,9 @@
 
 Paired question: the best `top` configurations of the study, whatever their precision, each under every
 precision. Tuned question: for each precision the best `top` that the search found under it, of which as many
-count as fp32 has too. A configuration that both questions name, or that was searched under several precisions,
-is trained once. The reference runs the paired configurations with a second set of seeds too: what a seed alone
-does is the noise floor of everything else.
+count as fp32 has too. A configuration that both questions name, or that was searched under several
+precisions, is trained once. The reference runs the paired configurations with a second set of seeds too: what
+a seed alone does is the noise floor of everything else.
 
 A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, no
 precision falls back to another, and no checkpoint outlives its trial.
@@ -234,7 +234,7 @@ def _compared(
     best: Sequence[TrialRecord],
     settings: Settings,
     own: Container[str],
-    precisions: Sequence[str],
+    precisions: tuple[str, ...],
     top: int,
 ) -> tuple[ComparedConfiguration, ...]:
     """The best configurations under all `precisions`, and the best of each precision under that one.

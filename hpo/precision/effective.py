@@ -93,6 +93,16 @@ class Observation:
             **self.float8,
         }
 
+    def unmeasured(self) -> str:
+        """Which modules' products could not be measured; empty when all were."""
+        names = [name for name, facts in self.facts.items() if any(fact.product is None for fact in facts)]
+        if not names:
+            return ""
+        some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        return (
+            f"Of {len(names)} of {len(self.facts)} linear layers the output's dtype alone is known: {some}."
+        )
+
     def disagreement(self, precision: Precision, float32: Collection[str] = ()) -> str:
         """Why what was seen is not `precision`; empty when it is. `float32`: modules that are to be fp32."""
         others = {

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from hpo.errors import InputError
+from hpo.errors import EnvironmentOverrideError
 from hpo.precision.table import PRECISIONS, AmpConfig
 
 ONEDNN_MATH = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
@@ -56,16 +56,18 @@ def refuse_overrides(
     *,
     float32_for: Iterable[str] = (),
 ) -> None:
-    """Raise InputError where a variable makes one of the precisions, or its native support, untrue.
+    """Refuse a variable that makes one of the precisions, or its native support, untrue.
 
     `float32_for`: what else needs a true fp32, as `uses_of_float32` names it.
+
+    Raises EnvironmentOverrideError.
     """
     overrides = environment_overrides(environment)
     needed = [(name, f"fp_precision {name}") for name in precisions]
     needed += [("fp32", f"{use}, which needs fp32") for use in float32_for]
     for name, use in needed:
         for variable, effect in _untrue(name, config, device_type, overrides):
-            raise InputError(
+            raise EnvironmentOverrideError(
                 f"{variable} must not be set to {overrides[variable]} for {use}: {effect}. Unset it."
             )
 

@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,9 +90,17 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         degraded += float8_advice(measurement.observed)
     verdict = "incompatible" if incompatible else "degraded" if degraded else "ok"
     reasons = incompatible + degraded
+    if measurement.unmeasured:
+        reasons.append(measurement.unmeasured)
     if not measurement.reference_fits:
         reasons.append(
             f"fp32 does not fit into memory here, so of {name} only that it is finite was checked."
+        )
+    if measurement.longest_alone:
+        done = "compared with fp32" if measurement.reference_fits else "checked"
+        reasons.append(
+            "The longest text does not fit into memory here with very short ones beside it, so "
+            f"{name} was {done} on the longest alone."
         )
     return Compatibility(verdict, tuple(reasons), measurement, cached)
 
@@ -125,7 +133,7 @@ def check_compatibility(
         return judge(Measurement(**cached), bounds, cached=True)
     measurement = measure_parts(parts, device)
     # What another worker with more memory would measure is not known here.
-    if cache and measurement.reference_fits:
+    if cache and measurement.reference_fits and not measurement.longest_alone:
         cache.put_compat(key, json_safe(asdict(measurement)))
     return judge(measurement, bounds)
 
@@ -138,13 +146,14 @@ def measure_parts(
 ) -> Measurement:
     """Measure on the longest window of the data beside very short ones, which are nearly all padding.
 
-    Where these do not fit into memory (the precision's pass or fp32's), measure on the longest alone. Raises
-    OutOfMemory when the precision fits neither.
+    Where these do not fit into memory (the precision's pass or fp32's), measure on the longest alone
+    (`longest_alone`). Raises OutOfMemory when the precision fits neither.
     """
     without_reference = None
-    for batch in (adverse_batch(parts), parts.batch(0, 1)):
+    for batch, is_alone in ((adverse_batch(parts), False), (parts.batch(0, 1), True)):
         try:
             found = measure(parts, batch, device, repeats, on_estimate)
+            found = replace(found, longest_alone=is_alone)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -225,7 +225,7 @@ class TrialRun:
             "float32_parts": parts.config.float32_parts,
             "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
             "agrees": not disagreement,
-            "reason": " ".join(filter(None, (resolution.reason, disagreement))),
+            "reason": " ".join(filter(None, (resolution.reason, disagreement, seen.unmeasured()))),
         }
         self.recorder.note(precision=asdict(resolution) | observed)
 

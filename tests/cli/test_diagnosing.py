@@ -100,14 +100,15 @@ def test_the_parts_that_make_a_precision_ok(tmp_path: Path) -> None:
     verify = ("verify", "tiny.yaml", "--repeats", "1")
     rows = {row["name"]: row for row in ok(hpo_command(tmp_path, *verify, "--json")).json["precisions"]}
     assert rows["fp16"]["float32_parts"] is None
-    assert "With precision" not in rows["fp16"]["note"]
+    assert "precision_overrides" not in rows["fp16"]["note"]
     told = ok(hpo_command(tmp_path, *verify, "--parts", "--json"))
     rows = {row["name"]: row for row in told.json["precisions"]}
     parts = rows["fp16"]["float32_parts"]
     assert {"encoder.layer.0", "encoder.layer.1"} <= set(parts)
     assert rows["fp32"]["float32_parts"] is None
-    overrides = ", ".join(f"precision_overrides.{part}: fp32" for part in parts)
-    assert f"With {overrides} it is ok." in rows["fp16"]["note"]
+    lines = "".join(f"\n  precision_overrides.{part}: fp32" for part in parts)
+    assert f"with these lines under `training:`{lines}" in rows["fp16"]["note"]
+    assert rows["fp16"]["with_parts"]["verdict"] == "ok"
     assert "checking fp16 with embeddings, encoder.layer.0" in told.err
 
 

@@ -13,11 +13,12 @@ from tiny import CPU, tiny_executor
 import hpo.trial.compat
 from hpo.config.study_config import CompatConfig
 from hpo.config.trial_config import build_trial_config
+from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
 from hpo.precision.table import resolve
 from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge
 from hpo.trial.executor import Executor
-from hpo.trial.measure import Measurement
+from hpo.trial.measure import Measurement, measure
 from hpo.trial.trial_parts import TrialParts
 
 BOUNDS = CompatConfig()
@@ -134,6 +135,27 @@ def test_a_check_without_fp32_is_not_kept_for_machines_with_more_memory(
     assert check(executor, cache).measurement == alone
     monkeypatch.undo()
     assert check(executor, cache).measurement.gradient_cosine == pytest.approx(1)
+    assert len(cache.stored) == 1
+
+
+def test_the_longest_text_alone_is_said_and_not_kept_for_machines_with_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, cache = tiny_executor(tmp_path), Cache()
+
+    def little_memory(parts: TrialParts, batch: Batch, *rest: Any) -> Measurement:
+        if len(batch.lengths_B) > 1:
+            raise MemoryError
+        return measure(parts, batch, *rest)
+
+    monkeypatch.setattr("hpo.trial.compat.measure", little_memory)
+    found = check(executor, cache)
+    assert (found.verdict, found.measurement.longest_alone) == ("ok", True)
+    (reason,) = found.reasons
+    assert reason.endswith("so fp32 was compared with fp32 on the longest alone.")
+    monkeypatch.undo()
+    found = check(executor, cache)
+    assert (found.cached, found.reasons, found.measurement.longest_alone) == (False, (), False)
     assert len(cache.stored) == 1
 
 

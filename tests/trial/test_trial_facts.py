@@ -38,6 +38,15 @@ class WideInTraining(CastBack):
         return super().forward(inputs) if self.training else nn.Linear.forward(self, inputs)
 
 
+class Unmeasurable(nn.Linear):
+    """Refuses other inputs than the model's, such as those by which products are measured."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if bool((inputs == inputs.flatten()[0]).all()):
+            raise ValueError("only what it was made for")
+        return super().forward(inputs)
+
+
 def eager_traced(model: nn.Module, *_: Any) -> None:
     """The compiler's graph, run by PyTorch's own kernels: seconds faster to make."""
     model.compile(backend="aot_eager")
@@ -85,6 +94,16 @@ def test_a_trial_says_where_it_was_not_what_was_asked_for(
     assert said in telemetry["compatibility"]["disagreement"]
     assert telemetry["compatibility"]["checked_on"] == checked_on(CPU), "the sampler goes by it"
     assert isinstance(telemetry["environment"], dict)
+
+
+def test_a_layer_that_could_not_be_measured_is_named(tmp_path: Path) -> None:
+    telemetry = run(tmp_path, Unmeasurable, "bf16")
+    found = telemetry["precision"]
+    said = f"linear layers the output's dtype alone is known: {NAME}."
+    assert (found["agrees"], found["observed"]["unmeasured_linears"]) == (True, 1)
+    assert found["reason"].endswith(said)
+    assert telemetry["compatibility"]["verdict"] == "ok"
+    assert telemetry["compatibility"]["reasons"][0].endswith(said), "as `hpo verify` has it too"
 
 
 # The hooks by which the check names a module split the compiler's graph, which then looks at such a tensor.
