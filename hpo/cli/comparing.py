@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
     from hpo.device import DeviceInfo
     from hpo.study.stopping import Stop
+    from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord
 
 COMPARISON_OPTIONS: Mapping[str, Any] = {
@@ -92,7 +93,7 @@ def compare(
 ) -> None:
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.cli.display import print_comparison
-    from hpo.compare.companion import Request, open_comparison
+    from hpo.compare.companion import Request, open_comparison, unlabelled_in_test
     from hpo.compare.results import judge, look_by_look
     from hpo.data.dataset import load_data
     from hpo.device import probe_device
@@ -109,15 +110,22 @@ def compare(
         config = config_of(study, record, trust_remote_code=False)
         device, data = probe_device(config.device), load_data(config.data)
         database.check_data(record.name, data.fingerprint)
+        if unlabelled := unlabelled_in_test(config, data):
+            tasks = " and ".join(f"`{name}`" for name in unlabelled)
+            typer.echo(
+                f"Scores are of the validation split: the test split has no labels of {tasks}.", err=True
+            )
         companion = open_comparison(
             database,
             record,
             config,
             request,
             runnable=_runnable(config, device),
-            has_test="test" in data.splits,
+            has_test="test" in data.splits and not unlabelled,
         )
+        _refuse_lacking(companion, device, database)
         for found in look_by_look(
+            database,
             companion,
             partial(_run_look, workers=workers, stop=stop, storage=storage, as_json=as_json),
             lambda looked, grown: judge(looked, grown, record, data.tasks),
@@ -141,7 +149,7 @@ def _run_look(
             print_json(study_status(record) | {"ended": summary.ended, "left_out": left_out})
         else:
             say_how_to_go_on(record, summary)
-        raise typer.Exit(summary.exit_code)
+        raise typer.Exit(summary.exit_code or (1 if summary.ended == "elsewhere" else 0))
     return record
 
 
@@ -152,6 +160,29 @@ def _parse_precisions(given: str) -> tuple[str, ...]:
     except ValueError as error:
         raise InputError(f"--precisions: {error}") from None
     return tuple(dict.fromkeys([REFERENCE, *names]))
+
+
+def _refuse_lacking(companion: StudyConfig, device: DeviceInfo, database: Storage) -> None:
+    """Raise InputError where trials are left and `device` does not run all precisions: it would run none of
+    them, since both sides of a pair run on one kind of device.
+    """
+    plan = companion.comparison
+    assert plan is not None
+    lacking = left_out(plan.precisions, device, companion.amp)
+    has_begun = database.has_study(companion.name)
+    if not lacking or (has_begun and database.slot_counts(companion.name)["done"] == companion.num_slots):
+        return
+    names, reasons = ", ".join(lacking), " ".join(dict.fromkeys(lacking.values()))
+    if has_begun:
+        todo = f"Go on on a device that does, or begin anew, without its trials: hpo delete {companion.name}"
+    elif plan.question == "configurations":
+        todo = "Compare on a device that does."
+    else:
+        todo = f"Leave {names} out of --precisions, or compare on a device that does."
+    raise InputError(
+        f"All that is compared must run on one kind of device, but this one does not run {names}. {reasons} "
+        f"{todo}"
+    )
 
 
 def _runnable(config: StudyConfig, device: DeviceInfo) -> tuple[str, ...]:

@@ -242,7 +242,7 @@ def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
     console = Console(highlight=False)
     num = len(plan.configurations)
     console.print(
-        f"{plan.study}: {num} configurations, against fp32, margin {plan.margin:g} "
+        f"{plan.study}: {num} configuration{'s' * (num > 1)}, against fp32, margin {plan.margin:g} "
         f"{unit_of(answers.objective)}; higher is better",
         style="bold",
     )

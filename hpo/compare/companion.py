@@ -38,6 +38,7 @@ from hpo.study.study_record import complete_trials, loss_signs
 from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
+    from hpo.data.dataset import DataSet
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord, TrialRecord
 
@@ -86,12 +87,15 @@ def open_comparison(
     Args:
         config: of the study that is compared.
         runnable: the precisions of a new comparison that names none.
-        has_test: whether the data have a test split.
+        has_test: whether the data have a test split with labels.
 
     Raises:
         InputError: the study has no complete trial; the stored comparison was begun with other values, or
-            has more seeds than are asked for; an option is not one of a race.
+            has more seeds than are asked for; an option is not one of a race; the study is a comparison.
     """
+    if config.comparison is not None:
+        of = config.comparison.study
+        raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: hpo compare {of}")
     if request.question == "configurations" and (request.precisions or request.margin is not None):
         raise InputError(
             "--configurations takes neither --precisions nor --margin: each configuration is trained in its "
@@ -151,6 +155,19 @@ def _with_seeds(name: str, plan: ComparisonConfig, max_seeds: int | None) -> Com
             f"seeds, of which it has {plan.num_seeds}, but got {max_seeds}. Leave it out to go on."
         )
     return plan.model_copy(update={"extensions": (*plan.extensions, max_seeds)})
+
+
+def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
+    """Tasks of the objective for which no row of the test split is annotated, as in a shared task whose truth
+    is held back; a comparison then has the scores of the validation split. None where there is no test split.
+    """
+    metric = next((one.metric for one in config.objective if one.metric not in MEASURED_METRICS), "score")
+    task, of_task, _ = metric.partition("/")
+    names = [task] if of_task else [one.name for one in data.tasks]
+    rows = data.splits.get("test")
+    if rows is None:
+        return ()
+    return tuple(name for name in names if not any(name in row.annotated for row in rows))
 
 
 def plan_comparison(
@@ -220,9 +237,11 @@ def _compared(best: Sequence[TrialRecord], precisions: Sequence[str], top: int) 
 
 
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
-    """The study that trains what the plan names. `has_test` says whether the data have a test split."""
+    """The study that trains what the plan names. `has_test`: as in `open_comparison`."""
     definition = config.definition()
     fixed = {PRECISION, SEED}
+    # A worker whose device lacks a precision leaves the trials to others; none runs another in its place.
+    definition["amp"] = {**definition["amp"], "on_unsupported": "skip"}
     definition["training"] = {
         name: value for name, value in definition["training"].items() if name not in fixed
     }
@@ -255,6 +274,18 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
 def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
     """The comparison with another plan: more seeds, or arms that are closed."""
     return study.with_values(comparison=plan, n_trials=len(plan.points()))
+
+
+def caught_up(storage: Storage, study: StudyConfig) -> StudyConfig:
+    """The comparison with the seeds that another `hpo compare` of it has added meanwhile."""
+    assert study.comparison is not None
+    if not storage.has_study(study.name):
+        return study
+    stored = stored_study(study.name, storage.read_definition(study.name)).comparison
+    assert stored is not None
+    ahead = max(study.comparison, stored, key=lambda plan: plan.num_seeds)
+    extensions = tuple(sorted({*study.comparison.extensions, *stored.extensions}))
+    return grown(study, ahead.model_copy(update={"extensions": extensions}))
 
 
 def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpo.compare.answers import Answer, Answers, Scores, answer, unit_of
-from hpo.compare.companion import closed, grown
+from hpo.compare.companion import caught_up, closed, grown
 from hpo.compare.estimate import Ratio
 from hpo.compare.race import Race, run_race
 from hpo.compare.sequential import LOOKS, Plan
@@ -16,6 +16,9 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.errors import RunError
 from hpo.study.study_record import StudyRecord
+
+if TYPE_CHECKING:
+    from hpo.study.storage import Storage
 
 Found = TypeVar("Found", bound=Answers | Race)
 
@@ -42,6 +45,7 @@ class Result(Generic[Found]):
 
 
 def look_by_look(
+    storage: Storage,
     companion: StudyConfig,
     run_look: Callable[[StudyConfig], StudyRecord],
     judge_look: Callable[[StudyRecord, StudyConfig], Result[Any]],
@@ -51,6 +55,7 @@ def look_by_look(
     Raises RunError where trials of a look that has ended are not there.
     """
     while True:
+        companion = caught_up(storage, companion)
         found = judge_look(run_look(companion), companion)
         yield found
         if found.next_plan is None:

@@ -102,10 +102,8 @@ def pooling(tables: StudyTables) -> list[str]:
                 f"{precision}: put together ({_and(counts)}); no difference between the devices shows."
             )
         if len(ran) and others:
-            sentences.append(
-                f"{precision}: its trials on {_and(ran['device'])} say nothing of {_and(others)}."
-                " It had none there."
-            )
+            here, there = _and(ran["device"]), _and(others)
+            sentences.append(f"{precision}: ran on {here} alone, which says nothing of {there}.")
     return sentences if len(tables.devices) > 1 else []
 
 
@@ -126,7 +124,7 @@ def numbers_by_device(tables: StudyTables) -> pd.DataFrame:
                 "precision": row["precision"],
                 "device": row["device"],
                 "support": row["support"] or "–",
-                "stayed finite": f"{finite} of {telling}",
+                "trained": f"{finite} of {telling}",
                 **{f"{name}, median": format_metric(name, row[f"median_{name}"]) for name in scores},
                 **{f"{name}, best": format_metric(name, row[f"best_{name}"]) for name in scores},
                 "compatibility check": ", ".join(f"{num} {name}" for name, num in verdicts.items()) or "–",

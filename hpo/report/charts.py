@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
-from hpo.config.study_config import MEASURED_METRICS
 from hpo.outcome import Outcome
 from hpo.report.failure_map import failure_map
 from hpo.report.figures import OTHER_STYLE, OUTCOME_COLORS, PRECISION_STYLES, Chart, Series
@@ -39,16 +38,13 @@ MAX_TIMELINE_ROWS = 48
 CHART_KEYS = (
     "verdicts",
     "verdicts_speed",
-    "verdicts_speed_device",
     "history",
     "precision_metric",
     "metric_throughput",
-    "metric_throughput_device",
     "objectives",
     "importances",
     "learning_curves_epochs",
     "learning_curves_seconds",
-    "learning_curves_seconds_device",
     "failure_map",
     *(f"interaction_{name}" for name in SETTINGS),
     "numerics",
@@ -123,15 +119,21 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
         medians.append(Series("median", LINE_COLOR, *line, "line", in_legend=position == 0))
     differing = ", ".join(differing_settings(rows))
     caption = f"The trials differ in these settings too: {differing}." if differing else ""
-    if groups_of := [name for name in tables.not_pooled if metric not in MEASURED_METRICS]:
-        together = [name for name in groups_of if not tables.not_pooled[name]]
-        caption += f" Kinds of device are put together for {', '.join(together) or 'no precision'}."
+    devices = [*tables.devices, "not known"]  # numbers, since names would not fit under the points
+    ticks = []
+    for group, points in groups:
+        precision, on, device = group.partition(ON)
+        ticks.append(f"{precision}{on}{devices.index(device) + 1 if on else ''} (n = {len(points)})")
+    if any(ON in group for group, _ in groups):
+        ticks = [tick.replace(" (", "\n(") for tick in ticks]
+        told = (f"{number} is {device}" for number, device in enumerate(tables.devices, 1))
+        caption += f" Devices that are kept apart: {', '.join(told)}."
     return Chart(
         key,
         title,
         y_label=_label(metric),
         series=[*_points(rows, x, y), *medians],
-        x_ticks=[f"{precision} (n = {len(group)})" for precision, group in groups],
+        x_ticks=ticks,
         caption=caption.strip(),
     )
 

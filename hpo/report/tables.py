@@ -97,7 +97,7 @@ class StudyTables:
             "reason": [trial.reason for trial in trials],
             "precision": [self._requested_precision(trial) for trial in trials],
             **facts,
-            "device": [kinds.get(trial.number) for trial in trials],
+            "device": pd.Series([kinds.get(trial.number) for trial in trials], dtype=object),
             "logits_error": [_largest_logits_error(trial) for trial in trials],
             "counts": False,
             "counts_for_speed": False,
@@ -150,11 +150,14 @@ class StudyTables:
     def groups(self, rows: pd.DataFrame, metric: str | None = None) -> pd.Series:
         """What rows of `trials` are put together by: the precision, or where kinds of device are kept apart
         (as for a `metric` that measures speed or memory) precision and kind, `bf16 on Tesla T4`."""
-        apart = rows["precision"].map(self.not_pooled).fillna("").ne("")
-        if metric in MEASURED_METRICS and len(self.devices) > 1:
-            apart = apart | True
-        labels = rows["precision"] + ON + rows["device"].fillna("not known")
-        return rows["precision"].mask(apart, labels)
+        on_each = metric in MEASURED_METRICS and len(self.devices) > 1
+        labels = [
+            f"{precision}{ON}{device or 'not known'}"
+            if on_each or self.not_pooled.get(precision)
+            else precision
+            for precision, device in zip(rows["precision"], rows["device"], strict=True)
+        ]
+        return pd.Series(labels, index=rows.index, dtype=object)
 
     @cached_property
     def complete(self) -> pd.DataFrame:

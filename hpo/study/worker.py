@@ -352,7 +352,7 @@ def keep_best_checkpoints(
     top_k: int,
     drop: Callable[[set[int]], None] = lambda _: None,
 ) -> None:
-    """Remove the checkpoints of all finished trials but the best `top_k`.
+    """Remove the checkpoints of all finished trials but those of `kept_checkpoints`.
 
     `folder` gives that of a trial by its number; `drop` removes those of trials elsewhere.
     """

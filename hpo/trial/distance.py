@@ -3,7 +3,10 @@
 Two numbers. The error of a module's output in the model as it runs is what has come together up to there.
 The own error is what the module adds: it is given the inputs that it has in fp32, and its output is compared
 with fp32's. Both are relative, ||y - y32|| / ||y32||. A module whose error is that of a module inside it is
-left out, and so are those that hold a list of layers.
+left out, and so are those that hold a list of layers, and those that no logits depend on, such as a pooler
+that nothing asks.
+
+Outputs alone are compared, in evaluation mode. Gradients may be far from fp32's by another module.
 """
 
 from __future__ import annotations
@@ -48,11 +51,15 @@ def module_errors(model: MultitaskModel, mixed_precision: MixedPrecision, batch:
     inputs = (batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
     reference: dict[str, Any] = {}
     together: dict[str, Any] = {}
+    nodes: dict[str, list[Any]] = {}
     own: dict[str, float] = {}
     weights = getattr(torch, amp.precision.weights)
 
     def compare(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        reference[name] = _tensor(output)
+        value = _tensor(output)
+        if value is None:
+            return
+        reference[name] = value
         args, kwargs = tree_map(partial(_cast, weights), (args, kwargs))
         with backend_flags(amp.precision, amp.config), amp.autocast():
             again = reduced.get_submodule(name)(*args, **kwargs)
@@ -60,25 +67,27 @@ def module_errors(model: MultitaskModel, mixed_precision: MixedPrecision, batch:
 
     def keep(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         together[name] = _tensor(output)
+        nodes[name] = _nodes(output)
 
     was_training = model.training
     names = [name for name, module in model.named_modules() if name and not _has_layers(module)]
     try:
         model.eval()
-        with torch.no_grad(), use_training_attention():
-            with contextlib.ExitStack() as hooks, backend_flags(amp.precision, amp.config), amp.autocast():
-                for name in names:
-                    hooks.enter_context(
-                        reduced.get_submodule(name).register_forward_hook(partial(keep, name))
-                    )
-                reduced(*inputs)
-            with contextlib.ExitStack() as hooks, backend_flags(PRECISIONS["fp32"], amp.config):
-                for name in names:
-                    hook = model.get_submodule(name).register_forward_hook(
-                        partial(compare, name), with_kwargs=True
-                    )
-                    hooks.enter_context(hook)
-                model(*inputs)
+        for parameter in reduced.parameters():  # frozen ones too: the graph tells what the logits depend on
+            parameter.requires_grad_(parameter.is_floating_point())
+        with contextlib.ExitStack() as hooks, backend_flags(amp.precision, amp.config), amp.autocast():
+            hooks.enter_context(use_training_attention())
+            for name in names:
+                hooks.enter_context(reduced.get_submodule(name).register_forward_hook(partial(keep, name)))
+            needed = _nodes_behind(_nodes(reduced(*inputs)))
+        with contextlib.ExitStack() as hooks, backend_flags(PRECISIONS["fp32"], amp.config), torch.no_grad():
+            hooks.enter_context(use_training_attention())
+            for name in names:
+                hook = model.get_submodule(name).register_forward_hook(
+                    partial(compare, name), with_kwargs=True
+                )
+                hooks.enter_context(hook)
+            model(*inputs)
     finally:
         model.train(was_training)
     errors = [
@@ -86,7 +95,8 @@ def module_errors(model: MultitaskModel, mixed_precision: MixedPrecision, batch:
             name, type(model.get_submodule(name)).__name__, own[name], _distance(together[name], value)
         )
         for name, value in reference.items()
-        if name in together and value is not None
+        # A module that needs no gradient has no node.
+        if name in together and (not nodes[name] or not needed.isdisjoint(nodes[name]))
     ]
     return sorted(_unexplained(errors), key=lambda one: one.own_error, reverse=True)
 
@@ -96,6 +106,22 @@ def _unexplained(errors: list[ModuleError]) -> Iterator[ModuleError]:
         inside = (other.own_error for other in errors if other.module.startswith(f"{one.module}."))
         if max(inside, default=0.0) < EXPLAINED * one.own_error or one.own_error == 0:
             yield one
+
+
+def _nodes(output: Any) -> list[Any]:
+    """Of the autograd graph, those that made the tensors of `output`."""
+    tensors = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+
+
+def _nodes_behind(nodes: list[Any]) -> set[Any]:
+    """These nodes of the autograd graph, and all that they go back to."""
+    found = set(nodes)
+    while nodes:
+        before = [node for node, _ in nodes.pop().next_functions if node is not None and node not in found]
+        found.update(before)
+        nodes += before
+    return found
 
 
 def _tensor(output: Any) -> Any:

@@ -23,7 +23,7 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import observe_model
-from hpo.precision.environment import environment_overrides, refuse_overrides
+from hpo.precision.environment import environment_overrides, refuse_overrides, uses_of_float32
 from hpo.precision.parts import float32_modules
 from hpo.precision.table import Resolution, resolve, support
 from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
@@ -47,7 +47,7 @@ from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, training_facts
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -132,7 +132,13 @@ class TrialRun:
         recorder.note(precision={"requested": requested, "effective": None, "support": level})
         resolution = resolve(requested, executor.device, config.amp)
         recorder.note(precision=asdict(resolution), environment=environment_overrides())
-        refuse_overrides([resolution.effective], config.amp, executor.device.type)
+        needs_float32 = uses_of_float32(
+            check=executor.study.compat.enabled,
+            parts=bool(config.float32_parts),
+            fallback=bool(config.amp.fallback_to_fp32),
+        )
+        precisions = [resolution.effective]
+        refuse_overrides(precisions, config.amp, executor.device.type, float32_for=needs_float32)
         check_overrides(config, resolution)
         reset_peak_memory(executor.device)
         peak_memory = self.peak_memory

@@ -129,6 +129,7 @@ def compared(
         return record
 
     *_, last = look_by_look(
+        storage,
         begun(storage, config, request or Request()),
         run_look,
         lambda record, companion: judge(record, companion, search, TASKS),

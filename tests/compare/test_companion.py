@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from jsonl_sets import load_set, write_set
 from planted import begun, run, searched
+from worker_process import study
 
-from hpo.compare.companion import FIRST_SEED, Request, comparison_name
+from hpo.compare.companion import (
+    FIRST_SEED,
+    Request,
+    caught_up,
+    comparison_name,
+    grown,
+    unlabelled_in_test,
+)
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError
@@ -57,6 +68,13 @@ def test_the_best_under_each_precision_and_the_best_of_each(storage: Storage, co
     assert companion.name == comparison_name("tiny", "precisions") == "tiny-compare"
     assert companion.pruner.name == "none"
     assert companion.evaluation.test
+
+
+def test_no_trial_of_it_falls_back(storage: Storage) -> None:
+    """Whatever the search did: fp32 in the place of bf16 says nothing of bf16."""
+    config = searched(storage, by_rate, amp={"on_unsupported": "fallback", "allow_emulated": True})
+    amp = begun(storage, config, REQUEST).amp
+    assert (amp.on_unsupported, amp.allow_emulated) == ("skip", True)
 
 
 def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config: StudyConfig) -> None:
@@ -126,10 +144,29 @@ def test_more_seeds_leave_those_before_them_as_they_are(storage: Storage, config
     assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 8
 
 
+def test_two_commands_take_nothing_from_each_other(storage: Storage, config: StudyConfig) -> None:
+    """One has added seeds, the other was allowed more; what each knows is older than what is stored."""
+    old = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(grown(old, plan_of(old).model_copy(update={"num_seeds": 5})))
+    assert plan_of(caught_up(storage, old)).num_seeds == 5
+    storage.create_or_resume_study(begun(storage, config, Request(max_seeds=20)))
+    later = plan_of(caught_up(storage, grown(old, plan_of(old).model_copy(update={"num_seeds": 8}))))
+    assert (later.num_seeds, later.extensions) == (8, (20,))
+
+
 @pytest.mark.parametrize("changes", [{"margin": 0.5}, {"precisions": ("fp32", "bf16")}])
 def test_what_a_race_does_not_take(changes: Any, storage: Storage, config: StudyConfig) -> None:
     with pytest.raises(InputError, match="--configurations takes neither --precisions nor --margin"):
         begun(storage, config, Request("configurations", **changes))
+
+
+def test_a_comparison_is_not_compared(storage: Storage, config: StudyConfig) -> None:
+    companion = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(companion)
+    with pytest.raises(
+        InputError, match="`tiny-compare` is itself a comparison, of `tiny`: hpo compare tiny"
+    ):
+        begun(storage, companion, REQUEST)
 
 
 def test_what_cannot_be_compared(storage: Storage) -> None:
@@ -194,3 +231,28 @@ def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
     summary = run_worker(companion, storage, lambda *_: None, device=WorkerDevice(kind="here"))
     assert (summary.ended, summary.elsewhere) == ("elsewhere", ("the name gone",))
     assert run(storage, companion, by_rate, device="gone").slots["done"] == 24
+
+
+@pytest.mark.parametrize(
+    ("objective", "unlabelled"),
+    [
+        ({"metric": "score"}, ("tone",)),
+        ({"metric": "tone/f1_macro"}, ("tone",)),
+        ({"metric": "topic/f1_macro"}, ()),
+        ([{"metric": "train_examples_per_second"}, {"metric": "topic/f1_macro"}], ()),
+        ({"metric": "peak_memory_bytes", "direction": "minimize"}, ("tone",)),
+    ],
+)
+def test_the_test_split_must_be_labelled_for_the_objective(
+    objective: Any, unlabelled: tuple[str, ...], tmp_path: Path
+) -> None:
+    kind = {"kind": "single_label", "classes": ["a", "b"]}
+    rows: dict[str, Any] = {
+        split: [{"id": split, "text": "x", "labels": {"topic": "a", "tone": "b"}}]
+        for split in ("train", "validation", "test")
+    }
+    del rows["test"][0]["labels"]["tone"]
+    data = load_set(write_set(tmp_path / "data", {"topic": kind, "tone": kind}, **rows))
+    assert unlabelled_in_test(study(1, objective=objective), data) == unlabelled
+    without = replace(data, splits={name: data.splits[name] for name in ("train", "validation")})
+    assert unlabelled_in_test(study(1, objective=objective), without) == ()

@@ -83,6 +83,17 @@ def test_more_seeds_go_on_with_the_trials_that_are_there(storage: Storage) -> No
     assert more.found.rows[0].verdict.difference != found.found.rows[0].verdict.difference
 
 
+def test_a_loss_of_the_margin_is_decided_by_no_number_of_seeds(storage: Storage) -> None:
+    score = planted(2.0, own_noise=0.3)
+    config = searched(storage, score)
+    asked = Request(precisions=("fp32", "bf16"), top=1, margin=2.0, max_seeds=3)
+    found = compared(storage, config, score, asked)
+    assert found.found.rows[0].verdict.seeds_needed is None
+    assert found.recommendation.endswith(
+        " bf16 (paired), bf16 (tuned): too near the margin for any number of seeds up to 200."
+    )
+
+
 def test_a_race_goes_on_with_more_seeds(storage: Storage) -> None:
     score = planted(0.0, own_noise=3.0)
     config = searched(storage, score)

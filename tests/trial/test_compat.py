@@ -106,7 +106,12 @@ def test_a_result_of_one_kind_of_device_is_not_used_on_another(
 
 @pytest.mark.parametrize(
     ("changed", "value"),
-    [("torch", "9.9"), ("transformers", "9.9"), ("ONEDNN_MAX_CPU_ISA", "AVX2")],
+    [
+        ("torch", "9.9"),
+        ("transformers", "9.9"),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        ("NVIDIA_TF32_OVERRIDE", "1"),
+    ],
 )
 def test_versions_and_instructions_taken_away_are_another_measurement(
     changed: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hpo.precision.table import PRECISIONS
+from hpo.trial.compat import checked_on
 from hpo.trial.executor import Executor
 
 TRAINING = {"max_steps": 2, "batch_size": 4, "max_length": 32}
@@ -82,6 +83,7 @@ def test_a_trial_says_where_it_was_not_what_was_asked_for(
     assert sum(products.values()) == 1
     assert telemetry["compatibility"]["verdict"] == "degraded"
     assert said in telemetry["compatibility"]["disagreement"]
+    assert telemetry["compatibility"]["checked_on"] == checked_on(CPU), "the sampler goes by it"
     assert isinstance(telemetry["environment"], dict)
 
 
