@@ -12,6 +12,7 @@ from tiny import CPU, EMULATED, ENCODER, tiny_executor, tiny_study
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpo.models.encoder import encoder_layers
 from hpo.precision.table import PRECISIONS
 from hpo.trial.executor import Executor
 
@@ -47,9 +48,10 @@ class Unmeasurable(nn.Linear):
         return super().forward(inputs)
 
 
-def eager_traced(model: nn.Module, *_: Any, backend: str) -> None:
+def eager_traced(model: Any, _mode: str, scope: str, _dynamic: bool | None, *, backend: str) -> None:
     """The compiler's graph for all lengths, run by PyTorch's own kernels: many times as fast to make."""
-    model.compile(backend=backend, dynamic=True)
+    for module in [model] if scope == "model" else encoder_layers(model.encoder):
+        module.compile(backend=backend, dynamic=True)
 
 
 def run(
@@ -58,11 +60,12 @@ def run(
     precision: str,
     compile_mode: str = "none",
     backend: str = "aot_eager",
+    scope: str = "model",
     **changes: Any,
 ) -> dict[str, Any]:
     """The telemetry of a trial whose model has one layer of that class; `changes` are the study's."""
     small = {
-        "training": TRAINING | {"compile": compile_mode},
+        "training": TRAINING | {"compile": compile_mode, "compile_scope": scope},
         "model": {"encoder": ENCODER | {"num_hidden_layers": 1}},
     }
     executor = Executor(
@@ -123,16 +126,16 @@ def test_a_layer_that_could_not_be_measured_is_named(tmp_path: Path) -> None:
 # The hooks by which the check names a module split the compiler's graph, which then looks at such a tensor.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
-    ("precision", "backend", "is_checked"),
-    [("bf16", "eager", True), ("fp32", "aot_eager", False)],
+    ("precision", "backend", "scope", "is_checked"),
+    [("bf16", "eager", "model", True), ("fp32", "aot_eager", "layers", False)],
     ids=["bf16, compiled in the check too", "fp32, with a compiled backward pass"],
 )
 def test_a_sound_trial_agrees_compiled_and_not(
-    tmp_path: Path, precision: str, backend: str, is_checked: bool
+    tmp_path: Path, precision: str, backend: str, scope: str, is_checked: bool
 ) -> None:
     compat = {"enabled": is_checked}
     for mode in ("none", "default"):
-        telemetry = run(tmp_path, nn.Linear, precision, mode, compat=compat, backend=backend)
+        telemetry = run(tmp_path, nn.Linear, precision, mode, backend, scope, compat=compat)
         assert (telemetry["compatibility"]["verdict"] == "ok") == is_checked
         found = telemetry["precision"]
         assert found["agrees"], found["reason"]
