@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpo.compare.answers import Answer, Answers, Scores, answer
+from hpo.compare.by_precision import UnderPrecision, by_precision
 from hpo.compare.companion import caught_up, closed, grown
 from hpo.compare.estimate import Ratio
 from hpo.compare.race import Race, run_race
@@ -33,12 +34,15 @@ class Result(Generic[Found]):
     """The fastest precision that is as good, and under which conditions; or the best configuration."""
     next_plan: ComparisonConfig | None
     """With the seeds of the next look; None when all is decided or the seeds are used up."""
+    precisions: tuple[UnderPrecision, ...] = ()
+    """What became of the trials of each; none of a race, where each configuration has its own precision."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "study": self.plan.study,
             "num_configurations": len(self.plan.configurations),
             **self.found.as_json(),
+            "precisions": [found.as_json() for found in self.precisions],
             "recommendation": self.recommendation,
             "has_ended": self.next_plan is None,
         }
@@ -91,7 +95,7 @@ def judge(
     advice = _advice(answers, plan)
     if open_ and next_look is None:
         advice += _more_seeds(answers, plan)
-    return Result(plan, answers, advice, _next(plan, decided, next_look))
+    return Result(plan, answers, advice, _next(plan, decided, next_look), by_precision(scores))
 
 
 def _judge_race(scores: Scores, search: StudyRecord, decided_by: Plan) -> Result[Race]:

@@ -25,7 +25,7 @@ from hpo.report.charts import all_charts
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.tables import StudyTables, precision_comparison
-from hpo.report.verdicts import device_table, kept_apart, sentences, verdict_table
+from hpo.report.verdicts import device_table, kept_apart, sentences, untrained, verdict_table
 from hpo.study.storage import open_storage
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def study_note(tables: StudyTables) -> str:
     lines = [f"# {_escape(record.name)}", ""]
     if told := sentences(tables):
         lines += ["## Verdict", "", *(f"- **{_escape(sentence)}**" for sentence in told), ""]
+        lines += [*(f"- {_escape(sentence)}" for sentence in untrained(tables)), ""]
         lines += [_markdown_table(verdict_table(tables)), ""] if "precisions" in record.comparisons else []
         of_devices = device_table(tables)
         lines += [] if of_devices.empty else [_markdown_table(of_devices), ""]

@@ -7,14 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
+from hpo.config.comparison import REFERENCE
+from hpo.outcome import Outcome
+from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series
 from hpo.report.formats import format_number
 from hpo.report.tables import ON, StudyTables
 from hpo.study.study_record import is_number
 
 MARGIN_COLOR = "#6B6B6B"
 
-_COLUMNS = ["precision", "question", "metric", "difference", "verdict", "seeds", "speed"]
+_COLUMNS = ["precision", "question", "metric", "difference", "verdict", "failed", "seeds"]
+_COLUMNS += ["would decide", "speed"]
 
 NOT_COMPARED = "Precisions were not compared on new seeds: hpo compare"
 
@@ -36,7 +39,9 @@ def verdict_table(tables: StudyTables) -> pd.DataFrame:
             "metric": row["metric"],
             "difference": _between(row["difference"], row["low"], row["high"], sign="+"),
             "verdict": "noise floor" if row["is_noise_floor"] else row["verdict"].replace("_", " "),
+            "failed": str(row["num_failed"]),
             "seeds": str(row["num_seeds"]),
+            "would decide": str((not row["is_noise_floor"] and row["seeds_needed"]) or "–"),
             "speed": "by device"
             if len(row["devices"]) > 1
             else _between(row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"]),
@@ -69,10 +74,20 @@ def kept_apart(tables: StudyTables) -> list[str]:
     return [f"{precision}: {why}." for precision, why in reasons.items()]
 
 
+def untrained(tables: StudyTables) -> list[str]:
+    """A sentence on each precision of which compared trials ended without a score, with the reason."""
+    return [
+        f"{found['precision']}: {found['num_trials'] - found['outcomes'].get(Outcome.COMPLETE, 0)} of "
+        f"{found['num_trials']} trials have no score ({_counts(found)}). {found['reason']}".strip()
+        for found in _precisions(tables)
+        if found["outcomes"].get(Outcome.COMPLETE, 0) < found["num_trials"]
+    ]
+
+
 def forest(tables: StudyTables) -> Chart:
     """The difference of each precision to fp32 with its interval, in the metric that decides."""
     key, title = "verdicts", "Difference to fp32 on new seeds"
-    rows = [row for row in _deciding(tables) if is_number(row["low"])][::-1]
+    rows = _deciding(tables)[::-1]
     if not rows:
         return Chart(key, title, absent=f"{NOT_COMPARED} {tables.record.name}")
     margin = tables.record.comparisons["precisions"]["margin"]
@@ -81,7 +96,14 @@ def forest(tables: StudyTables) -> Chart:
         Series("no difference", MARGIN_COLOR, [0.0, 0.0], ends, "line"),
         Series("margin", MARGIN_COLOR, [-margin, -margin], ends, "line", dashed=True),
     ]
+    known = [row for row in rows if is_number(row["low"])]
+    extent = [0.0, -margin, *(row[end] for row in known for end in ("low", "high"))]
+    middle = (min(extent) + max(extent)) / 2
     for position, row in enumerate(rows):
+        if row not in known:
+            text = _why_none(tables, row)
+            series.append(Series(text, TEXT_COLOR, [middle], [position], "text", in_legend=False))
+            continue
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
         text = f"{_name(row)}: {_between(row['difference'], row['low'], row['high'], sign='+')} points"
         place = [position, position]
@@ -98,8 +120,9 @@ def forest(tables: StudyTables) -> Chart:
         y_ticks=[_name(row) for row in rows],
         caption=(
             f"Intervals hold together with 90 % at whichever look the comparison stopped. As good: right of "
-            f"the margin of {margin:g} points; worse: left of it. Other seeds: fp32 against itself."
-        ),
+            f"the margin of {margin:g} points; worse: left of it. Other seeds: fp32 against itself. "
+            + " ".join(untrained(tables))
+        ).strip(),
         height=170 + 34 * len(rows),
     )
 
@@ -146,8 +169,28 @@ def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str
 
 def _rows(tables: StudyTables) -> list[Mapping[str, Any]]:
     found = tables.record.comparisons.get("precisions")
-    nothing = {"devices": (), "not_pooled": ""}  # of a comparison that was stored without
+    # Of a comparison that was stored without.
+    nothing = {"devices": (), "not_pooled": "", "num_failed": 0, "seeds_needed": None}
     return [] if found is None else [{**nothing, **row} for row in found["verdicts"]]
+
+
+def _precisions(tables: StudyTables) -> list[Mapping[str, Any]]:
+    return list(tables.record.comparisons.get("precisions", {}).get("precisions", ()))
+
+
+def _counts(found: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{count} {name}" for name, count in found["outcomes"].items() if name != Outcome.COMPLETE
+    )
+
+
+def _why_none(tables: StudyTables, row: Mapping[str, Any]) -> str:
+    """Instead of an interval."""
+    for found in _precisions(tables):
+        is_meant = found["precision"] in (row["precision"], REFERENCE)
+        if is_meant and found["num_trials"] and not found["outcomes"].get(Outcome.COMPLETE):
+            return f"no {found['precision']} trial has a score"
+    return "too few pairs have a score"
 
 
 def _deciding(tables: StudyTables) -> list[Mapping[str, Any]]:

@@ -124,6 +124,11 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     found = compared(storage, searched(storage, score), fails)
     assert verdicts(found)["bf16", "paired"] == "worse"
     assert found.found.rows[0].verdict.num_failed > 0
+    fp32, bf16 = found.as_json()["precisions"]
+    assert (fp32["precision"], fp32["reason"]) == ("fp32", "")
+    assert fp32["outcomes"] == {"complete": fp32["num_trials"]}
+    assert (bf16["precision"], bf16["reason"]) == ("bf16", "the loss was NaN")
+    assert bf16["outcomes"] == {"nonfinite": bf16["num_trials"]}
 
 
 @pytest.mark.parametrize("question", ["precisions", "configurations"])

@@ -11,9 +11,10 @@ from study_records import fake_record, fake_trial, tables_of
 from hpo.report.charts import all_charts
 from hpo.report.dashboard import study_note
 from hpo.report.failure_map import failure_map
+from hpo.report.figures import plotly_figure, png
 from hpo.report.page import report_html
 from hpo.report.tables import StudyTables
-from hpo.report.verdicts import forest, sentences, speed_and_quality, verdict_table
+from hpo.report.verdicts import forest, sentences, speed_and_quality, untrained, verdict_table
 from hpo.study.study_record import TrialRecord
 
 SENTENCE = "Use bf16: as good as fp32 (score within 0.5 points; paired, 5 new seeds) and 1.60 times as fast."
@@ -29,6 +30,8 @@ def row(precision: str, difference: float, **changes: Any) -> dict[str, Any]:
         "low": difference - 0.3,
         "high": difference + 0.3,
         "num_seeds": 5,
+        "seeds_needed": None,
+        "num_failed": 0,
         "speed_ratio": None,
         "speed_ratio_low": None,
         "speed_ratio_high": None,
@@ -60,6 +63,49 @@ def test_a_row_for_each_precision_of_the_metric_that_decides() -> None:
     assert [*margin.x] == [-0.5, -0.5]
 
 
+def under(precision: str, reason: str = "", **outcomes: int) -> dict[str, Any]:
+    return {
+        "precision": precision,
+        "num_trials": sum(outcomes.values()),
+        "outcomes": outcomes,
+        "reason": reason,
+    }
+
+
+FAILED = compared(
+    row("bf16", -0.1, **SPEED),
+    {**row("fp16", 0.0, verdict="worse", num_failed=6), "difference": None, "low": None, "high": None},
+    row("bf16-true", -0.4, verdict="undecided", seeds_needed=12, num_failed=1),
+    row("fp32", 0.1, verdict="undecided", is_noise_floor=True, seeds_needed=30),
+    precisions=[
+        under("fp32", complete=6),
+        under("bf16", complete=6),
+        under("fp16", "the scale fell to its floor of `1`", nonfinite=5, oom=1),
+        under("bf16-true", "lost & gone", complete=5, failed=1),
+    ],
+)
+
+
+def test_a_precision_that_never_trained_is_seen_with_the_reason() -> None:
+    why = "fp16: 6 of 6 trials have no score (5 nonfinite, 1 oom). the scale fell to its floor of `1`"
+    assert untrained(FAILED)[0] == why
+    chart = forest(FAILED)
+    assert chart.y_ticks[2] == "fp16, paired"
+    (text,) = (series for series in chart.series if series.draw == "text")
+    assert (text.name, [*text.x], [*text.y]) == ("no fp16 trial has a score", [pytest.approx(-0.15)], [2])
+    assert why in chart.caption
+    assert png(chart).startswith(b"\x89PNG")
+    trace = next(trace for trace in plotly_figure(chart).data if trace.mode == "text")
+    assert trace.text == "no fp16 trial has a score"
+    assert why.replace("`", "\\`") in study_note(FAILED)
+
+
+def test_failures_and_the_seeds_that_would_decide_are_in_the_table() -> None:
+    table = verdict_table(FAILED)
+    assert list(table["failed"]) == ["0", "6", "1", "0"]
+    assert list(table["would decide"]) == ["–", "–", "12", "–"]
+
+
 def test_speed_against_quality() -> None:
     (chart,) = speed_and_quality(TABLES)
     points = {series.name: (*series.x, *series.y) for series in chart.series if series.in_legend}
@@ -80,7 +126,17 @@ def test_what_was_not_compared_says_so() -> None:
 
 def test_page_and_dashboard_begin_with_the_verdict() -> None:
     page, note = report_html(TABLES, all_charts(TABLES)), study_note(TABLES)
-    assert page.index(SENTENCE) < page.index("<h2>Best</h2>")
+    first = [
+        SENTENCE,
+        '<div id="verdicts"',
+        '<div id="verdicts_speed"',
+        "noise floor",
+        "40 trials,",
+        "<h2>Best",
+    ]
+    places = [page.index(text) for text in first]
+    assert places == sorted(places), "the page opens with the verdict and its charts"
+    assert page.count('<div id="verdicts"') == 1
     assert "noise floor" in page
     assert note.index("Use bf16: as good as fp32") < note.index("## Best")
     going = compared(row("bf16", -0.1), has_ended=False)
