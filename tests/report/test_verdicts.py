@@ -158,8 +158,18 @@ def test_rates_that_fail() -> None:
     chart = failure_map(tables_of([*trials, at_rate(5, "fp16", 1e-3, "nonfinite")]))
     shown = {series.name: len(series.x) for series in chart.series}
     assert shown["nonfinite"] == 1
-    assert "fp16: trained from 1e-05 to 0.0001 and failed at 0.001; there 0 of 2 failed" in chart.caption
-    assert "so with 95 % at most 78%" in chart.caption
+    assert "fp16: trained from 1e-05 to 0.0001 and failed at 0.001; no trial lies between, so" in chart.caption
+    assert "fp32: trained from 1e-05 to 0.001; between them 0 of 1 failed, so with 95 % at most 95%." in chart.caption
+
+
+def test_a_share_that_fails_is_of_the_rates_strictly_within_the_range() -> None:
+    """Those at the ends trained by construction."""
+    rates = (1e-5, 1e-5, 3e-5, 5e-5, 1e-4, 1e-4)
+    trials = [at_rate(number, "fp16", rate) for number, rate in enumerate(rates)]
+    caption = failure_map(tables_of([*trials, at_rate(6, "fp16", 7e-5, "nonfinite")])).caption
+    assert "between them 1 of 3 failed, so with 95 % at most 86%." in caption
+    caption = failure_map(tables_of([*trials, at_rate(6, "fp16", 1e-4, "nonfinite")])).caption
+    assert "and failed at 0.0001; between them 0 of 2 failed, so with 95 % at most 78%." in caption
 
 
 def test_no_rate_is_searched() -> None:
