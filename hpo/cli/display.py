@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpo.cli.progress import OUTCOME_STYLES
+from hpo.report.compared import configuration_table
 from hpo.report.formats import (
     describe_params,
     format_metric,
@@ -232,6 +233,8 @@ def print_comparison(found: Result[Any]) -> None:
         _print_race(found.found, found.plan)
     else:
         _print_verdicts(found.found, found.plan)
+    compared = configuration_table(found.as_json())
+    Console().print(_dataframe_table(compared, "configurations that were compared"))
     Console(highlight=False).print(found.recommendation, markup=False, soft_wrap=True)
 
 

@@ -76,12 +76,14 @@ def kept_apart(tables: StudyTables) -> list[str]:
 
 def untrained(tables: StudyTables) -> list[str]:
     """A sentence on each precision of which compared trials ended without a score, with the reason."""
-    return [
-        f"{found['precision']}: {found['num_trials'] - found['outcomes'].get(Outcome.COMPLETE, 0)} of "
-        f"{found['num_trials']} trials have no score ({_counts(found)}). {found['reason']}".strip()
-        for found in _precisions(tables)
-        if found["outcomes"].get(Outcome.COMPLETE, 0) < found["num_trials"]
-    ]
+    told = []
+    for found in _precisions(tables):
+        num_without = found["num_trials"] - found["outcomes"].get(Outcome.COMPLETE, 0)
+        if num_without:
+            reason = f": {found['reason']}" if found["reason"] else "."
+            of = f"{num_without} of {found['num_trials']}"
+            told.append(f"{found['precision']}: {of} trials have no score ({_counts(found)}){reason}")
+    return told
 
 
 def forest(tables: StudyTables) -> Chart:
@@ -107,9 +109,7 @@ def forest(tables: StudyTables) -> Chart:
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
         text = f"{_name(row)}: {_between(row['difference'], row['low'], row['high'], sign='+')} points"
         place = [position, position]
-        series.append(
-            Series(row["precision"], color, [row["low"], row["high"]], place, "line", in_legend=False)
-        )
+        series.append(_interval(row["precision"], color, [row["low"], row["high"]], place))
         point = [row["difference"]], [position]
         series.append(Series(row["precision"], color, *point, markers=markers, hover=[text], in_legend=False))
     return Chart(
@@ -120,9 +120,8 @@ def forest(tables: StudyTables) -> Chart:
         y_ticks=[_name(row) for row in rows],
         caption=(
             f"Intervals hold together with 90 % at whichever look the comparison stopped. As good: right of "
-            f"the margin of {margin:g} points; worse: left of it. Other seeds: fp32 against itself. "
-            + " ".join(untrained(tables))
-        ).strip(),
+            f"the margin of {margin:g} points; worse: left of it. Other seeds: fp32 against itself."
+        ),
         height=170 + 34 * len(rows),
     )
 
@@ -151,12 +150,10 @@ def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str
         x, y = row["speed_ratio"], row["difference"]
         text = f"{row['precision']}: {x:.2f} times as fast, {y:+.2f} points"
         series.append(Series(row["precision"], color, [x], [y], markers=markers, hover=[text]))
-        series.append(
-            Series(row["precision"], color, [x, x], [row["low"], row["high"]], "line", in_legend=False)
-        )
+        series.append(_interval(row["precision"], color, [x, x], [row["low"], row["high"]]))
         if is_number(row["speed_ratio_low"]):
             ends = [row["speed_ratio_low"], row["speed_ratio_high"]]
-            series.append(Series(row["precision"], color, ends, [y, y], "line", in_legend=False))
+            series.append(_interval(row["precision"], color, ends, [y, y]))
     return Chart(
         key,
         title,
@@ -165,6 +162,11 @@ def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str
         series=series,
         caption="The same configurations and seeds under each precision.",
     )
+
+
+def _interval(precision: str, color: str, x: Sequence[float], y: Sequence[float]) -> Series:
+    caps = ("line-ns-open", "|") if y[0] == y[1] else ("line-ew-open", "_")
+    return Series(precision, color, x, y, "line", markers=caps, with_markers=True, in_legend=False)
 
 
 def _rows(tables: StudyTables) -> list[Mapping[str, Any]]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
 from planted import begun, compared, run, searched
 
+from hpo.cli.display import print_comparison
 from hpo.compare.companion import Request
+from hpo.report.compared import configuration_table
 from hpo.study.lifecycle import delete_study
 from hpo.study.storage import Storage, open_storage
 
@@ -111,8 +115,21 @@ def test_another_learning_rate_is_needed(storage: Storage) -> None:
     found = compared(storage, searched(storage, search), score, Request(top=1))
     assert verdicts(found) == {("bf16", "paired"): "worse", ("bf16", "tuned"): "as_good"}
     assert found.recommendation.startswith(
-        "Use bf16, with configurations that were searched in it (shared ones lose: -9.9"
+        "Use bf16, with configurations that were searched in it (learning_rate 0.0001, not 3e-05; "
+        "shared ones lose: -9.9"
     )
+    table = configuration_table(found.as_json())
+    assert list(table["compared"]) == ["paired; tuned for fp32", "tuned for bf16"]
+    assert list(table["learning_rate"]) == ["3e-05", "0.0001"]
+    assert [int(trial) for trial in table["trial"]] == [one.trial for one in found.plan.configurations]
+    assert "configurations that were compared" in shown(found)
+
+
+def shown(found: Any) -> str:
+    """What the terminal shows."""
+    with StringIO() as text, redirect_stdout(text):
+        print_comparison(found)
+        return text.getvalue()
 
 
 def test_a_precision_that_does_not_train(storage: Storage) -> None:

