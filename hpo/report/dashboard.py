@@ -22,7 +22,7 @@ from hpo.outcome import Outcome
 from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
-from hpo.report.compared import configuration_table
+from hpo.report.compared import configuration_table, precision_table
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.tables import StudyTables, precision_comparison
@@ -76,6 +76,8 @@ def study_note(tables: StudyTables) -> str:
         lines += ["## Verdict", "", *(f"- **{_escape(sentence)}**" for sentence in told), ""]
         lines += [*(f"- {_escape(sentence)}" for sentence in untrained(tables)), ""]
         lines += [_markdown_table(verdict_table(tables)), ""] if "precisions" in record.comparisons else []
+        costs = precision_table(record.comparisons.get("precisions", {}))
+        lines += [] if costs.empty else [_markdown_table(costs), ""]
         compared = [configuration_table(found) for found in record.comparisons.values()]
         lines += [line for table in compared if not table.empty for line in (_markdown_table(table), "")]
         of_devices = device_table(tables)

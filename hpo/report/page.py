@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 
 from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.caveats import caveats
-from hpo.report.compared import configuration_table
+from hpo.report.compared import configuration_table, precision_table
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
     format_bytes,
@@ -71,6 +71,7 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         verdicts=verdict_table(tables),
         verdicts_by_device=device_table(tables),
         untrained=untrained(tables),
+        by_precision=precision_table(tables.record.comparisons.get("precisions", {})),
         configurations=[configuration_table(found) for found in tables.record.comparisons.values()],
         kept_apart=kept_apart(tables),
         num_objectives=len(tables.record.metric_names),

@@ -9,15 +9,15 @@ import pandas as pd
 
 from hpo.config.comparison import REFERENCE
 from hpo.outcome import Outcome
+from hpo.report.compared import ratio
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series
-from hpo.report.formats import format_number
+from hpo.report.formats import format_interval
 from hpo.report.tables import ON, StudyTables
 from hpo.study.study_record import is_number
 
 MARGIN_COLOR = "#6B6B6B"
 
-_COLUMNS = ["precision", "question", "metric", "difference", "verdict", "failed", "seeds"]
-_COLUMNS += ["would decide", "speed"]
+_COLUMNS = ["precision", "question", "metric", "difference", "verdict", "failed", "seeds", "would decide"]
 
 NOT_COMPARED = "Precisions were not compared on new seeds: hpo compare"
 
@@ -37,14 +37,11 @@ def verdict_table(tables: StudyTables) -> pd.DataFrame:
             "precision": row["precision"],
             "question": "other seeds" if row["is_noise_floor"] else row["question"],
             "metric": row["metric"],
-            "difference": _between(row["difference"], row["low"], row["high"], sign="+"),
+            "difference": format_interval(row["difference"], row["low"], row["high"], sign="+"),
             "verdict": "noise floor" if row["is_noise_floor"] else row["verdict"].replace("_", " "),
             "failed": str(row["num_failed"]),
             "seeds": str(row["num_seeds"]),
             "would decide": str((not row["is_noise_floor"] and row["seeds_needed"]) or "–"),
-            "speed": "by device"
-            if len(row["devices"]) > 1
-            else _between(row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"]),
         }
         for row in _rows(tables)
     ]
@@ -59,9 +56,9 @@ def device_table(tables: StudyTables) -> pd.DataFrame:
             "precision": row["precision"],
             "device": there["device"],
             "pairs": str(there["num_pairs"]),
-            "paired difference": _between(there["difference"], there["low"], there["high"], sign="+"),
-            "speed": _between(there["speed_ratio"], there["speed_ratio_low"], there["speed_ratio_high"]),
-            "memory": format_number(there["memory_ratio"]),
+            "paired difference": format_interval(there["difference"], there["low"], there["high"], "+"),
+            "speed": ratio(there, "speed_ratio"),
+            "memory": ratio(there, "memory_ratio"),
         }
         for row in paired
         for there in row["devices"]
@@ -107,7 +104,7 @@ def forest(tables: StudyTables) -> Chart:
             series.append(Series(text, TEXT_COLOR, [middle], [position], "text", in_legend=False))
             continue
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
-        text = f"{_name(row)}: {_between(row['difference'], row['low'], row['high'], sign='+')} points"
+        text = f"{_name(row)}: {format_interval(row['difference'], row['low'], row['high'], sign='+')} points"
         place = [position, position]
         series.append(_interval(row["precision"], color, [row["low"], row["high"]], place))
         point = [row["difference"]], [position]
@@ -202,11 +199,3 @@ def _deciding(tables: StudyTables) -> list[Mapping[str, Any]]:
 
 def _name(row: Mapping[str, Any]) -> str:
     return f"{row['precision']}, {'other seeds' if row['is_noise_floor'] else row['question']}"
-
-
-def _between(value: Any, low: Any, high: Any, sign: str = "") -> str:
-    if not is_number(value):
-        return "–"
-    if not (is_number(low) and is_number(high)):
-        return format_number(value)
-    return f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]".replace(" ", "\u00a0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -146,6 +147,10 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     assert fp32["outcomes"] == {"complete": fp32["num_trials"]}
     assert (bf16["precision"], bf16["reason"]) == ("bf16", "the loss was NaN")
     assert bf16["outcomes"] == {"nonfinite": bf16["num_trials"]}
+    text = shown(found)
+    assert not re.search("nan|inf[^i]", text), "what is not known is a dash"
+    assert re.search(r"bf16 +paired +– +worse, \d+ failed +3 +–", text)
+    assert re.search(r"fp32 +other seeds +.* noise floor +3 +–", text)
 
 
 @pytest.mark.parametrize("question", ["precisions", "configurations"])

@@ -9,7 +9,7 @@ import pytest
 from study_records import fake_record, fake_trial, tables_of
 
 from hpo.report.charts import all_charts
-from hpo.report.compared import configuration_table
+from hpo.report.compared import configuration_table, precision_table
 from hpo.report.dashboard import study_note
 from hpo.report.failure_map import failure_map
 from hpo.report.figures import plotly_figure, png
@@ -64,8 +64,15 @@ def test_a_row_for_each_precision_of_the_metric_that_decides() -> None:
     assert [*margin.x] == [-0.5, -0.5]
 
 
-def under(precision: str, reason: str = "", **outcomes: int) -> dict[str, Any]:
+NOT_MEASURED = {"num_trials": 0, "underflow": None, "overflow": None}
+NOT_MEASURED |= {"updates_lost": None, "skipped_steps": None}
+
+
+def under(
+    precision: str, reason: str = "", numerics: dict[str, Any] = NOT_MEASURED, **outcomes: int
+) -> dict[str, Any]:
     return {
+        "numerics": numerics,
         "precision": precision,
         "num_trials": sum(outcomes.values()),
         "outcomes": outcomes,
@@ -103,7 +110,31 @@ def test_a_precision_that_never_trained_is_seen_with_the_reason() -> None:
 def test_failures_and_the_seeds_that_would_decide_are_in_the_table() -> None:
     table = verdict_table(FAILED)
     assert list(table["failed"]) == ["0", "6", "1", "0"]
+    assert "speed" not in table, "it is of the precision, not of a metric"
     assert list(table["would decide"]) == ["–", "–", "12", "–"]
+
+
+def test_one_row_for_each_precision_with_what_it_costs_and_loses() -> None:
+    memory = {"memory_ratio": 0.7, "memory_ratio_low": 0.69, "memory_ratio_high": 0.71}
+    numerics = {"underflow": 0.125, "overflow": 0.0, "updates_lost": 2e-5, "skipped_steps": 3.0}
+    tables = compared(
+        row("bf16", -0.1, **SPEED, **memory),
+        row("bf16", -0.1, metric="topic/f1_macro", **SPEED, **memory),
+        row("fp32", 0.1, is_noise_floor=True),
+        precisions=[under("fp32", complete=6), under("bf16", "", numerics, complete=5, oom=1)],
+    )
+    assert precision_table(tables.record.comparisons["precisions"]).to_dict("list") == {
+        "precision": ["fp32", "bf16"],
+        "trained": ["6 of 6", "5 of 6"],
+        "speed": ["–", "1.60\u00a0[1.50,\u00a01.70]"],
+        "memory": ["–", "0.70\u00a0[0.69,\u00a00.71]"],
+        "underflow": ["–", "12.5 %"],
+        "overflow": ["–", "0 %"],
+        "updates lost": ["–", "0.002 %"],
+        "skipped steps": ["–", "3"],
+    }
+    assert "12.5 %" in report_html(tables, [])
+    assert "| bf16 | 5 of 6 |" in study_note(tables)
 
 
 CONFIGURATIONS = [
