@@ -77,9 +77,12 @@ def study_note(tables: StudyTables) -> str:
         lines += [*(f"- {_escape(sentence)}" for sentence in untrained(tables)), ""]
         lines += [_markdown_table(verdict_table(tables)), ""] if "precisions" in record.comparisons else []
         costs = precision_table(record.comparisons.get("precisions", {}))
-        lines += [] if costs.empty else [_markdown_table(costs), ""]
+        title = "### What each precision costs and loses"
+        lines += [] if costs.empty else [title, "", _markdown_table(costs), ""]
         compared = [configuration_table(found) for found in record.comparisons.values()]
-        lines += [line for table in compared if not table.empty for line in (_markdown_table(table), "")]
+        for table in compared:
+            title = "### Configurations that were compared"
+            lines += [] if table.empty else [title, "", _markdown_table(table), ""]
         of_devices = device_table(tables)
         lines += [] if of_devices.empty else [_markdown_table(of_devices), ""]
         lines += [f"- {_escape(why)}" for why in kept_apart(tables)] + [""]

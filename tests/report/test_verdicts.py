@@ -154,7 +154,9 @@ def test_the_configurations_are_named_with_what_differs() -> None:
     alone = configuration_table({"configurations": CONFIGURATIONS[:1]})
     assert list(alone) == ["trial", "compared", "learning_rate", "batch_size"], "of one, all settings"
     assert "<td>tuned for bf16</td>" in report_html(tables, [])
-    assert "| 7 | tuned for bf16 | 0.0001 |" in study_note(tables)
+    note = study_note(tables)
+    assert "### Configurations that were compared\n\n| trial |" in note
+    assert "| 7 | tuned for bf16 | 0.0001 |" in note
 
 
 def test_speed_against_quality() -> None:
