@@ -13,8 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hpo.cli.progress import OUTCOME_STYLES
+from hpo.json_safe import json_safe
+from hpo.report.compared import configuration_table, precision_table
 from hpo.report.formats import (
     describe_params,
+    format_interval,
     format_metric,
     format_number,
     format_seconds,
@@ -232,6 +235,12 @@ def print_comparison(found: Result[Any]) -> None:
         _print_race(found.found, found.plan)
     else:
         _print_verdicts(found.found, found.plan)
+    stored = json_safe(found.as_json())
+    costs, compared = precision_table(stored), configuration_table(stored)
+    if not costs.empty:
+        title = "speed and memory over fp32's; medians of numeric telemetry"
+        Console().print(_dataframe_table(costs, title))
+    Console().print(_dataframe_table(compared, "configurations that were compared"))
     Console(highlight=False).print(found.recommendation, markup=False, soft_wrap=True)
 
 
@@ -247,21 +256,22 @@ def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
         style="bold",
     )
     for metric in dict.fromkeys(row.metric for row in answers.rows):
-        table = _table("precision", "question", "difference", "verdict", "seeds", title=escape(metric))
+        columns = ("precision", "question", "difference", "verdict", "seeds", "would decide")
+        table = _table(*columns, title=escape(metric))
         for row in answers.rows:
             if row.metric == metric:
                 table.add_row(*_comparison_cells(row))
         console.print(table)
-    of_devices = ("device", "difference there") if len(answers.devices) > 1 else ()
-    costs = _table("precision", "question", *of_devices, "speed", "memory", title="times fp32's")
     deciding = [row for row in answers.rows if row.metric == answers.objective]
+    of_devices = ("device", "difference there") if len(answers.devices) > 1 else ()
+    there = _table("precision", "question", *of_devices, "speed", "memory", title="times fp32's")
     for row in deciding:
-        for there in row.devices:
-            points = _points(there.difference, there.low, there.high)
-            of_device = (escape(there.device), points) if of_devices else ()
-            costs.add_row(row.precision, row.question, *of_device, _ratio(there.speed), _ratio(there.memory))
-    if costs.row_count:
-        console.print(costs)
+        for found in row.devices:
+            points = format_interval(found.difference, found.low, found.high, "+")
+            of_device = (escape(found.device), points) if of_devices else ()
+            there.add_row(row.precision, row.question, *of_device, _ratio(found.speed), _ratio(found.memory))
+    if of_devices or any(row.question == "tuned" for row in deciding):
+        console.print(there)
     for row in deciding:
         if row.not_pooled:
             console.print(f"{row.precision}, {row.question}: {row.not_pooled}.", markup=False, soft_wrap=True)
@@ -288,25 +298,16 @@ def _comparison_cells(row: Answer) -> list[str]:
     verdict = "noise floor" if row.is_noise_floor else found.verdict.replace("_", " ")
     if found.num_failed:
         verdict += f", {found.num_failed} failed"
-    needed = "" if row.is_noise_floor or found.seeds_needed is None else f" of {found.seeds_needed}"
+    needed = None if row.is_noise_floor else found.seeds_needed
     return [
         row.precision,
-        row.question,
-        _points(found.difference, found.low, found.high),
+        "other seeds" if row.is_noise_floor else row.question,
+        format_interval(found.difference, found.low, found.high, "+"),
         verdict,
-        f"{found.num_seeds}{needed}",
+        str(found.num_seeds),
+        "–" if needed is None else str(needed),
     ]
 
 
-def _points(difference: float | None, low: float | None, high: float | None) -> str:
-    if difference is None:
-        return "–"
-    between = "" if low is None or high is None else f" [{low:+.2f}, {high:+.2f}]"
-    return f"{difference:+.2f}{between}"
-
-
 def _ratio(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return "–"
-    between = "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return f"{ratio.ratio:.2f}{between}"
+    return "–" if ratio is None else format_interval(ratio.ratio, ratio.low, ratio.high)

@@ -108,6 +108,8 @@ class Answer:
             "speed_ratio_low": self.speed and self.speed.low,
             "speed_ratio_high": self.speed and self.speed.high,
             "memory_ratio": self.memory and self.memory.ratio,
+            "memory_ratio_low": self.memory and self.memory.low,
+            "memory_ratio_high": self.memory and self.memory.high,
             "devices": [found.as_json() for found in self.devices],
             "not_pooled": self.not_pooled,
             "is_noise_floor": self.is_noise_floor,

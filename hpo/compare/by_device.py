@@ -72,6 +72,8 @@ class OnDevice:
             "speed_ratio_low": self.speed and self.speed.low,
             "speed_ratio_high": self.speed and self.speed.high,
             "memory_ratio": self.memory and self.memory.ratio,
+            "memory_ratio_low": self.memory and self.memory.low,
+            "memory_ratio_high": self.memory and self.memory.high,
         }
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpo.compare.answers import Answer, Answers, Scores, answer, unit_of
+from hpo.compare.by_precision import UnderPrecision, by_precision
 from hpo.compare.companion import caught_up, closed, grown
 from hpo.compare.estimate import Ratio
 from hpo.compare.race import Race, run_race
 from hpo.compare.sequential import LOOKS, Plan
+from hpo.compare.settings import configurations_json, own_settings
 from hpo.config.comparison import MOST_SEEDS, REFERENCE, Arm, ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
@@ -33,6 +35,8 @@ class Result(Generic[Found]):
     """The fastest precision that is as good, and under which conditions; or the best configuration."""
     next_plan: ComparisonConfig | None
     """With the seeds of the next look; None when all is decided or the seeds are used up."""
+    precisions: tuple[UnderPrecision, ...] = ()
+    """What became of the trials of each; none of a race, where each configuration has its own precision."""
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -40,6 +44,8 @@ class Result(Generic[Found]):
             "num_configurations": len(self.plan.configurations),
             "num_seeds": self.plan.num_seeds,
             **self.found.as_json(),
+            "precisions": [found.as_json() for found in self.precisions],
+            "configurations": configurations_json(self.plan),
             "recommendation": self.recommendation,
             "has_ended": self.next_plan is None,
         }
@@ -92,7 +98,7 @@ def judge(
     advice = _advice(answers, plan)
     if open_ and next_look is None:
         advice += _more_seeds(answers, plan)
-    return Result(plan, answers, advice, _next(plan, decided, next_look))
+    return Result(plan, answers, advice, _next(plan, decided, next_look), by_precision(scores))
 
 
 def _judge_race(scores: Scores, search: StudyRecord, decided_by: Plan) -> Result[Race]:
@@ -143,8 +149,9 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
                 for device, found in fastest.items()
                 if found and found[0] == name
             ]
+            condition = _condition(by_precision[name], own_settings(plan, name))
             sentences.append(
-                f"Use {name}{_condition(by_precision[name])}: as good as {REFERENCE} "
+                f"Use {name}{condition}: as good as {REFERENCE} "
                 f"({where}; {_evidence(by_precision[name])}) and {', '.join(speeds)}."
             )
         if others := [device for device, found in fastest.items() if not found]:
@@ -205,13 +212,14 @@ def _fastest(rows: Mapping[str, Answer], device: str) -> tuple[str, Ratio] | Non
     return max(faster, key=lambda one: one[1].ratio, default=None)
 
 
-def _condition(rows: Mapping[str, Answer]) -> str:
+def _condition(rows: Mapping[str, Answer], settings: str) -> str:
     paired = rows.get("paired")
     if paired is None or paired.verdict.verdict == "as_good":
         return ""
     told = "lose" if paired.verdict.verdict == "worse" else "may lose"
+    with_ = f"{settings}; " if settings else ""
     lost = f"shared ones {told}: {paired.verdict.difference:+.2f}"
-    return f", with configurations that were searched in it ({lost})"
+    return f", with configurations that were searched in it ({with_}{lost})"
 
 
 def _evidence(rows: Mapping[str, Answer]) -> str:

@@ -58,7 +58,7 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
     metrics = tables.record.metric_names
-    charts = [forest(tables), *speed_and_quality(tables)] if tables.record.comparisons else []
+    charts = [forest(tables), *speed_and_quality(tables)] if "precisions" in tables.record.comparisons else []
     charts += [objectives(tables)] if len(metrics) > 1 else []
     for index in range(len(metrics)):
         charts += [history(tables, index), precision_metric(tables, index)]

@@ -22,10 +22,11 @@ from hpo.outcome import Outcome
 from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
+from hpo.report.compared import configuration_table, precision_table
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.tables import StudyTables, precision_comparison
-from hpo.report.verdicts import device_table, kept_apart, sentences, verdict_table
+from hpo.report.verdicts import device_table, kept_apart, sentences, untrained, verdict_table
 from hpo.study.storage import open_storage
 
 if TYPE_CHECKING:
@@ -73,7 +74,15 @@ def study_note(tables: StudyTables) -> str:
     lines = [f"# {_escape(record.name)}", ""]
     if told := sentences(tables):
         lines += ["## Verdict", "", *(f"- **{_escape(sentence)}**" for sentence in told), ""]
+        lines += [*(f"- {_escape(sentence)}" for sentence in untrained(tables)), ""]
         lines += [_markdown_table(verdict_table(tables)), ""] if "precisions" in record.comparisons else []
+        costs = precision_table(record.comparisons.get("precisions", {}))
+        title = "### What each precision costs and loses"
+        lines += [] if costs.empty else [title, "", _markdown_table(costs), ""]
+        compared = [configuration_table(found) for found in record.comparisons.values()]
+        for table in compared:
+            title = "### Configurations that were compared"
+            lines += [] if table.empty else [title, "", _markdown_table(table), ""]
         of_devices = device_table(tables)
         lines += [] if of_devices.empty else [_markdown_table(of_devices), ""]
         lines += [f"- {_escape(why)}" for why in kept_apart(tables)] + [""]

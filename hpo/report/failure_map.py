@@ -1,8 +1,8 @@
 """Which learning rates work under each precision: every trial by rate and outcome.
 
 The range that works is that of the trials which trained (were complete or pruned). What lies beyond it is not
-known to fail: where no trial failed, an upper bound of the share that would is given (Clopper and Pearson,
-Biometrika 1934).
+known to fail. Of the trials strictly within it, an upper bound of the share that fails is given (Clopper and
+Pearson, Biometrika 1934): the trials at its ends trained by construction and tell nothing of that share.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def working_range(rows: pd.DataFrame, name: str) -> str:
         return f"{name}: none of {len(rows)} trials trained."
     rates = rows[RATE].astype(float)
     low, high = rates[trained].min(), rates[trained].max()
-    inside = rates.between(low, high)
+    inside = rates.between(low, high, inclusive="neither")
     num, num_failed = int(inside.sum()), int((inside & ~trained).sum())
-    bound = float(beta.ppf(0.95, num_failed + 1, num - num_failed)) if num > num_failed else 1.0
     beyond = rates[~trained & ~inside]
-    above, below = beyond[beyond > high].min(), beyond[beyond < low].max()
+    above, below = beyond[beyond >= high].min(), beyond[beyond <= low].max()
     sides = [f"at {format_number(rate)}" for rate in (below, above) if not np.isnan(rate)]
     failed = f" and failed {' and '.join(sides)}" if sides else ""
-    return (
-        f"{name}: trained from {format_number(low)} to {format_number(high)}{failed}; there {num_failed} of "
-        f"{num} failed, so with 95 % at most {bound:.0%}."
-    )
+    told = f"{name}: trained from {format_number(low)} to {format_number(high)}{failed}; "
+    if not num:
+        return f"{told}no trial lies between, so the share that fails there is not known."
+    bound = float(beta.ppf(0.95, num_failed + 1, num - num_failed)) if num > num_failed else 1.0
+    return f"{told}between them {num_failed} of {num} failed, so with 95 % at most {bound:.0%}."

@@ -70,14 +70,17 @@ MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_befor
 
 @dataclass(frozen=True)
 class Series:
-    """Points, a line, a staircase or horizontal bars. Series of one name share a legend entry."""
+    """Points, a line, a staircase, horizontal bars, or the name as a text at each point.
+
+    Series of one name share a legend entry.
+    """
 
     name: str
     color: str
     x: Sequence[float]
     """The lengths of bars."""
     y: Sequence[float]
-    draw: Literal["points", "line", "steps_after", "steps_before", "bars"] = "points"
+    draw: Literal["points", "line", "steps_after", "steps_before", "bars", "text"] = "points"
     x_start: Sequence[float] = ()
     """Where bars begin, if not at 0."""
     markers: tuple[str, str] = ("circle", "o")
@@ -163,6 +166,12 @@ def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
     if series.draw == "bars":
         bars = {"type": "bar", "orientation": "h", "base": list(series.x_start) or None, "width": bar_width}
         return trace | bars | {"marker": {"color": series.color}}
+    if series.draw == "text":
+        return trace | {
+            "mode": "text",
+            "text": trace["name"],
+            "textfont": {"color": series.color, "size": 12},
+        }
     marker: dict[str, Any] = {"symbol": series.markers[0], "size": 6}
     if series.draw == "points":
         size = 12 if series.markers[0].startswith("triangle") else 10
@@ -243,6 +252,9 @@ def _draw(axes: Any, series: Series, bar_width: float) -> None:
     look: dict[str, Any] = {"label": series.name if series.in_legend else None, "color": series.color}
     if series.draw == "bars":
         axes.barh(series.y, series.x, left=series.x_start or 0, height=bar_width, **look)
+    elif series.draw == "text":
+        for x, y in zip(series.x, series.y, strict=True):
+            axes.text(x, y, series.name, color=series.color, ha="center", va="center")
     elif series.draw == "points":
         look |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
         axes.scatter(series.x, series.y, 52, marker=series.markers[1], alpha=0.9, linewidths=0.7, **look)

@@ -33,6 +33,15 @@ def format_number(value: Any) -> str:
     return f"{number:.4g}"
 
 
+def format_interval(value: Any, low: Any, high: Any, sign: str = "") -> str:
+    """1.60 [1.50, 1.70] without a break in it; with `sign` "+", -0.10 [-0.40, +0.20]."""
+    if not is_number(value):
+        return "–"
+    if not (is_number(low) and is_number(high)):
+        return f"{value:{sign}.2f}"
+    return f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]".replace(" ", "\u00a0")
+
+
 def format_bytes(value: Any) -> str:
     """Binary units: 512 MiB, 1.43 GiB."""
     if not is_number(value):

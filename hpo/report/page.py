@@ -19,6 +19,7 @@ from markupsafe import Markup, escape
 
 from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.caveats import caveats
+from hpo.report.compared import configuration_table, precision_table
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
     format_bytes,
@@ -37,7 +38,7 @@ from hpo.report.tables import (
     searched_parameters,
     task_metrics_table,
 )
-from hpo.report.verdicts import device_table, kept_apart, sentences, verdict_table
+from hpo.report.verdicts import device_table, kept_apart, sentences, untrained, verdict_table
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
@@ -60,6 +61,7 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
     templates.filters["inline"] = _inline
     cards = [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
+    plots = [(chart, None if chart.absent else _plot(chart)) for chart in charts]
     reasons = tables.not_complete.assign(time=tables.not_complete["seconds"].map(format_seconds))
     return templates.get_template("report.html.j2").render(
         name=tables.record.name,
@@ -68,6 +70,9 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         sentences=sentences(tables),
         verdicts=verdict_table(tables),
         verdicts_by_device=device_table(tables),
+        untrained=untrained(tables),
+        by_precision=precision_table(tables.record.comparisons.get("precisions", {})),
+        configurations=[configuration_table(found) for found in tables.record.comparisons.values()],
         kept_apart=kept_apart(tables),
         num_objectives=len(tables.record.metric_names),
         num_complete=len(tables.complete),
@@ -81,7 +86,8 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         pooling=pooling(tables),
         numbers_by_device=numbers_by_device(tables),
         costs_by_device=costs_by_device(tables),
-        charts=[(chart, None if chart.absent else _plot(chart)) for chart in charts],
+        verdict_charts=[plot for plot in plots if plot[0].key.startswith("verdicts")],
+        charts=[plot for plot in plots if not plot[0].key.startswith("verdicts")],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(tables),
     )

@@ -7,14 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
-from hpo.report.formats import format_number
+from hpo.config.comparison import REFERENCE
+from hpo.outcome import Outcome
+from hpo.report.compared import ratio
+from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series
+from hpo.report.formats import format_interval
 from hpo.report.tables import ON, StudyTables
 from hpo.study.study_record import is_number
 
 MARGIN_COLOR = "#6B6B6B"
 
-_COLUMNS = ["precision", "question", "metric", "difference", "verdict", "seeds", "speed"]
+_COLUMNS = ["precision", "question", "metric", "difference", "verdict", "failed", "seeds", "would decide"]
 
 NOT_COMPARED = "Precisions were not compared on new seeds: hpo compare"
 
@@ -34,12 +37,11 @@ def verdict_table(tables: StudyTables) -> pd.DataFrame:
             "precision": row["precision"],
             "question": "other seeds" if row["is_noise_floor"] else row["question"],
             "metric": row["metric"],
-            "difference": _between(row["difference"], row["low"], row["high"], sign="+"),
+            "difference": format_interval(row["difference"], row["low"], row["high"], sign="+"),
             "verdict": "noise floor" if row["is_noise_floor"] else row["verdict"].replace("_", " "),
+            "failed": str(row["num_failed"]),
             "seeds": str(row["num_seeds"]),
-            "speed": "by device"
-            if len(row["devices"]) > 1
-            else _between(row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"]),
+            "would decide": str((not row["is_noise_floor"] and row["seeds_needed"]) or "–"),
         }
         for row in _rows(tables)
     ]
@@ -54,9 +56,9 @@ def device_table(tables: StudyTables) -> pd.DataFrame:
             "precision": row["precision"],
             "device": there["device"],
             "pairs": str(there["num_pairs"]),
-            "paired difference": _between(there["difference"], there["low"], there["high"], sign="+"),
-            "speed": _between(there["speed_ratio"], there["speed_ratio_low"], there["speed_ratio_high"]),
-            "memory": format_number(there["memory_ratio"]),
+            "paired difference": format_interval(there["difference"], there["low"], there["high"], "+"),
+            "speed": ratio(there, "speed_ratio"),
+            "memory": ratio(there, "memory_ratio"),
         }
         for row in paired
         for there in row["devices"]
@@ -69,10 +71,22 @@ def kept_apart(tables: StudyTables) -> list[str]:
     return [f"{precision}: {why}." for precision, why in reasons.items()]
 
 
+def untrained(tables: StudyTables) -> list[str]:
+    """A sentence on each precision of which compared trials ended without a score, with the reason."""
+    told = []
+    for found in _precisions(tables):
+        num_without = found["num_trials"] - found["outcomes"].get(Outcome.COMPLETE, 0)
+        if num_without:
+            reason = f": {found['reason']}" if found["reason"] else "."
+            of = f"{num_without} of {found['num_trials']}"
+            told.append(f"{found['precision']}: {of} trials have no score ({_counts(found)}){reason}")
+    return told
+
+
 def forest(tables: StudyTables) -> Chart:
     """The difference of each precision to fp32 with its interval, in the metric that decides."""
     key, title = "verdicts", "Difference to fp32 on new seeds"
-    rows = [row for row in _deciding(tables) if is_number(row["low"])][::-1]
+    rows = _deciding(tables)[::-1]
     if not rows:
         return Chart(key, title, absent=f"{NOT_COMPARED} {tables.record.name}")
     margin = tables.record.comparisons["precisions"]["margin"]
@@ -81,13 +95,18 @@ def forest(tables: StudyTables) -> Chart:
         Series("no difference", MARGIN_COLOR, [0.0, 0.0], ends, "line"),
         Series("margin", MARGIN_COLOR, [-margin, -margin], ends, "line", dashed=True),
     ]
+    known = [row for row in rows if is_number(row["low"])]
+    extent = [0.0, -margin, *(row[end] for row in known for end in ("low", "high"))]
+    middle = (min(extent) + max(extent)) / 2
     for position, row in enumerate(rows):
+        if row not in known:
+            text = _why_none(tables, row)
+            series.append(Series(text, TEXT_COLOR, [middle], [position], "text", in_legend=False))
+            continue
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
-        text = f"{_name(row)}: {_between(row['difference'], row['low'], row['high'], sign='+')} points"
+        text = f"{_name(row)}: {format_interval(row['difference'], row['low'], row['high'], sign='+')} points"
         place = [position, position]
-        series.append(
-            Series(row["precision"], color, [row["low"], row["high"]], place, "line", in_legend=False)
-        )
+        series.append(_interval(row["precision"], color, [row["low"], row["high"]], place))
         point = [row["difference"]], [position]
         series.append(Series(row["precision"], color, *point, markers=markers, hover=[text], in_legend=False))
     return Chart(
@@ -128,12 +147,10 @@ def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str
         x, y = row["speed_ratio"], row["difference"]
         text = f"{row['precision']}: {x:.2f} times as fast, {y:+.2f} points"
         series.append(Series(row["precision"], color, [x], [y], markers=markers, hover=[text]))
-        series.append(
-            Series(row["precision"], color, [x, x], [row["low"], row["high"]], "line", in_legend=False)
-        )
+        series.append(_interval(row["precision"], color, [x, x], [row["low"], row["high"]]))
         if is_number(row["speed_ratio_low"]):
             ends = [row["speed_ratio_low"], row["speed_ratio_high"]]
-            series.append(Series(row["precision"], color, ends, [y, y], "line", in_legend=False))
+            series.append(_interval(row["precision"], color, ends, [y, y]))
     return Chart(
         key,
         title,
@@ -144,10 +161,35 @@ def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str
     )
 
 
+def _interval(precision: str, color: str, x: Sequence[float], y: Sequence[float]) -> Series:
+    caps = ("line-ns-open", "|") if y[0] == y[1] else ("line-ew-open", "_")
+    return Series(precision, color, x, y, "line", markers=caps, with_markers=True, in_legend=False)
+
+
 def _rows(tables: StudyTables) -> list[Mapping[str, Any]]:
     found = tables.record.comparisons.get("precisions")
-    nothing = {"devices": (), "not_pooled": ""}  # of a comparison that was stored without
+    # Of a comparison that was stored without.
+    nothing = {"devices": (), "not_pooled": "", "num_failed": 0, "seeds_needed": None}
     return [] if found is None else [{**nothing, **row} for row in found["verdicts"]]
+
+
+def _precisions(tables: StudyTables) -> list[Mapping[str, Any]]:
+    return list(tables.record.comparisons.get("precisions", {}).get("precisions", ()))
+
+
+def _counts(found: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{count} {name}" for name, count in found["outcomes"].items() if name != Outcome.COMPLETE
+    )
+
+
+def _why_none(tables: StudyTables, row: Mapping[str, Any]) -> str:
+    """Instead of an interval."""
+    for found in _precisions(tables):
+        is_meant = found["precision"] in (row["precision"], REFERENCE)
+        if is_meant and found["num_trials"] and not found["outcomes"].get(Outcome.COMPLETE):
+            return f"no {found['precision']} trial has a score"
+    return "too few pairs have a score"
 
 
 def _deciding(tables: StudyTables) -> list[Mapping[str, Any]]:
@@ -157,11 +199,3 @@ def _deciding(tables: StudyTables) -> list[Mapping[str, Any]]:
 
 def _name(row: Mapping[str, Any]) -> str:
     return f"{row['precision']}, {'other seeds' if row['is_noise_floor'] else row['question']}"
-
-
-def _between(value: Any, low: Any, high: Any, sign: str = "") -> str:
-    if not is_number(value):
-        return "–"
-    if not (is_number(low) and is_number(high)):
-        return format_number(value)
-    return f"{value:{sign}.2f} [{low:{sign}.2f}, {high:{sign}.2f}]".replace(" ", "\u00a0")

@@ -74,7 +74,7 @@ def run(
             stop.set("enough")
         points = score({**params, "device": device} if device != DEVICE else params)
         if points is None:
-            return result("nonfinite")
+            return result("nonfinite", reason="the loss was NaN")
         precision = params["fp_precision"]
         rate = SPEED[precision] * SLOWER.get(device, {}).get(precision, 1.0)
         metrics = {task.name: {"f1_macro": points / 100, "mae": -points} for task in TWO_TASKS}

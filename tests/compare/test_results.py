@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import pytest
 from planted import TASKS, TWO_TASKS, begun, compared, run, searched
 
+from hpo.cli.display import print_comparison
 from hpo.compare.answers import Scores
 from hpo.compare.companion import Request
 from hpo.compare.estimate import ratio_estimate
@@ -18,6 +22,7 @@ from hpo.compare.sequential import Plan
 from hpo.compare.verdict import judge_paired
 from hpo.config.comparison import Arm
 from hpo.errors import InputError
+from hpo.report.compared import configuration_table
 from hpo.study.lifecycle import delete_study
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import best_trials, complete_trials
@@ -122,8 +127,14 @@ def test_another_learning_rate_is_needed(storage: Storage) -> None:
     found = compared(storage, config, score, Request(top=1))
     assert verdicts(found) == {("bf16", "paired"): "worse", ("bf16", "tuned"): "as_good"}
     assert found.recommendation.startswith(
-        "Use bf16, with configurations that were searched in it (shared ones lose: -9.9"
+        "Use bf16, with configurations that were searched in it (learning_rate 0.0001, not 3e-05; "
+        "shared ones lose: -9.9"
     )
+    table = configuration_table(found.as_json())
+    assert list(table["compared"]) == ["paired; tuned for fp32", "tuned for bf16"]
+    assert list(table["learning_rate"]) == ["3e-05", "0.0001"]
+    assert [int(trial) for trial in table["trial"]] == [one.trial for one in found.plan.configurations]
+    assert "configurations that were compared" in shown(found)
     delete_study(storage, "tiny-compare")
 
     def slower(params: dict[str, Any]) -> float:
@@ -135,6 +146,13 @@ def test_another_learning_rate_is_needed(storage: Storage) -> None:
     assert slow.recommendation.startswith("Use fp32: as good (score within 0.5 points), but not shown to be")
 
 
+def shown(found: Any) -> str:
+    """What the terminal shows."""
+    with StringIO() as text, redirect_stdout(text):
+        print_comparison(found)
+        return text.getvalue()
+
+
 def test_a_precision_that_does_not_train(storage: Storage) -> None:
     score = planted(0.0)
 
@@ -144,6 +162,15 @@ def test_a_precision_that_does_not_train(storage: Storage) -> None:
     found = compared(storage, searched(storage, score), fails)
     assert verdicts(found)["bf16", "paired"] == "worse"
     assert found.found.rows[0].verdict.num_failed > 0
+    fp32, bf16 = found.as_json()["precisions"]
+    assert (fp32["precision"], fp32["reason"]) == ("fp32", "")
+    assert fp32["outcomes"] == {"complete": fp32["num_trials"]}
+    assert (bf16["precision"], bf16["reason"]) == ("bf16", "the loss was NaN")
+    assert bf16["outcomes"] == {"nonfinite": bf16["num_trials"]}
+    text = shown(found)
+    assert not re.search("nan|inf[^i]", text), "what is not known is a dash"
+    assert re.search(r"bf16 +paired +– +worse, \d+ failed +3 +–", text)
+    assert re.search(r"fp32 +other seeds +.* noise floor +3 +–", text)
 
 
 def test_fp32_that_does_not_train(storage: Storage) -> None:
