@@ -51,12 +51,12 @@ def _precision_table(record: StudyRecord, console: Console) -> Table:
     """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
     title = f"{record.name}: by requested precision"
     tables = StudyTables(record)
-    table = _dataframe_table(precision_comparison(tables), title)
+    table = dataframe_table(precision_comparison(tables), title)
     if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
         return table
     brief = brief_summary(tables)
     brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
-    table = _dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
+    table = dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
     for column in table.columns:
         column.no_wrap = column.header != "outcomes"
     return table
@@ -208,7 +208,7 @@ def _table(*columns: str, title: str | None = None) -> Table:
     )
 
 
-def _dataframe_table(frame: pd.DataFrame, title: str) -> Table:
+def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     """A table of text cells; columns whose cells are all empty are left out."""
     shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
     table = _table(*shown, title=title)
