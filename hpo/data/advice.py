@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hpo.data.checks import DataFacts, TaskFacts
+from hpo.data.checks import DataFacts, TaskFacts, data_facts
+from hpo.data.dataset import DataSet
 from hpo.data.lengths import LengthFacts
+from hpo.data.tokenized_split import TokenizedSplit
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -17,6 +19,9 @@ FEW_ROWS = 100
 """Fewer rows to evaluate on make a metric that moves by points when one row changes."""
 FEW_OF_CLASS = 5
 IMBALANCE = 10
+MAX_BRIEF = 2
+MAX_ROWS = 50_000
+"""More rows would take more than a second to look at."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,34 @@ def data_advice(data: DataFacts, lengths: LengthFacts | None, config: StudyConfi
         found += _classes(task, config)
     found += _sizes(data)
     return sorted(found, key=lambda advice: not advice.is_grave)
+
+
+def brief_advice(
+    dataset: DataSet, tokens: Sequence[tuple[str, TokenizedSplit]], config: StudyConfig
+) -> list[str]:
+    """At most `MAX_BRIEF` lines of what is grave in data that are in memory already, for `hpo run`.
+
+    Nothing is tokenised: `tokens` are the splits that are. Generated data, and more rows than `MAX_ROWS`,
+    are not looked at.
+    """
+    num_rows = sum(map(len, dataset.splits.values()))
+    if config.data.source == "synthetic" or num_rows > MAX_ROWS:
+        return []
+    cut_off = [] if "max_length" in config.search_space else _cut_off(tokens)
+    grave = [advice.text for advice in data_advice(data_facts(dataset), None, config) if advice.is_grave]
+    return [*cut_off, *grave][:MAX_BRIEF]
+
+
+def _cut_off(tokens: Sequence[tuple[str, TokenizedSplit]]) -> Iterator[str]:
+    for name, split in tokens:
+        num = len(split.examples)
+        if name == "train" and split.num_cut_examples >= 0.05 * num:
+            lost = sum(split.num_lost_spans.values())
+            spans = f", and {lost:,} spans are lost" * (lost > 0)
+            yield (
+                f"{_part(split.num_cut_examples, num, 'text')} of {name} {_are(split.num_cut_examples)} cut "
+                f"at `max_length` {split.max_length}{spans}: raise it, or set `data.long_text: window`."
+            )
 
 
 def study_lengths(config: StudyConfig) -> list[int]:
@@ -184,9 +217,9 @@ def _classes(task: TaskFacts, config: StudyConfig) -> Iterator[Advice]:
     if few := [label for label in where if 0 < of_validation.get(label, 0) < FEW_OF_CLASS]:
         yield Advice(
             "data.validation_fraction",
-            f"`{task.name}`: {_named(what, few)} {'has' if len(few) == 1 else 'have'} fewer than {FEW_OF_CLASS} "
-            "in validation, where one row decides much of such an F1, and of the macro mean: validate on more "
-            "rows.",
+            f"`{task.name}`: {_named(what, few)} {'has' if len(few) == 1 else 'have'} fewer than "
+            f"{FEW_OF_CLASS} in validation, where one row decides much of such an F1, and of the macro mean: "
+            "validate on more rows.",
         )
     yield from _balance(task, config)
 

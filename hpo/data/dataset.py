@@ -155,7 +155,7 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
     listed: list[str] = []
     num_bad = 0
     splits: dict[str, list[Example]] = {}
-    first_seen: dict[str, tuple[str, str]] = {}
+    first_seen: dict[str, str] = {}
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
         splits[split] = []
@@ -163,9 +163,8 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
             example, found = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
                 name, group = example.id, example.group
-                here = (split, row.where)
-                if (first := first_seen.setdefault(name, here)) != here:
-                    found = [f"`id` must be unique, but `{name}` is that of {first[1]} too"]
+                if (first := first_seen.setdefault(name, row.where)) is not row.where:
+                    found = [f"`id` must be unique, but `{name}` is that of {first} too"]
                 elif group is not None and (other := group_split.setdefault(group, split)) != split:
                     found = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
                 else:

@@ -80,7 +80,7 @@ def _balance(task: TaskFacts) -> dict[str, Any]:
 def balance_chart(task: TaskFacts) -> Chart:
     """Bars of each class (or span name) in each split, in percent, so that splits of any size compare."""
     labels = by_frequency(task)[:MAX_BARS] if task.counts else []
-    of = "all spans" if task.counts_spans else "the rows labelled for the task"
+    of = "spans" if task.counts_spans else "labelled rows"
     left_out = f" The {MAX_BARS} most frequent of {len(task.labels)}." if len(task.labels) > MAX_BARS else ""
     num = len(task.counts)
     width = _ROOM / max(num, 1)
@@ -112,7 +112,7 @@ def balance_chart(task: TaskFacts) -> Chart:
 
 
 def lengths_chart(check: DataCheck) -> Chart:
-    """The share of texts that fit into so many tokens."""
+    """The share of texts that fit into so many tokens, without the longest hundredth, which would hide it."""
     series = [
         Series(
             split,
@@ -136,5 +136,4 @@ def lengths_chart(check: DataCheck) -> Chart:
         x_label="tokens",
         y_label="% of texts that fit",
         series=series,
-        x_log=True,
     )
