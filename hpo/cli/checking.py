@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hpo.cli.options import RUNS, JsonOption, StudyArgument, app, load_to_run, print_json, progress_shown
+from hpo.errors import InputError
 
 if TYPE_CHECKING:
     from hpo.report.data_check import DataCheck
@@ -29,17 +32,31 @@ def check(
 ) -> None:
     """Show what a study's data hold and what to change, before anything is trained."""
     config = load_to_run(study)
+    path = html or RUNS / config.name / "report" / "data.html"
+    _make_folder(path.parent)
     with progress_shown(quiet=as_json):
         from hpo.report.data_check import check_data
         from hpo.report.data_page import write_data_page
 
         found = check_data(config, RUNS)
-        path = write_data_page(found, html or RUNS / config.name / "report" / "data.html")
+        write_data_page(found, path)
     if as_json:
         print_json(found.as_json() | {"page": str(path)})
     else:
         _print(found)
         typer.echo(str(path))
+
+
+def _make_folder(folder: Path) -> None:
+    """Before the data are read. Raises InputError where the page could not be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, "Permission denied")
+    except OSError as error:
+        raise InputError(
+            f"--html must be a file in a folder that may be written, but {folder}: {error.strerror}."
+        ) from None
 
 
 def _print(found: DataCheck) -> None:

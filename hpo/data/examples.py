@@ -124,7 +124,7 @@ class RowChecker:
             problems += _task_span_problems(task, labels, spans, segments)
         if problems:
             return None, problems
-        # What most rows have in common is kept once: it would take most of the memory of a million short rows.
+        # What most rows have in common is kept once: it takes most of the memory of short rows.
         which = frozenset(annotated)
         which = self._annotated.setdefault(which, which)
         truth = (labels, spans or _NO_SPANS, segments or _NO_SEGMENTS, alt_spans or _NO_SPANS, which)

@@ -43,7 +43,7 @@ def advice(config: StudyConfig, folder: Path) -> list[Advice]:
     lengths = length_facts(
         dataset,
         tiny_tokenizer("wordpiece"),
-        [Windowing(config.training.max_length, config.data.long_text, 0)],
+        [Windowing(config.training.max_length, config.data.long_text, 4)],
         folder / "cache",
     )
     return data_advice(data_facts(dataset), lengths, config)
