@@ -24,7 +24,11 @@ def german_study(folder: Path, **changes: Any) -> Path:
     for split, num in sizes.items():
         lines = ["Text;Ton;Schlagwörter;Note"]
         for n in range(num):
-            text = "Schon wieder zu SPÄT" if n == 0 and split == "train" else f"{split} {n} für 5 €"
+            text = (
+                "Schon wieder zu SPÄT"
+                if n == 0 and split == "train"
+                else f"{split} {n} für 5 € bestellt und nie bekommen"
+            )
             text = "schon wieder zu spät" if n == 0 and split == "validation" else text
             tags = ("spät,teuer", "", "teuer")[n % 3]
             lines.append(f"{text};{CLASSES[n % len(CLASSES)]};{tags};{n % 7},5")
@@ -115,12 +119,12 @@ def test_check_refuses_bad_data(tmp_path: Path) -> None:
 
 
 def test_run_says_what_is_grave_in_new_data(tmp_path: Path) -> None:
-    training = {"max_steps": 2, "batch_size": 8, "max_length": 6, "dropout": 0.0}
+    training = {"max_steps": 2, "batch_size": 8, "max_length": 8, "dropout": 0.0}
     german_study(tmp_path, n_trials=1, training=training)
     lines = ok(hpo_command(tmp_path, "run", "tiny.yaml")).out.splitlines()
     said = [line for line in lines if line.startswith(("Data:", "More of the data"))]
     assert 2 <= len(said) <= 3
-    assert re.match(r"Data: \d+ of 140 texts \(\d.*\) of train are cut at `max_length` 6: raise it", said[0])
+    assert re.match(r"Data: \d+ of 140 texts \(\d.*\) of train are cut at `max_length` 8: raise it", said[0])
     assert said[-1] == "More of the data: hpo check tiny.yaml"
     again = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "2")).out
     assert "Data:" not in again, "trials have trained, so that is decided"
