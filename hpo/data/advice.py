@@ -54,8 +54,7 @@ def brief_advice(
     Nothing is tokenised: `tokens` are the splits that are. Generated data, and more rows than `MAX_ROWS`,
     are not looked at.
     """
-    num_rows = sum(map(len, dataset.splits.values()))
-    if config.data.source == "synthetic" or num_rows > MAX_ROWS:
+    if config.data.source == "synthetic" or sum(map(len, dataset.splits.values())) > MAX_ROWS:
         return []
     cut_off = [] if "max_length" in config.search_space else _cut_off(tokens)
     grave = [advice.text for advice in data_advice(data_facts(dataset), None, config) if advice.is_grave]

@@ -117,8 +117,8 @@ def lengths_chart(check: DataCheck) -> Chart:
         Series(
             split,
             SPLIT_STYLES[split][0],
-            x=list(values),
-            y=list(range(101)),
+            x=list(values[:100]),
+            y=list(range(100)),
             draw="line",
             hover=[
                 f"{share} % of {split} have at most {value:,} tokens" for share, value in enumerate(values)
