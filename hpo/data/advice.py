@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpo.data.checks import DataFacts, TaskFacts, data_facts
-from hpo.data.dataset import DataSet
-from hpo.data.lengths import LengthFacts
-from hpo.data.tokenized_split import TokenizedSplit
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
+    from hpo.data.dataset import DataSet
+    from hpo.data.lengths import LengthFacts
+    from hpo.data.tokenized_split import TokenizedSplit
 
 EVALUATED = ("validation", "test")
 FEW_ROWS = 100

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hpo.config.study_config import StudyConfig
-from hpo.data.advice import brief_advice
 from hpo.device import (
     CUDA_CONTEXT_BYTES,
     DeviceInfo,
@@ -133,6 +132,8 @@ def open_study(
             executor = _build_executor(config, device, runs_dir, ranks)
             if must_check:
                 executor.check_study()
+                from hpo.data.advice import brief_advice  # imports NumPy, as the executor has by now
+
                 data_advice = brief_advice(executor.dataset, executor.known_tokens(), config)
         if not trains_here:
             executor = None

@@ -11,6 +11,9 @@ its peak is its own:
 
 CPU seconds are of the process with its imports; the peak is its largest resident set (`ru_maxrss`), in which
 files that are mapped count too. Needs Linux.
+
+On a shared machine with 2 cores, a million rows of 108 MiB: read 28 CPU s and 816 MiB, facts 38 CPU s and
+865 MiB, check 73 CPU s and 1608 MiB, of which the tokens, mapped from the cache, are about 250 MiB.
 """
 
 from __future__ import annotations
