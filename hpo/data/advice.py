@@ -42,7 +42,7 @@ def data_advice(data: DataFacts, lengths: LengthFacts | None, config: StudyConfi
     for task in data.tasks:
         found += _annotation(task, data, config)
         found += _classes(task, config)
-    found += _sizes(data)
+    found += _sizes(data, config)
     return sorted(found, key=lambda advice: not advice.is_grave)
 
 
@@ -83,7 +83,7 @@ def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[Advice]:
     for leak in data.leaks:
         rows = data.splits[leak.split].num_rows
         yield Advice(
-            f"data.files.{leak.split}" if getattr(config.data.files, leak.split) else "data.path",
+            _split_key(leak.split, config),
             f"{_part(leak.num_rows, rows, 'text')} of {leak.split} {_stand(leak.num_rows)} in {leak.other} "
             "too "
             f"(row `{leak.ids[0][0]}` is `{leak.ids[0][1]}`), so {leak.split} scores are too good: remove "
@@ -96,7 +96,7 @@ def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[Advice]:
         if num >= max(2, 0.01 * split.num_rows):
             twice = "the loss" if name == "train" else "the scores"
             yield Advice(
-                "data.path",
+                _split_key(name, config),
                 f"{_part(num, split.num_rows, 'text')} of {name} repeat an earlier one and count again in "
                 f"{twice}: remove them unless that is meant.",
             )
@@ -104,7 +104,7 @@ def _leaks(data: DataFacts, config: StudyConfig) -> Iterator[Advice]:
         for name, num in task.num_contradicting.items():
             if num:
                 yield Advice(
-                    "data.path",
+                    _split_key(name, config),
                     f"{num:,} rows of {name} have a text that another row has with another `{task.name}`: no "
                     "model can be right about both; decide on one.",
                     is_grave=num >= 0.02 * data.splits[name].num_rows,
@@ -207,7 +207,7 @@ def _classes(task: TaskFacts, config: StudyConfig) -> Iterator[Advice]:
     others = [split for split in task.counts if split != "train"]
     if never := [label for label in task.labels if where[label] == ("train",)] if others else []:
         yield Advice(
-            "data.validation_fraction",
+            _split_key("validation", config),
             f"`{task.name}`: {_named(what, never)} {_are(len(never))} in training rows alone, so no score "
             "says "
             f"how well that is found: move some rows to {' and '.join(others)}.",
@@ -215,7 +215,7 @@ def _classes(task: TaskFacts, config: StudyConfig) -> Iterator[Advice]:
     of_validation = task.counts.get("validation", {})
     if few := [label for label in where if 0 < of_validation.get(label, 0) < FEW_OF_CLASS]:
         yield Advice(
-            "data.validation_fraction",
+            _split_key("validation", config),
             f"`{task.name}`: {_named(what, few)} {'has' if len(few) == 1 else 'have'} fewer than "
             f"{FEW_OF_CLASS} in validation, where one row decides much of such an F1, and of the macro mean: "
             "validate on more rows.",
@@ -256,21 +256,34 @@ def _balance(task: TaskFacts, config: StudyConfig) -> Iterator[Advice]:
         )
 
 
-def _sizes(data: DataFacts) -> Iterator[Advice]:
+def _sizes(data: DataFacts, config: StudyConfig) -> Iterator[Advice]:
     for split in EVALUATED:
         if split in data.splits and (num := data.splits[split].num_rows) < FEW_ROWS:
             yield Advice(
-                f"data.{split}_fraction",
+                _split_key(split, config),
                 f"{split} has {num} row{'s' * (num > 1)}: differences of a few points between trials are "
                 "chance; "
                 "give it a few hundred.",
             )
     if "test" not in data.splits:
         yield Advice(
-            "data.test_fraction",
+            _split_key("test", config),
             "There is no test split, and the best of many trials looks better on validation than it is: keep "
             "rows for a test.",
         )
+
+
+def _split_key(split: str, config: StudyConfig) -> str:
+    """The key that says which rows a split has: of its file, or of the share that is drawn for it."""
+    data = config.data
+    if data.source == "synthetic":
+        return f"data.synthetic.num_{split}"
+    if data.hub is not None:
+        return f"data.hub.splits.{split}"
+    if getattr(data.files, split):
+        return f"data.files.{split}"
+    is_drawn = split != "train" and not (data.path and (data.path / f"{split}.{data.source}").exists())
+    return f"data.{split}_fraction" if is_drawn else "data.path"
 
 
 def _part(num: int, total: int, what: str) -> str:

@@ -68,9 +68,7 @@ def test_check_gives_the_facts_as_json(checked: Path) -> None:
     (leak,) = found["facts"]["leaks"]
     assert (leak["num_rows"], leak["num_exact"]) == (1, 0)
     assert [cut["max_length"] for cut in found["lengths"]["cuts"]] == [64, 128, 256, 512]
-    assert {"data.test_fraction", "data.path", "data.validation_fraction"} <= {
-        one["key"] for one in found["advice"]
-    }
+    assert {"data.test_fraction", "data.path"} <= {one["key"] for one in found["advice"]}
     assert found["page"] == "runs/tiny/report/data.html"
 
 

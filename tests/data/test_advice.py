@@ -119,7 +119,7 @@ TAGS: dict[str, Any] = {"tags": {"kind": "multi_label", "classes": ["late", "dea
         ),
         (
             {"splits": {"train": both(60), "validation": rows(120, 1000, tone="calm")}},
-            "data.validation_fraction",
+            "data.path",
             "`tone`: class `angry` is in training rows alone",
             False,
         ),
@@ -130,7 +130,7 @@ TAGS: dict[str, Any] = {"tags": {"kind": "multi_label", "classes": ["late", "dea
                     "validation": [*rows(120, 1000, tone="calm"), *rows(4, 1500, tone="angry")],
                 }
             },
-            "data.validation_fraction",
+            "data.path",
             "`tone`: class `angry` has fewer than 5 in validation",
             False,
         ),
@@ -142,7 +142,7 @@ TAGS: dict[str, Any] = {"tags": {"kind": "multi_label", "classes": ["late", "dea
         ),
         (
             {"splits": {"train": both(60), "validation": both(9, 1000)}},
-            "data.validation_fraction",
+            "data.path",
             "has 18",
             False,
         ),
@@ -258,3 +258,28 @@ def test_hpo_run_does_not_look_at_many_rows_or_generated_ones(tmp_path: Path) ->
     assert brief_advice(dataset, [], config) == []
     generated = StudyConfig.model_validate({"name": "s", "data": {"source": "synthetic"}})
     assert brief_advice(load_data(generated.data), [], generated) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "validation", "test"),
+    [
+        ({"source": "synthetic"}, "data.synthetic.num_validation", "data.synthetic.num_test"),
+        (
+            {"source": "hub", "hub": {"name": "a/b"}, "tasks": TONE},
+            "data.hub.splits.validation",
+            "data.hub.splits.test",
+        ),
+        (
+            {"source": "jsonl", "path": "/x", "files": {"test": "/x/t.jsonl"}},
+            "data.validation_fraction",
+            "data.files.test",
+        ),
+    ],
+)
+def test_the_key_of_a_split_is_where_its_rows_come_from(
+    data: dict[str, Any], validation: str, test: str, tmp_path: Path
+) -> None:
+    few = {"train": both(60), "validation": both(9, 1000), "test": both(9, 2000)}
+    facts = data_facts(load_data(study(tmp_path, splits=few).data))
+    found = data_advice(facts, None, StudyConfig.model_validate({"name": "s", "data": data}))
+    assert [one.key for one in found if "chance" in one.text] == [validation, test]
