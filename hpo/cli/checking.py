@@ -78,7 +78,7 @@ def _print(found: DataCheck) -> None:
     tables[f"length in tokens of {found.encoder}, long_text {found.long_text}"] = cuts_table(found)
     for title, table in tables.items():
         if not table.empty:
-            narrow = table.rename(columns=lambda name: name.replace(" ", "\n"))
+            narrow = table.rename(columns=lambda name: name.replace(" ", "\n").replace("`", ""))
             console.print(dataframe_table(narrow, title))
     for one in found.advice:
         style = "bold yellow" if one.is_grave else ""
