@@ -97,7 +97,7 @@ def verify(
         executor = Executor(config, device, RUNS)
         checks = verify_precisions(device, check)
         if parts:
-            checks = propose_parts(executor, checks, lambda what: typer.echo(what, err=True))
+            checks = propose_parts(executor, checks, repeats, lambda what: typer.echo(what, err=True))
     advice = recommendation(checks)
     if as_json:
         rows = [asdict(check) for check in checks]
@@ -184,7 +184,7 @@ def _use_checkpoint(
     """Score and export the checkpoint of a trial."""
     from hpo.device import probe_device
     from hpo.study.artifact_store import open_artifact_store
-    from hpo.study.checkpoint_artifacts import fetch_best
+    from hpo.study.checkpoint_artifacts import fetch_newest
     from hpo.trial.best_model import export_checkpoint, score_checkpoint
     from hpo.trial.executor import Executor
 
@@ -193,7 +193,7 @@ def _use_checkpoint(
     database.check_data(config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), number)
     if (artifacts := open_artifact_store(config.checkpoint)) is not None:
-        fetch_best(artifacts, database, config.name, number, folder)
+        fetch_newest("best", artifacts, database, config.name, number, folder)
     found: dict[str, Any] = {}
     if evaluate:
         metrics = score_checkpoint(executor, folder, evaluate)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,6 +108,24 @@ MaxRestartsOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `**options` those of the tables, None where they are not given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [found for found in signature.parameters.values() if found.kind is not found.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for table in tables
+            for name, annotation in table.items()
+        ]
+        command.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
+        command.__annotations__ = {found.name: found.annotation for found in own + more}
+        return command
+
+    return decorate
 
 
 def print_json(value: Any) -> None:

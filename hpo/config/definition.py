@@ -30,6 +30,7 @@ CHANGEABLE = (
     "data.csv",  # what it changes in the data changes their fingerprint
     "amp.memory_fraction",
     "comparison.num_seeds",
+    "comparison.extensions",
     "comparison.closed",
 )
 """Keys of the study file that may change before a study is resumed: its results still compare."""
