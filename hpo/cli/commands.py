@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli import cluster, comparing, diagnosing, running, studies, working  # noqa: F401  (their commands)
+from hpo.cli import checking, cluster, comparing, diagnosing, running, studies, working  # noqa: F401  (their commands)
 from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli import doctor as doctors  # noqa: F401  (its command)
 from hpo.cli.options import (

@@ -57,13 +57,13 @@ def _precision_table(record: StudyRecord, console: Console) -> Table:
     row per precision (and device) with less in it."""
     title = f"{record.name}: by requested precision"
     tables = StudyTables(record)
-    table = _dataframe_table(precision_comparison(tables), title)
+    table = dataframe_table(precision_comparison(tables), title)
     fits = console.measure(table, options=console.options.update(width=1000)).maximum <= console.width
     if fits and len(tables.devices) < 2:  # of several kinds of device, it has no speed
         return table
     brief = brief_summary(tables)
     brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
-    table = _dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
+    table = dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
     for column in table.columns:
         column.no_wrap = column.header not in ("outcomes", "device")
         column.min_width = 12 if column.header == "outcomes" else None
@@ -216,7 +216,7 @@ def _table(*columns: str, title: str | None = None) -> Table:
     )
 
 
-def _dataframe_table(frame: pd.DataFrame, title: str) -> Table:
+def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     """A table of text cells; columns whose cells are all empty are left out."""
     shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
     table = _table(*shown, title=title)
@@ -239,8 +239,8 @@ def print_comparison(found: Result[Any]) -> None:
     costs, compared = precision_table(stored), configuration_table(stored)
     if not costs.empty:
         title = "speed and memory over fp32's; medians of numeric telemetry"
-        Console().print(_dataframe_table(costs, title))
-    Console().print(_dataframe_table(compared, "configurations that were compared"))
+        Console().print(dataframe_table(costs, title))
+    Console().print(dataframe_table(compared, "configurations that were compared"))
     Console(highlight=False).print(found.recommendation, markup=False, soft_wrap=True)
 
 

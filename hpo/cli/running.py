@@ -264,6 +264,10 @@ def shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = 
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
+    for line in opened.data_advice:
+        typer.echo(f"Data: {line}")
+    if opened.data_advice:
+        typer.echo(f"More of the data: hpo check {config.path}")
     display = StudyDisplay(config, record, lambda: storage.slot_counts(record.name)["done"], stop=stop)
     with display, watching(storage, config, display.update, own=own, seconds=2.0 if own else 0.5):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -129,9 +130,46 @@ class ColumnsConfig(Section):
     text: str = "text"
     """Column with the text."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Task name to column: a class or number; several classes as a list or `a|b`."""
+    """Task name to column: a class or number; several classes as a list or `a|b` (`csv.list_separator`)."""
     spans: dict[str, str] = Field(default_factory=dict)
     """Span or task name to column of spans, as `[[start, end], ...]`."""
+
+
+def _one_character(given: str) -> str:
+    if given == "tab":
+        return "\t"
+    if len(given) != 1 or given in '"\r\n':
+        raise ValueError(f"must be one character, or `tab`, but got {show(given)}.")
+    return given
+
+
+def _encoding(name: str) -> str:
+    try:
+        codecs.lookup(name)
+        "".encode(name)
+    except (LookupError, ValueError):
+        raise ValueError(
+            f"must be an encoding that Python knows, such as utf-8, utf-16 or cp1252, but got {show(name)}."
+        ) from None
+    return name
+
+
+Character = Annotated[str, AfterValidator(_one_character)]
+
+
+class CsvConfig(Section):
+    """How csv files are written. What is left out is found out from the file, and said."""
+
+    delimiter: Character | None = None
+    """Between cells: a character, or `tab`. Left out: `,`, `;`, tab or `|`, whichever gives the columns."""
+    list_separator: Character | None = None
+    """Between the classes of a cell that is no JSON list. Left out: `|`, or `;` or `,` where the cells of the
+    training file show that they hold several classes."""
+    encoding: Annotated[str, AfterValidator(_encoding)] | None = None
+    """Name of an encoding. Left out: UTF-8, UTF-16 with a byte order mark, or else cp1252."""
+    empty: Literal["none", "unlabelled"] = "none"
+    """What an empty cell says of a multi_label task: no class holds, or nobody labelled it. Of other tasks an
+    empty cell always means unlabelled."""
 
 
 class HubConfig(Section):
@@ -185,6 +223,7 @@ class DataConfig(CheckedSection):
         "files": ("jsonl", "csv", "parquet"),
         "tasks": ("jsonl", "csv", "parquet", "hub"),
         "columns": ("csv", "parquet", "hub"),
+        "csv": ("csv",),
         "hub": ("hub",),
     }
     """The sources that read a key; other keys are read with every source."""
@@ -200,6 +239,8 @@ class DataConfig(CheckedSection):
     """
     columns: ColumnsConfig = Field(default_factory=ColumnsConfig)
     """Columns (csv, parquet, hub)."""
+    csv: CsvConfig = Field(default_factory=CsvConfig)
+    """How csv files are written."""
     hub: HubConfig | None = None
     """Data set of the hub."""
     synthetic: SyntheticConfig = Field(default_factory=SyntheticConfig)

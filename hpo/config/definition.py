@@ -27,6 +27,7 @@ CHANGEABLE = (
     "pruner",
     "device",
     "checkpoint",
+    "data.csv",  # what it changes in the data changes their fingerprint
     "amp.memory_fraction",
     "comparison.num_seeds",
     "comparison.extensions",

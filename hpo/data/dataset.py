@@ -116,12 +116,16 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
         name: set() for name, config in configs.items() if config.has_classes and config.classes is None
     }
     if found:
+        num_rows = 0
         for row in logged(train.rows(), f"reading the classes of {train.name}"):
+            num_rows += 1
             labels = row.row.get("labels") if isinstance(row.row, dict) else None
             for name in found:
                 value = labels.get(name) if isinstance(labels, dict) else None
                 of_row = value if isinstance(value, list) else [value]
                 found[name].update(label for label in of_row if isinstance(label, str) and label)
+        if not num_rows:
+            raise DataError(_empty_split(train, "train"))
     completed = dict(configs)
     for name, classes in found.items():
         completed[name] = configs[name].model_copy(update={"classes": tuple(sorted(classes))})
@@ -151,7 +155,7 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
     listed: list[str] = []
     num_bad = 0
     splits: dict[str, list[Example]] = {}
-    first_seen: dict[str, tuple[str, str]] = {}
+    first_seen: dict[str, str] = {}
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
         splits[split] = []
@@ -159,9 +163,8 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
             example, found = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
                 name, group = example.id, example.group
-                here = (split, row.where)
-                if (first := first_seen.setdefault(name, here)) != here:
-                    found = [f"`id` must be unique, but `{name}` is that of {first[1]} too"]
+                if (first := first_seen.setdefault(name, row.where)) is not row.where:
+                    found = [f"`id` must be unique, but `{name}` is that of {first} too"]
                 elif group is not None and (other := group_split.setdefault(group, split)) != split:
                     found = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
                 else:
@@ -176,8 +179,12 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
         raise DataError("\n  ".join([f"{rows} in the data{limit}; mend or remove:", *listed]))
     for split, examples in splits.items():
         if not examples:
-            raise DataError(f"{readers[split].name}: the {split} split must have rows, but it is empty.")
+            raise DataError(_empty_split(readers[split], split))
     return splits
+
+
+def _empty_split(reader: Reader, split: str) -> str:
+    return f"{reader.name}: the {split} split must have rows, but it is empty."
 
 
 def _hash01(purpose: str, key: str) -> float:

@@ -30,6 +30,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 Span = tuple[int, int]
 Label = str | list[str] | float
 
+_NO_SPANS: dict[str, list[Span]] = {}
+_NO_SEGMENTS: dict[str, Span] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -64,7 +67,8 @@ class RowChecker:
         passed_over: Mapping[str, TaskConfig],
     ) -> None:
         self._tasks = {task.name: task for task in tasks}
-        self._classes = {task.name: frozenset(task.labels) for task in tasks}
+        self._classes = {task.name: {label: label for label in task.labels} for task in tasks}
+        self._annotated: dict[frozenset[str], frozenset[str]] = {}
         self._span_tasks = [task for task in tasks if task.kind in SPAN_KINDS]
         self._span_names = frozenset(name for task in self._span_tasks for name in task.labels)
         self._all_span_tasks = frozenset(task.name for task in self._span_tasks)
@@ -120,7 +124,10 @@ class RowChecker:
             problems += _task_span_problems(task, labels, spans, segments)
         if problems:
             return None, problems
-        truth = (labels, spans, segments, alt_spans, frozenset(annotated))
+        # What most rows have in common is kept once: it takes most of the memory of short rows.
+        which = frozenset(annotated)
+        which = self._annotated.setdefault(which, which)
+        truth = (labels, spans or _NO_SPANS, segments or _NO_SEGMENTS, alt_spans or _NO_SPANS, which)
         return Example(str(row_id), text, *truth, group), []
 
     def _labels(self, given: object, problems: list[str]) -> dict[str, Label]:
@@ -136,8 +143,15 @@ class RowChecker:
             elif value is not None:
                 found = self._label_problems(task, value)
                 problems += found
-                labels[name] = float(value) if task.kind == "regression" and not found else value
+                labels[name] = value if found else self._label(task, value)
         return labels
+
+    def _label(self, task: Task, value: Any) -> Label:
+        """A label without problems; classes as the task's own strings."""
+        if task.kind == "regression":
+            return float(value)
+        classes = self._classes[task.name]
+        return [classes[item] for item in value] if isinstance(value, list) else classes[value]
 
     def _label_problems(self, task: Task, value: Any) -> list[str]:
         where = f"labels.{task.name}"

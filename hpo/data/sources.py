@@ -2,17 +2,19 @@
 
 In columns (csv, parquet, hub) a class is a string, several classes are a list, a JSON list, or `a|b`; spans
 are a list or JSON list of [start, end], or, in a column for a whole task, {name: [[start, end], ...]}. An
-empty cell means "not annotated", whatever the task; no class and no span at all are written `[]`. Without
-a column of ids, the split and the row's number are the id.
+empty cell means "not annotated"; but of several classes in csv, which has no other way to leave a list empty,
+that no class holds, unless `data.csv.empty` is `unlabelled`. No class and no span at all are written `[]`
+too. Without a column of ids, the split and the row's number are the id.
 
 A row that cannot be read is no error here: it is a row with problems, reported with all others.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, DataConfig, TaskConfig
+from hpo.data.csv_files import (
+    LIST_SEPARATORS,
+    CsvForm,
+    csv_records,
+    find_form,
+    find_list_separator,
+    show_character,
+    split_cell,
+)
 from hpo.data.examples import SPAN_KINDS
 from hpo.data.progress import logger
 from hpo.errors import DataError, did_you_mean, shorten
@@ -94,6 +105,7 @@ def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
 
 def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     readers: dict[str, Reader] = {}
+    separator = config.csv.list_separator
     for split in SPLITS:
         given = getattr(config.files, split)
         path = given or (config.path and config.path / f"{split}.{config.source}")
@@ -103,9 +115,13 @@ def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
             raise DataError(f"{path}: no such file; the {split} split must be there.{nearest_file(path)}")
         if config.source == "jsonl":
             rows = partial(_jsonl_rows, path)
+        elif config.source == "csv":
+            form = find_form(path, config.csv, column_names(config.columns))
+            separator = separator or _list_separator(form, config.columns, tasks)
+            cells = _CsvCells(separator, config.csv.empty, form.delimiter)
+            rows = partial(_csv_rows, form, _Table(str(path), split, config.columns, tasks, cells))
         else:
-            table = _Table(str(path), split, config.columns, tasks)
-            rows = partial(_csv_rows if config.source == "csv" else _parquet_rows, path, table)
+            rows = partial(_parquet_rows, path, _Table(str(path), split, config.columns, tasks))
         readers[split] = Reader(str(path), rows)
     return readers
 
@@ -140,27 +156,29 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _csv_rows(path: Path, table: _Table) -> Iterator[Row]:
-    csv.field_size_limit(2**31 - 1)  # Python's own limit of 131,072 characters is less than a long text.
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = csv.reader(file, strict=True)
-            header = next(lines, [])
-            table.check(header)
-            end = lines.line_num
-            for number, cells in enumerate(lines, start=1):
-                where, end = f"{path}:{end + 1}", lines.line_num
-                if not cells:
-                    continue
-                if len(cells) != len(header):
-                    problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
-                    yield Row(where, None, [problem])
-                else:
-                    yield table.row(where, number, dict(zip(header, cells, strict=True)))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: must be UTF-8, but {error}.") from None
-    except csv.Error as error:
-        raise DataError(f"{path}:{lines.line_num}: must be CSV, but {error}.") from None
+def _list_separator(form: CsvForm, columns: ColumnsConfig, tasks: TaskConfigs) -> str:
+    """That of the training file, the first that is looked at, is that of all splits."""
+    of_tasks = {task: column for task, column in columns.labels.items() if _is_multi_label(tasks, task)}
+    return find_list_separator(form, list(of_tasks.values()), [tasks[task].classes for task in of_tasks])
+
+
+def _is_multi_label(tasks: TaskConfigs, task: str) -> bool:
+    return task in tasks and tasks[task].kind == "multi_label"
+
+
+def _csv_rows(form: CsvForm, table: _Table) -> Iterator[Row]:
+    records = csv_records(form)
+    _, header = next(records)
+    for number, (line, cells) in enumerate(records, start=1):
+        where = f"{form.path}:{line}"
+        if not cells:
+            continue
+        if len(cells) != len(header):
+            problem = f"must have {len(header)} cells as the header has, but got {len(cells)}"
+            yield Row(where, None, [f"{problem} (read with {form.name})"])
+        else:
+            yield table.row(where, number, dict(zip(header, cells, strict=True)))
+    table.say()
 
 
 def _parquet_rows(path: Path, table: _Table) -> Iterator[Row]:
@@ -228,11 +246,40 @@ def _hub_rows(loaded: Any, table: _Table) -> Iterator[Row]:
         yield table.row(f"{table.name} row {number}", number, cells)
 
 
+def column_names(columns: ColumnsConfig) -> list[str]:
+    """The columns that are read."""
+    names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
+    return [name for name in dict.fromkeys(names) if name is not None]
+
+
+@dataclass(frozen=True)
+class _CsvCells:
+    """What cells of text mean."""
+
+    list_separator: str = "|"
+    empty: str = "unlabelled"
+    """`none`: an empty cell of several classes is the empty list."""
+    delimiter: str = ","
+
+
 class _Table:
     """Turns the cells of a table's row into the form of a jsonl line."""
 
-    def __init__(self, name: str, split: str, columns: ColumnsConfig, tasks: TaskConfigs) -> None:
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        columns: ColumnsConfig,
+        tasks: TaskConfigs,
+        cells: _CsvCells = _CsvCells(),
+    ) -> None:
         self.name = name
+        self._cells = cells
+        self._classes = {
+            task: frozenset(config.classes or ())
+            for task, config in tasks.items()
+            if config.kind == "multi_label"
+        }
         self._split = split
         self._columns = columns
         self._kinds = {task: config.kind for task, config in tasks.items()}
@@ -249,8 +296,9 @@ class _Table:
                 of_tasks = chain.from_iterable(names or () for names in self._span_names.values())
                 hint = did_you_mean(name, sorted({*of_tasks, *self._span_names}))
                 raise DataError(f"data.columns.spans: no task has spans called `{name}`.{hint}")
-        names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
-        self.names = [name for name in dict.fromkeys(names) if name is not None]
+        self.names = column_names(columns)
+        self._num_empty = Counter[str]()
+        self._has_said = False
 
     def check(self, header: Sequence[str]) -> None:
         """Raises DataError where a column that is read is not in the table's header."""
@@ -258,17 +306,27 @@ class _Table:
             if name not in header:
                 raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}")
 
+    def say(self) -> None:
+        """Log, after the first time that all rows were read, what empty cells were taken for."""
+        for column, count in () if self._has_said else self._num_empty.items():
+            cells = "1 empty cell" if count == 1 else f"{count:,} empty cells"
+            logger.info("%s: %s of `%s` read as not labelled; `[]` says no span", self.name, cells, column)
+        self._has_said = True
+
     def row(self, where: str, number: int, cells: Mapping[str, Any]) -> Row:
         problems: list[str] = []
         labels: dict[str, Any] = {}
         for task, column in self._columns.labels.items():
             if not _is_empty(cells[column]):
-                labels[task] = _label(self._kinds[task], cells[column], column, problems)
+                labels[task] = self._label(task, cells[column], column, problems)
+            elif self._kinds[task] == "multi_label" and self._cells.empty == "none":
+                labels[task] = []
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
         for name, column in self._columns.spans.items():
             value = cells[column]
             if _is_empty(value):
+                self._num_empty[column] += 1
                 annotated -= self._tasks_of(name)
                 continue
             if isinstance(value, str):
@@ -282,6 +340,40 @@ class _Table:
         row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
         return Row(where, row, problems, frozenset(annotated))
 
+    def _label(self, task: str, cell: Any, column: str, problems: list[str]) -> Any:
+        kind = self._kinds[task]
+        if kind == "single_label" and isinstance(cell, int):
+            return str(cell)
+        if not isinstance(cell, str):
+            return cell
+        if kind == "regression":
+            # Excel writes `;` between cells exactly where the comma is that of decimals.
+            is_decimal_comma = self._cells.delimiter != "," and re.fullmatch(r"\s*[-+]?\d+,\d+\s*", cell)
+            with suppress(ValueError):
+                return float(cell.replace(",", ".") if is_decimal_comma else cell)
+        if kind == "multi_label":
+            if cell.lstrip().startswith("["):
+                return _parsed(cell, column, problems)
+            parts = split_cell(cell, self._cells.list_separator)
+            self._check_separated(task, parts, column, problems)
+            return parts
+        return cell
+
+    def _check_separated(self, task: str, parts: list[str], column: str, problems: list[str]) -> None:
+        """Note a class that another separator would split into classes."""
+        known = self._classes[task]
+        for part in parts if known else ():
+            if part in known:
+                continue
+            for other in LIST_SEPARATORS:
+                if other in part and all(piece in known for piece in split_cell(part, other)):
+                    problems.append(
+                        f"column {column}: `{part}` is several classes if {show_character(other)} separates "
+                        f"them, but {show_character(self._cells.list_separator)} does "
+                        "(`data.csv.list_separator`)"
+                    )
+                    return
+
     def _tasks_of(self, name: str) -> set[str]:
         """The task of this name, or all that have a span name of it (None: not said, so any)."""
         if name in self._span_names:
@@ -293,21 +385,9 @@ def _is_empty(cell: Any) -> bool:
     return cell is None or (isinstance(cell, str) and not cell.strip())
 
 
-def _label(kind: str, cell: Any, column: str, problems: list[str]) -> Any:
-    if kind == "single_label" and isinstance(cell, int):
-        return str(cell)
-    if isinstance(cell, str) and kind == "regression":
-        with suppress(ValueError):
-            return float(cell)
-    if isinstance(cell, str) and kind == "multi_label":
-        is_list = cell.lstrip().startswith("[")
-        return _parsed(cell, column, problems) if is_list else [part.strip() for part in cell.split("|")]
-    return cell
-
-
 def _parsed(cell: str, column: str, problems: list[str]) -> Any:
     try:
         return json.loads(cell)
     except ValueError as error:
-        problems.append(f"column {column} must be JSON, but {error}")
+        problems.append(f'column {column} must be JSON in double quotes, as `["a", "b"]`, but {error}')
         return None

@@ -28,7 +28,7 @@ from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
 from hpo.data.progress import logged
 from hpo.data.tokenization import tokenize_chunks
-from hpo.data.tokenized_split import AnyArray, TokenizedSplit, Windowing, WindowSpans
+from hpo.data.tokenized_split import WHOLE_TEXTS, AnyArray, TokenizedSplit, Windowing, WindowSpans
 from hpo.errors import RunError
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def load_tokenized(
         with FileLock(f"{folder}.lock"):
             if _read(folder, examples) is None:
                 num = len(examples)
-                what = f"tokenising {num:,} texts of the {split} split (max_length {windowing.max_length})"
+                length = windowing.max_length
+                how = "whole" if length == WHOLE_TEXTS else f"max_length {length}"
+                what = f"tokenising {num:,} texts of the {split} split ({how})"
                 chunks = tokenize_chunks(examples, dataset.tasks, tokenizer, windowing)
                 _write(folder, logged(chunks, what, num, size=lambda chunk: len(chunk.examples)))
     except OSError as error:

@@ -60,8 +60,8 @@ _CHUNK = 10_000  # Examples tokenised at once: bounds what the tokenizer's Pytho
 
 
 @dataclass(frozen=True)
-class _Windows:
-    """How the texts of one chunk are cut: of segment s of its example, window w shows the tokens from
+class Windows:
+    """How texts are cut: of segment s of its example, window w shows the tokens from
     `from_2W[s, w]` to `to_2W[s, w]` (exclusive) and owns those from `owned_from_2W` to `owned_to_2W`."""
 
     example_W: IntArray
@@ -72,8 +72,13 @@ class _Windows:
     is_cut_E: BoolArray
 
 
-def _cut(segments: _Segments, windowing: Windowing, num_special: int) -> _Windows:
-    num_first_E, num_second_E = (segment.count_E for segment in segments)
+def cut_windows(
+    num_first_E: IntArray, num_second_E: IntArray, windowing: Windowing, num_special: int
+) -> Windows:
+    """Cut texts that have so many tokens in the first and the second segment of each, beside special tokens.
+
+    Raises DataError where the stride leaves no progress.
+    """
     room = windowing.max_length - num_special
     is_windowed = windowing.long_text == "window"
     stride = windowing.stride if is_windowed else 0
@@ -95,7 +100,7 @@ def _cut(segments: _Segments, windowing: Windowing, num_special: int) -> _Window
     first_W, kept_W, step_W = first_E[example_W], kept_E[example_W], step_E[example_W]
     from_W = number_W * step_W
     none_W = np.zeros_like(from_W)
-    return _Windows(
+    return Windows(
         example_W=example_W,
         from_2W=np.stack([none_W, from_W]),
         to_2W=np.stack([first_W, np.minimum(kept_W, from_W + capacity_E[example_W])]),
@@ -145,7 +150,8 @@ def _tokenize_chunk(
     windowing: Windowing,
 ) -> TokenizedSplit:
     segments = _segments(examples, encode_texts, windowing.pair_segments)
-    windows = _cut(segments, windowing, len(layout.special.ids_T))
+    num_first_E, num_second_E = (segment.count_E for segment in segments)
+    windows = cut_windows(num_first_E, num_second_E, windowing, len(layout.special.ids_T))
     arrays, at_2W = _lay_out(segments, windows, layout)
     length_W = np.diff(arrays["window_start_W1"])
     if not length_W.all():
@@ -195,7 +201,7 @@ def _segments(examples: Sequence[Example], encode_texts: _Encode, names: tuple[s
     return first, second
 
 
-def _lay_out(segments: _Segments, windows: _Windows, layout: Layout) -> tuple[dict[str, Any], IntArray]:
+def _lay_out(segments: _Segments, windows: Windows, layout: Layout) -> tuple[dict[str, Any], IntArray]:
     """The arrays over the tokens of all windows, and where each segment begins in its window."""
     # A window has five pieces: special tokens, first segment, special tokens, second segment, special tokens.
     pool = concatenated(layout.special, *segments)
@@ -226,7 +232,7 @@ def _lay_out(segments: _Segments, windows: _Windows, layout: Layout) -> tuple[di
 
 
 def _window_spans(
-    task: Task, examples: Sequence[Example], segments: _Segments, windows: _Windows, at_2W: IntArray
+    task: Task, examples: Sequence[Example], segments: _Segments, windows: Windows, at_2W: IntArray
 ) -> tuple[WindowSpans, int]:
     """A task's spans in every window, and how many are whole in none."""
     found = [

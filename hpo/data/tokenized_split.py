@@ -23,6 +23,8 @@ AnyArray = NDArray[Any]
 
 LENGTH_MULTIPLE = 8
 """To a multiple of this batches are padded where few shapes matter: on a GPU and in compiled code."""
+WHOLE_TEXTS = 2**31 - 1
+"""A `max_length` that cuts no text."""
 BEGINS_BEFORE, ENDS_AFTER = 1, 2
 _PIECE = 2**20
 """Tokens of a mapped array that are looked at at a time: NumPy counts in a copy of 64 bits."""

@@ -49,23 +49,13 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
 
     `study_file` is the study in the command that trains a trial again: STUDY as `hpo train` takes it.
     """
-    from plotly.offline import get_plotlyjs
-
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters["inline"] = _inline
     cards = [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
-    plots = [(chart, None if chart.absent else _plot(chart)) for chart in charts]
+    plots = [(chart, None if chart.absent else plot(chart)) for chart in charts]
     reasons = tables.not_complete.assign(time=tables.not_complete["seconds"].map(format_seconds))
-    return templates.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
         name=tables.record.name,
-        plotly=Markup(get_plotlyjs()),
         facts=_facts(tables),
         sentences=sentences(tables),
         verdicts=verdict_table(tables),
@@ -86,8 +76,8 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         pooling=pooling(tables),
         numbers_by_device=numbers_by_device(tables),
         costs_by_device=costs_by_device(tables),
-        verdict_charts=[plot for plot in plots if plot[0].key.startswith("verdicts")],
-        charts=[plot for plot in plots if not plot[0].key.startswith("verdicts")],
+        verdict_charts=[drawn for drawn in plots if drawn[0].key.startswith("verdicts")],
+        charts=[drawn for drawn in plots if not drawn[0].key.startswith("verdicts")],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(tables),
     )
@@ -164,7 +154,23 @@ def _trial(record: StudyRecord, trial: TrialRecord, study_file: str | None) -> d
     }
 
 
-def _plot(chart: Chart) -> Markup:
+def render(template: str, **values: Any) -> str:
+    """A page from a template of this folder, with plotly.js inside."""
+    from plotly.offline import get_plotlyjs
+
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters["inline"] = _inline
+    return templates.get_template(template).render(plotly=Markup(get_plotlyjs()), **values)
+
+
+def plot(chart: Chart) -> Markup:
+    """The chart's place in a page that `render` makes."""
     html = plotly_figure(chart, standalone=False).to_html(
         full_html=False,
         include_plotlyjs=False,

@@ -40,15 +40,15 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
         for folder in (out_dir, out_dir / "figures", out_dir / "tables"):
             folder.mkdir(parents=True, exist_ok=True)
         for name, table in _csv_tables(tables).items():
-            _write(out_dir / "tables" / f"{name}.csv", table.to_csv(index=False).encode())
+            write_whole(out_dir / "tables" / f"{name}.csv", table.to_csv(index=False).encode())
         for key, chart in pictures.items():
-            _write(out_dir / "figures" / f"{key}.png", png(chart))
+            write_whole(out_dir / "figures" / f"{key}.png", png(chart))
         for old in (out_dir / "figures").glob("*.png"):
             key = old.stem.rstrip("_0123456789").removesuffix("_device")
             if old.stem not in pictures and key in CHART_KEYS:
                 old.unlink()
         path = out_dir / "report.html"
-        _write(path, report_html(tables, charts, study_file).encode())
+        write_whole(path, report_html(tables, charts, study_file).encode())
     except OSError as error:
         raise RunError(
             f"the report could not be written to {out_dir}: {error.strerror or error}. "
@@ -73,7 +73,8 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
     }
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under another name and rename it, so that it is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

@@ -69,6 +69,8 @@ class OpenStudy:
     open."""
     trust_remote_code: bool = False
     """Whether the code that comes with the study's encoder may run here."""
+    data_advice: Sequence[str] = ()
+    """What is grave in the data of a study of which no trial has trained."""
 
     @property
     def left_out(self) -> Mapping[str, str]:
@@ -121,6 +123,7 @@ def open_study(
     check_trust(config, trust_remote_code)
     trains_here = trials_run == "in this process"
     executor: Executor | None = None
+    data_advice: Sequence[str] = ()
     lacking: Mapping[str, str] = {}
     if stored is None or stored.slots["done"] < (config.num_slots if resize else sum(stored.slots.values())):
         device, lacking = _check_device(config, trials_run)
@@ -129,6 +132,9 @@ def open_study(
             executor = _build_executor(config, device, runs_dir, ranks)
             if must_check:
                 executor.check_study()
+                from hpo.data.advice import brief_advice  # imports NumPy, as the executor has by now
+
+                data_advice = brief_advice(executor.dataset, executor.known_tokens(), config)
         if not trains_here:
             executor = None
             release_free_memory(device)
@@ -143,7 +149,7 @@ def open_study(
                 device, lacking = _check_device(config, trials_run)
                 executor = _build_executor(config, device, runs_dir, ranks)
             executor.cache = storage
-        yield OpenStudy(config, storage, runs_dir, record, lacking, executor, trust_remote_code)
+        yield OpenStudy(config, storage, runs_dir, record, lacking, executor, trust_remote_code, data_advice)
 
 
 def check_trust(config: StudyConfig, trust_remote_code: bool) -> None:

@@ -287,6 +287,10 @@ class Executor:
         few_shapes = self.device.type == "cuda" or config.compile != "none"
         return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
 
+    def known_tokens(self) -> list[tuple[str, TokenizedSplit]]:
+        """The splits that were tokenised so far, with their names."""
+        return [(split, tokens) for (split, *_), tokens in self._tokens.items()]
+
     def build_model(self, config: TrialConfig) -> MultitaskModel:
         """The trial's model in fp32 weights, on the device; `set_float32_parts` is not called."""
         encoder = load_encoder(

@@ -247,3 +247,14 @@ def test_a_file_trusts_the_code_of_no_encoder_that_the_database_adds(
         definition[section] |= values
     with pytest.raises(InputError, match=rf"{key}: the stored study .* the file trusts the code"):
         config.completed(definition)
+
+
+def test_how_csv_is_read_may_change_as_the_data_tell_what_became_of_it() -> None:
+    def of_csv(**csv: str) -> StudyConfig:
+        return study(data={"source": "csv", "path": "x", "csv": csv})
+
+    earlier = stored(of_csv())
+    del earlier["data"]["csv"]  # as it was stored before there was this section
+    now = of_csv(empty="unlabelled", delimiter=";")
+    assert now.completed(earlier).data.csv == now.data.csv
+    assert "csv" not in study().definition()["data"]

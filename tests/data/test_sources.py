@@ -75,7 +75,9 @@ def test_every_source_gives_the_same_examples(
     splits = {"train": LINES, "validation": [{**line, "id": f"{line['id']}v"} for line in LINES]}
     for split, lines in splits.items():
         write(folder / f"{split}.{suffix}", [cells(line) for line in lines])
-    at = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
+    at: dict[str, Any] = {"hub": {"name": str(folder)}} if source == "hub" else {"path": str(folder)}
+    if source == "csv":
+        at["csv"] = {"empty": "unlabelled"}
     dataset = load(source=source, tasks=TASKS, columns=COLUMNS, **at)
     reference = load_set(write_set(tmp_path / "reference", TASKS, **splits))
     assert dataset.tasks == reference.tasks
@@ -93,7 +95,7 @@ def test_several_classes_may_be_joined_by_bars(tmp_path: Path) -> None:
     lines, tasks = ("one,a|b", "two,[]", "three,", "four, c"), {"topics": {"kind": "multi_label"}}
     dataset = one_csv(tmp_path, "text,topics", *lines, tasks=tasks, labels={"topics": "topics"})
     topics = [example.labels.get("topics") for example in dataset.splits["train"]]
-    assert topics == [["a", "b"], [], None, ["c"]]
+    assert topics == [["a", "b"], [], [], ["c"]]
     assert dataset.tasks[0].labels == ("a", "b", "c")
 
 

@@ -231,11 +231,11 @@ def load_csv(folder: Path, content: str | bytes, **columns: Any) -> DataSet:
     ("content", "message"),
     [
         ("text,tones\nhello,calm\n", "train.csv: has no column `tone`. Did you mean `tones`?"),
-        ("", "train.csv: has no column `text`"),
+        ("", "train.csv: the file is empty; its first line must name the columns"),
         ("text,tone\nhello,calm\nhello\n", "train.csv:3: must have 2 cells as the header has, but got 1"),
         ('text,tone\n"a\nb",calm\nhello,clam\n', "train.csv:4: labels.tone: unknown class `clam`"),
         ('text,tone\n"hello"x,calm\n', "train.csv:2: must be CSV, but"),
-        ("text,tone\nh\xe9,calm\n".encode("latin-1"), "train.csv: must be UTF-8, but"),
+        ("text,tone\nпоздно,calm\n".encode("cp1251"), "train.csv: must be UTF-8, but"),
     ],
 )
 def test_a_bad_csv_file_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:

@@ -46,6 +46,9 @@ class FakeExecutor:
         self.num_checks = 0
         self.made.append(self)
 
+    def known_tokens(self) -> list[Any]:
+        return []
+
     def check_study(self) -> None:
         self.num_checks += 1
         if self.problem:

@@ -1,0 +1,188 @@
+"""All that can be known of a study's data without training: facts, lengths, advice, and their tables.
+
+The tables are of text, for a terminal and a page alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from hpo.config.study_config import StudyConfig
+from hpo.config.trial_config import build_trial_config
+from hpo.data.advice import Advice, data_advice, study_lengths
+from hpo.data.checks import DataFacts, TaskFacts, data_facts
+from hpo.data.dataset import load_data
+from hpo.data.lengths import LengthFacts, length_facts
+from hpo.data.tokenized_split import Windowing
+from hpo.models.encoder import load_tokenizer
+from hpo.report.formats import format_number
+
+USUAL_LENGTHS = (128, 256, 512)
+QUANTILES = (50, 90, 99, 100)
+
+
+@dataclass(frozen=True)
+class DataCheck:
+    """What `check_data` finds."""
+
+    study: str
+    encoder: str
+    """The encoder whose tokenizer counted; the first of those that are searched."""
+    max_lengths: Sequence[int]
+    """Those of the study."""
+    long_text: str
+    facts: DataFacts
+    lengths: LengthFacts
+    advice: Sequence[Advice]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
+    """Read, check and tokenise the data of a study. Raises InputError as a run of it would."""
+    dataset = load_data(config.data)
+    facts = data_facts(dataset, say=True)
+    choices = getattr(config.search_space.get("encoder"), "choices", ())
+    encoder = build_trial_config(config, {"encoder": choices[0]} if choices else {}, "fp32").encoder
+    tokenizer = load_tokenizer(
+        encoder, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+    )
+    lengths = length_facts(dataset, tokenizer, _windowings(config), runs_dir / "cache" / "tokens")
+    name = encoder if isinstance(encoder, str) else str(encoder.get("tokenizer", "minilm"))
+    advice = data_advice(facts, lengths, config)
+    own, long_text = study_lengths(config), config.data.long_text
+    return DataCheck(config.name, name, own, long_text, facts, lengths, advice)
+
+
+def _windowings(config: StudyConfig) -> list[Windowing]:
+    """The study's own, and at the usual lengths what they would be with no longer overlap than they take."""
+    data, own = config.data, study_lengths(config)
+    return [
+        Windowing(
+            length,
+            data.long_text,
+            data.stride_of(length) if length in own else min(data.stride_of(length), length // 4),
+            data.pair_segments,
+        )
+        for length in sorted({*own, *USUAL_LENGTHS})
+    ]
+
+
+def rows_table(check: DataCheck) -> pd.DataFrame:
+    """A row for each split: rows, repeated texts, lengths in tokens."""
+    lengths = check.lengths
+    return pd.DataFrame(
+        {
+            "split": name,
+            "rows": f"{split.num_rows:,}",
+            "repeated texts": f"{split.num_duplicates:,}",
+            "in another case": f"{split.num_near_duplicates:,}",
+            "tokens": f"{lengths.num_tokens[name]:,}",
+        }
+        | {_quantile(q): f"{lengths.quantiles[name][q]:,}" for q in QUANTILES}
+        for name, split in check.facts.splits.items()
+    )
+
+
+def _quantile(percent: int) -> str:
+    return {50: "median length", 100: "longest"}.get(percent, f"{percent} %-quantile")
+
+
+def tasks_table(check: DataCheck) -> pd.DataFrame:
+    """A row for each task and split: how much of it is labelled, and with how much."""
+    rows = []
+    for task in check.facts.tasks:
+        for split, num in task.num_annotated.items():
+            total = check.facts.splits[split].num_rows
+            rows.append(
+                {
+                    "task": task.name,
+                    "kind": task.kind,
+                    "split": split,
+                    "labelled": f"{num:,}",
+                    "unlabelled": _percent(total - num, total),
+                    "none holds": _percent(task.num_empty[split], num) if split in task.num_empty else "",
+                    "several hold": _percent(task.num_several[split], num)
+                    if split in task.num_several
+                    else "",
+                    "contradicting": f"{task.num_contradicting[split]:,}" if not task.counts_spans else "",
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def leaks_table(check: DataCheck) -> pd.DataFrame:
+    """A row for each pair of splits that have texts in common."""
+    return pd.DataFrame(
+        {
+            "texts of": leak.split,
+            "that stand in": leak.other,
+            "rows": f"{leak.num_rows:,}",
+            "share": _percent(leak.num_rows, check.facts.splits[leak.split].num_rows),
+            "exactly": f"{leak.num_exact:,}",
+            "such as": ", ".join(f"{one} = {other}" for one, other in leak.ids),
+        }
+        for leak in check.facts.leaks
+    )
+
+
+def balance_table(task: TaskFacts) -> pd.DataFrame:
+    """A row for each class (rows and share) or span name (spans), the most frequent in training first."""
+    if task.numbers:
+        return pd.DataFrame(
+            {"split": split} | {key: format_number(value) for key, value in asdict(found).items()}
+            for split, found in task.numbers.items()
+        )
+    if not task.labels:
+        return pd.DataFrame()
+    return pd.DataFrame(
+        {"span name" if task.counts_spans else "class": label}
+        | {
+            split: f"{of[label]:,}"
+            + ("" if task.counts_spans else f" ({_percent(of[label], task.num_annotated[split])})")
+            for split, of in task.counts.items()
+        }
+        for label in by_frequency(task)
+    )
+
+
+def by_frequency(task: TaskFacts) -> list[str]:
+    """The labels of a task, the most frequent in training first."""
+    return sorted(task.labels, key=lambda label: -task.counts["train"][label])
+
+
+def cuts_table(check: DataCheck) -> pd.DataFrame:
+    """A row for each `max_length`: texts over it, windows, and lost spans by task."""
+    lengths = check.lengths
+    num_texts = sum(lengths.num_texts.values())
+    rows = []
+    for cut in lengths.cuts:
+        own = " (this study)" if cut.max_length in check.max_lengths else ""
+        row = {
+            "max_length": f"{cut.max_length}{own}",
+            "texts over it": _of(sum(cut.num_over.values()), num_texts),
+        }
+        if check.long_text == "window":
+            row["windows"] = f"{sum(cut.num_windows.values()):,}"
+        for task, lost in cut.num_lost_spans.items():
+            row[f"lost spans of `{task}`"] = _of(sum(lost.values()), sum(lengths.num_spans[task].values()))
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _of(num: int, total: int) -> str:
+    return f"{num:,} ({_percent(num, total)})" if num else "0"
+
+
+def _percent(num: int, total: int) -> str:
+    """No more than is there: 0 % and 100 % are so exactly."""
+    share = 100 * num / total if total else 0.0
+    if share in (0, 100):
+        return f"{share:.0f} %"
+    return "< 0.1 %" if share < 0.1 else f"{min(share, 99.9):.1f} %"

@@ -1,0 +1,158 @@
+"""`hpo check`: the facts, the page, and the short form in `hpo run`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import open_chromium
+from command_line import hpo_command, ok
+from plotly.offline import get_plotlyjs
+from tiny import write_study
+
+HOSTILE = "<img src=x onerror='window.hacked=1'>"
+CLASSES = ["freundlich", HOSTILE, *(f"Klasse {n}" for n in range(32))]
+
+
+def german_study(folder: Path, **changes: Any) -> Path:
+    """A study of csv files as a German Excel writes them, with a text that stands in both splits."""
+    sizes = {"train": 140, "validation": 60}
+    for split, num in sizes.items():
+        lines = ["Text;Ton;Schlagwörter;Note"]
+        for n in range(num):
+            text = (
+                "Schon wieder zu SPÄT"
+                if n == 0 and split == "train"
+                else f"{split} {n} für 5 € bestellt und nie bekommen"
+            )
+            text = "schon wieder zu spät" if n == 0 and split == "validation" else text
+            tags = ("spät,teuer", "", "teuer")[n % 3]
+            lines.append(f"{text};{CLASSES[n % len(CLASSES)]};{tags};{n % 7},5")
+        (folder / f"{split}.csv").write_text("\r\n".join([*lines, ""]), encoding="cp1252", newline="")
+    data = {
+        "source": "csv",
+        "path": ".",
+        "tasks": {
+            "ton": {"kind": "single_label", "classes": CLASSES},
+            "tags": {"kind": "multi_label"},
+            "note": {"kind": "regression"},
+        },
+        "columns": {"text": "Text", "labels": {"ton": "Ton", "tags": "Schlagwörter", "note": "Note"}},
+    }
+    return write_study(folder, data=data, **changes)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checked")
+    german_study(folder)
+    (folder / "out").write_text(ok(hpo_command(folder, "check", "tiny.yaml", "--json")).out)
+    return folder
+
+
+def test_check_gives_the_facts_as_json(checked: Path) -> None:
+    found = json.loads((checked / "out").read_text())
+    assert found["study"] == "tiny"
+    assert found["facts"]["splits"]["train"] == {
+        "num_rows": 140,
+        "num_duplicates": 0,
+        "num_near_duplicates": 0,
+    }
+    tags = next(task for task in found["facts"]["tasks"] if task["name"] == "tags")
+    assert tags["counts"]["train"] == {"spät": 47, "teuer": 93}
+    assert tags["num_empty"]["train"] == 47
+    (leak,) = found["facts"]["leaks"]
+    assert (leak["num_rows"], leak["num_exact"]) == (1, 0)
+    assert [cut["max_length"] for cut in found["lengths"]["cuts"]] == [64, 128, 256, 512]
+    assert {"data.test_fraction", "data.path"} <= {one["key"] for one in found["advice"]}
+    assert found["page"] == "runs/tiny/report/data.html"
+
+
+def test_check_prints_tables_and_what_to_change(tmp_path: Path) -> None:
+    german_study(tmp_path)
+    finished = ok(hpo_command(tmp_path, "check", "tiny.yaml", "--html", "my page.html", width=120))
+    for line in (r"train +140 ", r"tags +train +140 +0 % +33.6 % +33.6 %", r"64 \(this study\) +0", r"note"):
+        assert re.search(line, finished.out), line
+    assert "[data.test_fraction]" in finished.out
+    assert "max_length" in finished.out
+    assert finished.out.rstrip().endswith("my page.html")
+    assert (tmp_path / "my page.html").is_file()
+    assert f"{tmp_path}/train.csv: read with `;`, decoded as cp1252, CRLF line ends" in finished.err
+    assert not (tmp_path / "runs" / "hpo.db").exists()
+
+
+def test_the_page_holds_the_facts_and_refers_to_nothing_outside(checked: Path) -> None:
+    text = (checked / "runs/tiny/report/data.html").read_text().replace(get_plotlyjs(), "")
+    assert "<h1>tiny: data</h1>" in text
+    assert "200 rows: 140 train, 60 validation." in text
+    assert "<td>teuer</td><td>93 (66.4 %)</td><td>40 (66.7 %)</td>" in re.sub(r"\n", "", text)
+    assert HOSTILE not in text
+    assert "&lt;img src=x" in text
+    assert not re.findall(
+        r"(?:src|href|action)\s*=\s*[\"'](?!#)[^\s>]+|url\(|@import", text.replace("&lt;", "")
+    )
+
+
+def test_a_page_that_cannot_be_written_is_one_clear_line(checked: Path) -> None:
+    for page in ("/dev/null/page.html", "/dev/null/x/page.html"):
+        finished = hpo_command(checked, "check", "tiny.yaml", "--html", page)
+        assert (finished.exit_code, finished.out) == (2, "")
+        folder = Path(page).parent
+        assert finished.err.startswith(
+            f"Error: --html must be a file in a folder that may be written, but {folder}:"
+        )
+
+
+def test_check_refuses_bad_data(tmp_path: Path) -> None:
+    german_study(tmp_path)
+    (tmp_path / "train.csv").write_text("Text;Ton\n")
+    finished = hpo_command(tmp_path, "check", "tiny.yaml")
+    assert (finished.exit_code, finished.out) == (2, "")
+    assert "train.csv: has no column `Note`" in finished.err
+    assert not (tmp_path / "runs/tiny/report/data.html").exists()
+
+
+def test_run_says_what_is_grave_in_new_data(tmp_path: Path) -> None:
+    training = {"max_steps": 2, "batch_size": 8, "max_length": 8, "dropout": 0.0}
+    german_study(tmp_path, n_trials=1, training=training)
+    lines = ok(hpo_command(tmp_path, "run", "tiny.yaml")).out.splitlines()
+    said = [line for line in lines if line.startswith(("Data:", "More of the data"))]
+    assert 2 <= len(said) <= 3
+    assert re.match(r"Data: \d+ of 140 texts \(\d.*\) of train are cut at `max_length` 8: raise it", said[0])
+    assert said[-1] == "More of the data: hpo check tiny.yaml"
+    again = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "2")).out
+    assert "Data:" not in again, "trials have trained, so that is decided"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with open_chromium() as browser:
+        yield browser
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_page_opens_offline_and_fits(width: int, chromium: Any, checked: Path) -> None:
+    page = chromium.new_page(viewport={"width": width, "height": 900})
+    problems: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    path = checked / "runs/tiny/report/data.html"
+    page.goto(path.as_uri())
+    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 6")
+    page.locator("summary").first.click()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('.scroll, .js-plotly-plot')].map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(boxes) <= width
+    assert problems == []
+    assert requests == [path.as_uri()]
+    assert page.evaluate("window.hacked") is None
+    page.close()

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from jsonl_sets import load_set, write_set
+
+from hpo.data.checks import DataFacts, data_facts, normalised
+
+TASKS: dict[str, Any] = {
+    "tone": {"kind": "single_label", "classes": ["calm", "angry", "shy"]},
+    "tags": {"kind": "multi_label", "classes": ["late", "dear"]},
+    "grade": {"kind": "regression"},
+    "who": {"kind": "token_classification", "span_names": ["person", "place"]},
+}
+
+
+def row(number: int, text: str, spans: Any = None, **labels: Any) -> dict[str, Any]:
+    more = {} if spans is None else {"spans": spans}
+    return {"id": f"r{number}", "text": text, "labels": labels, **more}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> DataFacts:
+    folder = tmp_path_factory.mktemp("set")
+    train = [
+        row(0, "Ann in Rome", {"person": [[0, 3]], "place": [[7, 11]]}, tone="calm", tags=["late", "dear"]),
+        row(1, "Ann in Rome", {}, tone="angry", tags=["dear", "late"], grade=1.0),
+        row(2, "ann  in\nrome ", tone="calm", tags=[], grade=3.0),
+        row(3, "Bob", {"person": [[0, 3]]}, tone="calm"),
+    ]
+    validation = [
+        row(10, "BOB", {}, tone="shy", tags=["late"], grade=2.0),
+        row(11, "Bob", tone="calm"),
+        row(12, "new", tone="calm"),
+    ]
+    return data_facts(
+        load_set(write_set(folder, TASKS, train=train, validation=validation, test=[row(20, "x")]))
+    )
+
+
+def test_repeated_texts_are_counted_by_split(facts: DataFacts) -> None:
+    found = {
+        name: (of.num_rows, of.num_duplicates, of.num_near_duplicates) for name, of in facts.splits.items()
+    }
+    assert found == {"train": (4, 1, 1), "validation": (3, 0, 1), "test": (1, 0, 0)}
+
+
+def test_texts_in_two_splits_are_found_without_regard_to_case(facts: DataFacts) -> None:
+    (leak,) = facts.leaks
+    assert (leak.split, leak.other, leak.num_rows, leak.num_exact) == ("validation", "train", 2, 1)
+    assert leak.ids == (("r10", "r3"), ("r11", "r3"))
+
+
+def test_classes_spans_and_numbers_are_counted(facts: DataFacts) -> None:
+    tone, tags, grade, who = facts.tasks
+    assert tone.num_annotated == {"train": 4, "validation": 3, "test": 0}
+    assert tone.counts["train"] == {"calm": 3, "angry": 1, "shy": 0}
+    assert tone.counts["validation"] == {"calm": 2, "angry": 0, "shy": 1}
+    assert tags.counts["train"] == {"late": 2, "dear": 2}
+    assert (tags.num_annotated["train"], tags.num_empty["train"], tags.num_several["train"]) == (3, 1, 2)
+    assert (who.num_annotated["train"], who.num_empty["train"], who.num_several["train"]) == (3, 1, 1)
+    assert who.counts["train"] == {"person": 2, "place": 1}
+    of_train = grade.numbers["train"]
+    assert (of_train.minimum, of_train.mean, of_train.std, of_train.maximum) == (1.0, 2.0, 1.0, 3.0)
+    assert "test" not in grade.numbers
+
+
+def test_the_same_text_with_other_labels_contradicts_itself(facts: DataFacts) -> None:
+    tone, tags, grade, who = facts.tasks
+    assert tone.num_contradicting == {"train": 3, "validation": 2, "test": 0}
+    assert tags.num_contradicting["train"] == 3, "two agree in another order, the third has none"
+    assert grade.num_contradicting["train"] == 2
+    assert who.num_contradicting["train"] == 0, "spans depend on every character"
+
+
+def test_texts_agree_but_for_case_and_white_space() -> None:
+    assert normalised(" Straße\t 1\n") == normalised("STRASSE 1")
+    assert normalised("a b") != normalised("ab")
