@@ -6,11 +6,11 @@ import logging
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.cli.options import StorageOption, TrustOption, app, load_file, progress_shown
+from hpo.cli.options import JsonOption, StorageOption, TrustOption, app, load_file, print_json, progress_shown
 from hpo.errors import DataError, RunError
 
 if TYPE_CHECKING:
@@ -40,22 +40,18 @@ def predict(
     skip_bad_rows: Annotated[
         bool, typer.Option("--skip-bad-rows", help="List rows that cannot be read, and predict the others.")
     ] = False,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Tokens of one batch, padding included.",
-            show_default="evaluation.batch_tokens of the study",
-        ),
-    ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto",
     precision: Annotated[
         str | None,
-        typer.Option(metavar="PRECISION", show_default="the trial's, or fp32 where the device lacks it"),
+        typer.Option(
+            metavar="PRECISION",
+            help="That to compute in.",
+            show_default="the trial's, or fp32 where the device lacks it",
+        ),
     ] = None,
     storage: StorageOption = None,
     trust_remote_code: TrustOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Predict the labels, numbers and spans of texts, a row each in the form of a data row, with scores.
 
@@ -73,32 +69,36 @@ def predict(
 
     if output is not None:
         check_output(output)
-    with progress_shown(quiet=False):
+    with progress_shown(quiet=as_json):
         trained = _load(model, storage, device, precision, trust_remote_code=trust_remote_code)
         examples, bad = read_examples(file, trained)
         if bad and not (skip_bad_rows and examples):
             rows = "1 row" if len(bad) == 1 else f"{len(bad):,} rows"
             hint = " or --skip-bad-rows" if examples else ""
             raise DataError(f"{rows} of {file} cannot be read; mend{hint}:{listed(bad)}")
-        if bad:
-            typer.echo(
-                f"{len(bad):,} of {len(bad) + len(examples):,} rows are left out:{listed(bad)}", err=True
-            )
+        if bad and not as_json:
+            total = len(bad) + len(examples)
+            typer.echo(f"{len(bad):,} of {total:,} rows are left out:{listed(bad)}", err=True)
         if trained.device.type == "cpu":
             limit_threads(probe_device("cpu"))
-        chunks = trained.predict_examples(
-            examples, max_tokens=max_tokens, on_progress=_progress(len(examples))
-        )
         numbered = iter(examples)
+        chunks = trained.predict_examples(examples, on_progress=_progress(len(examples)))
         found = ([predicted_row(next(numbered), one) for one in chunk] for chunk in chunks)
-        if output is None:
-            for rows_of_chunk in found:
-                typer.echo("\n".join(map(json_line, rows_of_chunk)))
-            return
-        with predictions_file(output, trained.tasks) as write:
-            for rows_of_chunk in found:
-                write(rows_of_chunk)
-    typer.echo(f"{len(examples):,} predictions are in {output}.", err=True)
+        told: dict[str, Any] = {"num_predictions": len(examples), "left_out": bad}
+        if output is not None:
+            with predictions_file(output, trained.tasks) as write:
+                for of_chunk in found:
+                    write(of_chunk)
+            told["output"] = str(output)
+        elif as_json:
+            told["predictions"] = [row for of_chunk in found for row in of_chunk]
+        else:
+            for of_chunk in found:
+                typer.echo("\n".join(map(json_line, of_chunk)))
+    if as_json:
+        print_json(told)
+    elif output is not None:
+        typer.echo(f"{len(examples):,} predictions are in {output}.", err=True)
 
 
 def _load(

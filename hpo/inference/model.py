@@ -171,8 +171,9 @@ class TrainedModel(nn.Module):
         `row_id` is the id of a row that has none.
         """
         if isinstance(row, Mapping):
-            read = {key: row[key] for key in ("id", "text", "segments") if row.get(key) is not None}
-            row = {"id": row_id, **read}
+            given = row.get("id")
+            read = {key: row[key] for key in ("text", "segments") if key in row}
+            row = {"id": row_id if given is None else given, **read}
         return RowChecker((), self.settings.windowing.pair_segments, {}).check(row)
 
     def predict_examples(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from every_kind import write_every_kind
+from readme import README
 from tiny import CPU
 from torch import Tensor
 
@@ -145,6 +147,20 @@ def test_a_plain_script_gives_the_same_probabilities(exported: Exported) -> None
         urgency = next(task for task in model.tasks if task.name == "urgency")
         value = logits["urgency"].double().mean() * urgency.target_std + urgency.target_mean
         assert prediction["urgency"].label == pytest.approx(float(value), abs=1e-5)
+
+
+def test_the_script_of_the_readme(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = README.read_text().split("## Using the model", 1)[1].split("\n## ", 1)[0]
+    (script,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    monkeypatch.chdir(exported.folder.parent)
+    names: dict[str, Any] = {}
+    exec(compile(script, "README.md", "exec"), names)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == [task.name for task in names["model"].tasks] * 2
+    for prediction, row in zip(names["model"].predict(names["texts"]), names["probabilities"], strict=True):
+        assert list(prediction["topic"].scores.values()) == pytest.approx(row.tolist(), abs=1e-6)
 
 
 def test_the_order_and_the_batches_change_nothing(exported: Exported) -> None:
