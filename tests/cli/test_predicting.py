@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from command_line import ROOT, Finished, hpo_command, ok
+from readme import README
 
 from hpo.config.study_config import load_study
 from hpo.data.dataset import DataSet, load_data
@@ -62,6 +64,15 @@ def test_predictions_of_the_command_score_as_best_evaluate(exported: Path) -> No
         of_study = ok(hpo_command(exported, "predict", study, "test.jsonl"))
         assert of_study.out == of_folder
         assert "predicting with trial " in of_study.err
+
+
+def test_the_command_of_the_readme(exported: Path) -> None:
+    section = README.read_text().split("## Using the model", 1)[1].split("\n## ", 1)[0]
+    (command,) = re.findall(r"^hpo (predict .*)$", section, re.MULTILINE)
+    (exported / "texts.csv").write_text("text\nI sleep badly.\n")
+    ok(hpo_command(exported, *command.split()))
+    (row,) = rows_of((exported / "predictions.jsonl").read_text())
+    assert row.keys() == {"id", "text", "labels", "spans", "scores"}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
