@@ -66,6 +66,7 @@ def predict(
         predictions_file,
         read_examples,
     )
+    from hpo.memory import disable_malloc_trim
 
     if output is not None:
         check_output(output)
@@ -81,6 +82,7 @@ def predict(
             typer.echo(f"{len(bad):,} of {total:,} rows are left out:{listed(bad)}", err=True)
         if trained.device.type == "cpu":
             limit_threads(probe_device("cpu"))
+            disable_malloc_trim()
         numbered = iter(examples)
         chunks = trained.predict_examples(examples, on_progress=_progress(len(examples)))
         found = ([predicted_row(next(numbered), one) for one in chunk] for chunk in chunks)
