@@ -152,8 +152,8 @@ class TrainedModel(nn.Module):
 
         A text of a model with `pair_segments` is a row of data: `{"text": ..., "segments": {...}}`. Texts of
         any length are cut as in training; batches hold texts of similar length, at most `max_tokens` tokens
-        with padding (left out: as in the study's evaluations, less on a CPU in fp32). `device` moves the model
-        there first.
+        with padding (left out: as in the study's evaluations, less on a CPU in fp32). `device` moves the
+        model there first.
 
         Raises DataError for a text that is empty or none, RunError where logits are not finite.
         """

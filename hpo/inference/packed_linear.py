@@ -2,8 +2,8 @@
 
 PyTorch gives fp32 products of a CPU to MKL, which on AMD's processors reaches about half of what oneDNN does:
 on an EPYC with AVX-512, one thread, 512 x 384 times 384 x 384, 102 against 214 GFLOP/s. `torch.compile` packs
-weights for oneDNN in the same way when it freezes a model, but needs a compiler and minutes. The results differ in the order of summation alone: by 5e-8 in probabilities of
-MiniLM, which is the difference between two batch sizes.
+weights for oneDNN in the same way when it freezes a model, but needs a compiler and minutes. The results
+differ in the order of summation alone: by 5e-8 in probabilities of MiniLM, as those of two batch sizes do.
 
 The layouts are a second copy of the weights. They hold for inference alone: no gradient passes them.
 """

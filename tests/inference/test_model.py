@@ -221,6 +221,9 @@ def test_the_precision_is_that_of_the_trial_where_the_device_has_it(
     assert 1e-6 < np.abs(topics[0] - topics[1]).max() < 0.05
     batch = reduced.tokenizer(texts[:2], padding=True, truncation=True, max_length=24, return_tensors="pt")
     assert reduced(**batch).logits["topic"].dtype == torch.bfloat16
+    # Under a reduced precision the batches are those of the study's evaluations, for they change results.
+    again = reduced.predict(texts, max_tokens=reduced.settings.batch_tokens)
+    assert [one["topic"].scores for one in again] == [one["topic"].scores for one in reduced.predict(texts)]
     assert exact.use("cpu", "bf16-true").network.heads[0][-1].weight.dtype == torch.bfloat16
     assert exact.use("cpu", "fp32").network.heads[0][-1].weight.dtype == torch.float32
 
