@@ -39,9 +39,10 @@ dashboard: install
 report: install
 	$(BIN)/hpo report $(STUDY)
 
-# Tiny models gain nothing from threads, and two test processes would get into each other's way.
+# Tiny models gain nothing from threads, and test processes would get into each other's way. One more of them
+# than cores: the tests of `faults/` wait for much of their time.
 # Files are taken in order: those with the longest tests (`faults/`) would else come last, on one process.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not slow"

@@ -13,9 +13,11 @@ import platform
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from hpo.errors import InputError
 
@@ -63,6 +65,29 @@ class DeviceInfo:
     def device_id(self) -> str:
         """What tells this device from the others of its machine: `cpu`, or the GPU's UUID."""
         return self.uuid or self.torch_device
+
+    @property
+    def kind(self) -> str:
+        """What devices on which a trial computes alike have in common: model and instructions.
+
+        A cloud's CPUs often have one name and different instructions.
+        """
+        facts = sorted(self.cpu_features)
+        if self.compute_capability is not None:
+            facts.append("compute capability {}.{}".format(*self.compute_capability))
+        return f"{self.name} ({', '.join(facts)})" if facts else self.name
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> DeviceInfo:
+        """The device, as far as a trial's telemetry describes it."""
+        capability = facts.get("compute_capability")
+        major, _, minor = (capability or "0.0").partition(".")
+        return cls(
+            type=facts.get("type") or "",
+            name=facts["name"],
+            compute_capability=(int(major), int(minor)) if capability else None,
+            cpu_features=frozenset(facts.get("cpu_features") or ()),
+        )
 
     @property
     def torch_device(self) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,6 +24,7 @@ from hpo.cli.options import (
     make_runs_folder,
     print_json,
     progress_shown,
+    with_options,
 )
 from hpo.errors import InputError
 
@@ -76,26 +76,8 @@ SLURM_OPTIONS: Mapping[str, Any] = {
 }
 
 
-def _with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command that takes `**options` those of the tables, None where they are not given."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        own = [found for found in signature.parameters.values() if found.kind is not found.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-            for table in tables
-            for name, annotation in table.items()
-        ]
-        command.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
-        command.__annotations__ = {found.name: found.annotation for found in own + more}
-        return command
-
-    return decorate
-
-
 @app.command()
-@_with_options(SLURM_OPTIONS, KUBERNETES_OPTIONS)
+@with_options(SLURM_OPTIONS, KUBERNETES_OPTIONS)
 def submit(
     study: StudyArgument,
     storage: StorageOption = None,

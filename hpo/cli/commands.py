@@ -105,7 +105,7 @@ def verify(
         executor = Executor(config, device, RUNS)
         checks = verify_precisions(device, check)
         if parts:
-            checks = propose_parts(executor, checks, lambda what: typer.echo(what, err=True))
+            checks = propose_parts(executor, checks, repeats, lambda what: typer.echo(what, err=True))
     advice = recommendation(checks)
     if as_json:
         rows = [asdict(check) for check in checks]

@@ -22,6 +22,7 @@ from hpo.cli.options import (
     progress_shown,
 )
 from hpo.errors import InputError
+from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,7 +72,7 @@ def diagnose(
     if as_json:
         print_json({"study": record.name, **asdict(found), "healed_by": found.healed_by})
     else:
-        _print(found)
+        print_diagnosis(found)
     raise typer.Exit(0 if found.what or found.farthest else 1)
 
 
@@ -87,7 +88,7 @@ def _stored(executor: Executor, database: Storage, trial: TrialRecord, temporary
     """What the study has of a trial; checkpoints that lie in an artifact store are brought to `temporary`."""
     from hpo.config.search_space import decode
     from hpo.study.artifact_store import open_artifact_store
-    from hpo.study.checkpoint_artifacts import fetch_best
+    from hpo.study.checkpoint_artifacts import fetch_newest
     from hpo.trial.diagnosis import StoredTrial
 
     study = executor.study
@@ -96,7 +97,8 @@ def _stored(executor: Executor, database: Storage, trial: TrialRecord, temporary
     artifacts = None if folder.is_dir() else open_artifact_store(study.checkpoint)
     if artifacts is not None:
         folder = temporary
-        fetch_best(artifacts, database, study.name, trial.number, folder)
+        kind = "step" if trial.outcome == Outcome.NONFINITE else "best"
+        fetch_newest(kind, artifacts, database, study.name, trial.number, folder)
     return StoredTrial(
         number=trial.number,
         outcome=trial.outcome,
@@ -108,7 +110,8 @@ def _stored(executor: Executor, database: Storage, trial: TrialRecord, temporary
     )
 
 
-def _print(found: Diagnosis) -> None:
+def print_diagnosis(found: Diagnosis) -> None:
+    """Print what was found, for a person."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
@@ -125,10 +128,11 @@ def _print(found: Diagnosis) -> None:
         style="bold",
     )
     if (origin := found.origin) is not None:
-        where = "after the logits: the loss" if origin.module is None else origin.module or "the model itself"
-        console.print(f"Module    {escape(where)}\nOperator  {origin.operator}, in the {origin.phase} pass")
-        if found.parts:
-            console.print(f"Parts     {escape(', '.join(found.parts))}")
+        console.print(f"Module    {escape(origin.place)}")
+        console.print(f"Operator  {origin.operator}, in the {origin.phase} pass")
+    if found.parts:
+        console.print(f"Parts     {escape(', '.join(found.parts))}")
+    if origin is not None:
         table = Table("tensor", "dtype", "shape", "lowest", "highest", "not finite", box=SIMPLE_HEAD)
         for name, tensors in (("input", origin.inputs), ("output", origin.outputs)):
             for one in tensors:

@@ -27,9 +27,11 @@ from hpo.study.study_record import best_trials, complete_trials
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hpo.compare.answers import Answer
+    from hpo.compare.answers import Answer, Answers
     from hpo.compare.estimate import Ratio
-    from hpo.compare.results import PrecisionsResult, RaceResult
+    from hpo.compare.race import Race
+    from hpo.compare.results import Result
+    from hpo.config.comparison import ComparisonConfig
     from hpo.study.study_record import StudyRecord
     from hpo.trial.measure import Measurement
     from hpo.trial.verify import PrecisionCheck
@@ -48,17 +50,20 @@ def print_summary(record: StudyRecord) -> None:
 
 
 def _precision_table(record: StudyRecord, console: Console) -> Table:
-    """A column per precision; where these do not fit the terminal, a row per precision with less in it."""
+    """A column per precision; where these do not fit the terminal, or there are several kinds of device, a
+    row per precision (and device) with less in it."""
     title = f"{record.name}: by requested precision"
     tables = StudyTables(record)
     table = _dataframe_table(precision_comparison(tables), title)
-    if console.measure(table, options=console.options.update(width=1000)).maximum <= console.width:
+    fits = console.measure(table, options=console.options.update(width=1000)).maximum <= console.width
+    if fits and len(tables.devices) < 2:  # of several kinds of device, it has no speed
         return table
     brief = brief_summary(tables)
     brief["outcomes"] = brief["outcomes"].str.replace(", ", ",\n")
     table = _dataframe_table(brief.rename(columns=lambda name: name.replace(" ", "\n")), title)
     for column in table.columns:
-        column.no_wrap = column.header != "outcomes"
+        column.no_wrap = column.header not in ("outcomes", "device")
+        column.min_width = 12 if column.header == "outcomes" else None
     return table
 
 
@@ -219,12 +224,27 @@ def _dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     return table
 
 
-def print_comparison(found: PrecisionsResult) -> None:
-    """The verdicts of `hpo compare` by metric, what fp32 does against itself, and the recommendation."""
-    console, plan, answers = Console(highlight=False), found.plan, found.answers
+def print_comparison(found: Result[Any]) -> None:
+    """What `hpo compare` has found, and the recommendation."""
+    from hpo.compare.race import Race
+
+    if isinstance(found.found, Race):
+        _print_race(found.found, found.plan)
+    else:
+        _print_verdicts(found.found, found.plan)
+    Console(highlight=False).print(found.recommendation, markup=False, soft_wrap=True)
+
+
+def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
+    """The verdicts by metric, and what fp32 does against itself."""
+    from hpo.compare.answers import unit_of
+
+    console = Console(highlight=False)
     num = len(plan.configurations)
     console.print(
-        f"{plan.study}: {num} configurations, against fp32, margin {plan.margin:g} points", style="bold"
+        f"{plan.study}: {num} configuration{'s' * (num > 1)}, against fp32, margin {plan.margin:g} "
+        f"{unit_of(answers.objective)}; higher is better",
+        style="bold",
     )
     for metric in dict.fromkeys(row.metric for row in answers.rows):
         table = _table("precision", "question", "difference", "verdict", "seeds", title=escape(metric))
@@ -232,18 +252,24 @@ def print_comparison(found: PrecisionsResult) -> None:
             if row.metric == metric:
                 table.add_row(*_comparison_cells(row))
         console.print(table)
-    costs = _table("precision", "speed", "memory", title="times fp32's")
-    for row in {row.precision: row for row in answers.rows if row.speed or row.memory}.values():
-        costs.add_row(row.precision, _ratio(row.speed), _ratio(row.memory))
+    of_devices = ("device", "difference there") if len(answers.devices) > 1 else ()
+    costs = _table("precision", "question", *of_devices, "speed", "memory", title="times fp32's")
+    deciding = [row for row in answers.rows if row.metric == answers.objective]
+    for row in deciding:
+        for there in row.devices:
+            points = _points(there.difference, there.low, there.high)
+            of_device = (escape(there.device), points) if of_devices else ()
+            costs.add_row(row.precision, row.question, *of_device, _ratio(there.speed), _ratio(there.memory))
     if costs.row_count:
         console.print(costs)
-    console.print(found.recommendation, markup=False, soft_wrap=True)
+    for row in deciding:
+        if row.not_pooled:
+            console.print(f"{row.precision}, {row.question}: {row.not_pooled}.", markup=False, soft_wrap=True)
 
 
-def print_race(found: RaceResult) -> None:
-    """The standings of `hpo compare --configurations`, and the call."""
-    console, race = Console(highlight=False), found.race
-    title = f"{found.plan.study}: its best configurations on new seeds, in points"
+def _print_race(race: Race, plan: ComparisonConfig) -> None:
+    """The standings of `--configurations`."""
+    title = f"{plan.study}: its best configurations on new seeds, in points"
     table = _table("trial", "mean", "seeds", "probability best", "overstated by the search", title=title)
     for standing in race.standings:
         out = "" if standing.dropped_after is None else ", beaten"
@@ -254,8 +280,7 @@ def print_race(found: RaceResult) -> None:
             f"{standing.probability_best:.2f}",
             f"{standing.overstated:+.2f} [{standing.overstated_low:+.2f}, {standing.overstated_high:+.2f}]",
         )
-    console.print(table)
-    console.print(found.recommendation, markup=False, soft_wrap=True)
+    Console(highlight=False).print(table)
 
 
 def _comparison_cells(row: Answer) -> list[str]:
@@ -267,10 +292,17 @@ def _comparison_cells(row: Answer) -> list[str]:
     return [
         row.precision,
         row.question,
-        f"{found.difference:+.2f} [{found.low:+.2f}, {found.high:+.2f}]",
+        _points(found.difference, found.low, found.high),
         verdict,
         f"{found.num_seeds}{needed}",
     ]
+
+
+def _points(difference: float | None, low: float | None, high: float | None) -> str:
+    if difference is None:
+        return "–"
+    between = "" if low is None or high is None else f" [{low:+.2f}, {high:+.2f}]"
+    return f"{difference:+.2f}{between}"
 
 
 def _ratio(ratio: Ratio | None) -> str:

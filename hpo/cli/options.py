@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,6 +109,24 @@ MaxRestartsOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command that takes `**options` those of the tables, None where they are not given."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [found for found in signature.parameters.values() if found.kind is not found.VAR_KEYWORD]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for table in tables
+            for name, annotation in table.items()
+        ]
+        command.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
+        command.__annotations__ = {found.name: found.annotation for found in own + more}
+        return command
+
+    return decorate
 
 
 def print_json(value: Any) -> None:
@@ -266,7 +285,7 @@ def checkpoint_of(config: StudyConfig, database: Storage, number: int) -> tuple[
     """An executor of the study, and the folder with the checkpoint of one of its trials, brought here."""
     from hpo.device import probe_device
     from hpo.study.artifact_store import open_artifact_store
-    from hpo.study.checkpoint_artifacts import fetch_best
+    from hpo.study.checkpoint_artifacts import fetch_newest
     from hpo.trial.executor import Executor
 
     make_runs_folder(config.name)
@@ -274,5 +293,5 @@ def checkpoint_of(config: StudyConfig, database: Storage, number: int) -> tuple[
     database.check_data(config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), number)
     if (artifacts := open_artifact_store(config.checkpoint)) is not None:
-        fetch_best(artifacts, database, config.name, number, folder)
+        fetch_newest("best", artifacts, database, config.name, number, folder)
     return executor, folder

@@ -8,7 +8,7 @@ import shlex
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,8 +40,11 @@ from hpo.outcome import Outcome
 if TYPE_CHECKING:
     import threading
 
+    from hpo.config.study_config import StudyConfig
     from hpo.study.run import OpenStudy
+    from hpo.study.stopping import Stop
     from hpo.study.study_record import StudyRecord
+    from hpo.study.supervisor import WorkerPlace
     from hpo.study.worker import RunSummary
     from hpo.training.distributed import Ranks
     from hpo.trial.telemetry import ScoredEvaluation
@@ -61,8 +64,7 @@ def run(
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.report.status import study_status
-    from hpo.study.database import storage_url
-    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
+    from hpo.study.run import plan_workers
     from hpo.study.stopping import end_of_job
     from hpo.study.study_record import complete_trials
 
@@ -74,31 +76,16 @@ def run(
             "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
         )
     places = plan_workers(config, workers or 1, workers_per_device)
-    trials_run: TrialsRun = "in workers" if places else "in this process"
     with (
         progress_shown(quiet=as_json),
         stop_signals(end) as stop,
         ranks_of_torchrun(stop) as ranks,
-        open_study(
-            config,
-            storage_url(storage),
-            RUNS,
-            trials_run=trials_run,
-            trust_remote_code=config.model.trust_remote_code,
-            ranks=ranks,
-        ) as opened,
     ):
-        with shown(opened, stop, quiet=as_json):
-            summary = run_study(
-                opened,
-                places,
-                stop=stop,
-                max_restarts=max_restarts,
-                storage_as_given=file_given(storage),
-            )
-        record = opened.storage.read_study(config.name)
+        record, summary, left_out = run_here(
+            config, places, stop, storage, quiet=as_json, max_restarts=max_restarts, ranks=ranks
+        )
     if as_json:
-        print_json(study_status(record) | {"ended": summary.ended, "left_out": opened.left_out})
+        print_json(study_status(record) | {"ended": summary.ended, "left_out": left_out})
     else:
         from hpo.cli.display import print_summary  # pandas: half a second that no trial should wait for
 
@@ -234,6 +221,47 @@ def ranks_of_torchrun(stop: threading.Event) -> Iterator[Ranks | None]:
             follow(ranks, RUNS, stop.is_set)
             raise typer.Exit
         yield ranks
+
+
+def run_here(
+    config: StudyConfig,
+    places: Sequence[WorkerPlace],
+    stop: Stop,
+    storage: str | None,
+    *,
+    quiet: bool,
+    max_restarts: int = MAX_RESTARTS,
+    ranks: Ranks | None = None,
+) -> tuple[StudyRecord, RunSummary, Mapping[str, str]]:
+    """Make or resume a study of the user's own and run its trials on this machine, as `run_study` does.
+
+    Args:
+        places: of `plan_workers`.
+        storage: the option.
+        quiet: show no progress.
+
+    Returns the study as it is then, how the run ended, and the precisions that were left out, with reasons.
+    """
+    from hpo.study.database import storage_url
+    from hpo.study.run import open_study, run_study
+
+    with open_study(
+        config,
+        storage_url(storage),
+        RUNS,
+        trials_run="in workers" if places else "in this process",
+        trust_remote_code=config.model.trust_remote_code,
+        ranks=ranks,
+    ) as opened:
+        with shown(opened, stop, quiet=quiet):
+            summary = run_study(
+                opened,
+                places,
+                stop=stop,
+                max_restarts=max_restarts,
+                storage_as_given=file_given(storage),
+            )
+        return opened.storage.read_study(config.name), summary, opened.left_out
 
 
 @contextmanager

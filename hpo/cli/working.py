@@ -6,6 +6,7 @@ away.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,6 +74,7 @@ def worker(
     """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
     from hpo.cluster.slurm import requeue_this_job
     from hpo.study.database import storage_url
+    from hpo.study.next_look import look_by_look
     from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
     from hpo.study.stopping import end_of_job
 
@@ -98,41 +100,48 @@ def worker(
         raise InputError(
             "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
         )
+    outcomes: Counter[str] = Counter()
     with progress_shown(quiet=as_json), stop_signals(end) as stop, _requeued_if_stopped(stop):
         config, trusted = load_to_work(study, url, stop, timeout=timeout)
         places = plan_workers(config, workers or 1, workers_per_device)
         trials_run: TrialsRun = "in workers" if places else "in this process"
-        with (
-            ranks_of_torchrun(stop) as ranks,
-            open_study(
-                config,
-                url,
-                RUNS,
-                resize=False,
-                trials_run=trials_run,
-                trust_remote_code=trusted or trust_remote_code,
-                ranks=ranks,
-                stop=stop,
-            ) as opened,
-            shown(opened, stop, quiet=as_json, own=not places),
-        ):
-            summary = run_study(
-                opened,
-                places,
-                stop=stop,
-                max_restarts=max_restarts,
-                storage_as_given=file_given(storage),
-            )
-            says_why = summary.ended in ("elsewhere", "halted") and not as_json
-            record = opened.storage.read_study(config.name) if says_why else None
+        with ranks_of_torchrun(stop) as ranks:
+            for looked in look_by_look(config, url, stop):
+                with (
+                    open_study(
+                        looked,
+                        url,
+                        RUNS,
+                        resize=False,
+                        trials_run=trials_run,
+                        trust_remote_code=trusted or trust_remote_code,
+                        ranks=ranks,
+                        stop=stop,
+                    ) as opened,
+                    shown(opened, stop, quiet=as_json, own=not places),
+                ):
+                    summary = run_study(
+                        opened,
+                        places,
+                        stop=stop,
+                        max_restarts=max_restarts,
+                        storage_as_given=file_given(storage),
+                    )
+                    says_why = summary.ended in ("elsewhere", "halted") and not as_json
+                    record = opened.storage.read_study(config.name) if says_why else None
+                outcomes.update(summary.outcomes)
+                if summary.ended != "finished":
+                    break
+        if config.comparison and stop.is_set() and summary.ended == "finished":
+            summary = replace(summary, ended="stopped")  # while it waited for the next look
     requeue_this_job(summary.ended, stop)
     if as_json:
-        found = {"study": config.name, "ended": summary.ended, "outcomes": summary.outcomes}
+        found = {"study": config.name, "ended": summary.ended, "outcomes": outcomes}
         print_json(found | {"left_out": opened.left_out})
     elif record is not None:
         say_how_to_go_on(record, summary)
-    if summary.outcomes and summary.outcomes.keys() == {Outcome.FAILED}:
-        raise RunError(f"every trial that this worker ran failed: {summary.outcomes['failed']}.")
+    if outcomes and outcomes.keys() == {Outcome.FAILED}:
+        raise RunError(f"every trial that this worker ran failed: {outcomes['failed']}.")
     raise typer.Exit(summary.exit_code)
 
 

@@ -1,22 +1,24 @@
 """The study that a comparison runs in the database: what of a study is compared, and how it grows.
 
 Paired question: the best `top` configurations of the study, whatever their precision, each under every
-precision. Tuned question: for each precision the best `top` that the search found under it. A configuration
-that both questions name is trained once. The reference runs the paired configurations with a second set of
-seeds too: what a seed alone does is the noise floor of everything else.
+precision. Tuned question: for each precision the best `top` that the search found under it, of which as many
+count as fp32 has too. A configuration that both questions name, or that was searched under several
+precisions, is trained once. The reference runs the paired configurations with a second set of seeds too: what
+a seed alone does is the noise floor of everything else.
 
-A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, and
-no checkpoint outlives its trial.
+A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, no
+precision falls back to another, and no checkpoint outlives its trial.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from hpo.compare.answers import unit_of
 from hpo.config.comparison import (
     REFERENCE,
     SEED,
@@ -27,14 +29,16 @@ from hpo.config.comparison import (
     Question,
 )
 from hpo.config.search_space import decode, encode
-from hpo.config.study_config import StudyConfig, stored_study
+from hpo.config.study_config import MEASURED_METRICS, StudyConfig, stored_study
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION
 from hpo.study.study_record import complete_trials, loss_signs
+from hpo.trial.objectives import quality_objective
 
 if TYPE_CHECKING:
+    from hpo.data.dataset import DataSet
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord, TrialRecord
 
@@ -51,17 +55,18 @@ def comparison_name(study: str, question: str) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a comparison; None: whatever it was begun with, or the default."""
+    """What a user asks of a comparison, by the options of `hpo compare`; None: whatever it was begun with,
+    or the default."""
 
     question: Question = "precisions"
     precisions: tuple[str, ...] | None = None
     top: int | None = None
-    min_seeds: int | None = None
+    seeds: int | None = None
     max_seeds: int | None = None
     margin: float | None = None
 
 
-DEFAULTS: Mapping[str, Any] = {"top": 3, "min_seeds": 3, "max_seeds": 12, "margin": 0.5}
+DEFAULTS: Mapping[str, Any] = {"top": 3, "seeds": 3, "max_seeds": 12, "margin": 0.5}
 
 
 def open_comparison(
@@ -75,18 +80,31 @@ def open_comparison(
 ) -> StudyConfig:
     """The comparison that is stored, or a new one, which is not stored yet.
 
+    Of one that is stored nothing can be asked anew but more seeds, which keep all of its trials and looks. A
+    looser margin, another set of precisions or of configurations would be chosen by somebody who has seen the
+    results, and its errors would not be those stated.
+
     Args:
         config: of the study that is compared.
         runnable: the precisions of a new comparison that names none.
-        has_test: whether the data have a test split.
+        has_test: whether the data have a test split with labels.
 
     Raises:
-        InputError: the study has no complete trial; the stored comparison was begun with other values.
+        InputError: the study has no complete trial; the stored comparison was begun with other values, or
+            has more seeds than are asked for; an option is not one of a race; the study is a comparison.
     """
+    if config.comparison is not None:
+        of = config.comparison.study
+        raise InputError(f"The study `{record.name}` is itself a comparison, of `{of}`: hpo compare {of}")
+    if request.question == "configurations" and (request.precisions or request.margin is not None):
+        raise InputError(
+            "--configurations takes neither --precisions nor --margin: each configuration is trained in its "
+            "own precision, and the best is found whatever its lead. Leave them out."
+        )
     name, token = comparison_name(record.name, request.question), storage.study_token(record.name)
     if not storage.has_study(name):
-        asked = request if request.precisions else replace(request, precisions=tuple(runnable))
-        new = plan_comparison(record, config, asked, token)
+        complete = request if request.precisions else replace(request, precisions=tuple(runnable))
+        new = plan_comparison(record, config, complete, token)
         return comparison_study(config, new, has_test=has_test)
     stored = stored_study(name, storage.read_definition(name))
     plan = stored.comparison
@@ -94,40 +112,96 @@ def open_comparison(
         raise InputError(
             f"The study `{name}` is no comparison of `{record.name}` as it is now: hpo delete {name}"
         )
+    _refuse_changes(name, plan, request)
+    return grown(stored, _with_seeds(name, plan, request.max_seeds))
+
+
+def _refuse_changes(name: str, plan: ComparisonConfig, request: Request) -> None:
+    """Raise InputError for an option that is not as the comparison was begun."""
+    begun_with: dict[str, float | Sequence[str]] = {
+        "precisions": plan.precisions,
+        "top": plan.top,
+        "seeds": plan.min_seeds,
+        "margin": plan.margin,
+    }
     changed = [
-        option
-        for option in ("precisions", "min_seeds", "max_seeds", "margin")
-        if getattr(request, option) not in (None, getattr(plan, option))
+        f"--{option} {_typed(value)}"
+        for option, value in begun_with.items()
+        if (asked := getattr(request, option)) is not None and _typed(asked) != _typed(value)
     ]
     if changed:
+        options = " ".join(changed)
         raise InputError(
-            f"The comparison `{name}` was begun with other values of {', '.join(changed)}. Leave them out to "
-            f"go on with it, or begin anew: hpo delete {name}"
+            f"The comparison `{name}` was begun with {options}, and what its trials tell counts for that "
+            f"alone. Leave it out to go on, or begin anew, without its trials: hpo delete {name}"
         )
-    return stored
+
+
+def _typed(value: float | Sequence[str]) -> str:
+    """The value of an option as one types it; names of precisions in any order, fp32 understood."""
+    if isinstance(value, int | float):
+        return f"{value:g}"
+    return ",".join(sorted({*value} - {REFERENCE})) or REFERENCE
+
+
+def _with_seeds(name: str, plan: ComparisonConfig, max_seeds: int | None) -> ComparisonConfig:
+    """The plan with more seeds allowed. Raises InputError for fewer."""
+    allowed = plan.seeds_allowed
+    if max_seeds is None or max_seeds == allowed:
+        return plan
+    if max_seeds < allowed:
+        raise InputError(
+            f"--max-seeds can only be raised: the looks of the comparison `{name}` are planned for {allowed} "
+            f"seeds, of which it has {plan.num_seeds}, but got {max_seeds}. Leave it out to go on."
+        )
+    return plan.model_copy(update={"extensions": (*plan.extensions, max_seeds)})
+
+
+def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
+    """Tasks of the objective for which no row of the test split is annotated, as in a shared task whose truth
+    is held back; a comparison then has the scores of the validation split. None where there is no test split.
+    """
+    metric = next((one.metric for one in config.objective if one.metric not in MEASURED_METRICS), "score")
+    task, of_task, _ = metric.partition("/")
+    names = [task] if of_task else [one.name for one in data.tasks]
+    rows = data.splits.get("test")
+    if rows is None:
+        return ()
+    return tuple(name for name in names if not any(name in row.annotated for row in rows))
 
 
 def plan_comparison(
     record: StudyRecord, config: StudyConfig, request: Request, token: str
 ) -> ComparisonConfig:
-    """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial."""
+    """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial, or
+    where no margin is given for a metric that is not in points."""
     best = _by_rank(record)
     if not best:
         raise InputError(
             f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
         )
     given = {option: getattr(request, option) for option in DEFAULTS}
-    asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
-    if asked["min_seeds"] > asked["max_seeds"]:
+    decides = quality_objective(config.objective).metric
+    if request.question == "precisions" and request.margin is None and unit_of(decides) != "points":
         raise InputError(
-            "--seeds must be <= --max-seeds, but got {min_seeds} and {max_seeds}.".format(**asked)
+            f"--margin must be given: {decides} is in {unit_of(decides)}, where no default fits."
         )
-    choose = _race if request.question == "configurations" else _compared
+    asked = {**DEFAULTS, **{option: value for option, value in given.items() if value is not None}}
+    if request.question == "precisions" and {REFERENCE} >= {*(request.precisions or ())}:
+        raise InputError(
+            f"A comparison needs another precision than {REFERENCE}, but --precisions names none, or this "
+            "device runs none as it is. Compare on one that does, or, for the scores alone, search with "
+            "`amp.allow_emulated: true`, which makes the others count as precisions that work."
+        )
+    if asked["seeds"] > asked["max_seeds"]:
+        raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
     names = sorted(config.search_space.keys() - {PRECISION, SEED})
-    configurations = tuple(
-        ComparedConfiguration(trial=trial.number, params=_settings_of(config, trial, names), **how)
-        for trial, how in choose(best, request.precisions or (), asked["top"])
-    )
+    settings = {trial.number: _settings_of(config, trial, names) for trial in best}
+    if request.question == "configurations":
+        configurations = tuple(_race(best[: asked["top"]], settings))
+    else:
+        own = {name for name in names if PRECISION in config.search_space[name].when}
+        configurations = _compared(best, settings, own, request.precisions or (), asked["top"])
     in_race = dict.fromkeys(name for found in configurations for name in found.precisions)
     return ComparisonConfig(
         study=record.name,
@@ -135,43 +209,76 @@ def plan_comparison(
         question=request.question,
         precisions=tuple(in_race) if request.question == "configurations" else request.precisions or (),
         configurations=configurations,
+        top=asked["top"],
         first_seed=_first_seed(config),
-        min_seeds=asked["min_seeds"],
-        num_seeds=asked["min_seeds"],
+        min_seeds=asked["seeds"],
+        num_seeds=asked["seeds"],
         max_seeds=asked["max_seeds"],
         margin=asked["margin"],
     )
 
 
-Chosen = Iterator[tuple["TrialRecord", dict[str, Any]]]
-"""Trials whose configurations are compared, and how."""
+Settings = Mapping[int, dict[str, Any]]
+"""What is searched but precision and seed, by the number of the trial."""
 
 
-def _race(best: Sequence[TrialRecord], _: Sequence[str], top: int) -> Chosen:
+def _race(best: Sequence[TrialRecord], settings: Settings) -> Iterator[ComparedConfiguration]:
     """The best configurations, each under its own precision."""
-    for trial in best[:top]:
-        yield trial, {"precisions": (_precision_of(trial),)}
+    for trial in best:
+        yield ComparedConfiguration(
+            trial=trial.number, params=settings[trial.number], precisions=(_precision_of(trial),)
+        )
 
 
-def _compared(best: Sequence[TrialRecord], precisions: Sequence[str], top: int) -> Chosen:
-    """The best configurations under all `precisions`, and the best of each precision under that one."""
-    seen: Counter[str] = Counter()
-    for rank, trial in enumerate(best):
-        own = _precision_of(trial)
-        seen[own] += 1
-        tuned = (own,) if own in precisions and seen[own] <= top else ()
+def _compared(
+    best: Sequence[TrialRecord],
+    settings: Settings,
+    own: Container[str],
+    precisions: tuple[str, ...],
+    top: int,
+) -> tuple[ComparedConfiguration, ...]:
+    """The best configurations under all `precisions`, and the best of each precision under that one.
+
+    Trials that differ in precision alone have one configuration, by the better of them. So have those that
+    differ in settings `own` to a precision too (`when`): each of these has the value of the best trial that
+    searched it.
+    """
+    groups: dict[str, list[TrialRecord]] = {}
+    for trial in best:
+        shared = {name: value for name, value in settings[trial.number].items() if name not in own}
+        groups.setdefault(json.dumps(shared, sort_keys=True), []).append(trial)
+    found: dict[str, ComparedConfiguration] = {}
+    group_of: dict[int, str] = {}
+    for rank, (key, group) in enumerate(groups.items()):
+        params = dict(settings[group[0].number])
+        for trial in reversed(group):
+            params |= {name: settings[trial.number][name] for name in params if name in trial.params}
         paired = rank < top
-        if paired or tuned:
-            yield (
-                trial,
-                {"precisions": tuple(precisions) if paired else tuned, "paired": paired, "tuned": tuned},
-            )
+        found[key] = ComparedConfiguration(
+            trial=group[0].number, params=params, precisions=precisions if paired else (), paired=paired
+        )
+        group_of |= {trial.number: key for trial in group}
+    seen: Counter[str] = Counter()
+    for trial in best:
+        precision = _precision_of(trial)
+        seen[precision] += 1
+        if precision in precisions and seen[precision] <= top:
+            key, params = group_of[trial.number], settings[trial.number]
+            if any(found[key].params[name] != params[name] for name in params if name in trial.params):
+                key = f"trial {trial.number}"  # another one of its precision has other settings of its own
+                found[key] = ComparedConfiguration(trial=trial.number, params=params, precisions=())
+            tuned = (*found[key].tuned, precision)
+            trained_in = precisions if found[key].paired else tuned
+            found[key] = found[key].model_copy(update={"tuned": tuned, "precisions": tuple(trained_in)})
+    return tuple(one for one in found.values() if one.precisions)
 
 
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
-    """The study that trains what the plan names. `has_test` says whether the data have a test split."""
+    """The study that trains what the plan names. `has_test`: as in `open_comparison`."""
     definition = config.definition()
     fixed = {PRECISION, SEED}
+    # A worker whose device lacks a precision leaves the trials to others; none runs another in its place.
+    definition["amp"] = {**definition["amp"], "on_unsupported": "skip"}
     definition["training"] = {
         name: value for name, value in definition["training"].items() if name not in fixed
     }
@@ -187,7 +294,8 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
         {
             **definition,
             "name": comparison_name(plan.study, plan.question),
-            "objective": definition["objective"][:1],
+            # a device that lacks a precision leaves all trials to others: with `prune` it would use them up
+            "amp": {**definition["amp"], "on_unsupported": "skip"},
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},
@@ -195,7 +303,7 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             "evaluation": {**definition["evaluation"], "test": has_test},
             "n_trials": len(plan.points()),
             "comparison": plan,
-            "given": [*given, "comparison.num_seeds", "comparison.closed"],
+            "given": [*given, *(f"comparison.{name}" for name in ("num_seeds", "extensions", "closed"))],
         }
     )
 
@@ -203,6 +311,18 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
 def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
     """The comparison with another plan: more seeds, or arms that are closed."""
     return study.with_values(comparison=plan, n_trials=len(plan.points()))
+
+
+def caught_up(storage: Storage, study: StudyConfig) -> StudyConfig:
+    """The comparison with the seeds that another `hpo compare` of it has added meanwhile."""
+    assert study.comparison is not None
+    if not storage.has_study(study.name):
+        return study
+    stored = stored_study(study.name, storage.read_definition(study.name)).comparison
+    assert stored is not None
+    ahead = max(study.comparison, stored, key=lambda plan: plan.num_seeds)
+    extensions = tuple(sorted({*study.comparison.extensions, *stored.extensions}))
+    return grown(study, ahead.model_copy(update={"extensions": extensions}))
 
 
 def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
@@ -217,10 +337,13 @@ def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
 
 
 def _by_rank(record: StudyRecord) -> list[TrialRecord]:
-    """The complete trials by their first objective; each configuration once, in its best trial."""
-    sign = loss_signs(record.directions)[0]
+    """The complete trials by their first objective that says something of the model, else by the first;
+    each configuration once, in its best trial."""
+    names = record.metric_names
+    place = next((place for place, name in enumerate(names) if name not in MEASURED_METRICS), 0)
+    sign = loss_signs(record.directions)[place]
     ranked = sorted(
-        complete_trials(record), key=lambda trial: (sign * (trial.values or (0,))[0], trial.number)
+        complete_trials(record), key=lambda trial: (sign * (trial.values or ())[place], trial.number)
     )
     found: dict[str, TrialRecord] = {}
     for trial in ranked:

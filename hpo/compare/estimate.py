@@ -81,6 +81,7 @@ class Ratio:
     low: float | None
     high: float | None
     num_pairs: int
+    """Where nothing is paired, the values of the side with fewer."""
 
 
 def as_scores(rows: Sequence[Sequence[float | None]], num_seeds: int | None = None) -> Array:
@@ -123,23 +124,50 @@ def tuned_estimate(scores: ArrayLike, reference: ArrayLike) -> Estimate:
     )
 
 
-def ratio_estimate(
-    values: Sequence[Sequence[float | None]], reference: Sequence[Sequence[float | None]], level: float = 0.05
-) -> Ratio:
+Rows = Sequence[Sequence[float | None]]
+"""[configuration][seed]."""
+
+
+def ratio_estimate(values: Rows, reference: Rows, level: float) -> Ratio:
     """Geometric mean of `values / reference` by pairs; a t interval of the logarithms, one-sided `level`.
 
-    Pairs without a value on one side are left out, configurations without a pair as well.
+    Pairs without a value on one side are left out, configurations without a pair as well. Raises ValueError
+    where no pair is left.
     """
-    logs = np.log(as_scores(values)) - np.log(as_scores(reference))
+    logs = _with_values(np.log(as_scores(values)) - np.log(as_scores(reference)))
+    return _ratio(paired_estimate(logs), _mean(logs), _num(logs), level)
+
+
+def tuned_ratio_estimate(values: Rows, reference: Rows, level: float) -> Ratio:
+    """Geometric mean of `values` over that of `reference`, each of configurations of its own.
+
+    Missing values are left out, configurations without one as well. Raises ValueError where a side has none.
+    """
+    ours, theirs = (_with_values(np.log(as_scores(rows))) for rows in (values, reference))
+    return _ratio(
+        tuned_estimate(ours, theirs), _mean(ours) - _mean(theirs), min(_num(ours), _num(theirs)), level
+    )
+
+
+def _with_values(logs: Array) -> Array:
     logs = logs[np.isfinite(logs).any(axis=1)]
-    num_pairs = int(np.isfinite(logs).sum())
-    if not num_pairs:
-        raise ValueError("A ratio needs at least one pair with a value on both sides, but got none.")
-    estimate = paired_estimate(logs)
+    if not len(logs):
+        raise ValueError("A ratio needs values on both sides, but one has none.")
+    return logs
+
+
+def _mean(logs: Array) -> float:
+    return float(np.nanmean(logs, axis=1).mean())
+
+
+def _num(logs: Array) -> int:
+    return int(np.isfinite(logs).sum())
+
+
+def _ratio(estimate: Estimate, mean: float, num_pairs: int, level: float) -> Ratio:
     low, high = (float(np.exp(bound)) for bound in estimate.interval(level))
-    mean = float(np.exp(np.nanmean(logs, axis=1).mean()))
     known = np.isfinite(high)
-    return Ratio(mean, low if known else None, high if known else None, num_pairs)
+    return Ratio(float(np.exp(mean)), low if known else None, high if known else None, num_pairs)
 
 
 def _skewed(t: Array, skewness: Array) -> Array:

@@ -18,7 +18,8 @@ they belong to the winner's luck.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,10 @@ class Race:
     """Configurations that cannot be told from the best, after the last look; else empty."""
     next_look: int | None
     """How many new seeds each configuration in the race must have next; None when it is over."""
+
+    def as_json(self) -> dict[str, Any]:
+        standings = [asdict(standing) for standing in self.standings]
+        return {"standings": standings, "best": self.best, "too_close": self.too_close}
 
     @property
     def running(self) -> tuple[int, ...]:

@@ -43,7 +43,8 @@ class CheckpointConfig(Section):
     `s3://BUCKET/PREFIX`, one on S3 or what speaks its protocol (extra `s3`), with AWS's environment variables
     for the server and its keys."""
     top_k: Annotated[Whole, Field(ge=0)] = 3
-    """Best trials of a study that keep their weights."""
+    """Best trials of a study that keep their weights; unless 0, the last two that were not finite keep theirs
+    too, for `hpo diagnose`."""
     every_seconds: Positive = 30.0
     """Seconds between checkpoints of a running trial."""
 

@@ -24,6 +24,8 @@ from hpo.section import Count, Section, Switch, Whole
 REFERENCE = "fp32"
 """What every precision is compared with."""
 SEED = "seed"
+MOST_SEEDS = 200
+"""No comparison has more."""
 Question = Literal["precisions", "configurations"]
 
 
@@ -71,16 +73,20 @@ class ComparisonConfig(Section):
     precisions: Annotated[tuple[PrecisionName, ...], Field(strict=False, min_length=1)]
     """What is compared, fp32 among them."""
     configurations: Annotated[tuple[ComparedConfiguration, ...], Field(strict=False, min_length=1)]
+    top: Count
+    """How many configurations were asked for; there may be fewer."""
     first_seed: Annotated[Whole, Field(ge=0)]
     """The seeds are this and those that follow it."""
     min_seeds: Count
     """Seeds before the first look."""
     num_seeds: Count
     """Seeds of each arm so far."""
-    max_seeds: Count
-    """More are never added."""
+    max_seeds: Annotated[Count, Field(le=MOST_SEEDS)]
+    """Seeds by which it is planned to be decided."""
+    extensions: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    """More seeds than those, asked for later, ascending."""
     margin: Positive
-    """Points; a smaller loss is none."""
+    """A smaller loss is none; in points, of `mae` and `rmse` in the units of the labels."""
     closed: Annotated[tuple[ClosedArm, ...], Field(strict=False)] = ()
     """Arms of which enough is known."""
 
@@ -104,18 +110,22 @@ class ComparisonConfig(Section):
     def seed(self, configuration: int, index: int, *, repeat: bool = False) -> int:
         """The seed with an index; no two configurations have one in common, but for a race.
 
-        With `repeat`, that of the reference's other run, which shows what a seed alone does.
+        It depends on no number of seeds, so that a comparison may get more of them. With `repeat`, that of
+        the reference's other run, which shows what a seed alone does.
         """
         if self.question == "configurations":
             return self.first_seed + index
-        number = (2 * configuration + repeat) * self.max_seeds + index
-        return self.first_seed + number
+        return self.first_seed + 2 * (index * len(self.configurations) + configuration) + repeat
 
     @property
     def last_seed(self) -> int:
-        """The highest that any trial may have."""
-        last = self.max_seeds - 1
-        return max(self.seed(arm.configuration, last, repeat=arm.repeat) for arm in self.arms())
+        """The highest that any trial may ever have."""
+        return self.seed(len(self.configurations) - 1, MOST_SEEDS - 1, repeat=True)
+
+    @property
+    def seeds_allowed(self) -> int:
+        """How many seeds an arm may get as things stand."""
+        return (self.max_seeds, *self.extensions)[-1]
 
     def _arms(self, index: int) -> Iterator[tuple[Arm, int]]:
         """The arms that have a seed of this index, and that seed.

@@ -29,6 +29,7 @@ CHANGEABLE = (
     "checkpoint",
     "amp.memory_fraction",
     "comparison.num_seeds",
+    "comparison.extensions",
     "comparison.closed",
 )
 """Keys of the study file that may change before a study is resumed: its results still compare."""

@@ -43,6 +43,7 @@ from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision, fp32_backends, is_matmul_module, tf32_is_on
 from hpo.precision.float8 import float8_facts, no_float8
 from hpo.precision.table import Precision
+from hpo.random_numbers import manual_seed
 
 KEPT_BY = {12: "float32", 9: "tf32", 5: "bfloat16", 2: "float8"}
 """{k: the narrowest format that keeps a fraction of 2^-k}, the widest first."""
@@ -91,6 +92,16 @@ class Observation:
             "compiled": compiled,
             **self.float8,
         }
+
+    def unmeasured(self) -> str:
+        """Which modules' products could not be measured; empty when all were."""
+        names = [name for name, facts in self.facts.items() if any(fact.product is None for fact in facts)]
+        if not names:
+            return ""
+        some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        return (
+            f"Of {len(names)} of {len(self.facts)} linear layers the output's dtype alone is known: {some}."
+        )
 
     def disagreement(self, precision: Precision, float32: Collection[str] = ()) -> str:
         """Why what was seen is not `precision`; empty when it is. `float32`: modules that are to be fp32."""
@@ -172,7 +183,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
     known: dict[Any, str | None] = {}
 
     def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, result = _first_float((args, kwargs)), _first_float(output)
+        inputs, result = first_float((args, kwargs)), first_float(output)
         if inputs is None or result is None:
             return
         key = _kind_of_call(name, module, inputs, result)
@@ -196,7 +207,7 @@ def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
     `float32`, `tf32`, `float16`, `bfloat16` or `float8`; NO_PRODUCT where its matrices are only added; None
     where its result does not depend on them so that it could be told.
     """
-    first = _first_float((args, kwargs))
+    first = first_float((args, kwargs))
     if first is None:
         return None
     own = dict(module._parameters)
@@ -206,8 +217,8 @@ def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
             if parameter is not None:
                 module._parameters[name] = _planted(parameter, k, scale)
         given = tree_map(lambda leaf: inputs if leaf is first else leaf, (args, kwargs))
-        torch.manual_seed(0)  # the same dropout every time
-        output = _first_float(module.forward(*given[0], **given[1]))
+        manual_seed(0)  # the same dropout every time
+        output = first_float(module.forward(*given[0], **given[1]))
         return None if output is None or not bool(output.isfinite().all()) else output.detach()
 
     def is_kept(k: int, scale: float = 1.0, value: float = 1.0) -> bool:
@@ -289,7 +300,8 @@ def _kind_of_call(name: str, module: nn.Module, inputs: Tensor, output: Tensor) 
     )
 
 
-def _first_float(values: Any) -> Tensor | None:
+def first_float(values: Any) -> Tensor | None:
+    """The first floating-point tensor among the leaves of `values`, such as what a module returned."""
     leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return next((leaf for leaf in leaves if leaf.is_floating_point()), None)
 

@@ -2,7 +2,9 @@
 
 PyTorch's switches do not show them, so what is set is recorded on every trial, and where it makes a precision
 untrue, a trial of that precision is refused: nothing that this process does could undo it, since libraries
-read them when they are loaded. What has no effect here, or none on what was asked for, is recorded alone.
+read them when they are loaded. fp32 is also what the compatibility check compares with, what parts of a model
+may be kept in and what a micro-batch may be repeated in, so it must be true there whatever the precision is.
+What has no effect here, or none on what was asked for, is recorded alone.
 
 Sources: oneDNN, "Primitive Attributes: floating-point math mode" and "CPU Dispatcher Control"; PyTorch, "CUDA
 Environment Variables"; NVIDIA, "Accelerating AI Training with NVIDIA TF32 Tensor Cores"; cuBLAS, "Floating
@@ -14,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 
-from hpo.errors import InputError
+from hpo.errors import EnvironmentOverrideError
 from hpo.precision.table import PRECISIONS, AmpConfig
 
 ONEDNN_MATH = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
@@ -51,15 +53,33 @@ def refuse_overrides(
     config: AmpConfig,
     device_type: str,
     environment: Mapping[str, str] = os.environ,
+    *,
+    float32_for: Iterable[str] = (),
 ) -> None:
-    """Raise InputError where a variable makes one of the precisions, or its native support, untrue."""
+    """Refuse a variable that makes one of the precisions, or its native support, untrue.
+
+    `float32_for`: what else needs a true fp32, as `uses_of_float32` names it.
+
+    Raises EnvironmentOverrideError.
+    """
     overrides = environment_overrides(environment)
-    for name in precisions:
+    needed = [(name, f"fp_precision {name}") for name in precisions]
+    needed += [("fp32", f"{use}, which needs fp32") for use in float32_for]
+    for name, use in needed:
         for variable, effect in _untrue(name, config, device_type, overrides):
-            raise InputError(
-                f"{variable} must not be set to {overrides[variable]} for fp_precision {name}: {effect}. "
-                f"Unset it, or take {name} out of the study."
+            raise EnvironmentOverrideError(
+                f"{variable} must not be set to {overrides[variable]} for {use}: {effect}. Unset it."
             )
+
+
+def uses_of_float32(*, check: bool, parts: bool, fallback: bool) -> list[str]:
+    """What of a study needs fp32 whatever its precisions are, of what is switched on."""
+    uses = {
+        "the compatibility check (compat.enabled)": check,
+        "precision_overrides": parts,
+        "amp.fallback_to_fp32": fallback,
+    }
+    return [name for name, is_on in uses.items() if is_on]
 
 
 def _untrue(

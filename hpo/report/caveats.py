@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from hpo.config.study_config import MEASURED_METRICS
 from hpo.outcome import Outcome
-from hpo.report.tables import StudyTables, differing_settings, fell_back, precision_order
+from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.study.study_record import StudyRecord, complete_trials
 
 LOW_UTILIZATION = 0.8
@@ -26,7 +27,7 @@ def caveats(tables: StudyTables) -> list[Notice]:
     return [
         *_precision_caveats(tables.trials),
         *_not_run(tables.undrawn),
-        *_speed_caveats(tables.trials),
+        *_speed_caveats(tables),
         *_lost_text(tables.record),
         *_comparison_caveats(tables),
     ]
@@ -52,8 +53,7 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
     emulated = trials[trials["support"].eq("emulated") & trials["effective"].notna()]
     if len(emulated):
         yield Notice(
-            f"{_names(emulated['precision'])} ran emulated on {_names(emulated['device'])}, which "
-            "has no instructions for it.",
+            f"{_on_devices(emulated, ' ran emulated')}, without instructions for it.",
             "Its speed here says nothing about a device that has them. "
             "Leave `amp.allow_emulated` off where time matters.",
         )
@@ -61,7 +61,7 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
     if len(degraded):
         yield Notice(
             f"{_trials(degraded)}: the compatibility check found larger errors than usual against fp32 "
-            f"({_names(degraded['precision'])}).",
+            f"({_on_devices(degraded)}).",
             "Look at `compatibility` in the trial's telemetry before trusting a small difference in metric.",
         )
 
@@ -79,24 +79,32 @@ def _not_run(undrawn: dict[str, str]) -> Iterator[Notice]:
         )
 
 
-def _speed_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
+def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
+    trials, devices = tables.trials, tables.devices
     shared = trials[trials["shared"]]
     if len(shared):
         yield Notice(
             f"{_trials(shared)} shared a device with other work.",
             "Left out of speed comparisons. Use one worker per device to measure speed.",
         )
-    devices = sorted(trials["device"].dropna().unique())
     if len(devices) > 1:
         yield Notice(
             f"The study ran on {len(devices)} kinds of device ({', '.join(devices)}).",
-            "Compare speeds within one device only; the precision table has a row for each.",
+            "Compare speed and memory within one kind only; the report has a table of each.",
         )
-    utilization = trials["device_utilization"].dropna()
-    if utilization.median() < LOW_UTILIZATION:
+        for metric in tables.record.metric_names:
+            if metric in MEASURED_METRICS:
+                yield Notice(
+                    f"The objective `{metric}` was measured on {len(devices)} kinds of device.",
+                    "The best trial is also that of the best device. Search on one kind to compare settings.",
+                )
+    for device in devices:
+        utilization = trials["device_utilization"][trials["device"].eq(device)].dropna()
+        if not utilization.median() < LOW_UTILIZATION:
+            continue
+        which = f"The device {device}" if len(devices) > 1 else "The device"
         yield Notice(
-            f"The device was busy {utilization.median():.0%} of the time (median of {len(utilization)} "
-            "trials).",
+            f"{which} was busy {utilization.median():.0%} of the time (median of {len(utilization)} trials).",
             "Raise `batch_size` (or `micro_batch_size`), or run more workers per device.",
         )
 
@@ -168,6 +176,12 @@ def _trials(trials: pd.DataFrame) -> str:
 
 def _count(num_trials: int) -> str:
     return f"{num_trials} trial{'s' if num_trials > 1 else ''}"
+
+
+def _on_devices(trials: pd.DataFrame, did: str = "") -> str:
+    """`bf16 on Tesla T4, fp8 on Example CPU`."""
+    pairs = trials["precision"] + did + ON + trials["device"].fillna("not known")
+    return ", ".join(sorted(pairs.unique()))
 
 
 def _names(values: Iterable[Any]) -> str:

@@ -14,9 +14,11 @@ from hpo.report.formats import format_metric, format_number, format_seconds
 from hpo.report.interactions import SETTINGS, interactions
 from hpo.report.numerics_chart import numerics
 from hpo.report.tables import (
+    ON,
     OUTCOMES,
     StudyTables,
     differing_settings,
+    group_order,
     objective_column,
     precision_order,
     searched_parameters,
@@ -56,17 +58,17 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
     metrics = tables.record.metric_names
-    charts = [forest(tables), speed_and_quality(tables)] if tables.record.comparisons else []
+    charts = [forest(tables), *speed_and_quality(tables)] if tables.record.comparisons else []
     charts += [objectives(tables)] if len(metrics) > 1 else []
     for index in range(len(metrics)):
         charts += [history(tables, index), precision_metric(tables, index)]
         # Of the first two objectives, the chart of the objectives shows one against the other.
         shown = metrics[:2] if index < 2 else metrics[index : index + 1]
         if not {"train_examples_per_second", "train_tokens_per_second"} & set(shown):
-            charts.append(metric_throughput(tables, index))
+            charts += metric_throughput(tables, index)
     charts.append(importances(tables))
     for index in range(len(metrics)):
-        charts += [learning_curves(tables, index, "epochs"), learning_curves(tables, index, "seconds")]
+        charts += [*learning_curves(tables, index, "epochs"), *learning_curves(tables, index, "seconds")]
     return [
         *charts,
         failure_map(tables),
@@ -106,7 +108,7 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
     rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
         return Chart(key, title, absent="No complete trial ran the precision that it requested.")
-    groups = _by_precision(rows)
+    groups = _by_group(rows, tables.groups(rows, metric))
     x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
     medians = []
     for position, (_, group) in enumerate(groups):
@@ -116,27 +118,47 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
         line = [position - 0.3, position + 0.3], [float(y[group.index].median())] * 2
         medians.append(Series("median", LINE_COLOR, *line, "line", in_legend=position == 0))
     differing = ", ".join(differing_settings(rows))
+    caption = f"The trials differ in these settings too: {differing}." if differing else ""
+    devices = [*tables.devices, "not known"]  # numbers, since names would not fit under the points
+    ticks = []
+    for group, points in groups:
+        precision, on, device = group.partition(ON)
+        ticks.append(f"{precision}{on}{devices.index(device) + 1 if on else ''} (n = {len(points)})")
+    if any(ON in group for group, _ in groups):
+        ticks = [tick.replace(" (", "\n(") for tick in ticks]
+        told = (f"{number} is {device}" for number, device in enumerate(tables.devices, 1))
+        caption += f" Devices that are kept apart: {', '.join(told)}."
     return Chart(
         key,
         title,
         y_label=_label(metric),
         series=[*_points(rows, x, y), *medians],
-        x_ticks=[f"{precision} (n = {len(group)})" for precision, group in groups],
-        caption=f"The trials differ in these settings too: {differing}." if differing else "",
+        x_ticks=ticks,
+        caption=caption.strip(),
     )
 
 
-def metric_throughput(tables: StudyTables, index: int = 0) -> Chart:
-    """Metric against training throughput with the trials that no other beats in both."""
-    metric, direction = tables.record.metric_names[index], tables.record.directions[index]
+def metric_throughput(tables: StudyTables, index: int = 0) -> list[Chart]:
+    """Metric against training throughput, and the trials that none beats in both, on each kind of device."""
+    metric = tables.record.metric_names[index]
     key, title = _key("metric_throughput", index), f"{metric} against training throughput"
-    rows = tables.complete[tables.complete["counts_for_speed"]]
+    return [
+        _metric_throughput(tables, index, rows, key + place, title + on)
+        for rows, place, on in _by_device(tables, tables.complete)
+    ]
+
+
+def _metric_throughput(
+    tables: StudyTables, index: int, complete: pd.DataFrame, key: str, title: str
+) -> Chart:
+    metric, direction = tables.record.metric_names[index], tables.record.directions[index]
+    rows = complete[complete["counts_for_speed"]]
     if rows.empty:
         return Chart(key, title, absent="No complete trial has a throughput that may be compared.")
     speed, values = rows["train_examples_per_second"], _objective(rows, metric)
     front = rows[pareto_front(np.column_stack([speed, values]), ("maximize", direction))]
     caption = _front_caption(rows, front)
-    if left_out := len(tables.complete) - len(rows):
+    if left_out := len(complete) - len(rows):
         caption += f" {left_out} left out: device shared, fell back, or no speed measured."
     return Chart(
         key,
@@ -207,13 +229,30 @@ def importances(tables: StudyTables) -> Chart:
     )
 
 
-def learning_curves(tables: StudyTables, index: int, axis: Literal["epochs", "seconds"]) -> Chart:
-    """The metric at every evaluation against epochs, or against seconds of the trial."""
+def learning_curves(tables: StudyTables, index: int, axis: Literal["epochs", "seconds"]) -> list[Chart]:
+    """The metric at every evaluation against epochs, or on each kind of device against seconds."""
+    numbers = tables.trials[["number", "device"]]
+    if axis == "epochs":
+        return [_learning_curves(tables, index, axis, tables.evaluations)]
+    return [
+        _learning_curves(tables, index, axis, tables.evaluations[shown], place, on)
+        for rows, place, on in _by_device(tables, numbers)
+        for shown in [tables.evaluations["number"].isin(rows["number"])]
+    ]
+
+
+def _learning_curves(
+    tables: StudyTables,
+    index: int,
+    axis: Literal["epochs", "seconds"],
+    evaluations: pd.DataFrame,
+    suffix: str = "",
+    on: str = "",
+) -> Chart:
     metric, direction = tables.record.metric_names[index], tables.record.directions[index]
     names = {"epochs": ("epoch", "epoch", "epoch"), "seconds": ("seconds", "time", "seconds in the trial")}
     column, by, x_label = names[axis]
-    key, title = _key(f"learning_curves_{axis}", index), f"{metric} while training, by {by}"
-    evaluations = tables.evaluations
+    key, title = _key(f"learning_curves_{axis}", index) + suffix, f"{metric} while training, by {by}{on}"
     if metric in evaluations:
         evaluations = evaluations.dropna(subset=[metric, column])
     if metric not in evaluations or evaluations.empty:
@@ -306,6 +345,20 @@ def _objective(rows: pd.DataFrame, metric: str) -> pd.Series:
 
 def _by_precision(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return sorted(rows.groupby("precision"), key=lambda pair: precision_order(pair[0]))
+
+
+def _by_group(rows: pd.DataFrame, groups: pd.Series) -> list[tuple[str, pd.DataFrame]]:
+    return sorted(rows.groupby(groups), key=lambda pair: group_order(pair[0]))
+
+
+def _by_device(tables: StudyTables, rows: pd.DataFrame) -> list[tuple[pd.DataFrame, str, str]]:
+    """The rows of each kind of device, with what is added to their chart's key and title; one kind: all."""
+    if len(tables.devices) < 2:
+        return [(rows, "", "")]
+    return [
+        (rows[rows["device"].eq(device)], f"_device_{place}", f"{ON}{device}")
+        for place, device in enumerate(tables.devices, 1)
+    ]
 
 
 def _points(rows: pd.DataFrame, x: pd.Series, y: pd.Series) -> list[Series]:

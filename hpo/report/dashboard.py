@@ -19,12 +19,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hpo.errors import InputError
 from hpo.outcome import Outcome
+from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.tables import StudyTables, precision_comparison
-from hpo.report.verdicts import sentences, verdict_table
+from hpo.report.verdicts import device_table, kept_apart, sentences, verdict_table
 from hpo.study.storage import open_storage
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ def study_note(tables: StudyTables) -> str:
     if told := sentences(tables):
         lines += ["## Verdict", "", *(f"- **{_escape(sentence)}**" for sentence in told), ""]
         lines += [_markdown_table(verdict_table(tables)), ""] if "precisions" in record.comparisons else []
+        of_devices = device_table(tables)
+        lines += [] if of_devices.empty else [_markdown_table(of_devices), ""]
+        lines += [f"- {_escape(why)}" for why in kept_apart(tables)] + [""]
     lines += ["## Best", ""]
     for trial in tables.best:
         shown = objective_values(record, trial).items()
@@ -83,6 +87,14 @@ def study_note(tables: StudyTables) -> str:
     if not tables.best:
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
     lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(tables)), ""]
+    if told := pooling(tables):
+        lines += ["## On each kind of device", "", *(f"- {_escape(sentence)}" for sentence in told), ""]
+        lines += [
+            _markdown_table(numbers_by_device(tables)),
+            "",
+            _markdown_table(costs_by_device(tables)),
+            "",
+        ]
     lines += ["## How to read this", ""]
     lines += [f"- {notice.text} {notice.advice}" for notice in caveats(tables)]
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)

@@ -13,7 +13,7 @@ import pandas as pd
 from hpo.outcome import Outcome
 from hpo.report.figures import OUTCOME_COLORS, Chart, Series
 from hpo.report.formats import format_number
-from hpo.report.tables import OUTCOMES, StudyTables, precision_order
+from hpo.report.tables import OUTCOMES, StudyTables, group_order
 
 RATE = "param.learning_rate"
 TRAINED = (Outcome.COMPLETE, Outcome.PRUNED)
@@ -31,10 +31,11 @@ def failure_map(tables: StudyTables) -> Chart:
     rows = trials[trials["outcome"].isin(SHOWN)].dropna(subset=[RATE])
     if rows.empty:
         return Chart(key, title, absent="No trial has begun to train yet.")
-    precisions = sorted(rows["precision"].unique(), key=precision_order, reverse=True)
-    places = rows["precision"].map(precisions.index).astype(float)
+    groups = tables.groups(rows)
+    precisions = sorted(groups.unique(), key=group_order, reverse=True)
+    places = groups.map(precisions.index).astype(float)
     # Spread, so that trials at one rate stay visible.
-    spread = rows.groupby("precision").cumcount().map(lambda count: 0.09 * (count % 5 - 2))
+    spread = rows.groupby(groups).cumcount().map(lambda count: 0.09 * (count % 5 - 2))
     y = places + spread
     series = [
         Series(
@@ -48,7 +49,7 @@ def failure_map(tables: StudyTables) -> Chart:
         for outcome in OUTCOMES
         if len(of_outcome := rows[rows["outcome"].eq(outcome)])
     ]
-    told = [working_range(rows[rows["precision"].eq(name)], name) for name in reversed(precisions)]
+    told = [working_range(rows[groups.eq(name)], name) for name in reversed(precisions)]
     return Chart(
         key,
         title,

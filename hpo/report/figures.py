@@ -31,6 +31,20 @@ PRECISION_STYLES = {
 
 OTHER_STYLE = ("#6B6B6B", ("x-thin-open", "x"))
 
+KIND_MARKERS = (("star", "*"), ("hexagon", "h"), ("cross", "P"), ("x", "X"))
+"""Of the second and further kinds of device, where a precision's are kept apart."""
+
+
+def style_of(group: str, groups: Sequence[str] = ()) -> tuple[str, tuple[str, str]]:
+    """Colour and markers of a precision, or of one of its kinds of device in `groups`: `bf16 on Tesla T4`."""
+    precision = group.partition(" on ")[0]
+    color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+    place = (
+        [other for other in groups if other.partition(" on ")[0] == precision].index(group) if groups else 0
+    )
+    return color, KIND_MARKERS[(place - 1) % len(KIND_MARKERS)] if place else markers
+
+
 OUTCOME_COLORS = {
     Outcome.COMPLETE: "#009E73",
     Outcome.PRUNED: "#B8B8B8",
@@ -45,6 +59,10 @@ OUTCOME_COLORS = {
     "waiting": "#F0E442",
 }
 
+TICK_WIDTH = 22
+"""Characters of a line where the y axis holds names; that of a device may be long."""
+LEGEND_WIDTH = 40
+"""Likewise of the legend."""
 GRID_COLOR, AXIS_COLOR, TEXT_COLOR = "#E3E6EA", "#9AA4AF", "#22272E"
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
@@ -124,16 +142,17 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
     if chart.x_whole:
         figure.update_xaxes(**_whole_axis(chart))
     if chart.x_ticks:
-        figure.update_xaxes(**_category_axis(chart.x_ticks))
+        # Slanted to the left where they do not fit: to the right, plotly hides the last one.
+        figure.update_xaxes(**_category_axis(chart.x_ticks), autotickangles=[0, -45, -90])
     if chart.y_ticks:
-        figure.update_yaxes(**_category_axis(chart.y_ticks), tickfont_size=11)
+        figure.update_yaxes(**_category_axis(_wrapped(chart.y_ticks)), tickfont_size=11)
     return figure
 
 
 def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
-        "name": html.escape(series.name),
+        "name": html.escape(textwrap.fill(series.name, LEGEND_WIDTH)).replace("\n", "<br>"),
         "x": list(series.x),
         "y": list(series.y),
         "legendgroup": html.escape(series.name),
@@ -173,10 +192,14 @@ def _category_axis(names: Sequence[str]) -> dict[str, Any]:
     return {
         "tickmode": "array",
         "tickvals": list(range(len(names))),
-        "ticktext": [html.escape(name) for name in names],
+        "ticktext": [html.escape(name).replace("\n", "<br>") for name in names],
         "range": [-0.6, len(names) - 0.4],
         "showgrid": False,
     }
+
+
+def _wrapped(names: Sequence[str]) -> list[str]:
+    return [textwrap.fill(name, TICK_WIDTH) for name in names]
 
 
 def png(chart: Chart) -> bytes:
@@ -206,7 +229,7 @@ def png(chart: Chart) -> bytes:
             axes.set_xticks(range(len(chart.x_ticks)), chart.x_ticks)
             axes.set_xlim(-0.6, len(chart.x_ticks) - 0.4)
         if chart.y_ticks:
-            axes.set_yticks(range(len(chart.y_ticks)), chart.y_ticks)
+            axes.set_yticks(range(len(chart.y_ticks)), _wrapped(chart.y_ticks))
             axes.set_ylim(-0.6, len(chart.y_ticks) - 0.4)
         handles, labels = axes.get_legend_handles_labels()
         columns = min(6, max(1, len(labels)))

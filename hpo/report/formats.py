@@ -61,8 +61,7 @@ def precision_facts(trial: TrialRecord) -> str:
     if not precision:
         return "Nothing about its precision is stored."
     observed = precision.get("observed") or {}
-    layers = observed.get("linear_dtypes", {}).items()
-    seen = [f"{count} linear layers gave {dtype}" for dtype, count in layers]
+    seen = _linear_formats(observed)
     if observed.get("float8_linears"):
         seen.append(f"{observed['float8_linears']} float8 layers")
     if observed:
@@ -75,6 +74,18 @@ def precision_facts(trial: TrialRecord) -> str:
         f"requested {precision['requested']}, effective {precision['effective']} "
         f"({precision['support']}), observed: {', '.join(seen) or 'nothing'}; {verdict}{reason}."
     )
+
+
+def _linear_formats(observed: Mapping[str, Any]) -> list[str]:
+    """What the linear layers multiplied in; where a trial has no such measurement, what they gave."""
+    if products := observed.get("linear_products"):
+        seen = [f"{count} linear layers multiplied in {product}" for product, count in products.items()]
+        if unmeasured := observed["unmeasured_linears"]:
+            seen.append(f"{unmeasured} of them known by the dtype of their output alone")
+        return seen
+    return [
+        f"{count} linear layers gave {dtype}" for dtype, count in observed.get("linear_dtypes", {}).items()
+    ]
 
 
 def format_value(value: Any) -> str:

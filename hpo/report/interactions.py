@@ -18,8 +18,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from hpo.precision.table import PRECISION
-from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
-from hpo.report.tables import StudyTables, objective_column, precision_order
+from hpo.report.figures import Chart, Series, style_of
+from hpo.report.tables import StudyTables, group_order, objective_column
 
 SETTINGS = ("learning_rate", "batch_size", "init_scale", "encoder")
 """What a precision is known to interact with."""
@@ -46,7 +46,9 @@ def _interaction(tables: StudyTables, name: str) -> Chart:
     column = f"param.{name}"
     rows = tables.complete[tables.complete["counts"]]
     rows = rows.dropna(subset=[column]) if column in rows else rows.iloc[:0]
-    precisions = sorted(rows["precision"].unique(), key=precision_order)
+    groups = tables.groups(rows)  # a precision whose kinds of device differ is one on each
+    rows = rows.assign(precision=groups, **{f"param.{PRECISION}": groups})
+    precisions = sorted(rows["precision"].unique(), key=group_order)
     if len(rows) < MIN_TRIALS or len(precisions) < 2 or rows[column].nunique() < 2:
         told = f"{MIN_TRIALS} complete trials with `{name}` in at least two precisions and with two values"
         return Chart(key, title, absent=f"This needs {told}.")
@@ -57,7 +59,7 @@ def _interaction(tables: StudyTables, name: str) -> Chart:
     x = [float(value) for value in values] if is_number else [float(index) for index in range(len(values))]
     series = []
     for position, precision in enumerate(precisions):
-        color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+        color, markers = style_of(precision, precisions)
         of_precision: Any = {"color": color, "x": x, "draw": "line", "markers": markers}
         series.append(Series(precision, y=list(middle[position]), with_markers=True, **of_precision))
         of_precision |= {"dashed": True, "in_legend": False}

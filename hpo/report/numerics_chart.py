@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
-from hpo.report.tables import StudyTables, precision_order
+from hpo.report.figures import Chart, Series, style_of
+from hpo.report.tables import StudyTables, group_order
 
 MEASURES = {"updates_lost": "updates lost to rounding", "underflow": "gradients that underflow"}
 """What the chart shows, in the words of its caption."""
@@ -47,15 +47,15 @@ def numerics(tables: StudyTables) -> Chart:
     table = table[table["counts"].astype(bool)].copy()
     if table.empty:
         return Chart(key, title, absent="No evaluation has numeric telemetry.")
-    names = zip(table["precision"], table["weight_rounding"], strict=True)
-    table["label"] = [name if kind in ("", "nearest") else f"{name}, {kind}" for name, kind in names]
+    groups = dict(zip(tables.trials["number"], tables.groups(tables.trials), strict=True))
+    named = list(zip(table["number"].map(groups), table["weight_rounding"], strict=True))
+    table["label"] = [name if kind in ("", "nearest") else f"{name}, {kind}" for name, kind in named]
+    meant = dict(zip(table["label"], named, strict=True))
     whole = table[table["part"].eq("all")]
     series: list[Series] = []
-    for label in sorted(
-        whole["label"].unique(), key=lambda label: (precision_order(label.partition(",")[0]), label)
-    ):
-        precision, _, rounded = label.partition(", ")
-        color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
+    for label in sorted(whole["label"].unique(), key=lambda label: (group_order(meant[label][0]), label)):
+        group, rounded = meant[label]
+        color, markers = style_of(group, sorted(set(groups.values())))
         of_label = whole[whole["label"].eq(label)]
         for measure, what in MEASURES.items():
             values = of_label.dropna(subset=[measure]).groupby("evaluation")[measure]

@@ -17,6 +17,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.caveats import caveats
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
@@ -36,7 +37,7 @@ from hpo.report.tables import (
     searched_parameters,
     task_metrics_table,
 )
-from hpo.report.verdicts import sentences, verdict_table
+from hpo.report.verdicts import device_table, kept_apart, sentences, verdict_table
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
@@ -57,7 +58,7 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         lstrip_blocks=True,
     )
     templates.filters["inline"] = _inline
-    cards = [_cards(tables.record, trial) for trial in tables.best]
+    cards = [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
     reasons = tables.not_complete.assign(time=tables.not_complete["seconds"].map(format_seconds))
     return templates.get_template("report.html.j2").render(
@@ -66,6 +67,8 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         facts=_facts(tables),
         sentences=sentences(tables),
         verdicts=verdict_table(tables),
+        verdicts_by_device=device_table(tables),
+        kept_apart=kept_apart(tables),
         num_objectives=len(tables.record.metric_names),
         num_complete=len(tables.complete),
         outcomes=", ".join(f"{count} {outcome}" for outcome, count in outcomes),
@@ -75,6 +78,9 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         study_file=study_file,
         caveats=caveats(tables),
         precisions=precision_comparison(tables),
+        pooling=pooling(tables),
+        numbers_by_device=numbers_by_device(tables),
+        costs_by_device=costs_by_device(tables),
         charts=[(chart, None if chart.absent else _plot(chart)) for chart in charts],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(tables),
@@ -89,7 +95,7 @@ def _facts(tables: StudyTables) -> list[str]:
     return [
         f"{len(record.trials)} trials, {len(tables.complete)} complete. Objective: {goals}.",
         f"Planned: {sum(record.slots.values())}, of which {record.slots['done']} are done.",
-        f"Time in trials: {format_seconds(float(tables.trials['seconds'].sum()))}.",
+        f"Time in trials: {_time(tables)}.",
         f"Ran on: {'; '.join(environments) or 'not known'}.",
         f"Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
     ]
@@ -106,8 +112,18 @@ def _environment(trial: TrialRecord) -> str:
     return ", ".join(parts)
 
 
-def _cards(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
+def _time(tables: StudyTables) -> str:
+    """Of each kind of device."""
+    trials = tables.trials
+    if len(tables.devices) < 2:
+        return format_seconds(float(trials["seconds"].sum()))
+    seconds = trials["seconds"].groupby(trials["device"].fillna("not known")).sum()
+    return ", ".join(f"{format_seconds(float(spent))} on {device}" for device, spent in seconds.items())
+
+
+def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     """The headline of one of the best trials."""
+    record = tables.record
     throughput = trial.telemetry.get("throughput") or {}
     precision = trial.telemetry.get("precision") or {}
     cards = objective_values(record, trial) | {"trial": str(trial.number)}
@@ -116,6 +132,8 @@ def _cards(record: StudyRecord, trial: TrialRecord) -> dict[str, str]:
         cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))
     if "peak_memory_bytes" not in cards:
         cards["peak memory"] = format_bytes(trial.telemetry.get("peak_memory_bytes"))
+    if len(tables.devices) > 1:
+        cards["device"] = tables.device_of(trial.number)
     return cards | {"time": format_seconds(trial_seconds(trial))}
 
 
@@ -156,6 +174,8 @@ def _all_trials(tables: StudyTables) -> pd.DataFrame:
     table = trials[["number", "outcome", "precision"]].assign(effective=trials["effective"].fillna("–"))
     for metric in tables.record.metric_names:
         table[metric] = [format_metric(metric, value) for value in trials[objective_column(metric)]]
+    if len(tables.devices) > 1:
+        table["device"] = trials["device"].fillna("–")
     table["examples/s"] = trials["train_examples_per_second"].map(format_number)
     table["peak memory"] = trials["peak_memory_bytes"].map(format_bytes)
     table["time"] = trials["seconds"].map(format_seconds)

@@ -44,7 +44,8 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
         for key, chart in pictures.items():
             _write(out_dir / "figures" / f"{key}.png", png(chart))
         for old in (out_dir / "figures").glob("*.png"):
-            if old.stem not in pictures and old.stem.rstrip("_0123456789") in CHART_KEYS:
+            key = old.stem.rstrip("_0123456789").removesuffix("_device")
+            if old.stem not in pictures and key in CHART_KEYS:
                 old.unlink()
         path = out_dir / "report.html"
         _write(path, report_html(tables, charts, study_file).encode())

@@ -6,32 +6,38 @@ What counts where, so that precisions can be compared:
   that precision is what ran (requested = effective, and the dtypes observed agree). A trial that fell back
   is counted among the trials and left out of the statistics.
 - A trial that shared its device is left out of speed. Speeds of different devices are never put together:
-  a study that ran on several has one row for each precision and device.
+  a study that ran on several has one row for each precision and device. `across_devices` says of which
+  precisions the scores are.
 - Wasted time is time in trials that ended as neither `complete` nor `pruned`; preempted ones have not ended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from hpo.config.study_config import MEASURED_METRICS
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
+from hpo.report.across_devices import not_pooled, spread
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
 from hpo.report.importances import Importances, compute_importances
 from hpo.report.status import trial_seconds
-from hpo.study.study_record import best_trials, complete_trials
+from hpo.study.study_record import best_trials, complete_trials, device_kinds
 
 if TYPE_CHECKING:
     from hpo.study.study_record import StudyRecord, TrialRecord
 
 OUTCOMES = (*Outcome, "running", "waiting")
 """In the order of tables and charts."""
+
+ON = " on "
+"""Between a precision and a kind of device."""
 
 QUANTITIES = ("train_examples_per_second", "train_tokens_per_second", "peak_memory_bytes")
 """The table by precision has their median, min and max."""
@@ -43,7 +49,7 @@ _TELEMETRY = {
     "agrees": "precision.agrees",
     "disagreement": "precision.reason",
     "compatibility": "compatibility.verdict",
-    "device": "device.name",
+    "gradient_cosine": "compatibility.gradient_cosine",
     "shared": "device.shared",
     "train_examples_per_second": "throughput.train_examples_per_second",
     "train_tokens_per_second": "throughput.train_tokens_per_second",
@@ -54,7 +60,15 @@ _TELEMETRY = {
     "fp32_fallbacks": "fp32_fallbacks",
     "num_steps": "num_steps",
 }
-_NUMBERS = (*QUANTITIES, "device_utilization", "skipped_steps", "fp32_fallbacks", "seconds")
+_NUMBERS = (
+    *QUANTITIES,
+    "gradient_cosine",
+    "logits_error",
+    "device_utilization",
+    "skipped_steps",
+    "fp32_fallbacks",
+    "seconds",
+)
 
 
 class StudyTables:
@@ -68,9 +82,10 @@ class StudyTables:
         """One row per trial: outcome, precision facts, cost, `objective.<metric>`, `param.<name>`.
 
         `counts` says whether the trial stands for its requested precision, `counts_for_speed` whether its
-        throughput may be compared. `start_seconds` and `end_seconds` are relative to the study's first trial.
+        throughput may be compared, `device` its kind. `start_seconds` and `end_seconds` are relative to the
+        study's first trial.
         """
-        trials = self.record.trials
+        trials, kinds = self.record.trials, device_kinds(self.record.trials)
         started = pd.to_datetime([trial.started for trial in trials], utc=True)
         ended = pd.to_datetime([trial.ended for trial in trials], utc=True)
         facts = {
@@ -82,6 +97,8 @@ class StudyTables:
             "reason": [trial.reason for trial in trials],
             "precision": [self._requested_precision(trial) for trial in trials],
             **facts,
+            "device": pd.Series([kinds.get(trial.number) for trial in trials], dtype=object),
+            "logits_error": [_largest_logits_error(trial) for trial in trials],
             "counts": False,
             "counts_for_speed": False,
             "worker": [trial.attributes.get("worker", "") for trial in trials],
@@ -112,6 +129,35 @@ class StudyTables:
             or _look_up(self.record.definition, f"training.{PRECISION}")
             or "auto"
         )
+
+    @cached_property
+    def devices(self) -> list[str]:
+        """The kinds of device that the study ran on."""
+        return sorted(self.trials["device"].dropna().unique())
+
+    def device_of(self, number: int) -> str:
+        """The kind of device that a trial ran on."""
+        return str(self.trials.set_index("number")["device"].fillna("not known")[number])
+
+    @cached_property
+    def not_pooled(self) -> dict[str, str]:
+        """Each precision that ran on several kinds, with the reason why these are kept apart, or ""."""
+        metrics = [
+            objective_column(name) for name in self.record.metric_names if name not in MEASURED_METRICS
+        ]
+        return not_pooled(self.trials, metrics, self.record.definition)
+
+    def groups(self, rows: pd.DataFrame, metric: str | None = None) -> pd.Series:
+        """What rows of `trials` are put together by: the precision, or where kinds of device are kept apart
+        (as for a `metric` that measures speed or memory) precision and kind, `bf16 on Tesla T4`."""
+        on_each = metric in MEASURED_METRICS and len(self.devices) > 1
+        labels = [
+            f"{precision}{ON}{device or 'not known'}"
+            if on_each or self.not_pooled.get(precision)
+            else precision
+            for precision, device in zip(rows["precision"], rows["device"], strict=True)
+        ]
+        return pd.Series(labels, index=rows.index, dtype=object)
 
     @cached_property
     def complete(self) -> pd.DataFrame:
@@ -153,13 +199,12 @@ class StudyTables:
         `fp32_fallbacks` (sums), `seconds`, `wasted_seconds`, `share_of_time` (of the study's, 0 to 1).
         Missing numbers are NaN.
         """
-        devices = sorted(self.trials["device"].dropna().unique())
-        several = len(devices) > 1
+        devices, several = self.devices, len(self.devices) > 1
         device = self.trials["device"].fillna("not known") if several else "".join(devices)
         trials = self.trials.assign(device=device)
-        nothing = self._summary(trials.iloc[:0])
+        nothing = self.summary(trials.iloc[:0])
         rows = [
-            {"precision": precision, "device": device, **self._summary(group)}
+            {"precision": precision, "device": device, **self.summary(group)}
             for (precision, device), group in trials.groupby(["precision", "device"])
         ]
         for precision, reason in self.undrawn.items():
@@ -168,8 +213,8 @@ class StudyTables:
         rows.sort(key=lambda row: (precision_order(row["precision"]), row["device"]))
         return pd.DataFrame(rows, columns=["precision", "device", *nothing])
 
-    def _summary(self, group: pd.DataFrame) -> dict[str, Any]:
-        """The columns of `by_precision` after the first two, over these trials."""
+    def summary(self, group: pd.DataFrame) -> dict[str, Any]:
+        """The columns of `by_precision` after the first two, over these rows of `trials`."""
         counted = group[group["counts"]]
         complete = counted[counted["outcome"].eq(Outcome.COMPLETE)]
         trained = counted[counted["train_examples_per_second"].notna()]
@@ -249,15 +294,7 @@ def searched_parameters(trials: pd.DataFrame) -> list[str]:
 
 def _why_not(name: str, facts: Mapping[str, Any], allow_emulated: bool) -> str:
     """Why a device, as a trial's telemetry describes it, cannot run the precision; empty if it may."""
-    capability = facts.get("compute_capability")
-    major, _, minor = (capability or "0.0").partition(".")
-    device = DeviceInfo(
-        type=facts["type"],
-        name=facts["name"],
-        compute_capability=(int(major), int(minor)) if capability else None,
-        cpu_features=frozenset(facts.get("cpu_features") or ()),
-    )
-    found = support(name, device)
+    found = support(name, DeviceInfo.from_facts(facts))
     runs = found.level == "native" or (found.level == "emulated" and allow_emulated)
     return "" if runs else found.reason
 
@@ -269,6 +306,16 @@ def task_metrics_table(trial: TrialRecord) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["task", "metric", "value"])
 
 
+def group_order(label: str) -> tuple[tuple[int, str], str]:
+    """Sorts what `StudyTables.groups` gives as the table of precisions."""
+    return precision_order(label.partition(ON)[0]), label
+
+
+def _largest_logits_error(trial: TrialRecord) -> float | None:
+    errors = _look_up(trial.telemetry, "compatibility.logits_relative_error") or {}
+    return max(errors.values(), default=None)
+
+
 def precision_order(precision: str) -> tuple[int, str]:
     """Sorts precisions as in the table of precisions, unknown names last."""
     known = precision in PRECISION_NAMES
@@ -276,28 +323,39 @@ def precision_order(precision: str) -> tuple[int, str]:
 
 
 def precision_comparison(tables: StudyTables) -> pd.DataFrame:
-    """`by_precision` as text for people, on its side: a row per quantity, a column per precision."""
-    summary = tables.by_precision
-    several_devices = summary["device"].nunique() > 1
-    outcomes = [outcome for outcome in OUTCOMES if summary[outcome].any()]
+    """`by_precision` as text for people, on its side: a row per quantity, a column per precision.
+
+    Of several kinds of device, it has what carries over between them alone; `costs_by_device` the rest.
+    """
+    several, metrics = len(tables.devices) > 1, tables.record.metric_names
+    rows = tables.by_precision.assign(label=tables.by_precision["precision"]).to_dict("records")
+    if several:
+        groups = tables.trials.groupby(tables.groups(tables.trials))
+        ran = {label: tables.summary(group) for label, group in groups}
+        undrawn = [row for row in rows if not row["trials"]]
+        rows = [{"label": label, **row} for label, row in ran.items()] + undrawn
+        rows.sort(key=lambda row: group_order(row["label"]))
+        metrics = tuple(name for name in metrics if name not in MEASURED_METRICS)
+    outcomes = [outcome for outcome in OUTCOMES if any(row[outcome] for row in rows)]
     columns = {}
-    for row in summary.to_dict("records"):
+    for row in rows:
         cells = {"support": row["support"] or "–", "trials": str(row["trials"])}
         cells |= {name: str(row[name]) for name in outcomes} | {"fell back": str(row["fell_back"])}
-        for metric in tables.record.metric_names:
+        for metric in metrics:
             cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
             cells[f"{metric}, median"] = format_metric(metric, row[f"median_{metric}"])
-        cells["train examples/s"] = _spread(row, "train_examples_per_second", format_number)
-        cells["train tokens/s"] = _spread(row, "train_tokens_per_second", format_number)
-        cells["trials measured"] = str(row["measured"])
-        cells["peak memory"] = _spread(row, "peak_memory_bytes", format_bytes)
+        if not several:
+            cells["train examples/s"] = spread(row, "train_examples_per_second", format_number)
+            cells["train tokens/s"] = spread(row, "train_tokens_per_second", format_number)
+            cells["trials measured"] = str(row["measured"])
+            cells["peak memory"] = spread(row, "peak_memory_bytes", format_bytes)
         cells["skipped steps"] = str(row["skipped_steps"])
         cells["fp32 fallbacks"] = str(row["fp32_fallbacks"])
-        cells["time"] = format_seconds(row["seconds"])
-        cells["share of time"] = _percent(row["share_of_time"])
-        cells["wasted"] = format_seconds(row["wasted_seconds"])
-        header = (row["precision"], row["device"] if several_devices else "")
-        columns[" on ".join(filter(None, header))] = cells
+        if not several:
+            cells["time"] = format_seconds(row["seconds"])
+            cells["share of time"] = _percent(row["share_of_time"])
+            cells["wasted"] = format_seconds(row["wasted_seconds"])
+        columns[row["label"]] = cells
     return pd.DataFrame(columns).reset_index(names="requested precision")
 
 
@@ -314,14 +372,10 @@ def brief_summary(tables: StudyTables) -> pd.DataFrame:
             cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
         cells["examples/s"] = format_number(row["train_examples_per_second_median"])
         cells["memory"] = format_bytes(row["peak_memory_bytes_median"])
-        cells["share of time"] = _percent(row["share_of_time"])
+        if not several_devices:
+            cells["share of time"] = _percent(row["share_of_time"])
         rows.append(cells)
     return pd.DataFrame(rows)
-
-
-def _spread(row: Mapping[str, Any], quantity: str, show: Callable[[Any], str]) -> str:
-    low, middle, high = (show(row[f"{quantity}_{name}"]) for name in ("min", "median", "max"))
-    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def _percent(share: float) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_number
-from hpo.report.tables import StudyTables
+from hpo.report.tables import ON, StudyTables
 from hpo.study.study_record import is_number
 
 MARGIN_COLOR = "#6B6B6B"
@@ -37,11 +37,36 @@ def verdict_table(tables: StudyTables) -> pd.DataFrame:
             "difference": _between(row["difference"], row["low"], row["high"], sign="+"),
             "verdict": "noise floor" if row["is_noise_floor"] else row["verdict"].replace("_", " "),
             "seeds": str(row["num_seeds"]),
-            "speed": _between(row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"]),
+            "speed": "by device"
+            if len(row["devices"]) > 1
+            else _between(row["speed_ratio"], row["speed_ratio_low"], row["speed_ratio_high"]),
         }
         for row in _rows(tables)
     ]
     return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def device_table(tables: StudyTables) -> pd.DataFrame:
+    """What the pairs of each kind of device say, a row for each precision; empty where there was one kind."""
+    paired = [row for row in _deciding(tables) if row["question"] == "paired" and len(row["devices"]) > 1]
+    return pd.DataFrame(
+        {
+            "precision": row["precision"],
+            "device": there["device"],
+            "pairs": str(there["num_pairs"]),
+            "paired difference": _between(there["difference"], there["low"], there["high"], sign="+"),
+            "speed": _between(there["speed_ratio"], there["speed_ratio_low"], there["speed_ratio_high"]),
+            "memory": format_number(there["memory_ratio"]),
+        }
+        for row in paired
+        for there in row["devices"]
+    )
+
+
+def kept_apart(tables: StudyTables) -> list[str]:
+    """Why a verdict over several kinds of device is no evidence for any of them."""
+    reasons = {row["precision"]: row["not_pooled"] for row in _deciding(tables) if row["not_pooled"]}
+    return [f"{precision}: {why}." for precision, why in reasons.items()]
 
 
 def forest(tables: StudyTables) -> Chart:
@@ -79,14 +104,22 @@ def forest(tables: StudyTables) -> Chart:
     )
 
 
-def speed_and_quality(tables: StudyTables) -> Chart:
-    """Speed over fp32's against the paired difference, both with their intervals."""
+def speed_and_quality(tables: StudyTables) -> list[Chart]:
+    """Speed over fp32's against the paired difference, both with their intervals, on each kind of device."""
     key, title = "verdicts_speed", "Speed against quality on new seeds"
-    rows = [
-        row
-        for row in _deciding(tables)
-        if row["question"] == "paired" and is_number(row["speed_ratio"]) and is_number(row["low"])
-    ]
+    paired = [row for row in _deciding(tables) if row["question"] == "paired"]
+    devices = sorted({there["device"] for row in paired for there in row["devices"]})
+    if len(devices) < 2:
+        return [_speed_and_quality(paired, key, title)]
+    charts = []
+    for place, device in enumerate(devices, 1):
+        here = [{**row, **there} for row in paired for there in row["devices"] if there["device"] == device]
+        charts.append(_speed_and_quality(here, f"{key}_device_{place}", f"{title}{ON}{device}"))
+    return charts
+
+
+def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str) -> Chart:
+    rows = [row for row in paired if is_number(row["speed_ratio"]) and is_number(row["low"])]
     if not rows:
         return Chart(key, title, absent="No pair of trials tells the speed: each must have its device alone.")
     series = [Series("fp32", PRECISION_STYLES["fp32"][0], [1.0], [0.0], markers=PRECISION_STYLES["fp32"][1])]
@@ -113,7 +146,8 @@ def speed_and_quality(tables: StudyTables) -> Chart:
 
 def _rows(tables: StudyTables) -> list[Mapping[str, Any]]:
     found = tables.record.comparisons.get("precisions")
-    return [] if found is None else found["verdicts"]
+    nothing = {"devices": (), "not_pooled": ""}  # of a comparison that was stored without
+    return [] if found is None else [{**nothing, **row} for row in found["verdicts"]]
 
 
 def _deciding(tables: StudyTables) -> list[Mapping[str, Any]]:

@@ -286,14 +286,16 @@ class ArtifactCheckpoints:
             self.problems.append(problem)
 
 
-def fetch_best(store: ArtifactStore, storage: Storage, study: str, number: int, folder: Path) -> None:
-    """Bring the best checkpoint of a trial that has ended into its folder, unless it is there.
+def fetch_newest(
+    kind: str, store: ArtifactStore, storage: Storage, study: str, number: int, folder: Path
+) -> None:
+    """Bring the newest `best` or `step` checkpoint of an ended trial into its folder, unless it is there.
 
     Raises CheckpointError if it cannot be had.
     """
     rows = storage.persist(lambda: _rows(storage, study, number))
-    best = [row for row in rows if row.checkpoint.startswith("best") and _NAME.fullmatch(row.checkpoint)]
-    for row in sorted(best, key=lambda row: row.created)[-1:]:
+    named = [row for row in rows if row.checkpoint.startswith(kind) and _NAME.fullmatch(row.checkpoint)]
+    for row in sorted(named, key=lambda row: row.created)[-1:]:
         path = folder / row.checkpoint
         if not path.is_dir():
             _fetch(store, row.artifact_id, path)

@@ -16,12 +16,15 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from hpo.errors import RunError
+from hpo.outcome import Outcome
 from hpo.study.database import parse_url, sqlite_path
 
 if TYPE_CHECKING:
     from hpo.study.storage import Storage
 
 _NOTE = "database"
+NUM_NONFINITE = 2
+"""Trials that were not finite whose checkpoints stay, with the optimiser's state; no more than the best."""
 
 
 def noted_database(storage: Storage) -> str:
@@ -86,12 +89,19 @@ def remove_checkpoints(folder: Path, noted: str) -> str:
 
 
 def kept_checkpoints(study: optuna.Study, top_k: int) -> set[int]:
-    """Return the numbers of the best `top_k` complete trials.
+    """Return the numbers of the trials that keep theirs: the best `top_k`, and the last that were not finite.
 
-    Best is by the first objective; with several, the trials of the Pareto front come first.
+    Best of the complete ones is by the first objective; with several, the trials of the Pareto front come
+    first. From the checkpoints of the others, at most `NUM_NONFINITE` trials, `hpo diagnose` goes on.
     """
     sign = 1 if study.directions[0] == StudyDirection.MAXIMIZE else -1
     front = {trial.number for trial in study.best_trials} if len(study.directions) > 1 else set()
     complete = list(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
     complete.sort(key=lambda trial: (trial.number not in front, -sign * trial.values[0], trial.number))
-    return {trial.number for trial in complete[:top_k]}
+    nonfinite = [
+        trial.number
+        for trial in study.get_trials(deepcopy=False)
+        if trial.state.is_finished() and trial.user_attrs.get("outcome") == Outcome.NONFINITE
+    ]
+    num_nonfinite = min(top_k, NUM_NONFINITE)
+    return {*(trial.number for trial in complete[:top_k]), *sorted(nonfinite, reverse=True)[:num_nonfinite]}

@@ -6,6 +6,7 @@ distribution with all choices. Of the trials, a sampler is not shown what says n
 
 - those that ran out of memory under a lower limit than this worker has;
 - those that ended as `unsupported` in a precision that this device runs;
+- those that the compatibility check ended on another kind of device, or with other versions;
 - for samplers that model the choices (TPE and GP), those in a precision that this device lacks. The others'
   settings still tell NSGA-II and CMA-ES something, and a precision that they propose is drawn anew.
 """
@@ -40,17 +41,23 @@ class WorkerDevice:
     """What a trial may take."""
     left_out: Mapping[str, str] | None = None
     """Precisions of the study that the device does not run, each with the reason; of `table.left_out`."""
-    name: str = ""
-    """`DeviceInfo.name`: its kind."""
+    kind: str = ""
+    """`DeviceInfo.kind`."""
+    checked_on: str | None = None
+    """What compatibility results must be of, to count here; of `compat.checked_on`."""
 
     def says_nothing(self, trial: FrozenTrial) -> bool:
         """Whether the trial ended by what another device lacks and this one has."""
         outcome = trial.user_attrs.get("outcome")
+        telemetry = trial.user_attrs.get("telemetry", {})
         if outcome == Outcome.UNSUPPORTED and self.left_out is not None:
             return trial.params.get(PRECISION) not in self.left_out
+        if outcome == Outcome.INCOMPATIBLE and self.checked_on is not None:
+            checked = telemetry.get("compatibility", {})
+            return bool(checked.get("checked_on", self.checked_on) != self.checked_on)
         if outcome != Outcome.OOM or self.memory_bytes is None:
             return False
-        limit = trial.user_attrs.get("telemetry", {}).get("device", {}).get("memory_limit_bytes")
+        limit = telemetry.get("device", {}).get("memory_limit_bytes")
         return limit is not None and MORE_MEMORY * limit <= self.memory_bytes
 
 

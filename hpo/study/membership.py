@@ -107,6 +107,13 @@ class Membership:
                 self._alive_at_start = storage.live_workers(connection, name)
                 self.number = add_worker(storage, connection, name, self.id, self.device)
 
+    def others_run(self) -> bool:
+        """Whether another worker that lives is running a trial of the study."""
+        running = sa.select(slots.c.owner).where(self._of_study, slots.c.state == "running")
+        with self._storage.engine.connect() as connection:
+            owners = set(connection.execute(running).scalars())
+            return bool(owners & self._storage.live_workers(connection, self._study.study_name) - {self.id})
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
         if kind is not None and issubclass(kind, StoppedError):

@@ -288,6 +288,8 @@ def run_study(
         if summary.ended != "elsewhere":
             return summary
         return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
+    from hpo.trial.compat import checked_on  # PyTorch, which a launcher does without
+
     storage.bind_data(config.name, executor.dataset.fingerprint)
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
@@ -302,7 +304,13 @@ def run_study(
         trial_runner(
             executor, storage, stop, time_left, shared_device=_num_on_device() > 1, artifacts=artifacts
         ),
-        device=WorkerDevice(executor.device.device_id, memory_bytes, study.lacking, executor.device.name),
+        device=WorkerDevice(
+            executor.device.device_id,
+            memory_bytes,
+            study.lacking,
+            executor.device.kind,
+            checked_on(executor.device),
+        ),
         stop=stop,
         saved_step=lambda number: last_saved_step(folder(number)),
         after_trial=lambda: keep_best_checkpoints(stored, folder, config.checkpoint.top_k, drop),

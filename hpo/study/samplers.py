@@ -61,7 +61,7 @@ def build_sampler(
         read_plan: of a comparison, whose trials are planned.
     """
     if read_plan is not None:
-        return PlannedPoints(read_plan, device.name, skipped, lock)
+        return PlannedPoints(read_plan, device.kind, skipped, lock)
     if config.name == "grid":
         return SharedGrid(grid_points(space, config.seed), skipped, lock)
     choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -102,6 +103,25 @@ class StudyRecord:
     """What `hpo compare` has found of the study, by its question: `precisions`, `configurations`."""
 
 
+def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
+    """The kind of device that each trial ran on, by the trial's number, where that is known.
+
+    It is the device's name, and what it computes with where several kinds of the study have one name.
+    """
+    kinds = {
+        trial.number: DeviceInfo.from_facts(device).kind
+        for trial in trials
+        if (device := trial.telemetry.get("device"))
+    }
+    names = {trial.number: trial.telemetry["device"]["name"] for trial in trials if trial.number in kinds}
+    kinds_of_name: dict[str, set[str]] = {}
+    for number, name in names.items():
+        kinds_of_name.setdefault(name, set()).add(kinds[number])
+    return {
+        number: name if len(kinds_of_name[name]) == 1 else kinds[number] for number, name in names.items()
+    }
+
+
 def complete_trials(record: StudyRecord) -> list[TrialRecord]:
     """Trials that were trained and evaluated, each with finite values."""
     return [
@@ -115,7 +135,8 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
     """The best complete trial; with several objectives the Pareto front, the best by the first of them first.
 
     Maybe none. Where `hpo compare --configurations` has found another one to be the best on new seeds, that
-    one, unless a trial that was not compared is better than all that were.
+    one, unless a trial that was not compared is better than all that were. Of several that it could not tell
+    apart, the one that was best in the search.
     """
     complete = complete_trials(record)
     if not complete:
@@ -126,8 +147,11 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
         best = complete[int(losses.argmin())]
         race = record.comparisons.get("configurations", {})
         compared = [standing["configuration"] for standing in race.get("standings", ())]
-        confirmed = race.get("best") if best.number in compared and race["has_ended"] else None
-        return [next((trial for trial in complete if trial.number == confirmed), best)]
+        if best.number not in compared or not race["has_ended"]:
+            return [best]
+        left = race["too_close"] or [race["best"]]
+        confirmed = [index for index, trial in enumerate(complete) if trial.number in left]
+        return [complete[min(confirmed, key=lambda index: losses[index, 0])] if confirmed else best]
     front = np.flatnonzero(pareto_front(values, record.directions))
     return [complete[index] for index in front[losses[front, 0].argsort(kind="stable")]]
 

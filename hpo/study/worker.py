@@ -3,8 +3,8 @@
     claim a slot -> open its trial -> run it -> record its outcome -> next slot
 
 Workers know of each other through the database alone, so it does not matter how many there are, where they
-run and when they come or go. A worker leaves when every slot is done. While others still run the last
-trials it waits, to take over if one of them dies.
+run and when they come or go. A worker leaves when every slot is done; that of a comparison comes back
+(`hpo.study.next_look`). While others still run the last trials it waits, to take over if one of them dies.
 
 Told to stop (`hpo.study.stopping`), a worker lets its trial write a checkpoint and leaves.
 """
@@ -38,7 +38,7 @@ from hpo.study.checkpoint_folders import kept_checkpoints
 from hpo.study.database import exclusive
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import ANY_DEVICE, WorkerDevice
-from hpo.study.grid_sampler import NoPointLeft, SharedGrid
+from hpo.study.grid_sampler import NoPointLeft, PlannedPoints, SharedGrid
 from hpo.study.leases import Lease, WorkerLease
 from hpo.study.lifecycle import end_unfinished
 from hpo.study.outbox import Outbox, Report
@@ -68,7 +68,7 @@ class RunSummary:
     outcomes: Mapping[str, int] = field(default_factory=Counter)
     """How many trials ended how, here. Empty for a study that was finished before."""
     elsewhere: tuple[str, ...] = ()
-    """The precisions of what remains for other devices."""
+    """What remains needs a device with this: precisions, or its name."""
 
     @property
     def exit_code(self) -> int:
@@ -122,7 +122,7 @@ def run_worker(
         study,
         max_retries=config.max_retries,
         device=device.device_id,
-        can_run=runnable if skipped else None,
+        can_run=runnable if skipped or config.comparison else None,
         refusal=partial(_refusal, config.search_space),
         saved_step=saved_step,
         reservation=stint.reservation,
@@ -136,11 +136,13 @@ def run_worker(
             lock=partial(exclusive, storage.engine),
             read_plan=partial(read_plan, storage, config.name) if config.comparison else None,
         )
+        idle = 0
         while not stop.is_set() and not worker.halted.is_set() and time.monotonic() <= deadline:
             if not stint.has_time():
                 break
             lease = worker.claim()
             if lease is not None:
+                idle = 0
                 outcome = _run_slot(worker, lease, execute)
                 if outcome is not None:
                     outcomes[outcome] += 1
@@ -153,7 +155,12 @@ def run_worker(
             if worker.halted.is_set():
                 break
             unfinished = storage.persist(worker.unfinished).values()
-            if not storage.persist(lambda: any(map(runnable, unfinished))):  # noqa: B023
+            others_run = config.comparison is not None and storage.persist(worker.others_run)
+            waits = bool(unfinished) and others_run
+            idle = 0 if waits else idle + 1
+            # Between two of its trials another worker runs none for a moment.
+            leaves = not waits and (idle > 1 or not unfinished or config.comparison is None)
+            if leaves and not storage.persist(lambda: any(map(runnable, unfinished))):  # noqa: B023
                 storage.persist(after_trial)
                 elsewhere = runnable.left_to_others(unfinished)
                 return RunSummary("elsewhere" if unfinished else "finished", outcomes, elsewhere)
@@ -183,12 +190,17 @@ class _Runnable:
 
     def __call__(self, params: Mapping[str, Any]) -> bool:
         """`params` are those that the trial has so far."""
+        if isinstance(self.study.sampler, PlannedPoints):
+            return self.study.sampler.can_run(self.study, params)
         possible = self._possible(params)
         return not possible or not self.skipped.issuperset(possible)
 
     def left_to_others(self, unfinished: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-        """The precisions that unfinished trials with these parameters need and the device lacks."""
+        """What unfinished trials with these parameters need and the device lacks: precisions, or its name."""
         needed = {name for params in unfinished for name in self._possible(params)} & self.skipped
+        sampler = self.study.sampler
+        if not needed and isinstance(sampler, PlannedPoints):
+            return tuple(f"the name {kind}" for kind in sampler.kinds_left(self.study))
         return tuple(name for name in self.precisions if name in needed)
 
     def _possible(self, params: Mapping[str, Any]) -> Sequence[str]:
@@ -340,7 +352,7 @@ def keep_best_checkpoints(
     top_k: int,
     drop: Callable[[set[int]], None] = lambda _: None,
 ) -> None:
-    """Remove the checkpoints of all finished trials but the best `top_k`.
+    """Remove the checkpoints of all finished trials but those of `kept_checkpoints`.
 
     `folder` gives that of a trial by its number; `drop` removes those of trials elsewhere.
     """

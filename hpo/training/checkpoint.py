@@ -27,7 +27,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,10 +243,14 @@ class CheckpointStore:
 
 def best_checkpoint(folder: Path) -> Checkpoint | None:
     """The best weights that a finished trial left in its folder, or None if they are missing or damaged."""
-    for path in reversed(_named(folder, "best")):
+    return next(intact_checkpoints(folder, "best"), None)
+
+
+def intact_checkpoints(folder: Path, kind: Literal["step", "best"]) -> Iterator[Checkpoint]:
+    """The checkpoints of a kind that a trial left in its folder, of any key, the newest first."""
+    for path in reversed(_named(folder, kind)):
         with contextlib.suppress(CheckpointError):
-            return read_checkpoint(path)
-    return None
+            yield read_checkpoint(path)
 
 
 def _named(folder: Path, kind: str) -> list[Path]:

@@ -74,7 +74,8 @@ def score_logits(
     """
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
-        raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
+        what = f"logits were not finite in evaluation. Tasks: {', '.join(broken)}."
+        raise Nonfinite(what, in_evaluation=True)
     predictions, chosen = decode_tasks(tasks, logits, split, decisions, decision_metrics)
     return {task.name: score(task, predictions[task.name], split.examples) for task in tasks}, chosen
 

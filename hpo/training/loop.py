@@ -28,6 +28,7 @@ from hpo.device import synchronize
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
+from hpo.random_numbers import manual_seed
 from hpo.training.compilation import CompileClock
 from hpo.training.distributed import ONE_RANK, Ranks
 from hpo.training.evaluate import Evaluation, predict_logits, score_logits
@@ -249,6 +250,7 @@ def train(
     budget = args.budget.in_steps(num_batches(len(lengths_W), args.batch_size))
     micro_batch_size = min(args.micro_batch_size, ranks.share(args.batch_size))
     state.micro_batch_size = state.micro_batch_size or micro_batch_size
+    probe = StepProbe(model, optimizer, mixed_precision)
 
     def is_due() -> bool:
         return budget.evaluations_due(state, args.num_evaluations) > state.num_evaluations
@@ -278,9 +280,10 @@ def train(
                     model, loss_fn, batch, mixed_precision, args.seed, state, on_micro_batch, ranks
                 )
                 measures = ranks.is_main and budget.evaluation_follows(state, args.num_evaluations)
-                probe = StepProbe(model, optimizer, mixed_precision) if measures else None
+                if measures:
+                    probe.start()
                 apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
-                if probe is not None:
+                if measures:
                     state.numerics = probe.result(state.step + 1)
                 num_examples = float(data.train.example_share_W[windows].sum())
                 state.count_step(loss, num_examples, batch.num_tokens)
@@ -365,7 +368,7 @@ def accumulate_gradients(
     micro-batches. Raises OutOfMemory when one example does not fit. On all `ranks` the same.
     """
     while True:
-        torch.manual_seed(step_seed(ranks.seed(seed), state.step))
+        manual_seed(step_seed(ranks.seed(seed), state.step))
         model.zero_grad(set_to_none=True)
         mixed_precision.start_step()
         try:

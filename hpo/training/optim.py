@@ -239,9 +239,9 @@ class Float32Optimizer(Optimizer):
         )
         self._copy_options(self.inner.param_groups, self.param_groups)
         self.chunks = list(_chunks(stand_ins.items(), CHUNK_ELEMENTS))
-        short = [weight for weight in stand_ins if weight.dtype != torch.float32]
+        short = {index: one for index, one in enumerate(stand_ins) if one.dtype != torch.float32}
         self.rounding = WEIGHT_ROUNDINGS[weight_rounding](short, seed)
-        self._index = {weight: index for index, weight in enumerate(short)}
+        self._index = {weight: index for index, weight in short.items()}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]

@@ -31,9 +31,10 @@ class NearestRounding:
 
     name = "nearest"
 
-    def __init__(self, weights: Sequence[Tensor], seed: int) -> None:
+    def __init__(self, weights: Mapping[int, Tensor], seed: int) -> None:
         del seed
         self.weights = weights
+        """By what the methods call `index`: the place among all weights of the optimiser, fp32 ones too."""
 
     def start_step(self) -> None:
         """Begin a step."""
@@ -63,7 +64,7 @@ class StochasticRounding(NearestRounding):
 
     name = "stochastic"
 
-    def __init__(self, weights: Sequence[Tensor], seed: int) -> None:
+    def __init__(self, weights: Mapping[int, Tensor], seed: int) -> None:
         super().__init__(weights, seed)
         self.seed = seed
         self.num_steps = 0
@@ -93,9 +94,11 @@ class CompensatedRounding(NearestRounding):
 
     name = "compensated"
 
-    def __init__(self, weights: Sequence[Tensor], seed: int) -> None:
+    def __init__(self, weights: Mapping[int, Tensor], seed: int) -> None:
         super().__init__(weights, seed)
-        self.residuals = [torch.zeros_like(weight, requires_grad=False) for weight in weights]
+        self.residuals = {
+            index: torch.zeros_like(weight, requires_grad=False) for index, weight in weights.items()
+        }
 
     def widen(self, index: int) -> Tensor:
         # Converted first: PyTorch's kernels for two dtypes are slower.
@@ -110,11 +113,12 @@ class CompensatedRounding(NearestRounding):
         return self.residuals[index]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": list(self.residuals)}
+        return {"residuals": dict(self.residuals)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for residual, stored in zip(self.residuals, state["residuals"], strict=True):
-            residual.copy_(stored)
+        """Take over what `state_dict` returned; of weights that are fp32 now there is nothing to keep."""
+        for index, residual in self.residuals.items():
+            residual.copy_(state["residuals"][index])
 
 
 WEIGHT_ROUNDINGS: dict[str, type[NearestRounding]] = {

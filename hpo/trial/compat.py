@@ -9,10 +9,12 @@ What is measured (`hpo.trial.measure`) does not depend on the study's bounds, so
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from hpo.device import DeviceInfo
 from hpo.errors import OutOfMemory
 from hpo.json_safe import json_safe
 from hpo.memory import is_out_of_memory
+from hpo.precision.environment import environment_overrides
 from hpo.precision.float8 import float8_advice, no_float8
 from hpo.precision.table import PRECISIONS
 from hpo.trial.adverse import adverse_batch
@@ -87,9 +90,17 @@ def judge(measurement: Measurement, bounds: CompatConfig, *, cached: bool = Fals
         degraded += float8_advice(measurement.observed)
     verdict = "incompatible" if incompatible else "degraded" if degraded else "ok"
     reasons = incompatible + degraded
+    if measurement.unmeasured:
+        reasons.append(measurement.unmeasured)
     if not measurement.reference_fits:
         reasons.append(
             f"fp32 does not fit into memory here, so of {name} only that it is finite was checked."
+        )
+    if measurement.longest_alone:
+        done = "compared with fp32" if measurement.reference_fits else "checked"
+        reasons.append(
+            "The longest text does not fit into memory here with very short ones beside it, so "
+            f"{name} was {done} on the longest alone."
         )
     return Compatibility(verdict, tuple(reasons), measurement, cached)
 
@@ -122,7 +133,7 @@ def check_compatibility(
         return judge(Measurement(**cached), bounds, cached=True)
     measurement = measure_parts(parts, device)
     # What another worker with more memory would measure is not known here.
-    if cache and measurement.reference_fits:
+    if cache and measurement.reference_fits and not measurement.longest_alone:
         cache.put_compat(key, json_safe(asdict(measurement)))
     return judge(measurement, bounds)
 
@@ -135,13 +146,14 @@ def measure_parts(
 ) -> Measurement:
     """Measure on the longest window of the data beside very short ones, which are nearly all padding.
 
-    Where these do not fit into memory (the precision's pass or fp32's), measure on the longest alone. Raises
-    OutOfMemory when the precision fits neither.
+    Where these do not fit into memory (the precision's pass or fp32's), measure on the longest alone
+    (`longest_alone`). Raises OutOfMemory when the precision fits neither.
     """
     without_reference = None
-    for batch in (adverse_batch(parts), parts.batch(0, 1)):
+    for batch, is_alone in ((adverse_batch(parts), False), (parts.batch(0, 1), True)):
         try:
             found = measure(parts, batch, device, repeats, on_estimate)
+            found = replace(found, longest_alone=is_alone)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -153,6 +165,21 @@ def measure_parts(
         return without_reference
     longest = parts.train_split.lengths_W.max()
     raise OutOfMemory(f"one example of {longest} tokens does not fit into memory.")
+
+
+def checked_on(device: DeviceInfo) -> str:
+    """What a result speaks for: this kind of device, with these versions of what computes on it.
+
+    A result of one kind says nothing of another, nor one under variables that take instructions away.
+    """
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions["cuda"] = device.cuda_version or ""
+    if device.has_torchao:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # of a device that is described
+            versions["torchao"] = importlib.metadata.version("torchao")
+    told = [f"{name} {version}" for name, version in versions.items() if version]
+    told += [f"{name}={value}" for name, value in environment_overrides().items()]
+    return ", ".join([device.kind, *told])
 
 
 def cache_key(parts: TrialParts, study: StudyConfig, fingerprint: str, device: DeviceInfo) -> str:
@@ -176,8 +203,7 @@ def cache_key(parts: TrialParts, study: StudyConfig, fingerprint: str, device: D
         "precision": [parts.resolution.effective, config.float32_parts],
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
         "compile": [config.compile, config.compile_scope, config.compile_dynamic],
-        "device": [device.name, device.compute_capability, sorted(device.cpu_features)],
-        "versions": [torch.__version__, transformers.__version__, device.cuda_version],
+        "checked_on": checked_on(device),
         "data": fingerprint,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()

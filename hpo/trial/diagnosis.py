@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.errors import InputError, RunError, TrialEnd
+from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd
 from hpo.models.attention import use_training_attention
 from hpo.models.model_parts import parts_with
 from hpo.models.multitask import MultitaskModel
@@ -33,7 +33,7 @@ from hpo.trial.adverse import adverse_batch, with_extreme_class_weights
 from hpo.trial.compat import Compatibility, judge, measure_parts
 from hpo.trial.distance import ModuleError, module_errors
 from hpo.trial.executor import Executor
-from hpo.trial.remedies import Broken, Remedy, try_remedies
+from hpo.trial.remedies import AMP, Broken, Remedy, try_remedies
 from hpo.trial.replay import BadStep, Replay, stored_snapshot, trace_batch
 from hpo.trial.tracing import Origin
 from hpo.trial.trial_parts import TrialParts
@@ -70,14 +70,14 @@ class Diagnosis:
     precision: str
     """The effective one."""
     what: str | None = None
-    """What was not finite (`loss`, `gradients`, `logits`), or `raised`, or `far` from fp32; None: nothing."""
+    """As `Broken.what`; None: nothing is wrong."""
     step: int | None = None
     """The first bad step, from 1; None where it was not in training."""
     started_at: int = 0
     """The step of the checkpoint that the training was run again from; 0 is its beginning."""
     origin: Origin | None = None
     parts: tuple[str, ...] = ()
-    """The parts of the model that the origin lies in, the smallest first."""
+    """As `Broken.parts`."""
     remedies: tuple[Remedy, ...] = ()
     farthest: tuple[ModuleError, ...] = ()
     notes: tuple[str, ...] = ()
@@ -104,15 +104,29 @@ class _Case:
     def with_settings(self, settings: Mapping[str, Any]) -> tuple[TrialConfig, Resolution]:
         """The trial's configuration with other settings. Raises Unsupported and Incompatible."""
         executor, params = self.executor, {**self.params, **settings}
-        config = build_trial_config(executor.study, params, self.precision, executor.amp)
-        amp = config.amp.model_copy(update={"on_unsupported": "prune"})
-        resolution = resolve(config.fp_precision, executor.device, amp)
+        amp = {name.removeprefix(AMP): params.pop(name) for name in settings if name.startswith(AMP)}
+        amp_config = executor.amp.model_copy(update=amp)
+        config = build_trial_config(executor.study, params, self.precision, amp_config)
+        refuses = config.amp.model_copy(update={"on_unsupported": "prune"})
+        resolution = resolve(config.fp_precision, executor.device, refuses)
         check_overrides(config, resolution)
         refuse_overrides([resolution.effective], config.amp, executor.device.type)
         return config, resolution
 
+    def device_notes(self) -> Iterator[str]:
+        """That the trial ran on another model of device, whose kernels round in another order."""
+        ran_on, here = self.trial.telemetry["device"].get("name"), self.executor.device.name
+        if ran_on != here:
+            yield f"The trial ran on another device ({ran_on}) than this one ({here}): numbers differ."
+
     def notes(self) -> Iterator[str]:
         """What keeps the training from being exactly the same."""
+        yield from self.device_notes()
+        if fallbacks := self.trial.telemetry.get("fp32_fallbacks"):
+            yield (
+                f"The trial made {fallbacks} of its micro-batches again in fp32, where they were not finite "
+                "(`amp.fallback_to_fp32`); here that is off, so the first of them is what broke."
+            )
         if self.config.compile != "none":
             yield f"The trial was compiled (`compile: {self.config.compile}`); here it runs eagerly."
         if self.config.max_seconds is not None:
@@ -136,14 +150,21 @@ def diagnose(
     Raises InputError for a trial that cannot be diagnosed, or not in so many steps; RunError where its
     checkpoint is gone.
     """
+    was_refused = trial.outcome == Outcome.INCOMPATIBLE
     try:
         case = _Case(executor, trial)
-    except TrialEnd as error:
-        raise InputError(f"trial {trial.number} cannot be run again on this device: {error}") from None
+        if was_refused:
+            return _diagnose_check(case, say)
+    except (TrialEnd, ModelError) as error:
+        if was_refused and isinstance(error, Incompatible | ModelError):
+            why = "never trained, and not for its numbers"
+        elif isinstance(error, TrialEnd):
+            why = "cannot be run again on this device"
+        else:
+            raise
+        raise InputError(f"trial {trial.number} {why}: {error}") from error
     if trial.outcome == Outcome.NONFINITE:
         return _diagnose_training(case, max_steps, say)
-    if trial.outcome == Outcome.INCOMPATIBLE:
-        return _diagnose_check(case, say)
     return _diagnose_best(case, say)
 
 
@@ -156,7 +177,12 @@ def _effective_precision(trial: StoredTrial, device_type: str) -> str:
     if precision is None:
         why = f": {trial.reason}" if trial.reason else ""
         raise InputError(f"trial {number} must have begun, but it never did ({outcome}{why}).")
-    if outcome not in (Outcome.NONFINITE, Outcome.INCOMPATIBLE, Outcome.COMPLETE, Outcome.PRUNED):
+    if outcome == Outcome.PRUNED:
+        raise InputError(
+            f"trial {number} was pruned, and no pruned trial keeps its weights. Take one that is complete, "
+            "nonfinite or incompatible."
+        )
+    if outcome not in (Outcome.NONFINITE, Outcome.INCOMPATIBLE, Outcome.COMPLETE):
         raise InputError(f"trial {number} ended as {outcome}, which is not about numbers: {trial.reason}")
     ran_on = trial.telemetry.get("device", {}).get("type")
     if ran_on != device_type:
@@ -189,7 +215,7 @@ def _diagnose_training(case: _Case, max_steps: int, say: Callable[[str], None]) 
         f"running trial {trial.number} again {where}; at most {num_steps} steps, about "
         f"{num_steps * seconds:.0f} s, then about {2 * STEPS_AFTER + 2} steps for each remedy"
     )
-    evaluates = "evaluation" in trial.reason
+    evaluates = bool(trial.telemetry.get("nonfinite_in_evaluation", True))  # older records do not say
     replay = Replay(executor, config, case.resolution, start)
     bad = replay.run(last + 1, evaluates=evaluates)
     notes = tuple(case.notes())
@@ -208,10 +234,12 @@ def _diagnose_training(case: _Case, max_steps: int, say: Callable[[str], None]) 
             return _broken_at(other, found)
         began = before.step if before else 0
         num_updates, num_steps = other.mixed_precision.num_updates, other.state.step - began
-        if not num_updates:
-            return Broken("gradients", None, (), f"the scaler skipped all steps up to {other.state.step}")
+        steps = f"from step {began + 1} to {other.state.step}"
+        if num_updates < min(STEPS_AFTER, num_steps):
+            skipped = f"{num_steps - num_updates} of {num_steps}"
+            return Broken("gradients", None, (), f"the scaler skipped {skipped} steps {steps}")
         skipped = f", {num_steps - num_updates} of them skipped" if num_steps > num_updates else ""
-        return f"finite from step {began + 1} to {other.state.step}{skipped}"
+        return f"finite {steps}{skipped}"
 
     remedies = tuple(try_remedies(config, case.resolution, first, bad, attempt, say))
     return replace(
@@ -247,17 +275,19 @@ def _diagnose_check(case: _Case, say: Callable[[str], None]) -> Diagnosis:
         elif measured.error and (where := _RAISED_IN.match(measured.error)):
             named = tuple(parts_with(parts.model, where[1]))
         elif what == "far":
-            named = tuple(parts_with(parts.model, _farthest(case, parts)[0].module))
+            # The farthest may lie in no part, such as the model's own sums between its layers.
+            all_of = (parts_with(parts.model, one.module) for one in _farthest(case, parts))
+            named = tuple(next(filter(None, all_of), ()))
         return Broken(what, origin, named, " ".join(found.reasons))
 
     parts, compatibility = check({})
     first = broken(parts, compatibility)
-    found = Diagnosis(trial.number, trial.outcome, case.precision)
+    found = Diagnosis(trial.number, trial.outcome, case.precision, notes=tuple(case.device_notes()))
     if isinstance(first, str):
-        return replace(found, notes=(f"Made again, {first}.",))
+        return replace(found, notes=(f"Made again, {first}.", *found.notes))
     farthest = _farthest(case, parts) if first.what == "far" else ()
     remedies = try_remedies(
-        case.config, case.resolution, first, None, lambda settings: broken(*check(settings)), say
+        case.config, case.resolution, first, parts.model, lambda settings: broken(*check(settings)), say
     )
     return replace(
         found,
@@ -266,7 +296,7 @@ def _diagnose_check(case: _Case, say: Callable[[str], None]) -> Diagnosis:
         parts=first.parts,
         remedies=tuple(remedies),
         farthest=farthest,
-        notes=(first.text,),
+        notes=(first.text, *found.notes),
     )
 
 
@@ -296,13 +326,16 @@ def _diagnose_best(case: _Case, say: Callable[[str], None]) -> Diagnosis:
     say(f"comparing the modules of trial {trial.number} with fp32, with its best weights")
     parts = executor.parts(case.config, case.resolution)
     parts.model.load_state_dict(best.weights)
-    none = "fp32 is what the others are compared with." if case.precision == "fp32" else ""
+    is_reference = case.precision == "fp32"
     return Diagnosis(
         trial.number,
         trial.outcome,
         case.precision,
         farthest=_farthest(case, parts),
-        notes=(none,) if none else (),
+        notes=(
+            *(["fp32 is what the others are compared with."] if is_reference else []),
+            *case.device_notes(),
+        ),
     )
 
 
@@ -320,5 +353,4 @@ def _parts_of(model: MultitaskModel, origin: Origin | None) -> tuple[str, ...]:
 def _in(origin: Origin | None) -> str:
     if origin is None:
         return ""
-    where = "the loss" if origin.module is None else origin.module or "the model itself"
-    return f", from {origin.operator} in {where} ({origin.phase})"
+    return f", from {origin.operator} in {origin.place} ({origin.phase})"

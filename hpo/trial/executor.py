@@ -34,7 +34,15 @@ from hpo.data.dataset import load_data
 from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit, Windowing
 from hpo.device import DeviceInfo, limit_threads, probe_device
-from hpo.errors import Incompatible, InputError, ModelError, RunError, TrialEnd, did_you_mean
+from hpo.errors import (
+    Incompatible,
+    InputError,
+    ModelError,
+    Nonfinite,
+    RunError,
+    TrialEnd,
+    did_you_mean,
+)
 from hpo.memory import disable_malloc_trim, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
@@ -42,9 +50,10 @@ from hpo.models.model_parts import part_modules, set_float32_parts
 from hpo.models.multitask import HeadSettings, MultitaskModel, build_model
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags, prepare_model
-from hpo.precision.environment import refuse_overrides
+from hpo.precision.environment import refuse_overrides, uses_of_float32
 from hpo.precision.part_names import task_of
 from hpo.precision.table import PRECISION, Precision, Resolution, apply_preset, resolve
+from hpo.random_numbers import manual_seed
 from hpo.training.checkpoint import CheckpointMirror
 from hpo.training.compilation import apply_compile
 from hpo.training.distributed import ONE_RANK, ConnectedRanks, Ranks
@@ -83,7 +92,13 @@ class Executor:
         self.device = device
         self.runs_dir = runs_dir
         self.amp, self.default_precision = apply_preset(study.amp, device)
-        refuse_overrides(study.precisions or [self.default_precision], self.amp, device.type)
+        needs_float32 = uses_of_float32(
+            check=study.compat.enabled,
+            parts=bool(self._keys(OVERRIDE)),
+            fallback=bool(self.amp.fallback_to_fp32),
+        )
+        precisions = study.precisions or [self.default_precision]
+        refuse_overrides(precisions, self.amp, device.type, float32_for=needs_float32)
         self.dataset = load_data(study.data)
         self.tasks = self.dataset.tasks
         self.cache = compatibility_cache
@@ -168,6 +183,8 @@ class Executor:
             outcome, reason = Outcome.COMPLETE, ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)
+            if isinstance(end, Nonfinite):
+                recorder.note(nonfinite_in_evaluation=end.in_evaluation)
         except ModelError as error:
             # Where the study searches what the model is made of, a combination that cannot be built is
             # this trial's end and not the study's.
@@ -227,7 +244,7 @@ class Executor:
         """The trial's tokens, its model with the weights of its seed, and its loss."""
         self._has_compiled |= config.compile != "none"
         train_split, validation_split = (self.tokens(name, config) for name in ("train", "validation"))
-        torch.manual_seed(config.seed)
+        manual_seed(config.seed)
         model = self.build_model(config)
         loss_fn = self.loss_fn(config, model, train_split)
         set_float32_parts(model, loss_fn, config.float32_parts)

@@ -36,7 +36,7 @@ from hpo.trial.adverse import with_extreme_class_weights
 from hpo.trial.nonfinite import entered_module, is_finite, watch_for_nonfinite
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 3
+MEASUREMENT_VERSION = 4
 """To be raised when the measuring changes: what is cached of another version is measured again."""
 
 _MEANINGFUL_BYTES = 2**20
@@ -59,6 +59,8 @@ class Measurement:
     """Whether fp32 was finite; if not, the precision is not to blame."""
     reference_fits: bool = True
     """Whether fp32 fitted into memory; if not, nothing is known against it."""
+    longest_alone: bool = False
+    """Whether the longest text was measured alone, since with others it does not fit into memory."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task: ||y - y32|| / ||y32||}."""
     loss_relative_error: float | None = None
@@ -75,6 +77,8 @@ class Measurement:
     seconds: float | None = None
     disagreement: str = ""
     """Why the observed dtypes are not the precision; empty when they are."""
+    unmeasured: str = ""
+    """Which modules' products could not be measured; empty when all were."""
     observed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -225,10 +229,10 @@ def measure(
         return replace(
             found,
             logits_relative_error={
-                task: _relative_error(candidate.logits[task], value)
+                task: relative_error(candidate.logits[task], value)
                 for task, value in reference.logits.items()
             },
-            loss_relative_error=_relative_error(candidate.loss, reference.loss),
+            loss_relative_error=relative_error(candidate.loss, reference.loss),
             gradient_cosine=_cosine(candidate.gradients, reference.gradients),
             **_costs(side, fp32, repeats),
         )
@@ -269,6 +273,7 @@ def _attempt(
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
             disagreement=seen.disagreement(precision, in_float32),
+            unmeasured=seen.unmeasured(),
         )
     return side, result, found
 
@@ -326,7 +331,8 @@ def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
     }
 
 
-def _relative_error(value: Tensor, reference: Tensor) -> float:
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """||value - reference|| / ||reference||; of a reference of 0 the numerator alone."""
     norm = float(reference.double().norm())
     difference = float((value.double() - reference.double()).norm())
     return difference / norm if norm else difference

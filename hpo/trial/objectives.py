@@ -75,6 +75,11 @@ def is_better(objective: ObjectiveConfig, new: Sequence[float], old: Sequence[fl
     return sign * new[0] >= sign * old[0]
 
 
+def quality_objective(objectives: Sequence[ObjectiveConfig]) -> ObjectiveConfig:
+    """The first that says something of the model; the score, to be maximized, where all are measured."""
+    return next((one for one in objectives if one.metric not in MEASURED_METRICS), ObjectiveConfig())
+
+
 def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
     """{task: metric} of the objectives that name one: what the task's thresholds are chosen for."""
     named = (objective.partition("/") for objective in reversed(objectives) if "/" in objective)

@@ -1,22 +1,29 @@
 """What may heal a trial that broke, tried in the order of how little it changes.
 
 Parts in fp32 are tried by themselves, the smallest that the broken operator lies in first. Where none heals,
-the part of what breaks next is added to the smallest, and so on. Then come a smaller loss scale, bf16,
-stronger clipping, fp32, and a lower learning rate; the last two tell whether the precision is to blame.
+the part of what breaks next is added to the smallest, and so on. Where these do not heal what the
+compatibility check found, the smallest set of parts that does is looked for (`hpo.trial.smallest_parts`).
+Then come a smaller loss scale, with a floor (`amp.min_scale`) under it, bf16, stronger clipping, fp32, and a
+lower learning rate; the last two tell whether the precision is to blame.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hpo.config.trial_config import TrialConfig
 from hpo.config.trial_settings import OVERRIDE
 from hpo.errors import InputError, TrialEnd
+from hpo.models.multitask import MultitaskModel
 from hpo.precision.table import PRECISION, Resolution
 from hpo.trial.replay import BadStep
+from hpo.trial.smallest_parts import smallest_parts
 from hpo.trial.tracing import Origin
+
+AMP = "amp."
+"""Begins a setting of the study's `amp` among those that are tried."""
 
 SCALE_FACTOR, CLIP_FACTOR, RATE_FACTOR = 64.0, 10.0, 10.0
 """What the loss scale, the norm of the gradients and the learning rate are divided by."""
@@ -50,15 +57,16 @@ def try_remedies(
     config: TrialConfig,
     resolution: Resolution,
     first: Broken,
-    bad: BadStep | None,
+    at: BadStep | MultitaskModel,
     attempt: Callable[[Mapping[str, Any]], Broken | str],
     say: Callable[[str], None],
 ) -> Iterator[Remedy]:
     """Try the remedies for a trial of `config` that broke as `first` says.
 
-    `attempt` is given settings and says how it broke with them, or in words how well it went. `bad` is None
-    where the trial broke before training.
+    `attempt` is given settings and says how it broke with them, or in words how well it went. `at` is the
+    step of the training, or the model that the compatibility check refused.
     """
+    bad = at if isinstance(at, BadStep) else None
 
     def remedy(settings: dict[str, Any]) -> tuple[Remedy, Broken | None]:
         say(f"trying {shown(settings)}")
@@ -70,8 +78,12 @@ def try_remedies(
             return Remedy(settings, heals=True, result=came), None
         return Remedy(settings, heals=False, result=came.text), came
 
+    asked: dict[tuple[str, ...], tuple[Remedy, Broken | None]] = {}
+
     def in_float32(*parts: str) -> tuple[Remedy, Broken | None]:
-        return remedy({f"{OVERRIDE}{part}": "fp32" for part in parts})
+        if parts not in asked:
+            asked[parts] = remedy({f"{OVERRIDE}{part}": "fp32" for part in parts})
+        return asked[parts]
 
     given = config.float32_parts
     chosen, broken, healed = [*given], first, resolution.effective == "fp32"
@@ -91,6 +103,10 @@ def try_remedies(
         if then is None:
             break
         broken = then
+    if isinstance(at, MultitaskModel) and not healed:
+        found = smallest_parts(at, lambda parts: in_float32(*_joined(given, parts))[0].heals)
+        if found is not None:
+            yield in_float32(*_joined(given, found))[0]
     for settings in _other_remedies(config, resolution, bad):
         yield remedy(settings)[0]
 
@@ -100,8 +116,12 @@ def _other_remedies(
 ) -> Iterator[dict[str, Any]]:
     precision = resolution.precision
     if precision.loss_scaling:
-        scale = bad.scale if bad and bad.scale else config.amp.min_scale
-        yield {"init_scale": scale / SCALE_FACTOR}
+        floor = config.amp.min_scale
+        scale = (bad.scale if bad and bad.scale else floor) / SCALE_FACTOR
+        # At its floor the scaler could not skip a step any more.
+        lower = {f"{AMP}min_scale": scale / SCALE_FACTOR} if scale <= floor else {}
+        yield {"init_scale": scale, **lower}
+    if precision.linear_dtype != "float32" and resolution.effective != "bf16":
         yield {PRECISION: "bf16"}
     if bad is not None:
         yield {"max_grad_norm": config.max_grad_norm / CLIP_FACTOR if config.max_grad_norm else 1.0}
@@ -109,6 +129,10 @@ def _other_remedies(
         yield {PRECISION: "fp32"}
     if bad is not None:
         yield {"learning_rate": config.learning_rate / RATE_FACTOR}
+
+
+def _joined(given: Iterable[str], parts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys((*given, *parts)))
 
 
 def shown(settings: Mapping[str, Any]) -> str:

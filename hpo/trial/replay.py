@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpo.config.trial_config import TrialConfig
 from hpo.data.batches import Batch, collate, evaluation_batches, training_batches
-from hpo.errors import CheckpointError, Nonfinite
+from hpo.errors import Nonfinite
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS, Resolution
-from hpo.training.checkpoint import read_checkpoint
+from hpo.random_numbers import manual_seed
+from hpo.training.checkpoint import intact_checkpoints
 from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import MultitaskLoss
 from hpo.training.step_seed import step_seed
@@ -62,6 +62,10 @@ class BadStep:
     """`loss`, `gradients`, or `logits` in an evaluation after the step."""
     scale: float | None
     """The loss scale of the step; None where there is none."""
+
+
+_RATES = ("lr", "initial_lr")
+"""Of a group of weights: they are those of the configuration, not of what it goes on from."""
 
 
 class _Stopped(Exception):
@@ -120,7 +124,10 @@ class Replay:
         self.model.load_state_dict(start.weights)
         # Weights of another precision have another optimiser, which begins anew.
         if PRECISIONS[start.precision].weights == self.resolution.precision.weights:
+            own = [{name: group[name] for name in _RATES} for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(copy.deepcopy(dict(start.optimizer)))
+            for group, rates in zip(self.optimizer.param_groups, own, strict=True):
+                group.update(rates)
         if start.precision == self.resolution.effective and not own_scale:
             self.mixed_precision.load_state_dict(start.mixed_precision)
         self.state.load_state_dict(start.progress)
@@ -185,7 +192,7 @@ class Replay:
         with backend_flags(self.resolution.precision, self.config.amp):
             if bad.what == "logits":
                 return self._origin_in_evaluation()
-            torch.manual_seed(seed)
+            manual_seed(seed)
             batch = self._step_batch()
             self.model.train()
             items = self.parts.loss_fn.count(batch)
@@ -242,11 +249,7 @@ def trace_batch(
 
 def stored_snapshot(folder: Path, resume_key: str, precision: str, before: int) -> Snapshot | None:
     """The newest checkpoint of a trial whose weights are finite, of a step before `before`; None: none."""
-    for path in sorted(folder.glob("step-????????"), reverse=True):
-        try:
-            found = read_checkpoint(path)
-        except CheckpointError:  # damaged: there may be one before
-            continue
+    for found in intact_checkpoints(folder, "step"):
         step = int(found.state["progress"]["step"])
         if found.resume_key == resume_key and step < before and all(map(is_finite, _floats(found.weights))):
             state = found.state

@@ -9,7 +9,7 @@ place of whole layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
@@ -20,17 +20,20 @@ from hpo.precision.part_names import ATTENTION, HEADS, LAYER, task_of
 Parts = tuple[str, ...]
 
 
-def smallest_parts(model: MultitaskModel, is_ok: Callable[[Parts], bool]) -> Parts | None:
+def smallest_parts(
+    model: MultitaskModel, is_ok: Callable[[Parts], bool], impossible: Collection[str] = ()
+) -> Parts | None:
     """The parts of `model` that have to be in fp32 for `is_ok`; None where not even all of them suffice.
 
-    `is_ok` is told a set of parts and says whether the precision then is.
+    `is_ok` is told a set of parts and says whether the precision then is; it is asked for none of the
+    `impossible` ones.
     """
-    known = parts_of(model)
+    known = [part for part in parts_of(model) if part not in impossible]
     whole_heads = isinstance(model.pool, nn.Module)  # which is part of no task's head
     units = tuple(
         part for part in known if part not in (ATTENTION, HEADS) and not (whole_heads and task_of(part))
     ) + ((HEADS,) if whole_heads else ())
-    if not is_ok(units):
+    if not units or not is_ok(units):
         return None
     for part in sorted(known, key=lambda part: num_weights(model, [part])):
         if is_ok((part,)):

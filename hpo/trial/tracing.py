@@ -65,6 +65,11 @@ class Origin:
     inputs_finite: bool
     """False where a number was not finite before the block, such as a weight."""
 
+    @property
+    def place(self) -> str:
+        """`module` in words."""
+        return "the loss, after the logits" if self.module is None else self.module or "the model itself"
+
 
 class OriginTracer(TorchDispatchMode):
     """Follows what is not finite through the operators of a block; `trace_origins` makes it."""

@@ -23,9 +23,10 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import observe_model
-from hpo.precision.environment import environment_overrides, refuse_overrides
+from hpo.precision.environment import environment_overrides, refuse_overrides, uses_of_float32
 from hpo.precision.parts import float32_modules
 from hpo.precision.table import Resolution, resolve, support
+from hpo.random_numbers import manual_seed
 from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
 from hpo.training.compilation import (
     RECOMPILE_LIMIT,
@@ -40,14 +41,14 @@ from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
 from hpo.training.losses import check_loss
 from hpo.training.optim import rounding_of
 from hpo.training.throughput import ThroughputMeter
-from hpo.trial.compat import check_compatibility
+from hpo.trial.compat import check_compatibility, checked_on
 from hpo.trial.objectives import final_values, is_better, objective_value
 from hpo.trial.telemetry import ScoredEvaluation, TrialRecorder, training_facts
 
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
 
-CHECKPOINT_FORMAT = 3
+CHECKPOINT_FORMAT = 4
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -132,7 +133,13 @@ class TrialRun:
         recorder.note(precision={"requested": requested, "effective": None, "support": level})
         resolution = resolve(requested, executor.device, config.amp)
         recorder.note(precision=asdict(resolution), environment=environment_overrides())
-        refuse_overrides([resolution.effective], config.amp, executor.device.type)
+        needs_float32 = uses_of_float32(
+            check=executor.study.compat.enabled,
+            parts=bool(config.float32_parts),
+            fallback=bool(config.amp.fallback_to_fp32),
+        )
+        precisions = [resolution.effective]
+        refuse_overrides(precisions, config.amp, executor.device.type, float32_for=needs_float32)
         check_overrides(config, resolution)
         reset_peak_memory(executor.device)
         peak_memory = self.peak_memory
@@ -166,7 +173,8 @@ class TrialRun:
         executor = self.executor
         fingerprint = executor.dataset.fingerprint
         found = check_compatibility(self.parts, executor.study, fingerprint, executor.device, executor.cache)
-        self.recorder.note(compatibility=found.telemetry())
+        speaks_for = {"checked_on": checked_on(executor.device)}
+        self.recorder.note(compatibility=found.telemetry() | speaks_for)
         if found.verdict == "incompatible":
             raise Incompatible(" ".join(found.reasons))
         # The check's passes are not this trial's memory.
@@ -217,7 +225,7 @@ class TrialRun:
             "float32_parts": parts.config.float32_parts,
             "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
             "agrees": not disagreement,
-            "reason": " ".join(filter(None, (resolution.reason, disagreement))),
+            "reason": " ".join(filter(None, (resolution.reason, disagreement, seen.unmeasured()))),
         }
         self.recorder.note(precision=asdict(resolution) | observed)
 
@@ -239,7 +247,7 @@ class TrialRun:
         batch = parts.batch(parts.config.batch_size)  # of a shape that is compiled already
 
         def step() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            torch.manual_seed(0)
+            manual_seed(0)
             return run_both_modes(parts.model, parts.loss_fn, batch, mixed_precision)
 
         in_float32 = float32_modules(parts.model)

@@ -40,17 +40,18 @@ def at_most(share: float, stated: float) -> bool:
 )
 @pytest.mark.parametrize(("num_precisions", "max_seeds"), [(2, 3), (2, 20), (5, 12)])
 def test_errors_are_at_most_those_stated(question: str, noise, num_precisions: int, max_seeds: int) -> None:
+    """A question has half of the error: the comparison asks both."""
     rates = error_rates(Cell(question, noise, num_precisions, max_seeds, 3), STUDIES)
-    assert at_most(rates.worse_without_loss, 0.05)
-    assert at_most(rates.worse_at_margin, 0.05)
-    assert at_most(rates.as_good_at_margin, 0.05)
-    assert at_most(1 - rates.coverage, 0.1)
+    assert at_most(rates.worse_without_loss, 0.025)
+    assert at_most(rates.worse_at_margin, 0.025)
+    assert at_most(rates.as_good_at_margin, 0.025)
+    assert at_most(1 - rates.coverage, 0.05)
 
 
 def test_rare_losses_are_erred_on_less_often_than_by_a_t_test() -> None:
     """The limit that the README states."""
     rates = error_rates(Cell("paired", RARE_LOSSES, 2, 20, 1), 4 * STUDIES)
-    assert 0.05 < rates.as_good_at_margin < 0.12
+    assert 0.025 < rates.as_good_at_margin < 0.07
     assert rates.as_good_at_margin <= rates.as_good_fixed + 0.02
 
 

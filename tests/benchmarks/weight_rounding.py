@@ -57,6 +57,7 @@ def parts_of(workload: Workload, folder: Path, name: str) -> TrialParts:
 def training_steps(parts: TrialParts) -> Iterator[tuple[float, float]]:
     """Train without end; after each step its seconds, and those of the telemetry that was measured in it."""
     state = TrainState(micro_batch_size=parts.config.batch_size)
+    probe = StepProbe(parts.model, parts.optimizer, parts.mixed_precision)
     parts.model.train()
     for epoch in count():
         for windows in training_batches(parts.data.train.lengths_W, parts.config.batch_size, SEED, epoch):
@@ -64,7 +65,7 @@ def training_steps(parts: TrialParts) -> Iterator[tuple[float, float]]:
             began = time.perf_counter()
             loss = accumulate_gradients(parts.model, parts.loss_fn, batch, parts.mixed_precision, SEED, state)
             accumulated = time.perf_counter()
-            probe = StepProbe(parts.model, parts.optimizer, parts.mixed_precision)
+            probe.start()
             probed = time.perf_counter()
             apply_gradients(parts.model, parts.optimizer, loss, parts.mixed_precision, 1.0)
             applied = time.perf_counter()

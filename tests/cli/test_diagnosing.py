@@ -14,7 +14,9 @@ from command_line import Finished, finish, hpo_command, ok, start_hpo, stored
 from tiny import ENCODER, write_study
 from whole_study import contents
 
+from hpo.cli.diagnosing import print_diagnosis
 from hpo.study.storage import open_storage
+from hpo.trial.diagnosis import Diagnosis
 
 TRAINING = {"max_steps": 30, "batch_size": 8, "max_length": 64, "dropout": 0.0}
 DIVERGING = {
@@ -72,6 +74,14 @@ def test_a_trial_that_diverged(diverged: Path) -> None:
     assert state_of(diverged) == before, "nothing of the study has changed"
 
 
+def test_it_goes_on_from_a_checkpoint_that_the_worker_left(tmp_path: Path) -> None:
+    write_study(tmp_path, **DIVERGING, evaluation={"per_trial": 15})  # each may write one
+    assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 1
+    found = ok(diagnose(tmp_path, "--json")).json
+    assert (found["what"], found["origin"]["phase"]) == ("loss", "forward")
+    assert 0 < found["started_at"] < found["step"]
+
+
 def test_a_trial_that_the_check_refused(tmp_path: Path) -> None:
     write_study(tmp_path, **OVERFLOWING)
     assert hpo_command(tmp_path, "run", "tiny.yaml").exit_code == 1
@@ -90,14 +100,15 @@ def test_the_parts_that_make_a_precision_ok(tmp_path: Path) -> None:
     verify = ("verify", "tiny.yaml", "--repeats", "1")
     rows = {row["name"]: row for row in ok(hpo_command(tmp_path, *verify, "--json")).json["precisions"]}
     assert rows["fp16"]["float32_parts"] is None
-    assert "With precision" not in rows["fp16"]["note"]
+    assert "precision_overrides" not in rows["fp16"]["note"]
     told = ok(hpo_command(tmp_path, *verify, "--parts", "--json"))
     rows = {row["name"]: row for row in told.json["precisions"]}
     parts = rows["fp16"]["float32_parts"]
     assert {"encoder.layer.0", "encoder.layer.1"} <= set(parts)
     assert rows["fp32"]["float32_parts"] is None
-    overrides = ", ".join(f"precision_overrides.{part}: fp32" for part in parts)
-    assert f"With {overrides} it is ok." in rows["fp16"]["note"]
+    lines = "".join(f"\n  precision_overrides.{part}: fp32" for part in parts)
+    assert f"with these lines under `training:`{lines}" in rows["fp16"]["note"]
+    assert rows["fp16"]["with_parts"]["verdict"] == "ok"
     assert "checking fp16 with embeddings, encoder.layer.0" in told.err
 
 
@@ -160,3 +171,14 @@ def test_killed_in_the_middle_it_leaves_the_study_as_it_was(diverged: Path, tmp_
     assert finish(process).exit_code == -signal.SIGKILL
     assert state_of(folder) == before
     assert ok(diagnose(folder, "--json")).json["healed_by"] == {"max_grad_norm": 1.0}
+
+
+@pytest.mark.parametrize("what", ["raised", "far"])
+def test_the_parts_are_shown_where_no_operator_is_known(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Diagnosis(3, "incompatible", "bf16", what=what, parts=("encoder.layer.1.attention", "attention"))
+    print_diagnosis(found)
+    out = capsys.readouterr().out
+    assert "Parts     encoder.layer.1.attention, attention" in out
+    assert "Operator" not in out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from worker_process import result, study
@@ -19,8 +21,18 @@ from hpo.study.study_record import StudyRecord
 from hpo.study.worker import run_worker
 
 TASKS = (Task("topic", "single_label", ("a", "b")),)
+TWO_TASKS = (*TASKS, Task("tone", "single_label", ("a", "b")))
+"""The second scores like the first."""
 DEVICE = "Example CPU"
+SLOWER = {"slow CPU": {"bf16": 0.25}}
+"""Of a kind of device, by what its speeds are multiplied."""
 SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
+
+OF_POINTS: Mapping[str, Callable[[float], float]] = {
+    "peak_memory_bytes": lambda _: 10.0**6,
+    "topic/mae": lambda points: -points,
+}
+"""Objectives whose value is another one than a hundredth of the points."""
 
 Score = Callable[[dict[str, Any]], float | None]
 """Points of a trial by its parameters; None: its loss is not finite."""
@@ -33,16 +45,26 @@ def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
         "learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5, 1e-4]},
         "init_scale": {"type": "categorical", "choices": [1024.0], "when": {"fp_precision": "bf16"}},
     }
-    config = study(40, search_space=space, **changes)
+    config = study(40, **{"search_space": space, **changes})
     storage.create_or_resume_study(config)
     run(storage, config, score)
     return config
 
 
 def run(
-    storage: Storage, config: StudyConfig, score: Score, *, trials: int = 10**6, device: str = DEVICE
+    storage: Storage,
+    config: StudyConfig,
+    score: Score,
+    *,
+    trials: int = 10**6,
+    device: str = DEVICE,
+    effective: Mapping[str, str] = MappingProxyType({}),
+    speed: Callable[[dict[str, Any]], float] = lambda _: 1.0,
 ) -> StudyRecord:
-    """Be a worker of the study, for so many trials at most."""
+    """Be a worker of the study, for so many trials at most, on this kind of device.
+
+    `effective` names what runs in place of a precision; `speed` multiplies that of a trial.
+    """
     stop, left = Stop(), [trials]
 
     def execute(trial: Any, _: Any) -> Any:
@@ -50,17 +72,22 @@ def run(
         left[0] -= 1
         if not left[0]:
             stop.set("enough")
-        points = score(params)
+        points = score({**params, "device": device} if device != DEVICE else params)
         if points is None:
             return result("nonfinite")
         precision = params["fp_precision"]
-        metrics = {"topic": {"f1_macro": points / 100}}
+        rate = SPEED[precision] * SLOWER.get(device, {}).get(precision, 1.0)
+        metrics = {task.name: {"f1_macro": points / 100, "mae": -points} for task in TWO_TASKS}
         return result(
             "complete",
-            values=(points / 100,),
+            values=tuple(
+                OF_POINTS.get(one.metric, lambda points: points / 100)(points) for one in config.objective
+            ),
             headline={
-                "fp_precision_effective": precision,
-                "train_examples_per_second": SPEED[precision] * (1 + params.get("seed", 0) % 3 / 100),
+                "fp_precision_effective": effective.get(precision, precision),
+                "train_examples_per_second": rate
+                * speed(params)
+                * random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1),
                 "peak_memory_bytes": 10**6,
             },
             telemetry={
@@ -70,7 +97,7 @@ def run(
             },
         )
 
-    run_worker(config, storage, execute, device=WorkerDevice(name=device), stop=stop, poll_seconds=0.01)
+    run_worker(config, storage, execute, device=WorkerDevice(kind=device), stop=stop, poll_seconds=0.01)
     return storage.read_study(config.name)
 
 
@@ -79,17 +106,32 @@ def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfi
     return open_comparison(storage, record, config, request, runnable=("fp32", "bf16"), has_test=True)
 
 
-def compared(storage: Storage, config: StudyConfig, score: Score, request: Request | None = None) -> Result:
-    """What a comparison comes to."""
+def compared(
+    storage: Storage,
+    config: StudyConfig,
+    score: Score,
+    request: Request | None = None,
+    devices: tuple[str, ...] = (),
+    **how: Any,
+) -> Result[Any]:
+    """What a comparison comes to, run on `DEVICE`, or on other kinds in turn, of which `score` is told.
+
+    `how` is that of `run`.
+    """
     search = storage.read_study(config.name)
 
     def run_look(companion: StudyConfig) -> StudyRecord:
         storage.create_or_resume_study(companion)
-        return run(storage, companion, score)
+        for device in devices:  # each of them begins some blocks
+            run(storage, companion, score, trials=companion.num_slots // 4, device=device)
+        for device in devices or (DEVICE,):  # and ends them
+            record = run(storage, companion, score, device=device, **how)
+        return record
 
     *_, last = look_by_look(
+        storage,
         begun(storage, config, request or Request()),
         run_look,
-        lambda record, companion: judge(record, companion, search, TASKS, DEVICE),
+        lambda record, companion: judge(record, companion, search, TASKS),
     )
     return last

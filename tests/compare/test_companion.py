@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
+from jsonl_sets import load_set, write_set
 from planted import begun, run, searched
+from worker_process import study
 
-from hpo.compare.companion import FIRST_SEED, Request, comparison_name
+from hpo.compare.companion import (
+    FIRST_SEED,
+    Request,
+    caught_up,
+    comparison_name,
+    grown,
+    unlabelled_in_test,
+)
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError
+from hpo.study.device_sampler import WorkerDevice
 from hpo.study.grid_sampler import DEVICE_ATTR, POINT_ATTR
+from hpo.study.schema import slots
 from hpo.study.storage import Storage, open_storage
+from hpo.study.worker import run_worker
 
-REQUEST = Request(top=2, min_seeds=3, max_seeds=8)
+REQUEST = Request(top=2, seeds=3, max_seeds=8)
 
 
 def by_rate(params: dict[str, Any]) -> float:
@@ -45,20 +60,25 @@ def test_the_best_under_each_precision_and_the_best_of_each(storage: Storage, co
         for one in plan_of(companion).configurations
     ]
     assert found == [
-        (1e-5, ("fp32", "bf16"), True, ("fp32",)),
-        (1e-5, ("fp32", "bf16"), True, ("bf16",)),
-        (3e-5, ("fp32",), False, ("fp32",)),
-        (3e-5, ("bf16",), False, ("bf16",)),
+        (1e-5, ("fp32", "bf16"), True, ("fp32", "bf16")),
+        (3e-5, ("fp32", "bf16"), True, ("fp32", "bf16")),
     ]
     assert companion.name == comparison_name("tiny", "precisions") == "tiny-compare"
     assert companion.pruner.name == "none"
     assert companion.evaluation.test
 
 
+def test_no_trial_of_it_falls_back(storage: Storage) -> None:
+    """Whatever the search did: fp32 in the place of bf16 says nothing of bf16."""
+    config = searched(storage, by_rate, amp={"on_unsupported": "fallback", "allow_emulated": True})
+    amp = begun(storage, config, REQUEST).amp
+    assert (amp.on_unsupported, amp.allow_emulated) == ("skip", True)
+
+
 def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config: StudyConfig) -> None:
     plan = plan_of(begun(storage, config, REQUEST))
     points = plan.points()
-    assert len(points) == 3 * len(plan.arms()) == 3 * 8
+    assert len(points) == 3 * len(plan.arms()) == 3 * 6
     assert min(point["seed"] for point in points) == FIRST_SEED
     assert max(point["seed"] for point in points) <= plan.last_seed
     assert len({tuple(point.values()) for point in points}) == len(points)
@@ -69,29 +89,117 @@ def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config:
     assert set(orders) == {("fp32", "bf16"), ("bf16", "fp32")}, "no precision is always the first"
 
 
-def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage, config: StudyConfig) -> None:
+def test_what_suits_one_precision_alone_is_no_paired_configuration_of_another(storage: Storage) -> None:
+    """Each question has its own best: one learning rate is among both, and trained once."""
+    suits = {"fp32": 3e-5, "bf16": 1e-4}
+
+    def score(params: dict[str, Any]) -> float:
+        precision, rate = params["fp_precision"], params["learning_rate"]
+        return 80.0 - 9.0 * (rate != suits[precision]) - 1e4 * rate - (precision == "bf16")
+
+    plan = plan_of(begun(storage, searched(storage, score), Request(top=1, seeds=3, max_seeds=8)))
+    found = [(one.params["learning_rate"], one.precisions, one.tuned) for one in plan.configurations]
+    assert found == [(3e-5, ("fp32", "bf16"), ("fp32",)), (1e-4, ("bf16",), ("bf16",))]
+
+
+def test_a_setting_of_one_precision_has_its_best_value_there(storage: Storage) -> None:
+    """In the configuration that all share; another value of it is a configuration of that precision."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {"type": "categorical", "choices": [1e-5]},
+        "init_scale": {"type": "categorical", "choices": [8.0, 1024.0], "when": {"fp_precision": "bf16"}},
+    }
+    config = study(20, search_space=space)
+    storage.create_or_resume_study(config)
+    run(storage, config, lambda params: 80.0 - (params.get("init_scale") == 8.0))
+    plan = plan_of(begun(storage, config, Request(top=2, seeds=3, max_seeds=8)))
+    found = [(one.params["init_scale"], one.precisions, one.tuned) for one in plan.configurations]
+    assert (found[0][0], found[0][1], {*found[0][2]}) == (1024.0, ("fp32", "bf16"), {"fp32", "bf16"})
+    assert found[1:] == [(8.0, ("bf16",), ("bf16",))]
+
+
+def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage) -> None:
+    """Where no trial of the precision that searches it is complete."""
+    config = searched(storage, lambda params: None if params["fp_precision"] == "bf16" else by_rate(params))
     companion = begun(storage, config, REQUEST)
-    values = {one.tuned: one.params["init_scale"] for one in plan_of(companion).configurations}
-    assert values == {("fp32",): None, ("bf16",): 1024.0}
-    assert set(companion.search_space["init_scale"].grid()) == {None, 1024.0}
+    assert {one.params["init_scale"] for one in plan_of(companion).configurations} == {None}
+    assert companion.search_space["init_scale"].grid() == (None,)
+
+
+def test_nothing_but_fp32(storage: Storage, config: StudyConfig) -> None:
+    with pytest.raises(InputError, match="A comparison needs another precision than fp32, but"):
+        begun(storage, config, Request(precisions=("fp32",)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_seeds": 12}, "begun with other values of max_seeds. Leave them out to go on with it"),
-        ({"precisions": ("fp32",)}, "other values of precisions"),
-        ({"margin": 1.0, "min_seeds": 5}, "other values of min_seeds, margin"),
+        ({"precisions": ("fp32",)}, "`tiny-compare` was begun with --precisions bf16, and what its trials "),
+        ({"precisions": ("fp32", "bf16", "fp16")}, "begun with --precisions bf16, and"),
+        (
+            {"margin": 1.0, "seeds": 5, "top": 3},
+            (
+                "begun with --top 2 --seeds 3 --margin 0.5, and what its trials tell counts for that alone. "
+                "Leave it out to go on, or begin anew, without its trials: hpo delete tiny-compare"
+            ),
+        ),
+        (
+            {"max_seeds": 5},
+            "are planned for 8 seeds, of which it has 3, but got 5",
+        ),
     ],
 )
 def test_a_comparison_goes_on_as_it_was_begun(
     changes: Any, message: str, storage: Storage, config: StudyConfig
 ) -> None:
     storage.create_or_resume_study(begun(storage, config, REQUEST))
-    again = begun(storage, config, Request(max_seeds=8))
+    again = begun(
+        storage, config, Request("precisions", ("bf16", "fp32"), top=2, seeds=3, max_seeds=8, margin=0.5)
+    )
     assert plan_of(again) == plan_of(begun(storage, config, REQUEST))
     with pytest.raises(InputError, match=message):
         begun(storage, config, Request(**changes))
+
+
+def test_more_seeds_leave_those_before_them_as_they_are(storage: Storage, config: StudyConfig) -> None:
+    first = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(first)
+    for num in (15, 15, 20):
+        more = begun(storage, config, Request(max_seeds=num))
+        storage.create_or_resume_study(more)
+    plan = plan_of(begun(storage, config, Request()))
+    assert (plan.extensions, plan.seeds_allowed, plan.max_seeds) == ((15, 20), 20, 8)
+    assert plan.points() == plan_of(first).points()
+    with pytest.raises(InputError, match="are planned for 20 seeds, of which it has 3, but got 15"):
+        begun(storage, config, Request(max_seeds=15))
+    grown = plan.model_copy(update={"num_seeds": 20}).points()
+    assert grown[: len(plan.points())] == plan.points()
+    assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 6
+
+
+def test_two_commands_take_nothing_from_each_other(storage: Storage, config: StudyConfig) -> None:
+    """One has added seeds, the other was allowed more; what each knows is older than what is stored."""
+    old = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(grown(old, plan_of(old).model_copy(update={"num_seeds": 5})))
+    assert plan_of(caught_up(storage, old)).num_seeds == 5
+    storage.create_or_resume_study(begun(storage, config, Request(max_seeds=20)))
+    later = plan_of(caught_up(storage, grown(old, plan_of(old).model_copy(update={"num_seeds": 8}))))
+    assert (later.num_seeds, later.extensions) == (8, (20,))
+
+
+@pytest.mark.parametrize("changes", [{"margin": 0.5}, {"precisions": ("fp32", "bf16")}])
+def test_what_a_race_does_not_take(changes: Any, storage: Storage, config: StudyConfig) -> None:
+    with pytest.raises(InputError, match="--configurations takes neither --precisions nor --margin"):
+        begun(storage, config, Request("configurations", **changes))
+
+
+def test_a_comparison_is_not_compared(storage: Storage, config: StudyConfig) -> None:
+    companion = begun(storage, config, REQUEST)
+    storage.create_or_resume_study(companion)
+    with pytest.raises(
+        InputError, match="`tiny-compare` is itself a comparison, of `tiny`: hpo compare tiny"
+    ):
+        begun(storage, companion, REQUEST)
 
 
 def test_what_cannot_be_compared(storage: Storage) -> None:
@@ -102,7 +210,7 @@ def test_what_cannot_be_compared(storage: Storage) -> None:
 
 def test_seeds_in_the_wrong_order(storage: Storage, config: StudyConfig) -> None:
     with pytest.raises(InputError, match="--seeds must be <= --max-seeds, but got 9 and 8"):
-        begun(storage, config, Request(min_seeds=9, max_seeds=8))
+        begun(storage, config, Request(seeds=9, max_seeds=8))
 
 
 def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config: StudyConfig) -> None:
@@ -122,10 +230,62 @@ def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config
 def test_trials_of_more_seeds_follow_when_the_plan_grows(storage: Storage, config: StudyConfig) -> None:
     companion = begun(storage, config, REQUEST)
     storage.create_or_resume_study(companion)
-    assert len(run(storage, companion, by_rate).trials) == 24
+    assert len(run(storage, companion, by_rate).trials) == 18
     plan = plan_of(companion).model_copy(update={"num_seeds": 5})
     grown = companion.with_values(comparison=plan, n_trials=len(plan.points()))
     storage.create_or_resume_study(grown)
     record = run(storage, companion, by_rate)  # a worker that has read the old plan
-    assert len(record.trials) == 40
-    assert len({tuple(trial.params.values()) for trial in record.trials}) == 40
+    assert len(record.trials) == 30
+    assert len({tuple(trial.params.values()) for trial in record.trials}) == 30
+
+
+def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
+    storage: Storage, config: StudyConfig
+) -> None:
+    """Its block is half done, one trial was interrupted, and the one kind of device has gone."""
+    companion = begun(storage, config, REQUEST)
+    study = storage.create_or_resume_study(companion)
+    run(storage, companion, by_rate, trials=1, device="gone")
+    ended = study.trials[0].system_attrs[POINT_ATTR]
+    interrupted = study.ask()
+    plan = plan_of(companion)
+    point = next(
+        point for point in plan.points() if plan.block(point) == plan.block(ended) and point != ended
+    )
+    for key, value in ((POINT_ATTR, point), (DEVICE_ATTR, "gone")):
+        study._storage.set_trial_system_attr(interrupted._trial_id, key, value)
+    with storage.engine.begin() as connection:
+        slot = sa.select(sa.func.min(slots.c.slot)).where(slots.c.state == "open").scalar_subquery()
+        of_trial = sa.update(slots).where(slots.c.study == companion.name, slots.c.slot == slot)
+        connection.execute(of_trial.values(trial_number=interrupted.number))
+    record = run(storage, companion, by_rate, device="here")
+    assert record.trials[interrupted.number].state == "RUNNING", "left alone, and not waited for"
+    assert record.slots["done"] == 17
+    summary = run_worker(companion, storage, lambda *_: None, device=WorkerDevice(kind="here"))
+    assert (summary.ended, summary.elsewhere) == ("elsewhere", ("the name gone",))
+    assert run(storage, companion, by_rate, device="gone").slots["done"] == 18
+
+
+@pytest.mark.parametrize(
+    ("objective", "unlabelled"),
+    [
+        ({"metric": "score"}, ("tone",)),
+        ({"metric": "tone/f1_macro"}, ("tone",)),
+        ({"metric": "topic/f1_macro"}, ()),
+        ([{"metric": "train_examples_per_second"}, {"metric": "topic/f1_macro"}], ()),
+        ({"metric": "peak_memory_bytes", "direction": "minimize"}, ("tone",)),
+    ],
+)
+def test_the_test_split_must_be_labelled_for_the_objective(
+    objective: Any, unlabelled: tuple[str, ...], tmp_path: Path
+) -> None:
+    kind = {"kind": "single_label", "classes": ["a", "b"]}
+    rows: dict[str, Any] = {
+        split: [{"id": split, "text": "x", "labels": {"topic": "a", "tone": "b"}}]
+        for split in ("train", "validation", "test")
+    }
+    del rows["test"][0]["labels"]["tone"]
+    data = load_set(write_set(tmp_path / "data", {"topic": kind, "tone": kind}, **rows))
+    assert unlabelled_in_test(study(1, objective=objective), data) == unlabelled
+    without = replace(data, splits={name: data.splits[name] for name in ("train", "validation")})
+    assert unlabelled_in_test(study(1, objective=objective), without) == ()

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hpo.compare.estimate import Estimate, as_scores, paired_estimate, ratio_estimate, tuned_estimate
+from hpo.compare.estimate import (
+    Estimate,
+    as_scores,
+    paired_estimate,
+    ratio_estimate,
+    tuned_estimate,
+    tuned_ratio_estimate,
+)
 
 RNG = np.random.default_rng(0)
 SCORES = RNG.normal(80, 1, (3, 7))
@@ -105,7 +112,7 @@ def test_scores_that_are_missing_are_nan() -> None:
 def test_a_ratio_is_a_geometric_mean() -> None:
     ours, theirs = [[2.0, 8.0, 4.0]], [[1.0, 2.0, 1.5]]
     logs = np.log([2, 4, 4 / 1.5])
-    found = ratio_estimate(ours, theirs)
+    found = ratio_estimate(ours, theirs, 0.05)
     assert found.ratio == pytest.approx(math.exp(logs.mean()))
     expected = stats.ttest_1samp(logs, 0).confidence_interval(0.9)
     assert found.low is not None
@@ -116,7 +123,19 @@ def test_a_ratio_is_a_geometric_mean() -> None:
 
 
 def test_a_ratio_of_missing_values() -> None:
-    alone = ratio_estimate([[2.0, None], [None, None]], [[1.0, 1.0], [1.0, 1.0]])
+    alone = ratio_estimate([[2.0, None], [None, None]], [[1.0, 1.0], [1.0, 1.0]], 0.05)
     assert (alone.ratio, alone.low, alone.high, alone.num_pairs) == (2.0, None, None, 1)
-    with pytest.raises(ValueError, match="at least one pair"):
-        ratio_estimate([[None]], [[1.0]])
+    for estimate in (ratio_estimate, tuned_ratio_estimate):
+        with pytest.raises(ValueError, match="needs values on both sides"):
+            estimate([[None]], [[1.0]], 0.05)
+
+
+def test_a_ratio_of_configurations_that_are_not_paired() -> None:
+    """Two against one, in other numbers of seeds; a smaller level is a wider interval."""
+    ours, theirs = [[2.0, 4.0, 8.0], [4.0, None, 4.0]], [[2.0, 3.0, 2.0]]
+    found, wider = (tuned_ratio_estimate(ours, theirs, level) for level in (0.05, 0.01))
+    assert found.ratio == pytest.approx(4 / 12 ** (1 / 3))
+    assert found.num_pairs == 3
+    assert wider.low is not None
+    assert found.low is not None
+    assert wider.low < found.low < found.ratio

@@ -78,7 +78,7 @@ def test_noise_hides_a_difference_and_the_number_of_seeds_that_is_named_decides(
         assert found.verdict == "undecided"
         assert found.seeds_needed is not None
         more = np.append(seen, rng.normal(0, 0.6, found.seeds_needed - 5))
-        extended = replace(plan, extended_to=found.seeds_needed)
+        extended = replace(plan, extensions=(found.seeds_needed,))
         decided += judge_paired([more.tolist()], [[0.0] * len(more)], extended).verdict == "as_good"
     assert stats.binomtest(decided, num, 0.9, alternative="less").pvalue > 0.01
 
@@ -126,11 +126,44 @@ def test_a_precision_that_never_trains_is_worse(judge: type[judge_paired]) -> No
     assert (found.low, found.high) == (-math.inf, math.inf)
 
 
-def test_a_precision_that_fails_once_is_not_as_good() -> None:
-    scores = reference()
-    scores[0][4] = math.nan
-    found = judge_paired(scores, reference(), Plan(min_seeds=5, max_seeds=20))
+def test_a_failure_in_few_trials_is_not_as_good_and_in_more_of_them_it_is() -> None:
+    scores, plan = reference(), Plan(min_seeds=5, max_seeds=20)
+    scores[0][4] = None
+    found = judge_paired([row[:5] for row in scores], reference(5), plan)
     assert (found.verdict, found.difference, found.num_failed) == ("undecided", 0.0, 1)
+    found = judge_paired(scores, reference(), plan)
+    assert (found.verdict, found.num_seeds, found.num_failed) == ("as_good", 8, 1)
+
+
+def test_few_failures_are_tolerated_and_more_of_them_are_said_not_counted_in_seeds() -> None:
+    """One of 36 trials is, three are not; no seeds are promised, since those would fail as often."""
+    plan = Plan(min_seeds=12, max_seeds=20)
+    scores = [row[:12] for row in planted(0.0, 0.1)]
+    scores[0][4] = None
+    assert judge_paired(scores, reference(12), plan).verdict == "as_good"
+    scores[1][4] = scores[2][3] = None
+    found = judge_paired(scores, reference(12), plan)
+    assert (found.verdict, found.seeds_needed, found.is_final) == ("undecided", None, False)
+    assert found.reason.startswith("3 of 36 trials ended without a score")
+
+
+@pytest.mark.parametrize("judge", [judge_paired, judge_tuned])
+def test_trials_that_say_nothing_are_no_failures(judge: type[judge_paired]) -> None:
+    scores = planted(0.0, 0.1)
+    scores[0][0] = scores[1][3] = scores[2][5] = math.nan
+    found = judge(scores, reference(), PLAN)
+    assert found.num_failed == 0
+    nothing = judge([[math.nan] * 3] * 3, reference(3), PLAN)
+    assert (nothing.verdict, nothing.num_failed) == ("undecided", 0)
+    assert nothing.reason == "9 trials say nothing: they failed, or ran in another precision"
+
+
+@pytest.mark.parametrize("judge", [judge_paired, judge_tuned])
+def test_fp32_that_never_trains_is_said(judge: type[judge_paired]) -> None:
+    found = judge(reference(), [[None] * 20] * 3, PLAN)
+    assert (found.verdict, found.num_seeds, found.is_final) == ("undecided", 3, True)
+    assert (found.reference_fails, found.seeds_needed) == (True, None)
+    assert found.reason == "9 of 9 trials of fp32 ended without a score"
 
 
 def test_a_configuration_that_fails_under_both_precisions_alike_speaks_against_neither() -> None:

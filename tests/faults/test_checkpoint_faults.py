@@ -257,6 +257,12 @@ class Store:
         self.go = self.come_back = lambda: None
 
 
+BOTH_STORES = pytest.mark.parametrize(
+    "store", [pytest.param("artifacts", marks=pytest.mark.slow), "s3"], indirect=True
+)
+"""Of tests that hardly depend on the kind of store."""
+
+
 @pytest.fixture(params=["artifacts", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "artifacts":
@@ -365,6 +371,7 @@ def test_store_away_and_back(url: str, machine: MakeMachine, store: Store) -> No
     assert any("best" in name for name in store.names())
 
 
+@BOTH_STORES
 def test_a_finished_trial_does_not_wait_for_a_store_that_is_away(
     url: str, machine: MakeMachine, store: Store
 ) -> None:
@@ -391,6 +398,7 @@ def test_a_finished_trial_does_not_wait_for_a_store_that_is_away(
     assert scored.json["evaluation"]["trial"] == best_of(record)
 
 
+@BOTH_STORES
 def test_killed_while_the_store_takes_the_best(url: str, machine: MakeMachine, store: Store) -> None:
     """Whoever goes on with the trial writes it."""
     a = machine("a", **store.environment)

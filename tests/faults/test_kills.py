@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,13 @@ def test_configuration_that_kills_its_process_ends_as_crashed(
         opened = storage.create_or_resume_study(config)
         while storage.slot_counts("tiny")["done"] < config.n_trials:
             pair = [start(storage_url, config, log, crash=number) for _ in range(2)]
-            for process in pair:
-                process.join(60)
-                record_death(storage, process.pid, process.exitcode)
+            alive = {process.sentinel: process for process in pair}
+            while alive:  # one may wait for what the other, dead, has
+                ended = [alive.pop(sentinel) for sentinel in wait(list(alive), 60)]
+                assert ended, "they wait for each other"
+                for process in ended:
+                    process.join()
+                    record_death(storage, process.pid, process.exitcode)
         runs = Counter(line["number"] for line in notes(log))
         crashed = [trial for trial in opened.trials if trial.params["fp_precision"] == "fp16"]
         assert crashed

@@ -54,7 +54,7 @@ def store_evaluation(folder: Path, seconds: float) -> None:
     "numbers",
     [
         [signal.SIGINT],
-        [signal.SIGUSR2],
+        pytest.param([signal.SIGUSR2], marks=pytest.mark.slow),
         [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM],  # a launcher that warns before it terminates
     ],
     ids=lambda numbers: "-".join(number.name for number in numbers),
@@ -102,7 +102,10 @@ def test_end_of_the_job(tmp_path: Path) -> None:
     assert list(tmp_path.glob("runs/tiny/checkpoints-*/trial-00000/step-*")) == [checkpoint]
 
 
-@pytest.mark.parametrize("study", [("tiny",), ()], ids=["of a study", "of all studies"])
+@pytest.mark.parametrize(
+    "study",
+    [pytest.param(("tiny",), id="of a study", marks=pytest.mark.slow), pytest.param((), id="of all studies")],
+)
 def test_supervisor_starts_a_killed_worker_again_and_passes_signals_on(
     tmp_path: Path, study: tuple[str, ...]
 ) -> None:

@@ -118,7 +118,10 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url))
 
 
-@pytest.mark.parametrize("study", ["tiny", ""], ids=["of a study", "of all studies"])
+@pytest.mark.parametrize(
+    "study",
+    [pytest.param("tiny", id="of a study", marks=pytest.mark.slow), pytest.param("", id="of all studies")],
+)
 def test_a_job_that_is_warned_while_the_database_is_away(
     study: str, slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
 ) -> None:
@@ -149,11 +152,11 @@ def test_a_node_that_slurm_loses_with_its_job_alive(
     slurm: SlurmCluster, postgres_url: str, tmp_path: Path
 ) -> None:
     """The job is started again elsewhere, and two workers live: one of them has the trial."""
-    job = submit(tmp_path, postgres_url, seconds=60)
+    job = submit(tmp_path, postgres_url, seconds=80)
     slurm.wait(lambda: has_checkpoint(tmp_path))
     lost = node_of(slurm, job)
     slurm.kill_slurmd(lost)
-    slurm.wait(lambda: sum(worker.alive for worker in read(postgres_url).workers) == 2)
+    slurm.wait(lambda: sum(worker.alive for worker in read(postgres_url).workers) == 2, 90)
     assert node_of(slurm, job) != lost
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "COMPLETED"}, 120)
     slurm.start_missing_nodes()

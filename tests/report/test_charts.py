@@ -71,7 +71,7 @@ def test_metric_by_precision_leaves_out_what_ran_something_else() -> None:
 
 
 def test_throughput_front_is_what_no_other_trial_beats() -> None:
-    chart = metric_throughput(fake_tables())
+    (chart,) = metric_throughput(fake_tables())
     shown = [point for s in chart.series if s.draw == "points" for point in zip(s.x, s.y, strict=True)]
     front = series(chart, "Pareto front")
     for x, y in zip(front.x, front.y, strict=True):
@@ -84,10 +84,10 @@ def test_throughput_axis_is_logarithmic_where_an_emulated_precision_is_far_slowe
     slow, fast = fake_trial(0, "fp16"), fake_trial(1, "fp32")
     slow.telemetry["throughput"]["train_examples_per_second"] = 1.0
     fast.telemetry["throughput"]["train_examples_per_second"] = 25.0
-    chart = metric_throughput(tables_of([slow, fast]))
+    (chart,) = metric_throughput(tables_of([slow, fast]))
     assert chart.x_log
     assert plotly_figure(chart).layout.xaxis.type == "log"
-    assert not metric_throughput(tables_of([fast])).x_log
+    assert not metric_throughput(tables_of([fast]))[0].x_log
 
 
 def test_importances_contain_fp_precision() -> None:
@@ -99,7 +99,7 @@ def test_importances_contain_fp_precision() -> None:
 
 def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
     record = fake_record()
-    chart = learning_curves(StudyTables(record), 0, "seconds")
+    (chart,) = learning_curves(StudyTables(record), 0, "seconds")
     assert len(chart.series) == MAX_CURVES
     assert f"{MAX_CURVES} best of 32" in chart.caption
     best = max((trial for trial in record.trials if trial.values), key=lambda trial: trial.values)
@@ -108,7 +108,9 @@ def test_learning_curves_follow_the_evaluations_and_are_capped() -> None:
 
 
 def test_curves_of_trials_that_did_not_complete_are_dashed() -> None:
-    chart = learning_curves(tables_of([fake_trial(0, "fp32"), fake_trial(1, "fp32", "pruned")]), 0, "epochs")
+    (chart,) = learning_curves(
+        tables_of([fake_trial(0, "fp32"), fake_trial(1, "fp32", "pruned")]), 0, "epochs"
+    )
     assert sorted(series.dashed for series in chart.series) == [False, True]
 
 
@@ -152,7 +154,7 @@ def test_learning_curves_of_memory_are_in_the_unit_of_their_axis() -> None:
     trial = fake_trial(0, "fp32")
     for row in trial.evaluations:
         row.metrics["peak_memory_bytes"] = 1.5 * 2**30
-    chart = learning_curves(tables_of([trial], metric_names=("peak_memory_bytes",)), 0, "epochs")
+    (chart,) = learning_curves(tables_of([trial], metric_names=("peak_memory_bytes",)), 0, "epochs")
     assert chart.y_label == "peak memory (GiB)"
     assert list(chart.series[0].y) == [1.5] * 4
     assert "1.5 GiB" in chart.series[0].hover[0]

@@ -30,6 +30,9 @@ def test_numbers_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
 
 
+SEEN = {"linear_dtypes": {"bfloat16": 38}, "tf32": False, "compiled": False}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -38,6 +41,22 @@ def test_numbers_as_people_read_them(text: str, expected: str) -> None:
         (
             {"observed": {"float8_linears": 12, "tf32": True, "compiled": True}},
             "12 float8 layers, TF32 on, compiled",
+        ),
+        ({}, "observed: 38 linear layers gave bfloat16, TF32 off"),
+        # The product beats the dtype of the output, which may be a cast.
+        (
+            {
+                "observed": {
+                    **SEEN,
+                    "linear_products": {"float32": 2, "bfloat16": 36},
+                    "unmeasured_linears": 0,
+                }
+            },
+            "2 linear layers multiplied in float32, 36 linear layers multiplied in bfloat16, TF32 off",
+        ),
+        (
+            {"observed": {**SEEN, "linear_products": {"tf32": 38}, "unmeasured_linears": 1}},
+            "38 linear layers multiplied in tf32, 1 of them known by the dtype of their output alone, TF32",
         ),
     ],
 )

@@ -61,9 +61,8 @@ def test_a_row_for_each_precision_of_the_metric_that_decides() -> None:
 
 
 def test_speed_against_quality() -> None:
-    points = {
-        series.name: (*series.x, *series.y) for series in speed_and_quality(TABLES).series if series.in_legend
-    }
+    (chart,) = speed_and_quality(TABLES)
+    points = {series.name: (*series.x, *series.y) for series in chart.series if series.in_legend}
     assert points == {"fp32": (1.0, 0.0), "bf16": (1.6, -0.1)}
 
 
@@ -72,7 +71,7 @@ def test_what_was_not_compared_says_so() -> None:
     assert sentences(tables) == []
     assert verdict_table(tables).empty
     assert forest(tables).absent == "Precisions were not compared on new seeds: hpo compare fake"
-    assert speed_and_quality(compared(row("bf16", 0.0))).absent.startswith(
+    assert speed_and_quality(compared(row("bf16", 0.0)))[0].absent.startswith(
         "No pair of trials tells the speed"
     )
     assert "verdicts" not in {chart.key for chart in all_charts(tables)}

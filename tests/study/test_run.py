@@ -25,6 +25,7 @@ from hpo.study.run import check_precisions, open_study, plan_workers, run_study,
 from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import RunSummary, run_worker
+from hpo.trial.compat import checked_on
 
 PRECISIONS = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
 GPU = DeviceInfo(
@@ -354,7 +355,7 @@ def test_sampler_knows_the_memory_of_its_worker(
     config = study(1, search_space={})
     with open_study(config, sqlite_url, tmp_path) as opened:
         run_study(opened, stop=Stop())
-    assert given["device"] == WorkerDevice("GPU-0", gib * 2**30, {}, GPU.name)
+    assert given["device"] == WorkerDevice("GPU-0", gib * 2**30, {}, GPU.kind, checked_on(GPU))
 
 
 @pytest.mark.usefixtures("executors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -82,8 +83,8 @@ def test_no_trial_begins_that_cannot_reach_its_evaluation(
     assert (ended.ended, ended.exit_code, ended.outcomes) == ("timeout", 0, {})
     assert storage.slot_counts("tiny") == {"open": 8, "running": 0, "done": 0}
     assert not stop.asks_for_requeue, "the next job would have no more time"
-    said = "it may take 80 s to its next evaluation, and this worker has 70 s"
-    assert said in caplog.text
+    said = r"it may take 80 s to its next evaluation, and this worker has (70|6\d) s"
+    assert re.search(said, caplog.text)
 
 
 def test_a_study_whose_evaluations_lie_more_than_half_a_job_apart_goes_on(storage: Storage) -> None:

@@ -327,3 +327,23 @@ def test_what_one_device_lacks_is_not_avoided_on_another(name: str, runs_fp16: b
         current.run(fp_precision="fp16")
     current.script = lambda params: params["dropout"]
     assert ("fp16" in {params["fp_precision"] for params in current.run(12)}) == runs_fp16
+
+
+@pytest.mark.parametrize("name", ["tpe", "gp", "nsga2"])
+@pytest.mark.parametrize("checked_on", ["AMX, torch 2", "V100, torch 2"])
+def test_what_the_check_ends_on_one_kind_is_not_avoided_on_another(name: str, checked_on: str) -> None:
+    """fp16 is incompatible here, or on another kind of device, whose trials do not count here."""
+    config = study(30, sampler={"name": name, "seed": 3}, search_space=SPACES["ranges"])
+    storage = optuna.storages.InMemoryStorage()
+    there = ScriptedStudy(config, storage=storage)
+    for rate in (1e-5, 3e-5, 1e-4, 3e-4):
+        there.study.enqueue_trial({"fp_precision": "fp16", "learning_rate": rate})
+        checked = {"compatibility": {"verdict": "incompatible", "checked_on": checked_on}}
+        there.end(there.ask()[0], "incompatible", telemetry=checked)
+    here = ScriptedStudy(
+        config,
+        lambda params: params["dropout"],
+        storage=storage,
+        device=WorkerDevice(checked_on="V100, torch 2"),
+    )
+    assert ("fp16" in {params["fp_precision"] for params in here.run(12)}) == (checked_on[:3] == "AMX")

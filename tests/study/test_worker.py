@@ -125,6 +125,25 @@ def test_only_the_best_trials_keep_their_checkpoints(
     assert kept == {*best_first[:top_k], unfinished}
 
 
+@pytest.mark.parametrize(("top_k", "kept"), [(0, set()), (1, {1, 4}), (3, {1, 3, 4})])
+def test_the_last_trials_that_were_not_finite_keep_theirs(
+    storage: Storage, tmp_path: Path, top_k: int, kept: set[int]
+) -> None:
+    """`hpo diagnose` goes on from their last checkpoint, of which no best trial may be in the way."""
+    outcomes = [Outcome.NONFINITE, Outcome.COMPLETE, Outcome.INCOMPATIBLE, Outcome.NONFINITE]
+    outcomes.append(Outcome.NONFINITE)
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> TrialResult:
+        outcome = outcomes[trial.number]
+        return TrialResult(outcome, values=(0.5,) if outcome == Outcome.COMPLETE else None)
+
+    run_worker(study(len(outcomes)), storage, execute)
+    for number in range(len(outcomes)):
+        (tmp_path / str(number) / "step-00000003").mkdir(parents=True)
+    keep_best_checkpoints(storage.load_study("tiny"), lambda number: tmp_path / str(number), top_k)
+    assert {int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal()} == kept
+
+
 def test_bug_in_a_trial_fails_it_alone(storage: Storage) -> None:
     def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
         if trial.number == 0:

@@ -47,6 +47,7 @@ def probe(
 ) -> dict[str, Any]:
     optimizer = optimizer or sgd(model)
     seen = StepProbe(model, optimizer, amp_of(precision))
+    seen.start()
     optimizer.step()
     return seen.result(7)
 
@@ -116,7 +117,7 @@ def test_a_part_that_computes_in_fp32_has_its_range() -> None:
 
 
 def test_tokens_that_are_not_in_the_batch_do_not_underflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "PART_ELEMENTS", 2**30)
+    monkeypatch.setattr(numerics, "EMBEDDING_ELEMENTS", 2**30)
     model = make_model()
     parameters = with_gradients(model)
     table = parameters["encoder.embeddings.word_embeddings.weight"]
@@ -193,6 +194,31 @@ def test_the_ratio_and_the_whole_are_weighted_by_size() -> None:
     assert found["all"]["update_ratio"] == pytest.approx(expected, rel=1e-3)
 
 
+def test_one_probe_measures_many_steps() -> None:
+    """Also where the weights that have gradients change, as without labels of a task, or move in memory."""
+    model = make_model()
+    parameters = with_gradients(model)
+    optimizer = sgd(model)
+    seen = StepProbe(model, optimizer, amp_of("fp32"))
+
+    def measure() -> dict[str, Any]:
+        seen.start()
+        optimizer.step()
+        parts: dict[str, Any] = seen.result(1)["parts"]
+        return parts
+
+    whole = list(measure())
+    for name, parameter in parameters.items():
+        parameter.grad = None if name.startswith("heads.") else parameter.grad
+    assert list(measure()) == whole[:-1]
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.data = torch.ones_like(parameter)
+    assert {part: shares["update_ratio"] for part, shares in measure().items()} == dict.fromkeys(
+        whole, pytest.approx(2.0**-12, rel=1e-3)
+    )
+
+
 def test_a_sample_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of matrices far larger than what is looked at."""
     large = {**BERT, "hidden_size": 128, "intermediate_size": 512}
@@ -223,6 +249,7 @@ def test_underflow_of_fp16_is_that_of_the_gradients_in_fp64() -> None:
             plain, tiny_objective(), tiny_batch(), amp_of("fp32"), 0, TrainState(micro_batch_size=6)
         )
         found = StepProbe(model, sgd(model), amp)
+        found.start()
         true = counted = 0
         for parameter in plain.encoder.dense.parameters():
             assert parameter.grad is not None
@@ -251,6 +278,7 @@ def test_a_step_that_loss_scaling_skips_has_no_update() -> None:
             model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6)
         )
         seen = StepProbe(model, optimizer, amp)
+        seen.start()
         apply_gradients(model, optimizer, loss, amp, 1.0)
         found = seen.result(1)
         assert found["loss_scale"] == (2.0**30 if is_skipped else 2.0**8)

@@ -27,6 +27,7 @@ from hpo.training.optim import (
     schedule_factor,
     set_learning_rate,
 )
+from hpo.training.weight_rounding import WEIGHT_ROUNDINGS
 
 
 def rates(model: MultitaskModel, **settings: Any) -> dict[str, float]:
@@ -294,15 +295,15 @@ def test_weights_in_both_dtypes_can_be_mixed() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("rounding", [None, *WEIGHT_ROUNDINGS], ids=["fp32", *WEIGHT_ROUNDINGS])
+def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, rounding: str | None, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if rounding else torch.float32
     gradients = [value.to(dtype) for value in gradients_for((4, 4), 10)]
 
     def make() -> tuple[nn.Parameter, Optimizer]:
         weight = nn.Parameter(torch.ones(4, 4, dtype=dtype))
-        return weight, build_optimizer(name, [group(weight, lr=0.02, weight_decay=0.1)])
+        groups = [group(weight, lr=0.02, weight_decay=0.1)]
+        return weight, build_optimizer(name, groups, weight_rounding=rounding or "nearest", seed=7)
 
     def advance(weight: nn.Parameter, optimizer: Optimizer, first: int, last: int) -> None:
         for step in range(first, last):
@@ -322,6 +323,13 @@ def test_a_restored_optimizer_goes_on_as_if_nothing_had_happened(
     assert restored.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     advance(after, restored, 5, 10)
     assert torch.equal(after, straight)
+    if rounding in ("stochastic", "compensated"):  # what they keep is needed
+        other, forgetful = make()
+        other.data.copy_(before.data)
+        forgotten = {"num_steps": 4} if rounding == "stochastic" else {"residuals": [torch.zeros(4, 4)]}
+        forgetful.load_state_dict(optimizer.state_dict() | {"rounding": forgotten})
+        advance(other, forgetful, 5, 10)
+        assert not torch.equal(other, straight)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from tiny_loop import train_steps
 from torch import Tensor, nn
 
 from hpo.training import optim, weight_rounding
-from hpo.training.optim import OPTIMIZERS, Float32Optimizer, build_optimizer, set_learning_rate
-from hpo.training.weight_rounding import WEIGHT_ROUNDINGS, random_int16, round_with_bits
+from hpo.training.optim import OPTIMIZERS, Float32Optimizer, build_optimizer
+from hpo.training.weight_rounding import random_int16, round_with_bits
 from hpo.trial.executor import Executor
 
 ALL_BITS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -219,38 +218,6 @@ def test_random_bits_do_not_depend_on_chunks_and_pieces(name: str, monkeypatch: 
             optimizer.zero_grad()
         results.append(torch.cat(weights).detach())
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("rounding", WEIGHT_ROUNDINGS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_restored_optimizer_goes_on_bit_for_bit(name: str, rounding: str, tmp_path: Path) -> None:
-    def make() -> tuple[nn.Parameter, Any]:
-        weight = nn.Parameter(weights_like_a_models())
-        options = {"lr": 1e-4, "weight_decay": 0.1}
-        return weight, build_optimizer(name, [group([weight], **options)], weight_rounding=rounding, seed=7)
-
-    def advance(weight: nn.Parameter, optimizer: Any, first: int, last: int) -> None:
-        for step in range(first, last):
-            set_learning_rate(optimizer, 1 - step / 10)
-            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
-            optimizer.step()
-
-    straight, optimizer = make()
-    advance(straight, optimizer, 0, 10)
-    before, optimizer = make()
-    advance(before, optimizer, 0, 5)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    after, restored = make()
-    after.data.copy_(before.data)
-    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    advance(after, restored, 5, 10)
-    assert torch.equal(after, straight)
-    if rounding == "stochastic":
-        other, forgetful = make()
-        other.data.copy_(before.data)
-        forgetful.load_state_dict(optimizer.state_dict() | {"rounding": {"num_steps": 4}})
-        advance(other, forgetful, 5, 10)
-        assert not torch.equal(other, straight)
 
 
 def test_a_checkpoint_of_before_there_were_roundings_is_taken() -> None:

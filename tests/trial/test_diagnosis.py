@@ -93,9 +93,9 @@ def test_what_overflows_in_fp16_is_named_and_healed(
     assert found.healed_by == {healed_by: "fp32"}
     assert healed_by.removeprefix("precision_overrides.") in found.parts
     assert tried(found, fp_precision="fp32") is True
-    assert tried(found, init_scale=1 / 64 if check else 1024.0) is False, (
-        "nothing of it is in the backward pass"
-    )
+    (scaled,) = (one for one in found.remedies if "init_scale" in one.settings)
+    assert scaled.settings["init_scale"] == (1 / 64 if check else 1024.0)
+    assert not scaled.heals, "nothing of it is in the backward pass"
 
 
 def test_two_layers_that_overflow_are_found_one_after_the_other(tmp_path: Path) -> None:
@@ -149,12 +149,19 @@ def test_an_operator_that_bf16_lacks(tmp_path: Path) -> None:
     assert found.healed_by == {LAYER_1: "fp32"}
 
 
-def test_a_scale_whose_floor_is_too_high(tmp_path: Path) -> None:
-    amp = {"allow_emulated": True, "min_scale": 2.0**20, "init_scale": 2.0**20}
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_scale_whose_floor_is_too_high(tmp_path: Path, grows: bool) -> None:
+    """One that grows by too much is not healed by the one step that it makes before."""
+    growth = {"growth_interval": 1, "growth_factor": 2.0**20} if grows else {}
+    amp = {"allow_emulated": True, "min_scale": 2.0**20, "init_scale": 2.0**20, **growth}
     found = diagnosed(altered(tmp_path, amp=amp, **UNCHECKED), tmp_path / "trial", fp_precision="fp16")
     assert (found.what, found.step, found.origin.phase) == ("gradients", 1, "backward")
-    assert (tried(found, init_scale=2.0**14), tried(found, max_grad_norm=0.1)) == (True, False)
-    assert found.healed_by == {"init_scale": 2.0**14}
+    lower = {"init_scale": 2.0**14, "amp.min_scale": 2.0**8}
+    (scaled,) = (one for one in found.remedies if one.settings == lower)
+    assert (scaled.heals, tried(found, max_grad_norm=0.1)) == (not grows, False)
+    assert found.healed_by == ({"fp_precision": "bf16"} if grows else lower)
+    if grows:
+        assert scaled.result == "the scaler skipped 5 of 6 steps from step 1 to 6"
 
 
 DIVERGING = {
@@ -194,7 +201,10 @@ def test_steps_are_counted_before_they_are_made(tmp_path: Path) -> None:
     ):
         diagnose(executor, trial, 6, said.append)
     assert not said
-    diagnose(executor, trial, 7, said.append)
+    facts = {"fp32_fallbacks": 2, "device": trial.telemetry["device"] | {"name": "another CPU"}}
+    found = diagnose(executor, replace(trial, telemetry={**trial.telemetry, **facts}), 7, said.append)
+    assert found.notes[0].startswith("The trial ran on another device (another CPU) than this one (test CPU)")
+    assert found.notes[1].startswith("The trial made 2 of its micro-batches again in fp32")
     assert said[0].startswith(
         "running trial 0 again from its first step: no checkpoint is left; at most 7 steps"
     )
@@ -210,7 +220,8 @@ def test_logits_that_break_in_evaluation(tmp_path: Path) -> None:
         )
 
     executor = altered(tmp_path, alter, **UNCHECKED)
-    found = diagnosed(executor, tmp_path / "trial", fp_precision="bf16")
+    trial = ended(executor, tmp_path / "trial", fp_precision="bf16")
+    found = diagnose(executor, replace(trial, reason="in other words"), 1000)
     assert (found.what, found.step, found.origin.module) == ("logits", 6, "heads.2.1")
     assert found.healed_by is None
 
@@ -251,6 +262,7 @@ def test_what_cannot_be_diagnosed(tmp_path: Path) -> None:
             r"it never did \(unsupported: `tf32` needs CUDA\.\)",
         ),
         (replace(trial, outcome="oom", reason="too long"), InputError, "as oom, which is not about numbers"),
+        (replace(trial, outcome="pruned"), InputError, "was pruned, and no pruned trial keeps its weights"),
         (
             replace(trial, telemetry={**trial.telemetry, "device": {"type": gpu.type}}),
             InputError,
@@ -266,6 +278,23 @@ def test_what_cannot_be_diagnosed(tmp_path: Path) -> None:
     for case, error, message in cases:
         with pytest.raises(error, match=message):
             diagnose(executor, case, 1000)
+
+
+def never_trained(**params: Any) -> StoredTrial:
+    telemetry = {"precision": {"effective": params["fp_precision"]}, "device": {"type": "cpu", "name": "CPU"}}
+    return StoredTrial(3, "incompatible", "", params, telemetry, Path("none"), "token/3")
+
+
+def test_a_trial_that_could_not_be_built_is_not_about_numbers(tmp_path: Path) -> None:
+    executor = altered(tmp_path, training=TRAINING | {"freeze_layers": 9})
+    message = "trial 3 never trained, and not for its numbers: "
+    with pytest.raises(InputError, match=f"{message}freeze_layers must be between 0 and"):
+        diagnose(executor, never_trained(fp_precision="bf16"), 1000)
+    executor.device = DeviceInfo(type="cuda", name="A100", compute_capability=(8, 0))
+    trial = never_trained(fp_precision="tf32", **{LAYER_0: "fp32"})
+    trial = replace(trial, telemetry={**trial.telemetry, "device": {"type": "cuda", "name": "A100"}})
+    with pytest.raises(InputError, match=f"{message}precision_overrides.encoder.layer.0: a part is in fp32"):
+        diagnose(executor, trial, 1000)
 
 
 def with_effective(trial: StoredTrial, name: str) -> dict[str, Any]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from broken_models import altered, cancelling_layer, product_loss, sharp_attention, wide_head, wide_layer
 from tiny import CPU
 from tiny_encoders import BERT, make_model
 from torch import Tensor
 
+from hpo.errors import ModelError
+from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.table import Support
 from hpo.trial.compat import Compatibility
@@ -113,18 +117,22 @@ def test_the_parts_of_models_that_break(
 ) -> None:
     executor, said = altered(tmp_path, alter), []
     before = checked(executor, name)
-    (found,) = propose_parts(executor, [before], said.append)
+    (found,) = propose_parts(executor, [before], 1, said.append)
     assert found.float32_parts == parts
-    overrides = ", ".join(f"precision_overrides.{part}: fp32" for part in parts)
-    assert found.note.endswith(f"With {overrides} it is ok.")
-    assert said[0].startswith(f"checking {name} with embeddings, encoder.layer.0")
+    lines = found.note.partition("times the speed of fp32, with these lines under `training:`\n")[2]
+    assert yaml.safe_load(lines) == {f"precision_overrides.{part}": "fp32" for part in parts}
+    assert found.with_parts.verdict == "ok"
+    assert found.with_parts.measurement.speed_ratio_low > 0, "it is timed"
+    assert re.match(rf"looking for the parts that {name} needs .* all together, .* alone \(\d+\)", said[0])
+    assert said[1].startswith(f"checking {name} with embeddings, encoder.layer.0")
+    assert said[-1].endswith(f"(check {len(said) - 1})")
     assert len(said) == len(set(said))
 
 
 def test_a_loss_is_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.training.losses.loss_sum", product_loss)
     executor = altered(tmp_path)
-    (found,) = propose_parts(executor, [checked(executor, "fp16")])
+    (found,) = propose_parts(executor, [checked(executor, "fp16")], 0)
     assert found.float32_parts == ("loss",)
 
 
@@ -139,9 +147,35 @@ def test_where_no_set_suffices_that_is_said(tmp_path: Path) -> None:
         model.register_forward_hook(multiply)
 
     executor = altered(tmp_path, alter)
-    (found,) = propose_parts(executor, [checked(executor, "fp16")])
-    assert found.float32_parts is None
+    (found,) = propose_parts(executor, [checked(executor, "fp16")], 0)
+    assert (found.float32_parts, found.with_parts) == ((), None)
     assert found.note.endswith("No set of parts in fp32 makes it ok.")
+
+
+@pytest.mark.parametrize(
+    ("alter", "parts"), [(wide_head, ("heads.severity",)), (wide_layer, ())], ids=["possible", "impossible"]
+)
+def test_parts_that_cannot_be_in_fp32_are_left_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    alter: Callable[[MultitaskModel], object],
+    parts: tuple[str, ...],
+) -> None:
+    """As under flash attention."""
+
+    def refuse_layers(model: MultitaskModel, loss_fn: object, chosen: Sequence[str]) -> None:
+        for part in chosen:
+            if part == "attention" or part.startswith("encoder.layer."):
+                raise ModelError(f"{part}: flash attention computes in fp16 and bf16 alone.")
+        set_float32_parts(model, loss_fn, chosen)
+
+    executor = altered(tmp_path, alter)
+    before = checked(executor, "fp16")
+    monkeypatch.setattr("hpo.trial.verify.set_float32_parts", refuse_layers)
+    (found,) = propose_parts(executor, [before], 0)
+    assert found.float32_parts == parts
+    assert "Not tried in fp32: attention, encoder.layer.0, encoder.layer.1 (" in found.note
+    assert "flash attention computes in fp16 and bf16 alone." in found.note
 
 
 def test_what_is_ok_or_was_not_measured_is_left_as_it_is(tmp_path: Path) -> None:
@@ -152,4 +186,4 @@ def test_what_is_ok_or_was_not_measured_is_left_as_it_is(tmp_path: Path) -> None
     ]
     executor = altered(tmp_path)
     executor.device = CPU
-    assert propose_parts(executor, checks) == checks
+    assert propose_parts(executor, checks, 0) == checks

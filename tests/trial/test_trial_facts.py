@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, EMULATED, tiny_executor, tiny_study
+from tiny import CPU, EMULATED, ENCODER, tiny_executor, tiny_study
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hpo.models.encoder import encoder_layers
 from hpo.precision.table import PRECISIONS
+from hpo.trial.compat import checked_on
 from hpo.trial.executor import Executor
 
 TRAINING = {"max_steps": 2, "batch_size": 4, "max_length": 32}
@@ -37,20 +40,46 @@ class WideInTraining(CastBack):
         return super().forward(inputs) if self.training else nn.Linear.forward(self, inputs)
 
 
-def eager_traced(model: nn.Module, *_: Any) -> None:
-    """The compiler's graph, run by PyTorch's own kernels: seconds faster to make."""
-    model.compile(backend="aot_eager")
+class Unmeasurable(nn.Linear):
+    """Refuses other inputs than the model's, such as those by which products are measured."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if bool((inputs == inputs.flatten()[0]).all()):
+            raise ValueError("only what it was made for")
+        return super().forward(inputs)
 
 
-def run(folder: Path, layer: type[nn.Linear], precision: str, compile_mode: str = "none") -> dict[str, Any]:
-    """The telemetry of a trial whose model has one layer of that class."""
-    study = tiny_study(folder, training=TRAINING | {"compile": compile_mode})
-    executor = Executor(study, CPU, folder / "runs", apply_compile=eager_traced)
+def eager_traced(model: Any, _mode: str, scope: str, _dynamic: bool | None, *, backend: str) -> None:
+    """The compiler's graph for all lengths, run by PyTorch's own kernels: many times as fast to make."""
+    for module in [model] if scope == "model" else encoder_layers(model.encoder):
+        module.compile(backend=backend, dynamic=True)
+
+
+def run(
+    folder: Path,
+    layer: type[nn.Linear],
+    precision: str,
+    compile_mode: str = "none",
+    backend: str = "aot_eager",
+    scope: str = "model",
+    **changes: Any,
+) -> dict[str, Any]:
+    """The telemetry of a trial whose model has one layer of that class; `changes` are the study's."""
+    small = {
+        "training": TRAINING | {"compile": compile_mode, "compile_scope": scope},
+        "model": {"encoder": ENCODER | {"num_hidden_layers": 1}},
+    }
+    executor = Executor(
+        tiny_study(folder, **small | changes),
+        CPU,
+        folder / "runs",
+        apply_compile=partial(eager_traced, backend=backend),
+    )
     build_model = executor.build_model
 
     def planted(config: Any) -> Any:
         model: Any = build_model(config)
-        model.encoder.encoder.layer[1].output.dense.__class__ = layer
+        model.encoder.encoder.layer[0].output.dense.__class__ = layer
         return model
 
     executor.build_model = planted  # type: ignore[method-assign]
@@ -59,7 +88,7 @@ def run(folder: Path, layer: type[nn.Linear], precision: str, compile_mode: str 
     return dict(result.telemetry)
 
 
-NAME = "encoder.encoder.layer.1.output.dense"
+NAME = "encoder.encoder.layer.0.output.dense"
 
 
 @pytest.mark.parametrize(
@@ -78,19 +107,39 @@ def test_a_trial_says_where_it_was_not_what_was_asked_for(
     assert (found["agrees"], found["effective"]) == (False, precision)
     assert said in found["reason"]
     products = found["observed"]["linear_products"]
-    assert products.pop(PRECISIONS[precision].products) > 10
+    assert products.pop(PRECISIONS[precision].products) > 5
     assert sum(products.values()) == 1
     assert telemetry["compatibility"]["verdict"] == "degraded"
     assert said in telemetry["compatibility"]["disagreement"]
+    assert telemetry["compatibility"]["checked_on"] == checked_on(CPU), "the sampler goes by it"
     assert isinstance(telemetry["environment"], dict)
+
+
+def test_a_layer_that_could_not_be_measured_is_named(tmp_path: Path) -> None:
+    telemetry = run(tmp_path, Unmeasurable, "bf16")
+    found = telemetry["precision"]
+    said = f"linear layers the output's dtype alone is known: {NAME}."
+    assert (found["agrees"], found["observed"]["unmeasured_linears"]) == (True, 1)
+    assert found["reason"].endswith(said)
+    assert telemetry["compatibility"]["verdict"] == "ok"
+    assert telemetry["compatibility"]["reasons"][0].endswith(said), "as `hpo verify` has it too"
 
 
 # The hooks by which the check names a module split the compiler's graph, which then looks at such a tensor.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_sound_trial_agrees_compiled_and_not(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "backend", "scope", "is_checked"),
+    [("bf16", "eager", "model", True), ("fp32", "aot_eager", "layers", False)],
+    ids=["bf16, compiled in the check too", "fp32, with a compiled backward pass"],
+)
+def test_a_sound_trial_agrees_compiled_and_not(
+    tmp_path: Path, precision: str, backend: str, scope: str, is_checked: bool
+) -> None:
+    compat = {"enabled": is_checked}
     for mode in ("none", "default"):
-        found = run(tmp_path, nn.Linear, precision, mode)["precision"]
+        telemetry = run(tmp_path, nn.Linear, precision, mode, backend, scope, compat=compat)
+        assert (telemetry["compatibility"]["verdict"] == "ok") == is_checked
+        found = telemetry["precision"]
         assert found["agrees"], found["reason"]
         assert found["observed"]["compiled"] == (mode != "none")
         assert found["observed"]["linear_products"].keys() == {PRECISIONS[precision].products}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from hpo.trial.verify import PrecisionCheck, check_precision, recommendation, ve
 H200 = DeviceInfo(type="cuda", name="NVIDIA H200", compute_capability=(9, 0), cuda_bf16=True)
 T4 = DeviceInfo(type="cuda", name="Tesla T4", compute_capability=(7, 5), cuda_bf16=False)
 AMX = DeviceInfo(type="cpu", name="Xeon", cpu_features=frozenset({"amx_bf16", "avx512_bf16"}))
+ALL = {"fp32", "bf16", "fp16", "bf16-true"}
+"""What a CPU runs."""
 PLAIN = DeviceInfo(type="cpu", name="EPYC", cpu_features=frozenset({"avx2"}))
 
 
@@ -90,6 +93,22 @@ def test_what_was_not_faster_in_every_pass_is_not_called_faster() -> None:
     assert advice.startswith("Use fp32: no native precision of this machine is faster")
 
 
+@pytest.mark.parametrize(
+    ("speed", "advice"),
+    [
+        (1.4, "Use fp16 with the parts in fp32 of its lines above: faster than fp32"),
+        (0.9, "Use fp32: .* With parts in fp32 fp16 would be ok, but not faster than fp32"),
+    ],
+)
+def test_a_proposal_is_part_of_the_recommendation(speed: float, advice: str) -> None:
+    healed = Compatibility("ok", (), Measurement("fp16", speed_ratio=speed))
+    checks = [
+        replace(check, float32_parts=("loss",), with_parts=healed) if check.name == "fp16" else check
+        for check in checked(T4, fp16="incompatible")
+    ]
+    assert re.match(advice, recommendation(checks))
+
+
 def test_what_is_incompatible_is_not_recommended() -> None:
     checks = checked(H200, fp16="incompatible", bf16="degraded", tf32=0.9, bf16_true=0.9, fp8=0.9)
     fp16 = next(check for check in checks if check.name == "fp16")
@@ -101,6 +120,39 @@ def test_memory_that_does_not_suffice_is_noted() -> None:
     fp32 = checked(T4, fp32=OutOfMemory("one example of 512 tokens does not fit into memory."))[0]
     assert fp32.note == "one example of 512 tokens does not fit into memory."
     assert (fp32.usable, fp32.speed_ratio) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "refused"),
+    [("ONEDNN_MAX_CPU_ISA=AVX2", {"bf16", "bf16-true", "fp16"}), ("ONEDNN_DEFAULT_FPMATH_MODE=BF16", ALL)],
+    ids=["instructions taken away", "no true fp32"],
+)
+def test_what_a_variable_makes_untrue_is_noted_and_the_others_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, refused: set[str]
+) -> None:
+    training = {"fp_precision": "fp32", "max_steps": 1, "max_length": 32}
+    executor = tiny_executor(tmp_path, training=training, amp={}, compat={"enabled": False})
+    monkeypatch.setenv(*setting.split("="))
+    checks = {check.name: check for check in verify(AMX, lambda name, _: check_precision(executor, name, 0))}
+    assert {name for name, check in checks.items() if "Unset it." in check.note} == refused
+    assert {name for name, check in checks.items() if check.compatibility} == ALL - refused
+    if refused == ALL:
+        assert "for hpo verify, which needs fp32: oneDNN may then compute" in checks["bf16"].note
+
+
+def test_a_precision_that_no_trial_could_run_with_the_overrides_is_not_measured(tmp_path: Path) -> None:
+    training = {"max_steps": 1, "max_length": 32, "precision_overrides.loss": "fp32"}
+    executor = tiny_executor(tmp_path, training=training)
+    ampere = DeviceInfo(type="cuda", name="A100", compute_capability=(8, 0), cuda_bf16=True)
+
+    def check(name: str, _support: Support) -> Compatibility:
+        if name == "tf32":
+            return check_precision(executor, name, 0)
+        return Compatibility("ok", (), Measurement(name, speed_ratio=9.0))
+
+    tf32 = next(check for check in verify(ampere, check) if check.name == "tf32")
+    assert (tf32.usable, tf32.compatibility) == (False, None)
+    assert "a part is in fp32 by leaving autocast" in tf32.note
 
 
 def test_each_precision_is_timed_in_turn_with_fp32(tmp_path: Path) -> None:
