@@ -17,6 +17,7 @@ FLOORS = (
     "compare",
     "study",
     "trial",
+    "inference",
     "training",
     "models",
     "data",

@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli import checking, cluster, comparing, diagnosing, running, studies, working  # noqa: F401  (their commands)
+from hpo.cli import (  # noqa: F401  (their commands)
+    checking,
+    cluster,
+    comparing,
+    diagnosing,
+    predicting,
+    running,
+    studies,
+    working,
+)
 from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli import doctor as doctors  # noqa: F401  (its command)
 from hpo.cli.options import (
@@ -26,21 +35,21 @@ from hpo.cli.options import (
     StudyArgument,
     TrustOption,
     app,
+    checkpoint_of,
     config_of,
     existing_study,
     load_file,
     load_to_run,
-    make_runs_folder,
     print_json,
     progress_shown,
 )
 from hpo.errors import HpoError
 
 if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
     from hpo.precision.table import Support
-    from hpo.study.storage import Storage
+    from hpo.study.study_record import TrialRecord
     from hpo.trial.compat import Compatibility
+    from hpo.trial.executor import Executor
 
 
 def main() -> None:
@@ -133,6 +142,13 @@ def best(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
     ] = None,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REPO",
+            help="Put that model on the Hugging Face hub, as OWNER/NAME; a new repository is private.",
+        ),
+    ] = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -147,6 +163,10 @@ def best(
         from hpo.models.export import check_export_folder  # imports PyTorch
 
         check_export_folder(export)
+    if push is not None:
+        from hpo.models.hub import check_push
+
+        check_push(push)
     with existing_study(study, storage) as (database, record):
         trials = best_trials(record)
         found: dict[str, Any] = {
@@ -163,10 +183,11 @@ def best(
             ],
             "comparisons": record.comparisons,
         }
-        if trials and (evaluate or export):
+        if trials and (evaluate or export or push):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
-                found |= _use_checkpoint(config, database, trials[0].number, evaluate, export)
+                executor, folder = checkpoint_of(config, database, trials[0].number)
+                found |= _use_checkpoint(executor, folder, trials[0], evaluate, export, push)
     if as_json:
         print_json(found)
     else:
@@ -175,31 +196,38 @@ def best(
             print_metrics(found["evaluation"]["metrics"], f"Trial {trials[0].number} on {evaluate}")
         if export and trials:
             typer.echo(f"Trial {trials[0].number} is exported to {export}.")
+        if push and trials:
+            typer.echo(f"Trial {trials[0].number} is at {found['pushed']}.")
     raise typer.Exit(0 if trials else 1)
 
 
 def _use_checkpoint(
-    config: StudyConfig, database: Storage, number: int, evaluate: str | None, export: Path | None
+    executor: Executor,
+    folder: Path,
+    trial: TrialRecord,
+    evaluate: str | None,
+    export: Path | None,
+    push: str | None,
 ) -> dict[str, Any]:
-    """Score and export the checkpoint of a trial."""
-    from hpo.device import probe_device
-    from hpo.study.artifact_store import open_artifact_store
-    from hpo.study.checkpoint_artifacts import fetch_newest
-    from hpo.trial.best_model import export_checkpoint, score_checkpoint
-    from hpo.trial.executor import Executor
+    """Score, export and push the checkpoint of a trial."""
+    import tempfile
 
-    make_runs_folder(config.name)
-    executor = Executor(config, probe_device(config.device), RUNS)
-    database.check_data(config.name, executor.dataset.fingerprint)
-    folder = executor.trial_folder(database.study_token(config.name), number)
-    if (artifacts := open_artifact_store(config.checkpoint)) is not None:
-        fetch_newest("best", artifacts, database, config.name, number, folder)
+    from hpo.models.hub import push_folder
+    from hpo.trial.best_model import export_checkpoint, score_checkpoint
+    from hpo.trial.provenance import TrialSource
+
     found: dict[str, Any] = {}
     if evaluate:
         metrics = score_checkpoint(executor, folder, evaluate)
-        found["evaluation"] = {"trial": number, "split": evaluate, "metrics": metrics}
-    if export:
-        found["export"] = str(export_checkpoint(executor, folder, export))
+        found["evaluation"] = {"trial": trial.number, "split": evaluate, "metrics": metrics}
+    if export or push:
+        source = TrialSource(trial.number, trial.params, trial.telemetry)
+        with tempfile.TemporaryDirectory(prefix="hpo-export-") as temporary:
+            exported = export_checkpoint(executor, folder, export or Path(temporary, "model"), source)
+            if export:
+                found["export"] = str(export)
+            if push:
+                found["pushed"] = push_folder(exported, push)
     return found
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hpo.study.stopping import Stop
     from hpo.study.storage import Storage
     from hpo.study.study_record import StudyRecord
+    from hpo.trial.executor import Executor
 
 RUNS = Path("runs")
 """In the working folder: all that a run makes."""
@@ -278,3 +279,19 @@ def config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> Study
     config = given.completed(stored) if given else stored_study(record.name, stored)
     check_trust(config, trust_remote_code or bool(given and given.model.trust_remote_code))
     return config
+
+
+def checkpoint_of(config: StudyConfig, database: Storage, number: int) -> tuple[Executor, Path]:
+    """An executor of the study, and the folder with the checkpoint of one of its trials, brought here."""
+    from hpo.device import probe_device
+    from hpo.study.artifact_store import open_artifact_store
+    from hpo.study.checkpoint_artifacts import fetch_newest
+    from hpo.trial.executor import Executor
+
+    make_runs_folder(config.name)
+    executor = Executor(config, probe_device(config.device), RUNS)
+    database.check_data(config.name, executor.dataset.fingerprint)
+    folder = executor.trial_folder(database.study_token(config.name), number)
+    if (artifacts := open_artifact_store(config.checkpoint)) is not None:
+        fetch_newest("best", artifacts, database, config.name, number, folder)
+    return executor, folder

@@ -6,9 +6,11 @@ import logging
 import os
 import shlex
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -128,17 +130,28 @@ def train(
         list[str] | None,
         typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
     from hpo.config.trial_config import parse_params
     from hpo.device import probe_device
     from hpo.study.leases import trial_attributes
+    from hpo.trial.best_model import export_checkpoint
     from hpo.trial.executor import Executor
+    from hpo.trial.provenance import TrialSource
 
     params = parse_params(param or [])
+    if export is not None:
+        from hpo.models.export import check_export_folder
+
+        check_export_folder(export)
     config = load_to_run(study)
     metrics = [objective.metric for objective in config.objective]
+    exported = None
 
     def show(scored: ScoredEvaluation) -> None:
         evaluation = scored.evaluation
@@ -149,15 +162,26 @@ def train(
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
-    with progress_shown(quiet=as_json), stop_signals() as stop, ranks_of_torchrun(stop) as ranks:
+    with (
+        progress_shown(quiet=as_json),
+        stop_signals() as stop,
+        ranks_of_torchrun(stop) as ranks,
+        tempfile.TemporaryDirectory(prefix="hpo-train-") as temporary,
+    ):
         executor = Executor(config, probe_device(config.device), RUNS)
         executor.ranks = ranks or executor.ranks
-        result = executor.run(params, None, uuid.uuid4().hex, show, stop.is_set)
+        folder = None if export is None else Path(temporary, "trial")
+        result = executor.run(params, folder, uuid.uuid4().hex, show, stop.is_set)
+        if folder is not None and export is not None and result.outcome == Outcome.COMPLETE:
+            source = TrialSource(None, params, result.telemetry)
+            exported = str(export_checkpoint(executor, folder, export, source))
     record = {
         "params": params,
         "values": None if result.values is None else dict(zip(metrics, result.values, strict=True)),
         **trial_attributes(result),
     }
+    if exported is not None:
+        record["export"] = exported
     if as_json:
         print_json(record)
     else:
@@ -166,6 +190,8 @@ def train(
         print_trial(record)
         if result.traceback:
             typer.echo(result.traceback, err=True)
+        if exported is not None:
+            typer.echo(f"The model is exported to {exported}.")
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
 
 

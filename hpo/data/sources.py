@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hpo.config.data_config import ColumnsConfig, DataConfig, TaskConfig
+from hpo.config.data_config import ColumnsConfig, CsvConfig, DataConfig, TaskConfig
 from hpo.data.csv_files import (
     LIST_SEPARATORS,
     CsvForm,
@@ -126,6 +126,37 @@ def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     return readers
 
 
+def text_rows(path: Path, columns: ColumnsConfig) -> Iterator[Row]:
+    """The rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text.
+
+    Of a table, the column of ids may be missing. Raises DataError where the file cannot be read.
+    """
+    try:
+        match path.suffix.lower():
+            case ".jsonl" | ".ndjson":
+                yield from _jsonl_rows(path)
+            case ".csv":
+                form = find_form(path, CsvConfig(), [columns.text])
+                yield from _csv_rows(form, _TextTable(str(path), "row", columns, {}))
+            case ".parquet":
+                yield from _parquet_rows(path, _TextTable(str(path), "row", columns, {}))
+            case _:
+                yield from _lines(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from None
+
+
+def _lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}:{number}"
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            try:
+                yield Row(where, {"id": f"row-{number}", "text": line.decode().rstrip("\r\n")})
+            except UnicodeDecodeError as error:
+                yield Row(where, None, [f"must be UTF-8, but {error}"])
+
+
 def nearest_file(path: Path) -> str:
     """Say which file of the folder was probably meant."""
     if not (folder := path.parent).is_dir():
@@ -169,6 +200,7 @@ def _is_multi_label(tasks: TaskConfigs, task: str) -> bool:
 def _csv_rows(form: CsvForm, table: _Table) -> Iterator[Row]:
     records = csv_records(form)
     _, header = next(records)
+    table.check(header)
     for number, (line, cells) in enumerate(records, start=1):
         where = f"{form.path}:{line}"
         if not cells:
@@ -379,6 +411,17 @@ class _Table:
         if name in self._span_names:
             return {name}
         return {task for task, names in self._span_names.items() if names is None or name in names}
+
+
+class _TextTable(_Table):
+    """A table of texts alone: ids are in the column that is named, or else in `id`, where there is one."""
+
+    def check(self, header: Sequence[str]) -> None:
+        column = self._columns.id or "id"
+        found = column if column in header else None
+        self._columns = self._columns.model_copy(update={"id": found})
+        self.names = [name for name in (found, self._columns.text) if name is not None]
+        super().check(header)
 
 
 def _is_empty(cell: Any) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +15,50 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from hpo.data.tasks import Task
+from hpo.data.tokenized_split import Windowing
 from hpo.errors import ModelError, shorten
 from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.model_card import model_card
 from hpo.models.multitask import HeadSettings, MultitaskModel
 
-EXPORT_FORMAT = 1
+EXPORT_FORMAT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """What a model needs beside weights to predict as its trial did, and where it comes from."""
+
+    windowing: Windowing
+    """How texts are cut into windows."""
+    attention: str
+    precision: str
+    """That in which the trial ran."""
+    float32_parts: tuple[str, ...] = ()
+    """Parts of the model that compute in fp32 all the same."""
+    tf32: bool = False
+    """Whether fp32 products beside autocast may use TF32."""
+    batch_tokens: int = 8192
+    """Tokens of one batch, padding included, in the study's evaluations."""
+    columns: Mapping[str, str | None] = field(default_factory=dict)
+    """Where the study's tables have `id` and `text`."""
+    decisions: Mapping[str, Any] = field(default_factory=dict)
+    """The keys of a `DecodingThresholds` of each task."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """See `hpo.trial.provenance`."""
 
 
 def export_model(
-    model: MultitaskModel,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    *,
-    max_length: int,
-    attention: str,
-    precision: str,
-    decisions: Mapping[str, Any],
-    float32_parts: Sequence[str] = (),
+    model: MultitaskModel, tokenizer: PreTrainedTokenizerBase, directory: Path, settings: ExportSettings
 ) -> Path:
-    """Write a folder that `transformers.AutoModel` (the encoder) and `load_exported` (all of it) load.
+    """Write a folder that `transformers.AutoModel` (the encoder) and `hpo.load` (all of it) load.
 
         config.json, model.safetensors, tokenizer.json ...    the encoder and its tokenizer
         heads.safetensors                                     pooling, heads, log variances
-        hpo.json                                              tasks, head settings, decisions, max_length
+        hpo.json                                              tasks, head settings, `ExportSettings`
+        README.md                                             the model card
 
-    Weights keep their dtype. `precision`, `float32_parts` and `attention`, those of the trial, are recorded,
-    not applied. The folder appears at once or not at all. Raises ModelError where `directory` holds anything
-    but an earlier export.
+    Weights keep their dtype. The folder appears at once or not at all. Raises ModelError where `directory`
+    holds anything but an earlier export.
     """
     check_export_folder(directory)
     staging = directory.with_name(f".{directory.name}-{os.getpid()}")
@@ -59,13 +76,11 @@ def export_model(
             "format": EXPORT_FORMAT,
             "tasks": model.tasks,
             **asdict(model.head_settings),
-            "attention": attention,
-            "max_length": max_length,
-            "precision": precision,
-            "float32_parts": list(float32_parts),
-            "decisions": decisions,
+            **{one.name: getattr(settings, one.name) for one in fields(settings)},
         }
         (staging / "hpo.json").write_text(json.dumps(metadata, indent=2, default=asdict) + "\n")
+        card = model_card(model.tasks, settings.windowing, settings.provenance)
+        (staging / "README.md").write_text(card, encoding="utf-8")
         # safetensors writes files that only their owner can read, whatever the umask.
         for file in staging.iterdir():
             file.chmod((staging / "hpo.json").stat().st_mode)
@@ -88,8 +103,8 @@ def check_export_folder(directory: Path) -> None:
 
 def load_exported(
     directory: str | Path, *, attention: str | None = None, trust_remote_code: bool = False
-) -> tuple[MultitaskModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    """Return model (fp32, evaluation mode), tokenizer and the content of hpo.json.
+) -> tuple[MultitaskModel, PreTrainedTokenizerBase, ExportSettings]:
+    """Return model (fp32, evaluation mode), tokenizer and settings, of which none is applied to the model.
 
     `attention` replaces the one that the model was trained with, for a machine that lacks it. Logits are
     those of the exported model, bit for bit, on the same machine in the same precision.
@@ -97,24 +112,20 @@ def load_exported(
     Raises ModelError where the folder is no intact export.
     """
     directory = Path(directory).resolve()
+    content = _read_metadata(directory)
     try:
-        metadata = json.loads((directory / "hpo.json").read_text())
         heads = load_file(directory / "heads.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"{directory} must be a folder written by `hpo best --export`, but reading it failed: {error}."
-        ) from error
-    if metadata.get("format") != EXPORT_FORMAT:
-        raise ModelError(
-            f"{directory}/hpo.json must have format {EXPORT_FORMAT}, but it has {metadata.get('format')!r}. "
-            f"Use the version of hpo that wrote it."
-        )
+        tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in content["tasks"]]
+        head_settings = HeadSettings(**{one.name: content[one.name] for one in fields(HeadSettings)})
+        settings = _settings(content)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        raise ModelError(_not_intact(directory, error)) from error
+    if not any(directory.glob("model*.safetensors")):  # transformers would take a pickle in its place
+        raise ModelError(_not_intact(directory, "there is no model.safetensors"))
     encoder = load_encoder(
-        str(directory), attention=attention or metadata["attention"], trust_remote_code=trust_remote_code
+        str(directory), attention=attention or settings.attention, trust_remote_code=trust_remote_code
     )
-    tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in metadata["tasks"]]
-    settings = HeadSettings(**{field.name: metadata[field.name] for field in fields(HeadSettings)})
-    model = MultitaskModel(encoder, tasks, settings)
+    model = MultitaskModel(encoder, tasks, head_settings)
     of_encoder = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
     try:
         model.load_state_dict(of_encoder | heads)
@@ -123,4 +134,37 @@ def load_exported(
             f"{directory}: heads.safetensors must fit hpo.json: {shorten(str(error), 400)}"
         ) from error
     tokenizer = load_tokenizer(str(directory), trust_remote_code=trust_remote_code)
-    return model.eval(), tokenizer, metadata
+    return model.eval(), tokenizer, settings
+
+
+def _read_metadata(directory: Path) -> dict[str, Any]:
+    """The content of hpo.json. Raises ModelError unless it is one of this format."""
+    try:
+        content = json.loads((directory / "hpo.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(_not_intact(directory, error)) from error
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != EXPORT_FORMAT:
+        again = (
+            "Export it again with `hpo best --export`."
+            if isinstance(found, int) and found < EXPORT_FORMAT
+            else "Use the version of hpo that wrote it."
+        )
+        raise ModelError(
+            f"{directory}/hpo.json must have format {EXPORT_FORMAT}, but it has {found!r}. {again}"
+        )
+    return dict(content)
+
+
+def _settings(content: Mapping[str, Any]) -> ExportSettings:
+    given = {one.name: content[one.name] for one in fields(ExportSettings)}
+    pair = given["windowing"]["pair_segments"]
+    windowing = Windowing(**{**given["windowing"], "pair_segments": None if pair is None else tuple(pair)})
+    return ExportSettings(**given | {"windowing": windowing, "float32_parts": tuple(given["float32_parts"])})
+
+
+def _not_intact(directory: Path, why: object) -> str:
+    return (
+        f"{directory} must be a whole folder written by `hpo best --export`, but reading it failed: "
+        f"{shorten(str(why), 200)}."
+    )

@@ -1,4 +1,5 @@
-"""Models on the Hugging Face hub: downloaded once, from then on read from the cache without the hub.
+"""Models on the Hugging Face hub: downloaded once, from then on read from the cache without the hub; and
+exports, uploaded.
 
 So all trials of a study start from the same weights, a worker needs no network, and a name that is
 neither cached nor in reach fails at once and not after minutes of retries.
@@ -9,15 +10,20 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
+    HFValidationError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils._validators import validate_repo_id
 
 from hpo.errors import ModelError, shorten
 
@@ -46,13 +52,51 @@ def download(name: str, revision: str | None = None) -> Path:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=["*.json", "*.txt", "*.model", "*.py", weights],
+                allow_patterns=["*.json", "*.txt", "*.model", "*.py", "README.md", "LICENSE*", weights],
                 ignore_patterns="*/*",
                 etag_timeout=TIMEOUT_SECONDS,
             )
         )
     except Exception as error:
         raise ModelError(_message(name, revision, error)) from error
+
+
+def check_push(repo: str) -> None:
+    """Raise ModelError unless `repo` names a repository, and the hub is in reach and knows the user."""
+    with _as_push_error(repo):
+        validate_repo_id(repo)
+        HfApi().whoami()
+
+
+def push_folder(folder: Path, repo: str) -> str:
+    """Upload an export to the hub as it is, and return where it is; a repository that is made is private.
+
+    Raises ModelError where the hub does not take it.
+    """
+    with _as_push_error(repo):
+        api = HfApi()
+        url = api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model exported by hpo"
+        )
+    return str(url)
+
+
+@contextmanager
+def _as_push_error(repo: str) -> Iterator[None]:
+    """Turn what the hub's client raises (its own errors, those of HTTP, OSError) into one clear message."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OfflineModeIsEnabled):
+            why = "HF_HUB_OFFLINE forbids asking the hub. Unset it"
+        elif isinstance(error, LocalTokenNotFoundError):
+            why = "the hub must know who you are. Set HF_TOKEN, or run `hf auth login`"
+        elif isinstance(error, HFValidationError):
+            why = f"it must be a repository, OWNER/NAME: {shorten(str(error), 200)}"
+        else:
+            why = f"the hub did not take it ({type(error).__name__}: {shorten(str(error), 200)})"
+        raise ModelError(f"--push {repo}: {why}.") from error
 
 
 def _message(name: str, revision: str | None, error: Exception) -> str:

@@ -86,7 +86,7 @@ def decode(
                 best_E = _mean_of_windows(_log_softmax(logits), split).argmax(axis=1)
                 return [task.labels[best] for best in best_E]
             case "multi_label":
-                above_EC = sigmoid(_max_of_windows(logits, split)) > decision.threshold
+                above_EC = class_probabilities(task, logits, split) > decision.threshold
                 return [[task.labels[c] for c in np.flatnonzero(above_C)] for above_C in above_EC]
             case "regression":
                 output_E = _mean_of_windows(logits, split)[:, 0]
@@ -100,6 +100,16 @@ def decode(
             case _:
                 evidence = Evidence(task, logits, split, predicted_labels)
                 return evidence.spans(decision.threshold, decision.merge_gap)
+
+
+def class_probabilities(task: Task, logits: FloatArray, split: TokenizedSplit) -> NDArray[np.float64]:
+    """Each example's probability of each class of a single_label or multi_label task: [E, C].
+
+    Those of single_label are proportional to the geometric mean over the windows, and sum to 1.
+    """
+    if task.kind == "multi_label":
+        return sigmoid(_max_of_windows(logits, split))
+    return np.asarray(np.exp(_log_softmax(_mean_of_windows(_log_softmax(logits), split))))
 
 
 def choose_decision(

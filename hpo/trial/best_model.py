@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.errors import DataError, RunError, did_you_mean
-from hpo.models.export import export_model
+from hpo.errors import DataError, RunError, Unsupported, did_you_mean
+from hpo.models.export import ExportSettings, export_model
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
@@ -18,7 +19,10 @@ from hpo.training.checkpoint import best_checkpoint
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import evaluate
 from hpo.trial.executor import Executor
+from hpo.trial.provenance import TrialSource, provenance
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
+
+_BestModel = tuple[MultitaskModel, TrialConfig, Precision, dict[str, DecodingThresholds]]
 
 
 def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
@@ -30,7 +34,11 @@ def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, 
     splits = executor.dataset.splits
     if split not in splits:
         raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
-    model, config, precision, decisions = _best_model(executor, folder)
+    return _score(executor, _best_model(executor, folder), split)
+
+
+def _score(executor: Executor, best: _BestModel, split: str) -> dict[str, dict[str, float]]:
+    model, config, precision, decisions = best
     resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
     with backend_flags(precision, config.amp):
         metrics, _ = evaluate(
@@ -59,27 +67,38 @@ def with_test_metrics(executor: Executor, folder: Path, result: TrialResult) -> 
     return replace(result, telemetry={**result.telemetry, "test_metrics": metrics})
 
 
-def export_checkpoint(executor: Executor, folder: Path, out_dir: Path) -> Path:
+def export_checkpoint(
+    executor: Executor, folder: Path, out_dir: Path, trial: TrialSource, *, score_test: bool = True
+) -> Path:
     """Write a trial's best checkpoint as a folder that transformers and this package load.
+
+    Where the data have a test split, the folder tells the scores on it: those of the trial's record, or else,
+    with `score_test`, computed here, if this device can run the precision.
 
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """
-    model, config, precision, decisions = _best_model(executor, folder)
-    return export_model(
-        model,
-        executor.tokenizer(config),
-        out_dir,
-        max_length=config.max_length,
+    best = _best_model(executor, folder)
+    model, config, precision, decisions = best
+    scores = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
+    if score_test and scores["test"] is None and "test" in executor.dataset.splits:
+        with suppress(Unsupported):
+            scores["test"] = _score(executor, best, "test")
+    data = executor.study.data
+    settings = ExportSettings(
+        windowing=executor.windowing(config),
         attention=config.attention,
         precision=precision.name,
-        float32_parts=config.float32_parts,
+        float32_parts=tuple(config.float32_parts),
+        tf32=bool(config.amp.tf32),
+        batch_tokens=executor.study.evaluation.batch_tokens,
+        columns={"id": data.columns.id, "text": data.columns.text},
         decisions=decisions,
+        provenance=provenance(executor, config, trial, {name: of for name, of in scores.items() if of}),
     )
+    return export_model(model, executor.tokenizer(config), out_dir, settings)
 
 
-def _best_model(
-    executor: Executor, folder: Path
-) -> tuple[MultitaskModel, TrialConfig, Precision, dict[str, DecodingThresholds]]:
+def _best_model(executor: Executor, folder: Path) -> _BestModel:
     best = best_checkpoint(folder)
     if best is None:
         raise RunError(

@@ -275,15 +275,18 @@ class Executor:
         """The token that pads batches; 0 where the tokenizer has none, behind the attention mask."""
         return self.tokenizer(config).pad_token_id or 0
 
+    def windowing(self, config: TrialConfig) -> Windowing:
+        """How this trial's texts are cut."""
+        data = self.study.data
+        stride = data.stride_of(config.max_length)
+        return Windowing(config.max_length, data.long_text, stride, data.pair_segments)
+
     def tokens(self, split: str, config: TrialConfig) -> TokenizedSplit:
         """The tokenised split for this trial's encoder and length; shared by trials and workers."""
         key = (split, json.dumps(config.encoder, sort_keys=True), config.max_length)
         if key not in self._tokens:
-            data, cache = self.study.data, self.runs_dir / "cache" / "tokens"
-            stride = data.stride_of(config.max_length)
-            windowing = Windowing(config.max_length, data.long_text, stride, data.pair_segments)
-            tokenizer = self.tokenizer(config)
-            self._tokens[key] = load_tokenized(self.dataset, split, tokenizer, windowing, cache)
+            tokenizer, cache = self.tokenizer(config), self.runs_dir / "cache" / "tokens"
+            self._tokens[key] = load_tokenized(self.dataset, split, tokenizer, self.windowing(config), cache)
         few_shapes = self.device.type == "cuda" or config.compile != "none"
         return replace(self._tokens[key], length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
 

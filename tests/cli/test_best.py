@@ -6,6 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 from command_line import hpo_command, ok
 from tiny import write_study
 
@@ -47,6 +48,32 @@ def test_best_exports_a_model(folder: Path) -> None:
     assert found["export"] == "model"
     assert AutoModel.from_pretrained(folder / "model").config.hidden_size == 32
     assert load_exported(folder / "model")
+
+
+def test_best_pushes_a_model(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("hpo.models.hub.check_push", asked.append)
+
+    def push(folder: Path, repo: str) -> str:
+        assert {"hpo.json", "README.md", "model.safetensors"} <= {file.name for file in folder.iterdir()}
+        return f"https://huggingface.co/{repo}"
+
+    monkeypatch.setattr("hpo.models.hub.push_folder", push)
+    finished = ok(hpo_command(ran, "best", "tiny.yaml", "--push", "ann/complaints"))
+    assert re.search(r"Trial \d is at https://huggingface.co/ann/complaints\.", finished.out)
+    assert asked == ["ann/complaints"]
+    found = ok(hpo_command(ran, "best", "tiny.yaml", "--push", "ann/complaints", "--json")).json
+    assert found["pushed"] == "https://huggingface.co/ann/complaints"
+    assert "export" not in found
+
+
+def test_best_without_a_hub(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    finished = hpo_command(ran, "best", "tiny.yaml", "--push", "ann/complaints")
+    assert (finished.exit_code, finished.out) == (2, "")
+    assert "Error: --push ann/complaints: HF_HUB_OFFLINE forbids asking the hub. Unset it." in finished.err
+    assert finished.err.count("\n") == 1
 
 
 def test_best_says_why_there_is_no_checkpoint(folder: Path) -> None:

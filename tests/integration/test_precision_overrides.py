@@ -16,13 +16,16 @@ from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import setting_value
 from hpo.device import DeviceInfo
 from hpo.errors import ModelError, StudyFileError
+from hpo.inference.model import load
 from hpo.models.export import load_exported
 from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISIONS, AmpConfig, resolve
 from hpo.training.checkpoint import best_checkpoint
+from hpo.training.metrics import score
 from hpo.trial.best_model import export_checkpoint, score_checkpoint
 from hpo.trial.compat import cache_key
 from hpo.trial.executor import Executor
+from hpo.trial.provenance import TrialSource
 from hpo.trial.telemetry import TrialResult
 
 TRAIN, SPACE = "training", "search_space"
@@ -64,9 +67,15 @@ def test_a_trial_with_parts_in_fp32(executor: Executor, tmp_path: Path, name: st
     assert precision["observed"]["linear_products"] == products, "measured, too"
     assert precision["agrees"]
     assert score_checkpoint(executor, folder, "validation") == result.telemetry["metrics"]
-    exported = export_checkpoint(executor, folder, tmp_path / "model")
-    model, _, metadata = load_exported(exported)
-    assert metadata["float32_parts"] == precision["float32_parts"]
+    source = TrialSource(0, result.headline, result.telemetry)
+    exported = export_checkpoint(executor, folder, tmp_path / "model", source)
+    model, _, settings = load_exported(exported)
+    assert list(settings.float32_parts) == precision["float32_parts"]
+    texts = executor.dataset.splits["validation"]
+    predicted = load(exported, device="cpu", precision=name).predict([example.text for example in texts])
+    severity = next(task for task in executor.tasks if task.name == "severity")
+    scores = score(severity, [prediction["severity"].label for prediction in predicted], texts)
+    assert scores == result.telemetry["metrics"]["severity"]
     saved = best_checkpoint(folder).weights
     assert {value.dtype for key, value in saved.items() if key.startswith("heads.")} == (
         {torch.float32, torch.bfloat16} if name == "bf16-true" else {torch.float32}

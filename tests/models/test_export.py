@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from tiny_encoders import FAMILIES, KIND_TASKS, dropout_rates, make_batch, make_model
 from transformers import AutoModel, AutoTokenizer
 
+from hpo.data.tokenized_split import Windowing
 from hpo.errors import ModelError
 from hpo.models.encoder import load_tokenizer
-from hpo.models.export import export_model, load_exported
+from hpo.models.export import ExportSettings, export_model, load_exported
 from hpo.models.multitask import MultitaskModel
 from hpo.training.decoding import DecodingThresholds
 
@@ -32,8 +34,8 @@ def spoil(model: MultitaskModel) -> MultitaskModel:
 
 def exported(folder: Path, model: MultitaskModel | None = None, **changes: Any) -> Path:
     """An export of this model, or of a fresh one."""
-    settings = {"max_length": 16, "attention": "sdpa", "precision": "fp32", "decisions": {}, **changes}
-    return export_model(model or make_model(), load_tokenizer("minilm"), folder, **settings)
+    settings = {"windowing": Windowing(16), "attention": "sdpa", "precision": "fp32", **changes}
+    return export_model(model or make_model(), load_tokenizer("minilm"), folder, ExportSettings(**settings))
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "minilm"])
@@ -50,14 +52,18 @@ def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -
     config, attention = (family, "sdpa") if family == "minilm" else FAMILIES[family]
     model = spoil(make_model(config, attention=attention, **settings))
     tokenizer = load_tokenizer("minilm")
-    decisions = {"multi": DecodingThresholds(threshold=0.25), "single": {}}
+    decisions: dict[str, Any] = {"multi": DecodingThresholds(threshold=0.25), "single": {}}
     exported(tmp_path / "export", model, attention=attention, precision="bf16", decisions=decisions)
-    loaded, loaded_tokenizer, metadata = load_exported(tmp_path / "export")
+    loaded, loaded_tokenizer, settings_read = load_exported(tmp_path / "export")
 
     assert loaded.tasks == KIND_TASKS
     assert not loaded.training
-    assert metadata["decisions"]["multi"]["threshold"] == 0.25
-    assert (metadata["max_length"], metadata["attention"], metadata["precision"]) == (16, attention, "bf16")
+    assert settings_read == ExportSettings(
+        windowing=Windowing(16),
+        attention=attention,
+        precision="bf16",
+        decisions={"multi": asdict(decisions["multi"]), "single": {}},
+    )
     assert model.encoder.config._attn_implementation == loaded.encoder.config._attn_implementation
     text = "Anxious and tired, [SEP] can't sleep"
     assert loaded_tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
@@ -83,8 +89,8 @@ def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
 def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     exported(folder)
-    exported(folder, max_length=12)
-    assert load_exported(folder)[2]["max_length"] == 12
+    exported(folder, windowing=Windowing(12))
+    assert load_exported(folder)[2].windowing == Windowing(12)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     other = tmp_path / "thesis"
     other.mkdir()
@@ -103,8 +109,8 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("hpo.models.export.save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        exported(folder, max_length=12)
-    assert load_exported(folder)[2]["max_length"] == 16
+        exported(folder, windowing=Windowing(12))
+    assert load_exported(folder)[2].windowing == Windowing(16)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
@@ -129,5 +135,5 @@ def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"heads.safetensors must fit hpo.json"):
         load_exported(folder)
     (folder / "hpo.json").write_text(json.dumps({**metadata, "format": 99}))
-    with pytest.raises(ModelError, match="must have format 1, but it has 99"):
+    with pytest.raises(ModelError, match=r"must have format 2, but it has 99\. Use the version"):
         load_exported(folder)

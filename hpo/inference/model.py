@@ -1,0 +1,347 @@
+"""A trained model in use: texts in, labels, numbers and spans out.
+
+What decides a prediction is that of the trial: how a text is cut into windows, the precision, the thresholds,
+the joining of windows. Nothing of it is written a second time: texts become examples without truth, and go
+through the tokenisation, the batches and the decoding of an evaluation. So a prediction here is the one that
+`hpo best --evaluate` scores.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.generic import ModelOutput
+
+from hpo.data.batches import evaluation_batches
+from hpo.data.examples import Example, RowChecker
+from hpo.data.tasks import Task
+from hpo.data.tokenization import tokenize_chunks
+from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit
+from hpo.device import DeviceInfo, probe_device
+from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
+from hpo.inference.packed_linear import PackedLinears
+from hpo.models.export import ExportSettings, load_exported
+from hpo.models.model_parts import set_float32_parts
+from hpo.models.multitask import MultitaskModel
+from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
+from hpo.precision.table import PRECISIONS, AmpConfig, Precision, canonical_precision, support
+from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
+from hpo.training.evaluate import predict_logits
+
+CPU_TOKENS = 512
+"""Tokens of a batch on a CPU in fp32: MiniLM on an EPYC predicts 30 texts/s with 512, 20 with 8192."""
+_logger = logging.getLogger("hpo.inference")
+
+
+@dataclass
+class MultitaskOutput(ModelOutput):
+    """What `TrainedModel.forward` returns."""
+
+    logits: dict[str, Tensor] | None = None
+    """By task: [batch, classes] of sequence tasks, [batch, tokens, outputs] of token tasks."""
+
+    def __post_init__(self) -> None:  # that of transformers would take the tasks for its own fields
+        self["logits"] = self.logits
+
+
+@dataclass(frozen=True)
+class PredictedSpan:
+    """A piece of a text: `text[start:end]`, counted in characters, under a name."""
+
+    name: str
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class TaskPrediction:
+    """What the model says of one text for one task; a kind of task fills what it has."""
+
+    label: str | list[str] | float | None = None
+    """single_label: a class; multi_label: a list of classes; regression: a number."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """single_label and multi_label: the probability of each class."""
+    spans: list[PredictedSpan] = field(default_factory=list)
+    """The kinds that find spans: those found, in the order of the text."""
+
+
+Prediction = dict[str, TaskPrediction]
+"""What the model says of one text, by task."""
+
+
+class TrainedModel(nn.Module):
+    """The model of a trial with its tokenizer, windows, precision and thresholds; `hpo.load` makes it."""
+
+    def __init__(
+        self, network: MultitaskModel, tokenizer: PreTrainedTokenizerBase, settings: ExportSettings
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.decisions = {name: DecodingThresholds(**of) for name, of in settings.decisions.items()}
+        self._precision = PRECISIONS["fp32"]
+        self._device_info = probe_device("cpu")
+        self._packed = PackedLinears()
+        set_float32_parts(network, None, settings.float32_parts)
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the model was trained for."""
+        return self.network.tasks
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
+    @property
+    def precision(self) -> str:
+        """The precision that the model computes in now."""
+        return self._precision.name
+
+    def use(self, device: str, precision: str | None = None) -> TrainedModel:
+        """Move the model to a device (`auto`, `cpu`, `cuda`, `cuda:1`) and choose the precision there.
+
+        Without `precision` it is that of the trial, or fp32 with a warning where the device lacks it. Raises
+        InputError where there is no such device, ModelError where it cannot run the `precision`.
+        """
+        info = _described(device)
+        wanted = _precision_for(info, self.settings.precision, precision)
+        if self._precision is not wanted:
+            if self._precision.float8:
+                raise ModelError("a model in fp8 cannot change its precision: load it again with `hpo.load`.")
+            self.network = cast(MultitaskModel, prepare_model(self.network.to(info.torch_device), wanted))
+        self._precision, self._device_info = wanted, info
+        return self.to(info.torch_device)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> MultitaskOutput:
+        """The logits of one batch of windows, all arguments [batch, tokens] as `tokenizer` makes them.
+
+        Texts longer than the model's windows must be cut before: `predict` does all of it.
+        """
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        with self._flags(), self._mixed_precision().autocast():
+            return MultitaskOutput(logits=self.network(input_ids, mask, token_type_ids))
+
+    def predict(
+        self,
+        texts: Sequence[str | Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        device: str | None = None,
+    ) -> list[Prediction]:
+        """What the model says of each text, by task, in the order of `texts`.
+
+        A text of a model with `pair_segments` is a row of data: `{"text": ..., "segments": {...}}`. Texts of
+        any length are cut as in training; batches hold texts of similar length, at most `max_tokens` tokens
+        with padding (left out: as in the study's evaluations, less on a CPU in fp32). `device` moves the
+        model there first.
+
+        Raises DataError for a text that is empty or none, RunError where logits are not finite.
+        """
+        if isinstance(texts, str | Mapping):
+            raise DataError("predict takes a list of texts, but got one text. Write predict([text]).")
+        rows = [{"text": text} if isinstance(text, str) else text for text in texts]
+        examples = []
+        for i, row in enumerate(rows):
+            example, problems = self.example(row, str(i))
+            if example is None:
+                raise DataError(f"texts[{i}]: {'; '.join(problems)}.")
+            examples.append(example)
+        if device is not None:
+            self.use(device)
+        return [one for chunk in self.predict_examples(examples, max_tokens=max_tokens) for one in chunk]
+
+    def example(self, row: object, row_id: str) -> tuple[Example | None, list[str]]:
+        """A row of data as the model reads it, its truth left aside; or None and what is wrong with it.
+
+        `row_id` is the id of a row that has none.
+        """
+        if isinstance(row, Mapping):
+            given = row.get("id")
+            read = {key: row[key] for key in ("text", "segments") if key in row}
+            row = {"id": row_id if given is None else given, **read}
+        return RowChecker((), self.settings.windowing.pair_segments, {}).check(row)
+
+    def predict_examples(
+        self,
+        examples: Sequence[Example],
+        *,
+        max_tokens: int | None = None,
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> Iterator[list[Prediction]]:
+        """As `predict`, in chunks of thousands of texts, of examples that `example` has made.
+
+        `on_progress` is told, before each batch, how many examples are done.
+        """
+        if max_tokens is None:
+            max_tokens = self._default_max_tokens()
+        if max_tokens < 1:
+            raise InputError(f"max_tokens must be at least 1, but got {max_tokens}.")
+        if not examples:
+            return
+        done = 0
+        for split in tokenize_chunks(examples, self.tasks, self.tokenizer, self.settings.windowing):
+            if split.num_cut_examples:
+                _logger.warning(
+                    "%d of %d texts are longer than %d tokens and lose their end, as in training",
+                    split.num_cut_examples,
+                    len(split.examples),
+                    self.settings.windowing.max_length,
+                )
+            yield self._predict_split(split, max_tokens, done, on_progress)
+            done += len(split.examples)
+        on_progress(done)
+
+    def _default_max_tokens(self) -> int:
+        """The study's, so that the batches are those of its evaluations: under a reduced precision they move
+        a probability by 1e-4 and more. In fp32 they do not, and a CPU is fastest with small ones.
+        """
+        is_free = self._precision.name == "fp32" and self.device.type == "cpu"
+        return min(CPU_TOKENS, self.settings.batch_tokens) if is_free else self.settings.batch_tokens
+
+    def _predict_split(
+        self, split: TokenizedSplit, max_tokens: int, done: int, on_progress: Callable[[float], None]
+    ) -> list[Prediction]:
+        few_shapes = self.device.type == "cuda"
+        split = replace(split, length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
+        num_batches = len(evaluation_batches(split.lengths_W, max_tokens))
+        begun = count()
+
+        def on_batch() -> None:
+            on_progress(done + min(1.0, next(begun) / num_batches) * len(split.examples))
+
+        is_exact = self._precision.name == "fp32"
+        with self._flags(), self._packed.used_in(self.network) if is_exact else nullcontext():
+            logits = predict_logits(
+                self.network,
+                split,
+                self.tasks,
+                self._mixed_precision(),
+                max_tokens,
+                self.tokenizer.pad_token_id or 0,
+                on_batch=on_batch,
+            )
+        self._check_finite(logits)
+        labels, _ = decode_tasks(self.tasks, logits, split, self.decisions or _defaults(self.tasks))
+        predictions: list[Prediction] = [{} for _ in split.examples]
+        for task in self.tasks:
+            of_task = _task_predictions(task, logits[task.name], split, labels[task.name])
+            for prediction, found in zip(predictions, of_task, strict=True):
+                prediction[task.name] = found
+        return predictions
+
+    def _check_finite(self, logits: Mapping[str, NDArray[np.float32]]) -> None:
+        broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
+        if broken:
+            raise RunError(
+                f"the model's logits are not finite in {self.precision}. Tasks: {', '.join(broken)}. "
+                "Load it with another precision, such as fp32."
+            )
+
+    def _mixed_precision(self) -> MixedPrecision:
+        info = self._device_info
+        if info.torch_device != str(self.device):  # moved by `to` or `cuda`, which leave the precision
+            info = _described(str(self.device))
+        return MixedPrecision(self._precision, self._amp_config(), info)
+
+    def _flags(self) -> AbstractContextManager[None]:
+        return backend_flags(self._precision, self._amp_config())
+
+    def _amp_config(self) -> AmpConfig:
+        return AmpConfig(tf32=self.settings.tf32)
+
+
+def load(
+    directory: str | Path,
+    *,
+    device: str = "auto",
+    precision: str | None = None,
+    attention: str | None = None,
+    trust_remote_code: bool = False,
+) -> TrainedModel:
+    """The model in a folder that `hpo best --export` or `hpo train --export` wrote.
+
+    `device` is `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. The model computes in the
+    precision of its trial, or in fp32 with a warning where the device has no instructions for that;
+    `precision` asks for another. `attention` replaces the trial's implementation. Nothing of the folder is
+    run as code, unless `trust_remote_code` allows that of its encoder.
+
+    Raises ModelError where the folder is no intact export of this version, or the device cannot run the
+    `precision`.
+    """
+    info = _described(device)
+    network, tokenizer, settings = load_exported(
+        directory, attention=attention, trust_remote_code=trust_remote_code
+    )
+    return TrainedModel(network, tokenizer, settings).use(info.torch_device, precision)
+
+
+def _described(device: str) -> DeviceInfo:
+    """The device of this name. Raises InputError where there is none."""
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device must be auto, cpu, cuda or cuda:N, but got {device!r}.")
+    if kind != "cuda" or not index:
+        return probe_device(kind)
+    if not index.isdecimal() or int(index) >= torch.cuda.device_count():
+        raise InputError(f"there is no device {device!r} here: CUDA has {torch.cuda.device_count()}.")
+    with torch.cuda.device(int(index)):
+        return probe_device(kind)
+
+
+def _precision_for(device: DeviceInfo, trained: str, asked: str | None) -> Precision:
+    if asked is None:
+        found = support(trained, device)
+        if found.level == "native":
+            return PRECISIONS[trained]
+        _logger.warning("%s The model runs in fp32 here.", found.reason)
+        return PRECISIONS["fp32"]
+    try:
+        name = canonical_precision(asked)
+    except ValueError:
+        hint = did_you_mean(asked, list(PRECISIONS))
+        raise InputError(f"precision: there is no {asked!r}.{hint}") from None
+    found = support(name, device)
+    if found.level == "unsupported":
+        raise ModelError(found.reason)
+    return PRECISIONS[name]
+
+
+def _defaults(tasks: Sequence[Task]) -> dict[str, DecodingThresholds]:
+    return {task.name: DecodingThresholds() for task in tasks}
+
+
+def _task_predictions(
+    task: Task, logits: NDArray[np.float32], split: TokenizedSplit, predicted: Sequence[Any]
+) -> Iterator[TaskPrediction]:
+    """One prediction an example."""
+    if task.kind in ("single_label", "multi_label"):
+        probabilities_EC = class_probabilities(task, logits, split).tolist()
+        for label, values in zip(predicted, probabilities_EC, strict=True):
+            yield TaskPrediction(label, dict(zip(task.labels, values, strict=True)))
+    elif task.kind == "regression":
+        for value in predicted:
+            yield TaskPrediction(value)
+    else:
+        for spans, example in zip(predicted, split.examples, strict=True):
+            found = [PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in spans]
+            yield TaskPrediction(spans=found)

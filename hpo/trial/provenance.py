@@ -1,0 +1,116 @@
+"""Where an exported model comes from: what its hpo.json and its model card say of study, trial and data."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import hpo
+from hpo.config.trial_config import TrialConfig
+from hpo.errors import ModelError
+from hpo.json_safe import json_safe
+from hpo.models.encoder import MINILM_HUB_ID, encoder_folder
+from hpo.trial.executor import Executor
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+_ELSEWHERE = ("encoder", "amp")
+"""Settings that have a place of their own in the record."""
+_LICENSES = {
+    "apache-2.0": "Apache License",
+    "mit": "MIT License",
+    "gpl-3.0": "GNU GENERAL PUBLIC LICENSE",
+    "bsd-3-clause": "BSD 3-Clause",
+    "cc-by-4.0": "Attribution 4.0 International",
+}
+"""The hub's name of a licence, and how its text begins."""
+
+
+@dataclass(frozen=True)
+class TrialSource:
+    """The trial that a model comes from, as its study recorded it."""
+
+    number: int | None
+    """None: of `hpo train`, which has no study in a database."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    telemetry: Mapping[str, Any] = field(default_factory=dict)
+
+
+def provenance(
+    executor: Executor, config: TrialConfig, trial: TrialSource, scores: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The record as plain containers; `scores` is {split: {task: {metric: value}}}."""
+    study = executor.study
+    dataset, precision = executor.dataset, trial.telemetry.get("precision", {})
+    settings = config.model_dump(mode="json", exclude=set(_ELSEWHERE), exclude_none=True)
+    record = {
+        "study": study.name,
+        "trial": trial.number,
+        "parameters": {name: value for name, value in trial.params.items() if name != "encoder"},
+        "settings": {name: value for name, value in settings.items() if value not in ({}, [])},
+        "scores": scores,
+        "precision": {
+            "requested": config.fp_precision,
+            **{key: precision.get(key) for key in ("effective", "support", "float32_parts", "observed")},
+        },
+        "data": {
+            "source": study.data.source,
+            "fingerprint": dataset.fingerprint,
+            **{f"{split}_rows": len(rows) for split, rows in dataset.splits.items()},
+        },
+        "encoder": encoder_facts(config.encoder, study.model.revision),
+        "device": trial.telemetry.get("device", {}).get("name"),
+        "versions": {"hpo": hpo.__version__, "python": platform.python_version(), **_versions()},
+    }
+    plain: dict[str, Any] = json_safe(record)
+    return plain
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # vendored, or built into the interpreter
+            found[package] = "unknown"
+    return found
+
+
+def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dict[str, Any]:
+    """Name, revision and licence of an encoder; of a folder its name alone, and no path of this machine."""
+    if not isinstance(encoder, str):
+        return {"name": f"a fresh {encoder.get('model_type')}", "hub_id": None, "license": None}
+    is_local = Path(encoder).is_dir()
+    hub_id = MINILM_HUB_ID if encoder == "minilm" else None if is_local else encoder
+    try:
+        found = license_of(encoder_folder(encoder, revision))
+    except ModelError:  # the trial had it, and the cache lost it since: nothing is known then
+        found = None
+    name = hub_id or Path(encoder).name
+    return {"name": name, "hub_id": hub_id, "revision": revision, "license": found}
+
+
+def license_of(folder: Path) -> str | None:
+    """The hub's name of the licence that an encoder's model card names, or whose text lies beside it."""
+    card = folder / "README.md"
+    if card.is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")
+        if match := re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL):
+            try:
+                front = yaml.safe_load(match[1])
+            except yaml.YAMLError:  # of others' making: a card that cannot be read tells nothing
+                front = None
+            if isinstance(front, Mapping) and isinstance(front.get("license"), str):
+                return str(front["license"])
+    for file in sorted(folder.glob("LICENSE*")):
+        head = file.read_text(encoding="utf-8", errors="replace")[:400]
+        for name, begins in _LICENSES.items():
+            if begins.lower() in head.lower():
+                return name
+    return None

@@ -1,0 +1,179 @@
+"""`hpo predict`: from a file of texts to a file of predictions, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ROOT, Finished, hpo_command, ok
+from readme import README
+
+from hpo.config.study_config import load_study
+from hpo.data.dataset import DataSet, load_data
+from hpo.training.metrics import score
+
+
+@pytest.fixture(scope="session")
+def exported(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the study that was run, the export `model` of its best trial, and `test.jsonl`."""
+    folder = Path(shutil.copytree(ran, tmp_path_factory.mktemp("exported") / "it"))
+    ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model"))
+    rows = [{"id": example.id, "text": example.text} for example in data_of(folder).splits["test"]]
+    (folder / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def data_of(folder: Path) -> DataSet:
+    return load_data(load_study(folder / "tiny.yaml").data)
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def refused(finished: Finished, message: str, lines: int = 1) -> None:
+    assert finished.exit_code == 2, finished
+    assert finished.out == ""
+    error = finished.err[finished.err.index("Error: ") :]
+    assert message in error
+    assert error.count("\n") == lines
+
+
+def test_predictions_of_the_command_score_as_best_evaluate(exported: Path) -> None:
+    best = ok(hpo_command(exported, "best", "tiny.yaml", "--evaluate", "test", "--json")).json
+    data = data_of(exported)
+    of_folder = ok(hpo_command(exported, "predict", "model", "test.jsonl")).out
+    rows = rows_of(of_folder)
+    assert [row["id"] for row in rows] == [example.id for example in data.splits["test"]]
+    for task in data.tasks:
+        if task.level == "sequence":
+            predictions = [row["labels"][task.name] for row in rows]
+        else:
+            predictions = [
+                [(name, *span) for name, spans in row["spans"].items() for span in spans] for row in rows
+            ]
+        found = score(task, predictions, data.splits["test"])
+        assert found == pytest.approx(best["evaluation"]["metrics"][task.name], abs=1e-6), task.name
+    for study in ("tiny.yaml", "tiny"):
+        of_study = ok(hpo_command(exported, "predict", study, "test.jsonl"))
+        assert of_study.out == of_folder
+        assert "predicting with trial " in of_study.err
+
+
+def test_the_command_of_the_readme(exported: Path) -> None:
+    section = README.read_text().split("## Using the model", 1)[1].split("\n## ", 1)[0]
+    (command,) = re.findall(r"^hpo (predict .*)$", section, re.MULTILINE)
+    (exported / "texts.csv").write_text("text\nI sleep badly.\n")
+    ok(hpo_command(exported, *command.split()))
+    (row,) = rows_of((exported / "predictions.jsonl").read_text())
+    assert row.keys() == {"id", "text", "labels", "spans", "scores"}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_an_output_file(exported: Path, tmp_path: Path, suffix: str) -> None:
+    out = tmp_path / f"out.{suffix}"
+    finished = ok(hpo_command(exported, "predict", "model", "test.jsonl", "--output", str(out)))
+    assert finished.out == ""
+    assert f"24 predictions are in {out}." in finished.err
+    assert "reading test.jsonl\n" in finished.err
+    assert [file.name for file in tmp_path.iterdir()] == [out.name]
+    # What is written can be predicted again.
+    again = ok(hpo_command(exported, "predict", "model", str(out)))
+    assert len(rows_of(again.out)) == 24
+
+
+def test_rows_that_cannot_be_read(exported: Path, tmp_path: Path) -> None:
+    texts, out = tmp_path / "texts.txt", tmp_path / "out.jsonl"
+    texts.write_text("I sleep badly.\n\nAll is well.\n \n")
+    arguments = ("predict", "model", str(texts), "--output", str(out))
+    finished = hpo_command(exported, *arguments)
+    refused(finished, f"2 rows of {texts} cannot be read; mend or --skip-bad-rows:", lines=3)
+    assert f"\n  {texts}:2: `text` is empty\n  {texts}:4: `text` is empty\n" in finished.err
+    assert not out.exists()
+    finished = ok(hpo_command(exported, *arguments, "--skip-bad-rows"))
+    assert f"2 of 4 rows are left out:\n  {texts}:2: `text` is empty\n" in finished.err
+    assert [row["id"] for row in rows_of(out.read_text())] == ["row-1", "row-3"]
+    told = ok(hpo_command(exported, *arguments, "--skip-bad-rows", "--json"))
+    left_out = [f"{texts}:{number}: `text` is empty" for number in (2, 4)]
+    assert told.json == {"num_predictions": 2, "left_out": left_out, "output": str(out)}
+    told = ok(hpo_command(exported, *arguments[:3], "--skip-bad-rows", "--json"))
+    assert told.err == ""
+    assert told.json["predictions"] == rows_of(out.read_text())
+    texts.write_text("\n")
+    refused(hpo_command(exported, *arguments, "--skip-bad-rows"), f"1 row of {texts} cannot be read", lines=2)
+
+
+def test_what_is_refused(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "torn").mkdir()
+    for file in (exported / "model").iterdir():
+        shutil.copy(file, tmp_path / "torn")
+    weights = tmp_path / "torn" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "hpo.json").write_text('{"format": 1}')
+    out = str(tmp_path / "out.csv")
+    cases = [
+        (("model", str(tmp_path / "empty.txt")), "must hold at least one text, but is empty."),
+        (("model", "tset.jsonl"), "no such file. Did you mean `test.jsonl`?"),
+        (("model", "test.jsonl", "--output", "/dev/null/out.csv"), "/dev/null is no folder"),
+        (("model", "test.jsonl", "--output", "out.txt"), "must end in .jsonl, .csv, .parquet"),
+        (("model", "test.jsonl", "--device", "tpu"), "device must be auto, cpu, cuda or cuda:N"),
+        (("model", "test.jsonl", "--precision", "fp8"), "`fp8` needs CUDA"),
+        ((str(tmp_path), "test.jsonl"), "must be a whole folder written by `hpo best --export`"),
+        ((str(tmp_path / "nowhere"), "test.jsonl"), "must be a whole folder written by `hpo best --export`"),
+        ((str(tmp_path / "torn"), "test.jsonl"), "torn could not be loaded"),
+        ((str(tmp_path / "older"), "test.jsonl"), "must have format 2, but it has 1. Export it again"),
+    ]
+    for (model, file, *options), message in cases:
+        options = options if "--output" in options else [*options, "--output", out]
+        refused(hpo_command(exported, "predict", model, file, *options), message)
+    assert not Path(out).exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "older", "torn"]
+
+
+def test_a_study_without_a_model(tmp_path: Path, exported: Path) -> None:
+    finished = hpo_command(tmp_path, "predict", "nothing", str(exported / "test.jsonl"))
+    assert finished.exit_code == 2
+    shutil.copy(exported / "tiny.yaml", tmp_path)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    finished = hpo_command(tmp_path, "predict", "tiny.yaml", str(exported / "test.jsonl"))
+    assert (finished.exit_code, finished.out) == (1, "")
+    assert "the study tiny has no complete trial yet" in finished.err
+
+
+def test_train_exports_a_model_too(exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model"
+    arguments = ("train", "tiny.yaml", "--param", "learning_rate=1e-3", "--export", str(out), "--json")
+    record = ok(hpo_command(exported, *arguments)).json
+    assert record["export"] == str(out)
+    provenance = json.loads((out / "hpo.json").read_text())["provenance"]
+    assert (provenance["trial"], provenance["parameters"]) == (None, {"learning_rate": 1e-3})
+    assert provenance["scores"]["validation"] == record["telemetry"]["metrics"]
+    assert len(rows_of(ok(hpo_command(exported, "predict", str(out), "test.jsonl")).out)) == 24
+    refused(hpo_command(exported, "train", "tiny.yaml", "--export", "/dev/null/x"), "/dev/null is none")
+
+
+def test_an_export_needs_nothing_of_the_study(exported: Path, tmp_path: Path) -> None:
+    """In a process of its own, in another folder, with `import hpo` alone; which imports no PyTorch."""
+    shutil.copytree(exported / "model", tmp_path / "elsewhere")
+    script = (
+        "import sys, hpo; assert 'torch' not in sys.modules; model = hpo.load('elsewhere', device='cpu'); "
+        "print(model.predict(['I sleep badly.'])[0]['severity'].label)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", script],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() in ("none", "mild", "moderate", "severe")

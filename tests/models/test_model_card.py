@@ -1,0 +1,72 @@
+"""The model card of an export: what the hub reads of it, and what a person does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub import ModelCard
+from tiny_encoders import KIND_TASKS
+
+from hpo.data.tasks import Task
+from hpo.data.tokenized_split import Windowing
+from hpo.models.model_card import model_card
+
+PROVENANCE: dict[str, Any] = {
+    "study": "complaints",
+    "trial": 7,
+    "parameters": {"learning_rate": 3e-5},
+    "scores": {
+        "validation": {"single": {"f1_macro": 0.5}, "number": {"r2": None}},
+        "test": {"joint": {"span_f1": 0.25}},
+    },
+    "precision": {"requested": "bf16", "effective": "bf16", "observed": {"tf32": False}},
+    "data": {"fingerprint": "abc"},
+    "encoder": {"name": "org/base", "hub_id": "org/base", "license": "mit"},
+    "versions": {"hpo": "1"},
+}
+
+
+def test_the_hub_reads_licence_base_model_tasks_and_scores() -> None:
+    card = ModelCard(model_card(KIND_TASKS, Windowing(128), PROVENANCE))
+    assert (card.data.license, card.data.base_model, card.data.library_name) == ("mit", "org/base", "hpo")
+    assert card.data.pipeline_tag == "text-classification"
+    assert {"multi_label", "span_extraction"} <= set(card.data.tags)
+    results = {
+        (one.dataset_split, one.task_type, one.metric_name): one.metric_value
+        for one in card.data.eval_results
+    }
+    assert results == {
+        ("validation", "text-classification", "single f1_macro"): 0.5,
+        ("test", "token-classification", "joint span_f1"): 0.25,
+    }
+
+
+def test_a_person_reads_where_it_comes_from() -> None:
+    card = model_card(KIND_TASKS, Windowing(128, "window", 32), PROVENANCE)
+    for line in (
+        "# complaints-trial-7",
+        "as trial 7 of the study `complaints`",
+        "A text over 128 tokens is\ncovered with overlapping windows",
+        "| test | joint | span_f1 | 0.2500 |",
+        "| validation | number | r2 | – |",
+        "| precision | requested bf16, effective bf16 |",
+        "| licence of the encoder | mit |",
+        "| parameters | learning_rate 3e-05 |",
+        '    prediction["evidence"].spans',
+    ):
+        assert line in card, line
+
+
+def test_names_are_no_markup() -> None:
+    """A class may be called anything; the front matter and the tables stay what they are."""
+    task = Task("t", "single_label", ("a|b", "{{ 7 * 7 }}", "---\nlicense: other"))
+    text = model_card([task], Windowing(16), {**PROVENANCE, "scores": {}})
+    assert ModelCard(text).data.license == "mit"
+    assert "| t | single_label | a\\|b, {{ 7 * 7 }}, --- license: other |" in text
+    assert "None were recorded." in text
+
+
+def test_of_nothing_known_nothing_is_told() -> None:
+    card = ModelCard(model_card([Task("t", "regression")], Windowing(16), {}))
+    assert card.data.license is None
+    assert card.data.eval_results is None
