@@ -223,7 +223,7 @@ def _compared(
     best: Sequence[TrialRecord],
     settings: Settings,
     own: Container[str],
-    precisions: Sequence[str],
+    precisions: tuple[str, ...],
     top: int,
 ) -> tuple[ComparedConfiguration, ...]:
     """The best configurations under all `precisions`, and the best of each precision under that one.
