@@ -69,7 +69,7 @@ lint: install
 	$(BIN)/ruff format --check hpo tests
 	$(BIN)/mypy
 
-# The study file's reference in the README is made from the models.
+# The study file's reference in studies/README.md is made from the models.
 reference: install
 	$(BIN)/python tests/readme.py
 

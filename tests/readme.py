@@ -1,4 +1,4 @@
-"""Writes the study file's reference into the README, between its two markers: `make reference`."""
+"""The READMEs. As a program, writes the study file's reference into `studies/README.md`: `make reference`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from pathlib import Path
 
 from study_reference import study_reference
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+STUDIES, PACKAGE, CLUSTER, BENCHMARKS = (
+    ROOT / folder / "README.md" for folder in ("studies", "hpo", "docker", "tests/benchmarks")
+)
+READMES = (README, STUDIES, PACKAGE, CLUSTER, BENCHMARKS)
 BEGIN, END = "<!-- reference: made by `make reference` -->\n", "<!-- end of reference -->\n"
 
 
@@ -17,4 +22,4 @@ def with_reference(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_reference(README.read_text()))
+    STUDIES.write_text(with_reference(STUDIES.read_text()))

@@ -1,4 +1,4 @@
-"""The README is true where a test can tell: its reference, its commands, its files."""
+"""The READMEs are true where a test can tell: reference, commands, files, links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import COMMANDS
-from readme import BEGIN, END, README, with_reference
+from readme import BEGIN, END, PACKAGE, README, READMES, ROOT, STUDIES, with_reference
 from tiny_tokenizers import tokenize_split
 
 from hpo.config.study_config import load_study
@@ -17,17 +17,22 @@ from hpo.data.tokenized_split import Windowing
 from hpo.models.encoder import load_tokenizer
 
 TEXT = README.read_text()
-ROOT = README.parent
+ALL = "\n".join(file.read_text() for file in READMES)
 
 
 def test_the_reference_is_made_from_the_models() -> None:
-    assert TEXT.count(BEGIN) == TEXT.count(END) == 1
-    assert with_reference(TEXT) == TEXT, "run `make reference`"
+    text = STUDIES.read_text()
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert with_reference(text) == text, "run `make reference`"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 300
 
 
 def test_the_readme_has_every_command_and_no_other() -> None:
     first_words = {name.split()[0] for name in COMMANDS}
-    assert set(re.findall(r"`hpo ([a-z]+)", TEXT)) == first_words
+    assert set(re.findall(r"`hpo\s([a-z]+)", ALL)) == first_words
     table = TEXT.split("## Commands", 1)[1].split("\n## ", 1)[0]
     assert set(re.findall(r"^\| `hpo ([a-z]+)", table, re.MULTILINE)) == first_words
     for name, option in re.findall(r"`hpo (\w+) STUDY` \|.*?`(--[a-z-]+)", table):
@@ -36,17 +41,28 @@ def test_the_readme_has_every_command_and_no_other() -> None:
 
 def test_every_target_of_the_makefile_that_the_readme_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"\bmake ([a-z-]+)", TEXT)) <= targets
+    assert set(re.findall(r"\bmake ([a-z-]+)", ALL)) <= targets
 
 
 def test_every_folder_of_the_package_has_its_line_in_the_layout() -> None:
     folders = {path.parent.name for path in (ROOT / "hpo").glob("*/__init__.py")}
-    assert set(re.findall(r"^hpo/(\w+) ", TEXT, re.MULTILINE)) == folders
+    assert set(re.findall(r"^hpo/(\w+) ", PACKAGE.read_text(), re.MULTILINE)) == folders
 
 
-@pytest.mark.parametrize("file", sorted(set(re.findall(r"`((?:\w+/)?\w+\.py)`", TEXT))))
+@pytest.mark.parametrize("file", sorted(set(re.findall(r"`((?:\w+/)*\w+\.py)`", ALL))))
 def test_every_file_that_the_readme_names_exists(file: str) -> None:
     assert (ROOT / "hpo" / file).is_file() or (ROOT / file).is_file()
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(readme: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)]*)\)", readme.read_text())
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = readme.parent / name if name else readme
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "studies").glob("*.yaml")), ids=lambda path: path.stem)
@@ -69,7 +85,7 @@ def test_no_study_of_generated_posts_cuts_a_text(name: str) -> None:
         assert split.num_cut_examples == 0
 
 
-@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL))
+@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", ALL, re.DOTALL))
 def test_the_study_files_of_the_readme_load(block: str, tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
     path.write_text(block)

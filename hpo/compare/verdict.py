@@ -21,9 +21,10 @@ both sides (the tuned intervals are then too wide). Not allowed are seeds that t
 share with each other but not with those of the other side: tuned verdicts would err two to three times as
 often as stated. Means over seeds are nearly Gaussian; heavy tails, and skewed noise that both sides have
 alike, keep the rates. A loss that is rare and large under the precision alone is not seen in few seeds, so
-`as_good` is said too often at a loss of the margin, though less often than by a t test (the README's table
-has the measured rates). Differences that are all equal have an interval of width zero, once they are enough:
-an exact copy is `as_good` and a constant loss `worse` after 5 seeds of several configurations or 8 of one.
+`as_good` is said too often at a loss of the margin, though less often than by a t test
+(tests/benchmarks/README.md has the measured rates). Differences that are all equal have an interval of width
+zero, once they are enough: an exact copy is `as_good` and a constant loss `worse` after 5 seeds of several
+configurations or 8 of one.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_errors_are_at_most_those_stated(question: str, noise, num_precisions: i
 
 
 def test_rare_losses_are_erred_on_less_often_than_by_a_t_test() -> None:
-    """The limit that the README states."""
+    """The limit that the README of the benchmarks states."""
     rates = error_rates(Cell("paired", RARE_LOSSES, 2, 20, 1), 4 * STUDIES)
     assert 0.025 < rates.as_good_at_margin < 0.07
     assert rates.as_good_at_margin <= rates.as_good_fixed + 0.02

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from command_line import finish, hpo_command, ok, start_hpo
 from postgres import PASSWORD, PostgresServer
-from readme import README
+from readme import CLUSTER
 from slurm import SlurmCluster
 from tiny import write_study
 
@@ -280,7 +280,7 @@ def test_the_commands_of_the_readme(slurm: SlurmCluster, postgres_server: Postgr
     write_study(folder / "studies").rename(folder / "studies" / "smoke.yaml")
     text = (folder / "studies" / "smoke.yaml").read_text().replace("name: tiny", "name: smoke")
     (folder / "studies" / "smoke.yaml").write_text(text)
-    section = README.read_text().split("## On a cluster")[1].split("\n## ")[0]
+    section = CLUSTER.read_text().split("## On a cluster")[1].split("\n## ")[0]
     replaced = {"PARTITION": "low", "8G": "1500M"}
     typed: list[str] = []
     storage: tuple[str, ...] = ()

@@ -327,7 +327,7 @@ def test_a_race(storage: Storage) -> None:
 
 
 def test_other_metrics_take_no_power_from_the_objective(storage: Storage) -> None:
-    """Nor does the noise floor: its levels are those of the simulations that the README shows."""
+    """Nor does the noise floor: its levels are those of the simulations of tests/benchmarks."""
     score = planted(0.2, own_noise=0.5)
     config = searched(storage, score)
     compared(storage, config, score, Request(top=1, max_seeds=5))
