@@ -32,6 +32,9 @@ class GatedExecutor:
     def check_study(self) -> None:
         pass
 
+    def known_tokens(self) -> list[Any]:
+        return []
+
     def trial_folder(self, token: str, number: int) -> Path:
         return self.folder / f"{token}-{number}"
 
