@@ -220,8 +220,11 @@ def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     """A table of text cells; columns whose cells are all empty are left out."""
     shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
     table = _table(*shown, title=title)
-    for column in table.columns:
+    words = [max(map(len, str(column).split()), default=0) for column in shown]
+    fits = sum(words) + len(words) <= Console().width
+    for column, longest in zip(table.columns, words, strict=True):
         column.overflow = "fold"  # a number that is cut is another number
+        column.min_width = longest if fits else None
     for row in frame[shown].itertuples(index=False):
         table.add_row(*(escape(str(cell)) for cell in row))
     return table

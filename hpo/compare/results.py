@@ -178,7 +178,7 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
 def _more_seeds(answers: Answers, plan: ComparisonConfig) -> str:
     """What to type where the seeds that were allowed have not decided."""
     undecided = [row for row in _deciding(answers) if row.verdict.verdict == "undecided"]
-    near = f"too near the margin for any number of seeds up to {MOST_SEEDS}"
+    near = f"no number of seeds up to {MOST_SEEDS} is likely to decide"
     by_reason: dict[str, list[str]] = {}
     for row in undecided:
         if not row.verdict.seeds_needed:

@@ -96,7 +96,7 @@ def test_a_loss_of_the_margin_is_decided_by_no_number_of_seeds(storage: Storage)
     found = compared(storage, config, score, asked)
     assert found.found.rows[0].verdict.seeds_needed is None
     assert found.recommendation.endswith(
-        " bf16 (paired), bf16 (tuned): too near the margin for any number of seeds up to 200."
+        " bf16 (paired), bf16 (tuned): no number of seeds up to 200 is likely to decide."
     )
 
 
