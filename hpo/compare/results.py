@@ -178,11 +178,11 @@ def _advice(answers: Answers, plan: ComparisonConfig) -> str:
 def _more_seeds(answers: Answers, plan: ComparisonConfig) -> str:
     """What to type where the seeds that were allowed have not decided."""
     undecided = [row for row in _deciding(answers) if row.verdict.verdict == "undecided"]
-    near = f"no number of seeds up to {MOST_SEEDS} is likely to decide"
+    never = f"no number of seeds up to {MOST_SEEDS} is likely to decide"
     by_reason: dict[str, list[str]] = {}
     for row in undecided:
         if not row.verdict.seeds_needed:
-            why = row.verdict.reason or near
+            why = row.verdict.reason or never
             by_reason.setdefault(why, []).append(f"{row.precision} ({row.question})")
     told = "".join(f" {', '.join(names)}: {why}." for why, names in by_reason.items())
     needed = {row: row.verdict.seeds_needed for row in undecided if row.verdict.seeds_needed}
