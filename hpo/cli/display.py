@@ -216,11 +216,17 @@ def _table(*columns: str, title: str | None = None) -> Table:
     )
 
 
+_NAME_WIDTH = 16
+
+
 def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     """A table of text cells; columns whose cells are all empty are left out."""
     shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
     table = _table(*shown, title=title)
     words = [max(map(len, str(column).split()), default=0) for column in shown]
+    if shown:  # the first says what a row is about
+        names = frame[shown[0]].astype(str).str.len()
+        words[0] = max([words[0], *names[names <= _NAME_WIDTH]])
     fits = sum(words) + len(words) <= Console().width
     for column, longest in zip(table.columns, words, strict=True):
         column.overflow = "fold"  # a number that is cut is another number
