@@ -34,3 +34,28 @@ def open_chromium() -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def page_that_fits(browser: Any, path: Path, width: int, num_plots: int) -> Iterator[Any]:
+    """The page of a file in a window of `width`, with so many plots at least.
+
+    At the end of the block it must fit, with nothing asked for but the file and nothing to complain of.
+    """
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    problems: list[str] = []
+    requests: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(path.as_uri())
+    page.wait_for_function(f"document.querySelectorAll('.js-plotly-plot .main-svg').length >= {num_plots}")
+    yield page
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('.scroll, .js-plotly-plot')].map(e => e.getBoundingClientRect().right)"
+    )
+    assert max(boxes) <= width
+    assert problems == []
+    assert requests == [path.as_uri()]
+    page.close()

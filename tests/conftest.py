@@ -1,13 +1,15 @@
 """Databases for the tests (SQLite files, and a real PostgreSQL server where its programs are installed), a
-real Slurm where its programs are, and the real sets, where they are."""
+real Slurm where its programs are, the real sets and Chromium, where they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.real_sets import REAL_SETS
+from browser import open_chromium
 from postgres import PostgresServer
 from slurm import SlurmCluster, why_not
 
@@ -86,3 +88,9 @@ def real_set() -> Callable[[str], Path]:
         return folder
 
     return folder_of
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with open_chromium() as browser:
+        yield browser

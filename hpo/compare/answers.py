@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from hpo.compare.by_device import OnDevice, Pairs, by_device, differing_devices, tuned_by_device
-from hpo.compare.estimate import Ratio
+from hpo.compare.estimate import Ratio, ratio_json
 from hpo.compare.sequential import Plan
 from hpo.compare.verdict import Verdict, judge_paired, judge_tuned
 from hpo.config.comparison import REFERENCE, Arm, ComparisonConfig
@@ -104,12 +104,8 @@ class Answer:
             "num_failed": found.num_failed,
             "num_reference_failed": found.num_reference_failed,
             "reason": found.reason,
-            "speed_ratio": self.speed and self.speed.ratio,
-            "speed_ratio_low": self.speed and self.speed.low,
-            "speed_ratio_high": self.speed and self.speed.high,
-            "memory_ratio": self.memory and self.memory.ratio,
-            "memory_ratio_low": self.memory and self.memory.low,
-            "memory_ratio_high": self.memory and self.memory.high,
+            **ratio_json("speed_ratio", self.speed),
+            **ratio_json("memory_ratio", self.memory),
             "devices": [found.as_json() for found in self.devices],
             "not_pooled": self.not_pooled,
             "is_noise_floor": self.is_noise_floor,

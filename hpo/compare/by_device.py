@@ -27,6 +27,7 @@ from hpo.compare.estimate import (
     Ratio,
     paired_estimate,
     ratio_estimate,
+    ratio_json,
     tuned_estimate,
     tuned_ratio_estimate,
 )
@@ -68,12 +69,8 @@ class OnDevice:
             "difference": self.difference,
             "low": self.low,
             "high": self.high,
-            "speed_ratio": self.speed and self.speed.ratio,
-            "speed_ratio_low": self.speed and self.speed.low,
-            "speed_ratio_high": self.speed and self.speed.high,
-            "memory_ratio": self.memory and self.memory.ratio,
-            "memory_ratio_low": self.memory and self.memory.low,
-            "memory_ratio_high": self.memory and self.memory.high,
+            **ratio_json("speed_ratio", self.speed),
+            **ratio_json("memory_ratio", self.memory),
         }
 
 

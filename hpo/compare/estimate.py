@@ -84,6 +84,13 @@ class Ratio:
     """Where nothing is paired, the values of the side with fewer."""
 
 
+def ratio_json(name: str, ratio: Ratio | None) -> dict[str, float | None]:
+    """The ratio with its interval under `name`; all None where nothing tells it."""
+    if ratio is None:
+        return dict.fromkeys((name, f"{name}_low", f"{name}_high"))
+    return {name: ratio.ratio, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
+
+
 def as_scores(rows: Sequence[Sequence[float | None]], num_seeds: int | None = None) -> Array:
     """[configurations, seeds] of the first `num_seeds` seeds, by default of those that every row has."""
     shortest = min(len(row) for row in rows)

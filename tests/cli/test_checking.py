@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import open_chromium
+from browser import page_that_fits
 from command_line import hpo_command, ok
 from plotly.offline import get_plotlyjs
 from tiny import write_study
@@ -128,31 +127,9 @@ def test_run_says_what_is_grave_in_new_data(tmp_path: Path) -> None:
     assert "Data:" not in again, "trials have trained, so that is decided"
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with open_chromium() as browser:
-        yield browser
-
-
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1200, 400])
 def test_the_page_opens_offline_and_fits(width: int, chromium: Any, checked: Path) -> None:
-    page = chromium.new_page(viewport={"width": width, "height": 900})
-    problems: list[str] = []
-    requests: list[str] = []
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    path = checked / "runs/tiny/report/data.html"
-    page.goto(path.as_uri())
-    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 6")
-    page.locator("summary").first.click()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    boxes = page.evaluate(
-        "[...document.querySelectorAll('.scroll, .js-plotly-plot')].map(e => e.getBoundingClientRect().right)"
-    )
-    assert max(boxes) <= width
-    assert problems == []
-    assert requests == [path.as_uri()]
-    assert page.evaluate("window.hacked") is None
-    page.close()
+    with page_that_fits(chromium, checked / "runs/tiny/report/data.html", width, num_plots=6) as page:
+        page.locator("summary").first.click()
+        assert page.evaluate("window.hacked") is None

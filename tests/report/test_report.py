@@ -5,14 +5,13 @@ import errno
 import html
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pandas as pd
 import pytest
-from browser import open_chromium
+from browser import page_that_fits
 from command_line import hpo_command, ok
 from plotly.offline import get_plotlyjs
 from study_records import DEFINITION, ENDINGS, fake_record, fake_trial, record_of, with_values
@@ -181,32 +180,14 @@ def test_a_file_in_the_way_is_one_clear_message(tmp_path: Path) -> None:
         write_report(record_of([]), tmp_path / "out")
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with open_chromium() as browser:
-        yield browser
-
-
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [1200, 400])
 def test_the_page_opens_offline_and_fits(width: int, chromium: Any, full_report: Path) -> None:
-    page = chromium.new_page(viewport={"width": width, "height": 900})
-    problems, requests = [], []
-    page.on("console", lambda message: problems.append(message.text))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(full_report.as_uri())
-    page.wait_for_function("document.querySelectorAll('.js-plotly-plot .main-svg').length >= 21")
-    page.locator("summary", has_text="40 trials").click()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    boxes = page.evaluate(
-        "[...document.querySelectorAll('.scroll, .js-plotly-plot')].map(e => e.getBoundingClientRect().right)"
-    )
-    assert max(boxes) <= width
-    assert page.evaluate("[...document.querySelectorAll('.scroll')].some(e => e.scrollWidth > e.clientWidth)")
-    assert problems == []
-    assert requests == [full_report.as_uri()]
-    page.close()
+    with page_that_fits(chromium, full_report, width, num_plots=21) as page:
+        page.locator("summary", has_text="40 trials").click()
+        assert page.evaluate(
+            "[...document.querySelectorAll('.scroll')].some(e => e.scrollWidth > e.clientWidth)"
+        )
 
 
 @pytest.mark.browser
