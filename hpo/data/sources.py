@@ -29,6 +29,7 @@ from hpo.data.csv_files import (
     CsvForm,
     csv_records,
     find_form,
+    find_form_of_texts,
     find_list_separator,
     show_character,
     split_cell,
@@ -126,17 +127,18 @@ def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     return readers
 
 
-def text_rows(path: Path, columns: ColumnsConfig) -> Iterator[Row]:
+def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Row]:
     """The rows of a file of texts to predict: jsonl, csv or parquet by its suffix, else lines of text.
 
-    Of a table, the column of ids may be missing. Raises DataError where the file cannot be read.
+    Of a table, the column of ids may be missing. `csv` is how the study's files are written, which this one
+    need not be. Raises DataError where the file cannot be read.
     """
     try:
         match path.suffix.lower():
             case ".jsonl" | ".ndjson":
                 yield from _jsonl_rows(path)
             case ".csv":
-                form = find_form(path, CsvConfig(), [columns.text])
+                form = find_form_of_texts(path, csv, [columns.text])
                 yield from _csv_rows(form, _TextTable(str(path), "row", columns, {}))
             case ".parquet":
                 yield from _parquet_rows(path, _TextTable(str(path), "row", columns, {}))

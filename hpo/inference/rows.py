@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from hpo.config.data_config import ColumnsConfig
+from hpo.config.data_config import ColumnsConfig, CsvConfig
 from hpo.data.examples import SPAN_KINDS, Example
 from hpo.data.progress import logged
 from hpo.data.sources import nearest_file, text_rows
@@ -41,7 +41,7 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     columns = ColumnsConfig.model_validate({key: of for key, of in model.settings.columns.items() if of})
     examples: list[Example] = []
     bad: list[str] = []
-    rows = text_rows(path, columns)
+    rows = text_rows(path, columns, CsvConfig.model_validate(model.settings.csv))
     for number, row in enumerate(logged(rows, f"reading {path}"), start=1):
         example, problems = (
             (None, list(row.problems)) if row.problems else model.example(row.row, f"row-{number}")

@@ -41,6 +41,8 @@ class ExportSettings:
     """Tokens of one batch, padding included, in the study's evaluations."""
     columns: Mapping[str, str | None] = field(default_factory=dict)
     """Where the study's tables have `id` and `text`."""
+    csv: Mapping[str, str | None] = field(default_factory=dict)
+    """How the study's csv files are written: its `data.csv`."""
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """The keys of a `DecodingThresholds` of each task."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -157,6 +159,7 @@ def _read_metadata(directory: Path) -> dict[str, Any]:
 
 
 def _settings(content: Mapping[str, Any]) -> ExportSettings:
+    content = {"csv": {}, **content}  # of exports that were written before it was a setting
     given = {one.name: content[one.name] for one in fields(ExportSettings)}
     pair = given["windowing"]["pair_segments"]
     windowing = Windowing(**{**given["windowing"], "pair_segments": None if pair is None else tuple(pair)})

@@ -92,6 +92,7 @@ def export_checkpoint(
         tf32=bool(config.amp.tf32),
         batch_tokens=executor.study.evaluation.batch_tokens,
         columns={"id": data.columns.id, "text": data.columns.text},
+        csv=data.csv.model_dump(),
         decisions=decisions,
         provenance=provenance(executor, config, trial, {name: of for name, of in scores.items() if of}),
     )

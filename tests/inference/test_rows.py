@@ -41,9 +41,13 @@ ROW: dict[str, Any] = {
 }
 
 
-def trained(pair: tuple[str, str] | None = None, **columns: str) -> TrainedModel:
+def trained(
+    pair: tuple[str, str] | None = None, form: dict[str, str | None] | None = None, **columns: str
+) -> TrainedModel:
     windowing = Windowing(16, pair_segments=pair)
-    settings = ExportSettings(windowing=windowing, attention="sdpa", precision="fp32", columns=columns)
+    settings = ExportSettings(
+        windowing=windowing, attention="sdpa", precision="fp32", columns=columns, csv=form or {}
+    )
     return TrainedModel(make_model(), load_tokenizer("minilm"), settings)
 
 
@@ -179,6 +183,58 @@ def test_tables_of_texts(tmp_path: Path) -> None:
         [("3", "one")],
         [f"{parquet} row 2: `text` must be a string, but got None"],
     )
+
+
+RUSSIAN = "Очень долго ждал"
+
+
+@pytest.mark.parametrize(
+    ("form", "encoding", "content", "warned"),
+    [
+        # What the study gave is used, which no guess would find.
+        ({"delimiter": "#", "encoding": "cp1251"}, "cp1251", f"id#text\na#{RUSSIAN}\n", None),
+        ({"encoding": "utf-16-le"}, "utf-16-le", f"id,text\na,{RUSSIAN}\n", None),
+        ({"encoding": "utf-8"}, "utf-8-sig", f"id,text\na,{RUSSIAN}\n", None),
+        # Another program wrote the new file.
+        ({"delimiter": "#"}, "utf-8", f"id;text\na;{RUSSIAN}\n", "read with `;`"),
+        ({"encoding": "cp1251"}, "utf-8", f"id,text\na,{RUSSIAN}\n", "decoded as utf-8"),
+        ({"encoding": "cp1251"}, "utf-8-sig", f"id,text\na,{RUSSIAN}\n", "decoded as utf-8"),
+        ({"encoding": "cp1252"}, "utf-16", f"id,text\na,{RUSSIAN}\n", "decoded as utf-16"),
+        (
+            {"delimiter": ";", "encoding": "shift_jis"},
+            "utf-8",
+            f"id,text\na,{RUSSIAN}\n",
+            "read with `,`, decoded as utf-8",
+        ),
+        # An encoding that is given stays where the delimiter alone is another.
+        ({"delimiter": ";", "encoding": "cp1251"}, "cp1251", f"id,text\na,{RUSSIAN}\n", "read with `,`"),
+    ],
+)
+def test_a_csv_file_is_read_as_those_of_the_study_unless_it_is_written_otherwise(
+    form: dict[str, str | None],
+    encoding: str,
+    content: str,
+    warned: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_bytes(content.encode(encoding))
+    examples, bad = read_examples(path, trained(form=form))
+    assert [(example.id, example.text) for example in examples] == [("a", RUSSIAN)]
+    assert not bad
+    unlike = f"{path}: {warned}, unlike the study's files (its `data.csv`)"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == (
+        [unlike] if warned else []
+    )
+
+
+def test_a_csv_file_that_can_be_read_neither_way(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_bytes(f"id#body\na#{RUSSIAN}\n".encode("cp1251"))
+    model = trained(form={"delimiter": "#", "encoding": "cp1251"})
+    with pytest.raises(DataError, match=r"has no column `text`.*read with `#`; `data.csv.delimiter` sets it"):
+        read_examples(path, model)
 
 
 @pytest.mark.parametrize("name", ["texts.txt", "texts.jsonl", "texts.csv", "texts.parquet"])

@@ -86,6 +86,15 @@ def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], value.float()), name
 
 
+def test_an_export_that_says_nothing_of_csv_files_loads(tmp_path: Path) -> None:
+    folder = exported(tmp_path / "x", csv={"delimiter": ";"})
+    assert load_exported(folder)[2].csv == {"delimiter": ";"}
+    metadata = json.loads((folder / "hpo.json").read_text())
+    del metadata["csv"]
+    (folder / "hpo.json").write_text(json.dumps(metadata))
+    assert load_exported(folder)[2].csv == {}
+
+
 def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     exported(folder)
