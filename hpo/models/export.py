@@ -40,7 +40,7 @@ class ExportSettings:
     batch_tokens: int = 8192
     """Tokens of one batch, padding included, in the study's evaluations."""
     columns: Mapping[str, str | None] = field(default_factory=dict)
-    """Where the study's tables have `id` and `text`."""
+    """Where the study's tables have `id`, `text` and `segments`."""
     csv: Mapping[str, str | None] = field(default_factory=dict)
     """How the study's csv files are written: its `data.csv`."""
     decisions: Mapping[str, Any] = field(default_factory=dict)

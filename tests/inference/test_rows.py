@@ -250,10 +250,59 @@ def test_files_that_are_none(tmp_path: Path, name: str) -> None:
         read(path)
 
 
+PAIRED = '{"id": "1", "text": "a b", "segments": {"q": [0, 1], "c": [2, 3]}}\n'
+
+
 def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "a b", "segments": {"q": [0, 1], "c": [2, 3]}}\n{"text": "a b"}\n')
+    path.write_text(PAIRED + '{"text": "a b"}\n')
     examples, bad = read_examples(path, trained(("q", "c")))
     assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
     assert "`segments` must have `q`" in bad[0]
     assert ColumnsConfig().text == "text"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_predictions_of_pairs_can_be_read_again(suffix: str, tmp_path: Path) -> None:
+    model = trained(("q", "c"))
+    (tmp_path / "texts.jsonl").write_text(PAIRED)
+    examples, _ = read_examples(tmp_path / "texts.jsonl", model)
+    out = tmp_path / f"out.{suffix}"
+    with predictions_file(out, KIND_TASKS, ("q", "c")) as write:
+        write(predicted_row(example, PREDICTION) for example in examples)
+    again, bad = read_examples(out, model)
+    assert not bad
+    assert [(one.id, one.text, dict(one.segments)) for one in again] == [
+        ("1", "a b", {"q": (0, 1), "c": (2, 3)})
+    ]
+
+
+def test_pairs_in_tables_of_the_study_s_own_column(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_text(
+        'text;parts\na b;"{""q"": [0, 1], ""c"": [2, 3]}"\na b;"{""q"": [0, 1]}"\na b;\na b;{q\na b;3\n'
+    )
+    examples, bad = read_examples(path, trained(("q", "c"), segments="parts"))
+    assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
+    assert [line.removeprefix(f"{path}:")[:1] for line in bad] == ["3", "4", "5", "6"]
+    assert "`segments` must have `c` (data.pair_segments names it)" in bad[0]
+    assert "column parts must be JSON" in bad[2]
+    assert "`segments` must be an object of name: [start, end], but got 3" in bad[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "came"),
+    [
+        ("texts.txt", "but lines of text have none"),
+        ("texts.csv", "but the columns are id, text"),
+        ("texts.parquet", "but the columns are id, text"),
+    ],
+)
+def test_a_file_that_can_have_no_pairs_is_one_clear_error(name: str, came: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("id,text\n1,a b\n")
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"id": [1], "text": ["a b"]}), path)
+    needed = r"`segments`, and tables the column `segments`, with \{name: \[start, end\]\} in characters"
+    with pytest.raises(DataError, match=rf"{name}: the model takes a pair .*{needed} of the text, {came}\."):
+        read_examples(path, trained(("q", "c")))
