@@ -22,6 +22,9 @@ from hpo.models.model_card import model_card
 from hpo.models.multitask import HeadSettings, MultitaskModel
 
 EXPORT_FORMAT = 2
+_FILES = ("config.json", "heads.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""Beside hpo.json and the encoder's weights, of which large ones are several. Without the last, transformers
+would guess at a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,9 @@ def load_exported(
     """
     directory = Path(directory).resolve()
     content = _read_metadata(directory)
+    for name in _FILES:
+        if not (directory / name).is_file():
+            raise ModelError(_not_intact(directory, f"there is no {name}"))
     try:
         heads = load_file(directory / "heads.safetensors")
         tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in content["tasks"]]

@@ -129,14 +129,6 @@ def test_exported_files_can_be_read_by_others(tmp_path: Path) -> None:
     assert set(modes.values()) == {modes["hpo.json"]}
 
 
-@pytest.mark.parametrize("lost", ["hpo.json", "heads.safetensors", "model.safetensors", "config.json"])
-def test_an_export_with_a_file_missing_is_refused(lost: str, tmp_path: Path) -> None:
-    folder = exported(tmp_path / "x")
-    (folder / lost).unlink()
-    with pytest.raises(ModelError, match=str(folder)):
-        load_exported(folder)
-
-
 def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
     folder = exported(tmp_path / "x")
     metadata = json.loads((folder / "hpo.json").read_text())
