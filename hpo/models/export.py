@@ -22,6 +22,9 @@ from hpo.models.model_card import model_card
 from hpo.models.multitask import HeadSettings, MultitaskModel
 
 EXPORT_FORMAT = 2
+_FILES = ("config.json", "heads.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""Beside hpo.json and the encoder's weights, of which large ones are several. Without the last, transformers
+would guess at a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,9 @@ class ExportSettings:
     batch_tokens: int = 8192
     """Tokens of one batch, padding included, in the study's evaluations."""
     columns: Mapping[str, str | None] = field(default_factory=dict)
-    """Where the study's tables have `id` and `text`."""
+    """Where the study's tables have `id`, `text` and `segments`."""
+    csv: Mapping[str, str | None] = field(default_factory=dict)
+    """How the study's csv files are written: its `data.csv`."""
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """The keys of a `DecodingThresholds` of each task."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -113,6 +118,9 @@ def load_exported(
     """
     directory = Path(directory).resolve()
     content = _read_metadata(directory)
+    for name in _FILES:
+        if not (directory / name).is_file():
+            raise ModelError(_not_intact(directory, f"there is no {name}"))
     try:
         heads = load_file(directory / "heads.safetensors")
         tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in content["tasks"]]
@@ -157,6 +165,7 @@ def _read_metadata(directory: Path) -> dict[str, Any]:
 
 
 def _settings(content: Mapping[str, Any]) -> ExportSettings:
+    content = {"csv": {}, **content}  # of exports that were written before it was a setting
     given = {one.name: content[one.name] for one in fields(ExportSettings)}
     pair = given["windowing"]["pair_segments"]
     windowing = Windowing(**{**given["windowing"], "pair_segments": None if pair is None else tuple(pair)})
