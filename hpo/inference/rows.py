@@ -2,7 +2,8 @@
 
 A predicted row has the form of a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `scores: {task: {class: probability}}`, so it can be read as data again. In a table each task has a column of
-its own: `labels.<task>`, `spans.<task>`, `scores.<task>`.
+its own: `labels.<task>`, `spans.<task>`, `scores.<task>`. Beside the predictions of a split of a data set
+stands the truth: `truth: {labels, spans}`, in a table `truth.<task>`.
 
 A file is written under another name and renamed when it is whole: it is there whole or not at all.
 """
@@ -29,6 +30,8 @@ MAX_LISTED = 20
 
 Row = dict[str, Any]
 WriteRows = Callable[[Iterable[Row]], None]
+_Columns = dict[str, Task]
+"""The columns of a table, and the task of each."""
 
 
 def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[str]]:
@@ -80,6 +83,19 @@ def predicted_row(example: Example, prediction: Prediction) -> Row:
     return row
 
 
+def truth_of(example: Example, tasks: Sequence[Task]) -> Row:
+    """The truth of an example for `predicted_row`, of the tasks that it is annotated for.
+
+    Of the span names of such a task each has its spans, maybe none.
+    """
+    annotated = [task for task in tasks if task.name in example.annotated]
+    names = dict.fromkeys(name for task in annotated if task.kind in SPAN_KINDS for name in task.labels)
+    return {
+        "labels": {task.name: example.labels[task.name] for task in annotated if task.kind not in SPAN_KINDS},
+        "spans": {name: [list(span) for span in example.spans.get(name, ())] for name in names},
+    }
+
+
 def check_output(path: Path) -> None:
     """Raise InputError where a file of predictions cannot be written to `path`."""
     if path.suffix.lower() not in _WRITERS:
@@ -92,16 +108,19 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def predictions_file(path: Path, tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def predictions_file(path: Path, tasks: Sequence[Task], *, with_truth: bool = False) -> Iterator[WriteRows]:
     """What writes predicted rows to a file, by its suffix; without an error in the block it appears then.
+
+    `with_truth`: each row has the key `truth` (`truth_of`).
 
     Raises InputError where it cannot be written.
     """
     check_output(path)
+    columns = _columns(tasks, with_truth)
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         try:
-            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, tasks) as write:
+            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, columns) as write:
                 yield write
             unfinished.replace(path)
         except OSError as error:
@@ -116,70 +135,77 @@ def json_line(row: Row) -> str:
 
 
 @contextmanager
-def _jsonl(file: IO[bytes], _tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _jsonl(file: IO[bytes], _columns: _Columns) -> Iterator[WriteRows]:
     yield lambda rows: file.writelines(f"{json_line(row)}\n".encode() for row in rows)
 
 
 @contextmanager
-def _csv(file: IO[bytes], tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _csv(file: IO[bytes], columns: _Columns) -> Iterator[WriteRows]:
     import io
 
     text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-    writer = csv.DictWriter(text, ["id", "text", *_columns(tasks)])
+    writer = csv.DictWriter(text, ["id", "text", *columns])
     writer.writeheader()
 
     def cell(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
 
     def write(rows: Iterable[Row]) -> None:
-        writer.writerows({key: cell(value) for key, value in _cells(row, tasks).items()} for row in rows)
+        writer.writerows({key: cell(value) for key, value in _cells(row, columns).items()} for row in rows)
 
     yield write
     text.detach()
 
 
 @contextmanager
-def _parquet(file: IO[bytes], tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _parquet(file: IO[bytes], columns: _Columns) -> Iterator[WriteRows]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     spans = pa.list_(pa.list_(pa.int64(), 2))
     types: dict[str, Any] = {"id": pa.string(), "text": pa.string()}
-    for column, task in _columns(tasks).items():
+    for column, task in columns.items():
         kind = column.partition(".")[0]
-        if kind == "labels":
+        if kind != "scores" and task.kind not in SPAN_KINDS:
             label = pa.float64() if task.kind == "regression" else pa.string()
             types[column] = pa.list_(label) if task.kind == "multi_label" else label
         else:
-            of_name = spans if kind == "spans" else pa.float64()
+            of_name = pa.float64() if kind == "scores" else spans
             types[column] = pa.struct([(name, of_name) for name in task.labels])
     schema = pa.schema(list(types.items()))
     with pq.ParquetWriter(file, schema) as writer:
         yield lambda rows: writer.write_table(
-            pa.Table.from_pylist([_cells(row, tasks) for row in rows], schema=schema)
+            pa.Table.from_pylist([_cells(row, columns) for row in rows], schema=schema)
         )
 
 
 _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 
 
-def _columns(tasks: Sequence[Task]) -> dict[str, Task]:
-    """The columns of a table beside id and text, and the task of each."""
-    columns: dict[str, Task] = {}
+def _columns(tasks: Sequence[Task], with_truth: bool) -> _Columns:
+    """The columns of a table beside id and text."""
+    columns: _Columns = {}
     for task in tasks:
         kinds = ("spans",) if task.kind in SPAN_KINDS else ("labels", "scores")
         columns |= {
             f"{kind}.{task.name}": task for kind in kinds if kind != "scores" or task.kind != "regression"
         }
+        if with_truth:
+            columns[f"truth.{task.name}"] = task
     return columns
 
 
-def _cells(row: Row, tasks: Sequence[Task]) -> Row:
+def _cells(row: Row, columns: _Columns) -> Row:
     """A predicted row as cells of a table."""
     cells: Row = {"id": row["id"], "text": row["text"]}
-    for column, task in _columns(tasks).items():
-        if column.startswith("spans."):
-            cells[column] = {name: row["spans"][name] for name in task.labels if name in row["spans"]}
+    for column, task in columns.items():
+        kind = column.partition(".")[0]
+        of_row = row["truth"] if kind == "truth" else row
+        if task.kind in SPAN_KINDS:
+            found = {name: of_row["spans"][name] for name in task.labels if name in of_row["spans"]}
+            cells[column] = found if found or kind != "truth" else None
+        elif kind == "truth":
+            cells[column] = of_row["labels"].get(task.name)
         else:
-            cells[column] = row[column.partition(".")[0]][task.name]
+            cells[column] = row[kind][task.name]
     return cells
