@@ -18,6 +18,7 @@ FLOORS = (
     "study",
     "trial",
     "inference",
+    "evaluation",
     "training",
     "models",
     "data",
