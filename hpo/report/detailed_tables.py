@@ -18,6 +18,7 @@ from hpo.study.study_record import is_number
 
 if TYPE_CHECKING:
     from hpo.report.tables import StudyTables
+    from hpo.study.study_record import TrialRecord
 
 SPLITS = ("test", "validation", "train")
 """In the order of the page: what the search has not seen comes first."""
@@ -55,12 +56,14 @@ class Detailed:
 
 
 def detailed_evaluations(tables: StudyTables) -> list[Detailed]:
-    """Of the best trials, the best first; of each the splits in the order of `SPLITS`, then others."""
-    return [
-        Detailed(trial.number, split, trial.detailed[split])
-        for trial in tables.best
-        for split in sorted(trial.detailed, key=lambda split: ((*SPLITS, split).index(split), split))
-    ]
+    """Of the best trials, the best first."""
+    return [one for trial in tables.best for one in evaluations_of(trial)]
+
+
+def evaluations_of(trial: TrialRecord) -> list[Detailed]:
+    """Of one trial, in the order of `SPLITS`, then others."""
+    splits = sorted(trial.detailed, key=lambda split: ((*SPLITS, split).index(split), split))
+    return [Detailed(trial.number, split, trial.detailed[split]) for split in splits]
 
 
 def intervals(one: Detailed) -> list[dict[str, Any]]:

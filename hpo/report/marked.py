@@ -7,32 +7,49 @@ marked by all spans that it lies in, however these overlap.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 LOOKS = {"missed": "−", "spurious": "+", "both": "="}
 """CSS class -> sign. The class `mixed` is that of a piece with several signs."""
 
 
-def marked_text(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, named: bool) -> Markup:
-    """The text with marks for spans [name, start, end], end exclusive; everything in it is escaped.
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text that no span begins or ends in."""
+
+    text: str
+    look: str = ""
+    """A key of `LOOKS`, or `mixed`; empty: no span holds it."""
+    sign: str = ""
+
+
+def pieces(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, named: bool) -> Iterator[Piece]:
+    """The text, cut where spans [name, start, end], end exclusive, begin and end.
 
     Args:
-        named: whether a mark says the names of its spans, too.
+        named: whether a sign says the names of its spans, too.
     """
     sides = [_inside(spans, len(text)) for spans in (truth, predicted)]
-    ends = {0, len(text), *(at for spans in sides for _, *place in spans for at in place)}
-    cuts = sorted(ends)
-    pieces = []
+    cuts = sorted({0, len(text), *(at for spans in sides for _, *place in spans for at in place)})
     for start, end in pairwise(cuts):
         true, said = (
             {name for name, begin, stop in spans if begin <= start and end <= stop} for spans in sides
         )
-        pieces.append(_piece(text[start:end], true, said, named))
-    return Markup("").join(pieces)
+        yield _piece(text[start:end], true, said, named)
+
+
+def marked_text(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, named: bool) -> Markup:
+    """`pieces` as HTML; everything in the text is escaped."""
+    mark = Markup('<mark class="{}"><b>{}</b>{}</mark>')
+    return Markup("").join(
+        mark.format(piece.look, piece.sign, piece.text) if piece.look else escape(piece.text)
+        for piece in pieces(text, truth, predicted, named=named)
+    )
 
 
 def marked_labels(truth: Any, predicted: Any) -> Markup:
@@ -57,9 +74,9 @@ def _inside(spans: Sequence[Any], length: int) -> list[tuple[str, int, int]]:
     return [(name, start, end) for name, start, end in cut if start < end]
 
 
-def _piece(text: str, true: Collection[str], said: Collection[str], named: bool) -> Markup:
+def _piece(text: str, true: Collection[str], said: Collection[str], named: bool) -> Piece:
     if not true and not said:
-        return Markup("{}").format(text)
+        return Piece(text)
     missed, spurious = sorted(set(true) - set(said)), sorted(set(said) - set(true))
     both = sorted(set(true) & set(said))
     kinds = {"missed": missed, "spurious": spurious, "both": both}
@@ -67,4 +84,4 @@ def _piece(text: str, true: Collection[str], said: Collection[str], named: bool)
     look = held[0] if len(held) == 1 else "mixed"
     signs = [f"{LOOKS[kind]}{name if named else ''}" for kind in held for name in kinds[kind]]
     sign = " ".join(dict.fromkeys(signs))
-    return Markup('<mark class="{}"><b>{}</b>{}</mark>').format(look, sign, text)
+    return Piece(text, look, sign)
