@@ -13,9 +13,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from hpo.data.examples import SPAN_KINDS
 from hpo.report.detailed_charts import intervals_chart, task_charts
 from hpo.report.detailed_tables import (
-    SPAN_KINDS,
     Detailed,
     classes_text,
     metrics_text,
@@ -75,7 +75,8 @@ def _about(one: Detailed) -> str:
             "rows goes, and nothing of other seeds."
         )
     if document["decided_on"]:
-        lines.append(f"Thresholds were chosen on {document['decided_on']}.")
+        flattering = ", so the scores here are flattering" if document["decided_on"] == one.split else ""
+        lines.append(f"Thresholds were chosen on {document['decided_on']}{flattering}.")
     return " ".join(lines)
 
 
