@@ -10,6 +10,7 @@ from rich.text import Text
 
 from hpo.cli.display import dataframe_table, print_indented
 from hpo.data.examples import SPAN_KINDS
+from hpo.errors import shorten
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
@@ -29,6 +30,8 @@ EXCERPT = 240
 """Characters of a text that are shown."""
 _CONTEXT = 60
 """Characters of a long text that are shown before the first span that is marked."""
+_SPAN, _SIDE = 40, 160
+"""Characters of a span, and of all that is true or predicted, that are shown."""
 _STYLES = {"missed": "yellow", "spurious": "red", "both": "green", "mixed": "magenta"}
 _LEGEND = {
     "missed": "true only",
@@ -50,7 +53,12 @@ def print_detailed(one: Detailed) -> None:
     for task, found in one.tasks.items():
         _print_task(console, task, found)
     for text in one.warnings:
-        print_indented(console, Text.assemble(("Warning: ", "bold yellow"), _plain(text)), 0)
+        print_warning(text)
+
+
+def print_warning(text: str) -> None:
+    """A sentence that a reader of the figures must know."""
+    print_indented(Console(highlight=False), Text.assemble(("Warning: ", "bold yellow"), _plain(text)), 0)
 
 
 def _print_task(console: Console, task: str, found: Mapping[str, Any]) -> None:
@@ -99,8 +107,8 @@ def _named(side: Any, text: str, *, has_spans: bool) -> str:
     """A class, classes, a number, or spans with their texts."""
     if isinstance(side, list):
         if has_spans:
-            side = [f"{name} “{text[start:end]}”" for name, start, end in side]
-        return _plain(", ".join(map(str, side))) or "none"
+            side = [f"{name} “{shorten(text[start:end], _SPAN)}”" for name, start, end in side]
+        return shorten(_plain(", ".join(map(str, side))), _SIDE) or "none"
     return format_number(side) if is_number(side) else _plain(str(side or "none"))
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hpo.compare.race import Race
     from hpo.compare.results import Result
     from hpo.config.comparison import ComparisonConfig
-    from hpo.study.study_record import StudyRecord, TrialRecord
+    from hpo.study.study_record import StudyRecord
     from hpo.trial.measure import Measurement
     from hpo.trial.verify import PrecisionCheck
 
@@ -71,11 +71,11 @@ def _precision_table(record: StudyRecord, console: Console) -> Table:
     return table
 
 
-def print_best(record: StudyRecord, best: Sequence[TrialRecord] | None = None) -> None:
+def print_best(record: StudyRecord) -> None:
     """The best trial (with several objectives, the Pareto front): values, parameters, precision facts, and
     the score with its interval on each split that it was evaluated on in detail."""
     console = Console(highlight=False)
-    best = best_trials(record) if best is None else best
+    best = best_trials(record)
     if not best:
         console.print(f"No complete trial{f' of {len(record.trials)}' if record.trials else ' yet'}.")
     for trial in best:
