@@ -253,13 +253,7 @@ class TrainedModel(nn.Module):
                 on_batch=on_batch,
             )
         self._check_finite(logits)
-        labels, _ = decode_tasks(self.tasks, logits, split, self.decisions or _defaults(self.tasks))
-        predictions: list[Prediction] = [{} for _ in split.examples]
-        for task in self.tasks:
-            of_task = _task_predictions(task, logits[task.name], split, labels[task.name])
-            for prediction, found in zip(predictions, of_task, strict=True):
-                prediction[task.name] = found
-        return predictions
+        return predictions_of(self.tasks, logits, split, self.decisions or _defaults(self.tasks))
 
     def _check_finite(self, logits: Mapping[str, NDArray[np.float32]]) -> None:
         broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
@@ -348,6 +342,22 @@ def _precision_for(device: DeviceInfo, trained: str, asked: str | None) -> Preci
 
 def _defaults(tasks: Sequence[Task]) -> dict[str, DecodingThresholds]:
     return {task.name: DecodingThresholds() for task in tasks}
+
+
+def predictions_of(
+    tasks: Sequence[Task],
+    logits: Mapping[str, NDArray[np.float32]],
+    split: TokenizedSplit,
+    decisions: Mapping[str, DecodingThresholds],
+) -> list[Prediction]:
+    """What the finite `logits` of `predict_logits` say of each example of the split, in its order."""
+    labels, _ = decode_tasks(tasks, logits, split, decisions)
+    predictions: list[Prediction] = [{} for _ in split.examples]
+    for task in tasks:
+        of_task = _task_predictions(task, logits[task.name], split, labels[task.name])
+        for prediction, found in zip(predictions, of_task, strict=True):
+            prediction[task.name] = found
+    return predictions
 
 
 def _task_predictions(

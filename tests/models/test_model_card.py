@@ -57,6 +57,18 @@ def test_a_person_reads_where_it_comes_from() -> None:
         assert line in card, line
 
 
+def test_scores_of_a_detailed_evaluation_have_their_interval() -> None:
+    intervals = {"test": {"joint": {"span_f1": [0.125, 0.375], "f1_macro": [None, None]}}}
+    card = model_card(KIND_TASKS, Windowing(128), {**PROVENANCE, "intervals": intervals})
+    for line in (
+        "| split | task | metric | value | 95 % interval |\n| --- | --- | --- | --- | --- |",
+        "| test | joint | span_f1 | 0.2500 | 0.1250 to 0.3750 |",
+        "| validation | single | f1_macro | 0.5000 | – |",
+    ):
+        assert line in card, line
+    assert "interval" not in model_card(KIND_TASKS, Windowing(128), {**PROVENANCE, "intervals": {}})
+
+
 def test_names_are_no_markup() -> None:
     """A class may be called anything; the front matter and the tables stay what they are."""
     task = Task("t", "single_label", ("a|b", "{{ 7 * 7 }}", "---\nlicense: other"))
