@@ -165,6 +165,8 @@ def load_onnx(
     Raises ModelError where the folder is no intact one, or onnxruntime is not installed.
     """
     content = read_metadata(directory)
+    if content["runtime"] != "onnx":
+        raise ModelError(f"{directory} must be an ONNX export, but it is one of {content['runtime']}.")
     tasks, settings = read_settings(directory, content)
     try:
         onnx_settings = OnnxSettings(**content["onnx"])
