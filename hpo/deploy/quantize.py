@@ -167,7 +167,7 @@ def _write_graph(
                 add_pre_process_metadata(graph)
             if linears and mode.static:
                 quantize_static(
-                    graph,
+                    _inputs_apart(graph, linears),
                     step,
                     _Reader(batches),
                     activation_type=QuantType.QUInt8,
@@ -186,6 +186,28 @@ def _write_graph(
                 f"{shorten(str(error), 200)}). Keep the layers it names in fp32."
             ) from error
         file.write_bytes(step.read_bytes())
+
+
+def _inputs_apart(graph: Any, nodes: Collection[str]) -> Any:
+    """Give the inputs of these nodes names of their own, by an Identity that onnxruntime drops when it runs.
+
+    A tensor's range would be put upon all that take it: the residual sum after a layer, layers kept in fp32.
+    """
+    from onnx import helper
+
+    given: dict[str, str] = {}
+    apart = []
+    for node in graph.graph.node:
+        if node.name in nodes:
+            name = node.input[0]
+            if name not in given:
+                given[name] = f"{name}_of_layers"
+                apart.append(helper.make_node("Identity", [name], [given[name]], given[name]))
+            node.input[0] = given[name]
+        apart.append(node)
+    del graph.graph.node[:]
+    graph.graph.node.extend(apart)
+    return graph
 
 
 def _read_graph(source: Path) -> Any:

@@ -76,6 +76,11 @@ class OnnxNetwork(nn.Module):
         """Those of `INPUTS` that the graph takes."""
         return self._inputs
 
+    @property
+    def session_options(self) -> Any:
+        """What onnxruntime runs the graph with."""
+        return self._session.get_session_options()
+
     def check_precision(self, precision: str | None) -> None:
         """Raise ModelError where another precision than the graph's is asked for."""
         if precision not in (None, self.settings.precision):
