@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_encoders import FAMILIES, KIND_TASKS
-from tiny_onnx import TEXTS, probabilities, random_batch, write_both, write_torch
+from tiny_onnx import TEXTS, probabilities, random_batch, write_both
 
 import hpo
 from hpo.deploy import onnx_export
@@ -22,24 +22,18 @@ from hpo.inference.model import TrainedModel
 
 POOLINGS = dict(zip(FAMILIES, ["mean", "cls", "max", "attention", "cls", "mean", "attention"], strict=True))
 HEADS = {"roberta": "mlp", "electra": "mlp"}
-
-
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bert")
-    write_both(folder)
-    return folder
+FLOAT32_PARTS = {"distilbert": ("encoder.layer.0", "heads")}
 
 
 @pytest.fixture
-def model(bert: Path) -> TrainedModel:
-    return hpo.load(bert / "torch", device="cpu")
+def model(tiny_exports: Path) -> TrainedModel:
+    return hpo.load(tiny_exports / "torch", device="cpu")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_probabilities_are_those_of_pytorch(family: str, tmp_path: Path) -> None:
     heads = {"pooling": POOLINGS[family], "head_type": HEADS.get(family, "linear")}
-    model, graph = write_both(tmp_path, family, **heads)
+    model, graph = write_both(tmp_path, family, FLOAT32_PARTS.get(family, ()), **heads)
     for lengths in ((12, 7), (5,), (1,), (32, 3, 1, 20), (17,) * 9):
         batch = random_batch(lengths)
         with torch.no_grad():
@@ -57,8 +51,8 @@ def test_poolings_and_heads_are_all_covered() -> None:
     assert "mlp" in HEADS.values()
 
 
-def test_a_row_of_padding_leaves_the_others_as_they_are(bert: Path) -> None:
-    graph = hpo.load(bert / "onnx", device="cpu")
+def test_a_row_of_padding_leaves_the_others_as_they_are(tiny_exports: Path) -> None:
+    graph = hpo.load(tiny_exports / "onnx", device="cpu")
     with_padding, alone = graph(*random_batch((12, 0, 7))).logits, {}
     for row, length in ((0, 12), (2, 7)):
         batch = [one[row : row + 1, :length] for one in random_batch((12, 0, 7))]
@@ -70,15 +64,15 @@ def test_a_row_of_padding_leaves_the_others_as_they_are(bert: Path) -> None:
             torch.testing.assert_close(found, of_row[name][0], atol=1e-5, rtol=0)
 
 
-def test_the_folder_stands_alone(bert: Path) -> None:
-    names = {file.name for file in (bert / "onnx").iterdir()}
+def test_the_folder_stands_alone(tiny_exports: Path) -> None:
+    names = {file.name for file in (tiny_exports / "onnx").iterdir()}
     assert names == {
         *("model.onnx", "hpo.json", "README.md"),
         *("tokenizer.json", "tokenizer_config.json", "config.json"),
     }
-    assert [file.name for file in bert.iterdir()] in (["torch", "onnx"], ["onnx", "torch"])
-    content = json.loads((bert / "onnx" / "hpo.json").read_text())
-    of_torch = json.loads((bert / "torch" / "hpo.json").read_text())
+    assert [file.name for file in tiny_exports.iterdir()] in (["torch", "onnx"], ["onnx", "torch"])
+    content = json.loads((tiny_exports / "onnx" / "hpo.json").read_text())
+    of_torch = json.loads((tiny_exports / "torch" / "hpo.json").read_text())
     assert (content["format"], content["runtime"]) == (3, "onnx")
     assert of_torch["format"] == 2
     for key in of_torch.keys() - {"format"}:
@@ -86,17 +80,24 @@ def test_the_folder_stands_alone(bert: Path) -> None:
     assert content["onnx"]["precision"] == "fp32"
     assert content["onnx"]["quantization"] is None
     assert content["onnx"]["versions"].keys() == {"torch", "onnx", "onnxscript", "onnxruntime"}
-    graph = (bert / "onnx" / "model.onnx").read_bytes()
+    graph = (tiny_exports / "onnx" / "model.onnx").read_bytes()
     assert b"site-packages" not in graph, "the exporter's notes have paths of this machine"
 
 
 def test_the_terminal_shows_nothing_of_the_exporter(
-    model: TrainedModel, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    model: TrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     root = logging.getLogger()
     handlers, levels = list(root.handlers), logging.getLogger("torch.onnx").level
     capfd.readouterr()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     export_onnx(model, tmp_path / "onnx")
+    assert not any(Path().iterdir())
     assert capfd.readouterr() == ("", "")
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert (list(root.handlers), logging.getLogger("torch.onnx").level) == (handlers, levels)
@@ -113,9 +114,9 @@ def refused(model: TrainedModel, folder: Path, message: str) -> None:
 
 
 def test_models_that_are_refused(
-    bert: Path, model: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_exports: Path, model: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused(hpo.load(bert / "onnx", device="cpu"), tmp_path, "but this model is ONNX already")
+    refused(hpo.load(tiny_exports / "onnx", device="cpu"), tmp_path, "but this model is ONNX already")
     config = model.network.encoder.config
     monkeypatch.setattr(config, "_attn_implementation_internal", "flash_attention_2")
     refused(model, tmp_path, 'ONNX has no flash_attention_2. Load the model with attention="sdpa"')
@@ -158,12 +159,3 @@ def test_a_graph_with_other_logits_is_refused(
 
     monkeypatch.setattr(torch.onnx, "export", with_another_bias)
     refused(model, tmp_path, "must give PyTorch's logits, but those of `number` differ by")
-
-
-def test_parts_in_fp32_are_plain_in_the_graph(tmp_path: Path) -> None:
-    model = write_torch(tmp_path / "torch")
-    from hpo.models.model_parts import set_float32_parts
-
-    set_float32_parts(model.network, None, ("encoder.layer.0", "heads"))
-    graph = hpo.load(export_onnx(model, tmp_path / "onnx"), device="cpu")
-    np.testing.assert_allclose(probabilities(graph), probabilities(model), atol=1e-5)

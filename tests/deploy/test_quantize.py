@@ -12,7 +12,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
-from tiny_onnx import TEXTS, probabilities, random_batch, write_both
+from tiny_onnx import TEXTS, probabilities, random_batch
 from torch import nn
 
 import hpo
@@ -29,10 +29,8 @@ EMBEDDINGS = ("word_embeddings", "position_embeddings", "token_type_embeddings")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bert")
-    write_both(folder)
-    return folder / "onnx"
+def source(tiny_exports: Path) -> Path:
+    return tiny_exports / "onnx"
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +142,10 @@ def test_the_terminal_shows_nothing_of_onnxruntime(
 ) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     quantize(source, tmp_path / "int8", QuantizationMode(static=True), calibration=CALIBRATION[:8])
+    assert not any(Path().iterdir())
     assert root.handlers == []
     assert root.filters == []
     assert capfd.readouterr() == ("", "")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_onnx import TEXTS, probabilities, random_batch, write_both
+from tiny_onnx import TEXTS, probabilities, random_batch
 
 import hpo
 from hpo.deploy.onnx_export import export_onnx
@@ -33,12 +33,10 @@ sys.meta_path.insert(0, Forbid())
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def folder(tiny_exports: Path) -> Path:
     """With the exports `torch` and `onnx` of one model."""
-    folder = tmp_path_factory.mktemp("exports")
-    write_both(folder)
-    return folder
+    return tiny_exports
 
 
 @pytest.fixture
@@ -219,19 +217,21 @@ def test_texts_of_no_and_of_a_million_characters(graph: TrainedModel) -> None:
     assert sum(prediction["single"].scores.values()) == pytest.approx(1)
 
 
-def test_the_script_of_the_card_needs_neither_pytorch_nor_hpo(graph: TrainedModel, folder: Path) -> None:
+def test_the_script_of_the_card_needs_neither_pytorch_nor_hpo(
+    graph: TrainedModel, folder: Path, tmp_path: Path
+) -> None:
     card = (folder / "onnx" / "README.md").read_text()
     (script,) = re.findall(r"```python\n(import json\n.*?)```", card, re.DOTALL)
     assert len(script.splitlines()) <= 26
     texts = list(TEXTS[:2])
-    shutil.copytree(folder / "onnx", folder / "complaints-trial-7", dirs_exist_ok=True)
+    shutil.copytree(folder / "onnx", tmp_path / "complaints-trial-7")
     assert 'folder, texts = "complaints-trial-7", ["...", "..."]' in script
     script = script.replace('["...", "..."]', repr(texts))
     show = "import pickle; pickle.dump(results, open('results.pkl', 'wb'))"
     subprocess.run(
-        [sys.executable, "-I", "-c", f"{FORBIDDEN}\n{script}\n{show}"], cwd=folder, check=True, timeout=120
+        [sys.executable, "-I", "-c", f"{FORBIDDEN}\n{script}\n{show}"], cwd=tmp_path, check=True, timeout=120
     )
-    results = np.load(folder / "results.pkl", allow_pickle=True)
+    results = np.load(tmp_path / "results.pkl", allow_pickle=True)
     batch = graph.tokenizer(texts, padding=True, return_tensors="pt")
     logits = graph(**batch).logits
     for number, wanted in enumerate(graph.predict(texts)):
