@@ -2,7 +2,8 @@
 
 A predicted row has the form of a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `scores: {task: {class: probability}}`, so it can be read as data again. In a table each task has a column of
-its own: `labels.<task>`, `spans.<task>`, `scores.<task>`.
+its own: `labels.<task>`, `spans.<task>`, `scores.<task>`; beside them `segments`, where the model takes a
+pair of them.
 
 A file is written under another name and renamed when it is whole: it is there whole or not at all.
 """
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from hpo.config.data_config import ColumnsConfig
+from hpo.config.data_config import ColumnsConfig, CsvConfig
 from hpo.data.examples import SPAN_KINDS, Example
 from hpo.data.progress import logged
 from hpo.data.sources import nearest_file, text_rows
@@ -39,9 +40,11 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     if not path.is_file():
         raise DataError(f"{path}: no such file.{nearest_file(path)}")
     columns = ColumnsConfig.model_validate({key: of for key, of in model.settings.columns.items() if of})
+    if model.settings.windowing.pair_segments:
+        columns = columns.model_copy(update={"segments": columns.segments or "segments"})
     examples: list[Example] = []
     bad: list[str] = []
-    rows = text_rows(path, columns)
+    rows = text_rows(path, columns, CsvConfig.model_validate(model.settings.csv))
     for number, row in enumerate(logged(rows, f"reading {path}"), start=1):
         example, problems = (
             (None, list(row.problems)) if row.problems else model.example(row.row, f"row-{number}")
@@ -92,16 +95,16 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def predictions_file(path: Path, tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def predictions_file(path: Path, tasks: Sequence[Task], pair: Sequence[str] = ()) -> Iterator[WriteRows]:
     """What writes predicted rows to a file, by its suffix; without an error in the block it appears then.
 
-    Raises InputError where it cannot be written.
+    `pair` are the segments that the rows have. Raises InputError where it cannot be written.
     """
     check_output(path)
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         try:
-            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, tasks) as write:
+            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, tasks, pair) as write:
                 yield write
             unfinished.replace(path)
         except OSError as error:
@@ -116,35 +119,39 @@ def json_line(row: Row) -> str:
 
 
 @contextmanager
-def _jsonl(file: IO[bytes], _tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _jsonl(file: IO[bytes], _tasks: Sequence[Task], _pair: Sequence[str]) -> Iterator[WriteRows]:
     yield lambda rows: file.writelines(f"{json_line(row)}\n".encode() for row in rows)
 
 
 @contextmanager
-def _csv(file: IO[bytes], tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _csv(file: IO[bytes], tasks: Sequence[Task], pair: Sequence[str]) -> Iterator[WriteRows]:
     import io
 
     text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-    writer = csv.DictWriter(text, ["id", "text", *_columns(tasks)])
+    writer = csv.DictWriter(text, ["id", "text", *(["segments"] if pair else []), *_columns(tasks)])
     writer.writeheader()
 
     def cell(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
 
     def write(rows: Iterable[Row]) -> None:
-        writer.writerows({key: cell(value) for key, value in _cells(row, tasks).items()} for row in rows)
+        writer.writerows(
+            {key: cell(value) for key, value in _cells(row, tasks, pair).items()} for row in rows
+        )
 
     yield write
     text.detach()
 
 
 @contextmanager
-def _parquet(file: IO[bytes], tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _parquet(file: IO[bytes], tasks: Sequence[Task], pair: Sequence[str]) -> Iterator[WriteRows]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     spans = pa.list_(pa.list_(pa.int64(), 2))
     types: dict[str, Any] = {"id": pa.string(), "text": pa.string()}
+    if pair:
+        types["segments"] = pa.struct([(name, pa.list_(pa.int64(), 2)) for name in pair])
     for column, task in _columns(tasks).items():
         kind = column.partition(".")[0]
         if kind == "labels":
@@ -156,7 +163,7 @@ def _parquet(file: IO[bytes], tasks: Sequence[Task]) -> Iterator[WriteRows]:
     schema = pa.schema(list(types.items()))
     with pq.ParquetWriter(file, schema) as writer:
         yield lambda rows: writer.write_table(
-            pa.Table.from_pylist([_cells(row, tasks) for row in rows], schema=schema)
+            pa.Table.from_pylist([_cells(row, tasks, pair) for row in rows], schema=schema)
         )
 
 
@@ -174,9 +181,11 @@ def _columns(tasks: Sequence[Task]) -> dict[str, Task]:
     return columns
 
 
-def _cells(row: Row, tasks: Sequence[Task]) -> Row:
+def _cells(row: Row, tasks: Sequence[Task], pair: Sequence[str]) -> Row:
     """A predicted row as cells of a table."""
     cells: Row = {"id": row["id"], "text": row["text"]}
+    if pair:
+        cells["segments"] = {name: row["segments"][name] for name in pair}
     for column, task in _columns(tasks).items():
         if column.startswith("spans."):
             cells[column] = {name: row["spans"][name] for name in task.labels if name in row["spans"]}

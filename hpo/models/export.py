@@ -28,6 +28,9 @@ from hpo.models.multitask import HeadSettings, MultitaskModel
 
 EXPORT_FORMATS = {"torch": 2, "onnx": 3}
 """The format of hpo.json by runtime."""
+_FILES = ("config.json", "heads.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""Beside hpo.json and the encoder's weights, of which large ones are several. Without the last, transformers
+would guess at a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,9 @@ class ExportSettings:
     batch_tokens: int = 8192
     """Tokens of one batch, padding included, in the study's evaluations."""
     columns: Mapping[str, str | None] = field(default_factory=dict)
-    """Where the study's tables have `id` and `text`."""
+    """Where the study's tables have `id`, `text` and `segments`."""
+    csv: Mapping[str, str | None] = field(default_factory=dict)
+    """How the study's csv files are written: its `data.csv`."""
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """The keys of a `DecodingThresholds` of each task."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -152,6 +157,9 @@ def load_exported(
     content = read_metadata(directory)
     if content["runtime"] != "torch":
         raise ModelError(f"{directory} must hold torch's weights, but it is an ONNX export. Use `hpo.load`.")
+    for name in _FILES:
+        if not (directory / name).is_file():
+            raise ModelError(not_intact(directory, f"there is no {name}"))
     tasks, settings = read_settings(directory, content)
     try:
         heads = load_file(directory / "heads.safetensors")
@@ -204,6 +212,7 @@ def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Tas
     """Tasks and settings in the `content` of the folder's hpo.json. Raises ModelError where it lacks them."""
     try:
         tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in content["tasks"]]
+        content = {"csv": {}, **content}  # of exports that were written before it was a setting
         given = {one.name: content[one.name] for one in fields(ExportSettings)}
         pair = given["windowing"]["pair_segments"]
         given["windowing"] = Windowing(

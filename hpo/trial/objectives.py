@@ -14,6 +14,7 @@ from typing import Any
 from hpo.config.study_config import MEASURED_METRICS, ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
+from hpo.training.metrics import primary_mean
 
 
 def check_metric(metric: str, tasks: Sequence[Task]) -> None:
@@ -37,10 +38,9 @@ def objective_value(
     None in `measured`, and so NaN, is what no step has given yet. Raises InputError when the evaluation did
     not give a metric, because no row of the split was labelled.
     """
+    value: float | None
     if metric == "score":
-        of_tasks = [metrics[task.name].get(task.primary_metric) for task in tasks]
-        primary = [value for value in of_tasks if value is not None]
-        value = sum(primary) / len(primary) if primary else None
+        value = primary_mean(tasks, metrics)
     elif "/" in metric:
         task_name, _, name = metric.partition("/")
         value = metrics[task_name].get(name)
