@@ -258,9 +258,10 @@ class TrainedModel(nn.Module):
     def _check_finite(self, logits: Mapping[str, NDArray[np.float32]]) -> None:
         broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
         if broken:
+            is_onnx = isinstance(self.network, OnnxNetwork)
+            hint = "Use its PyTorch export." if is_onnx else "Load it with another precision, such as fp32."
             raise RunError(
-                f"the model's logits are not finite in {self.precision}. Tasks: {', '.join(broken)}. "
-                "Load it with another precision, such as fp32."
+                f"the model's logits are not finite in {self.precision}. Tasks: {', '.join(broken)}. {hint}"
             )
 
     def _mixed_precision(self) -> MixedPrecision:

@@ -97,7 +97,7 @@ def new_export(directory: Path) -> Iterator[Path]:
         staging.mkdir(parents=True)
     except OSError as error:
         raise ModelError(
-            f"{directory}: an export needs a folder that may be made, but {shorten(str(error), 200)}."
+            f"{directory}: an export needs a folder that may be made, but: {error.strerror}."
         ) from error
     try:
         yield staging
@@ -128,13 +128,19 @@ def write_metadata(folder: Path, content: Mapping[str, Any], card: str) -> None:
 
 def check_export_folder(directory: Path) -> None:
     """Raise ModelError unless `directory` is free, or holds an earlier export, and can be written."""
-    above = next(path for path in directory.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ModelError(f"{directory}: an export needs a folder that may be made, but {above} is none.")
-    if directory.exists() and not directory.is_dir():
-        raise ModelError(f"{directory}: an export needs a folder that may be made, but this is a file.")
-    if directory.exists() and any(directory.iterdir()) and not (directory / "hpo.json").is_file():
-        raise ModelError(f"{directory}: an export needs a folder of its own, but this one holds other files.")
+    try:
+        above = next(path for path in directory.absolute().parents if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            problem = f"a folder that may be made, but {above} is none"
+        elif directory.exists() and not directory.is_dir():
+            problem = "a folder that may be made, but this is a file"
+        elif directory.exists() and any(directory.iterdir()) and not (directory / "hpo.json").is_file():
+            problem = "a folder of its own, but this one holds other files"
+        else:
+            return
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        problem = f"a folder that may be made, but: {error.strerror}"
+    raise ModelError(f"{directory}: an export needs {problem}.")
 
 
 def load_exported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,7 @@ def model_card(
         facts=_facts(provenance),
         cell=_cell,
         graph=graph,
+        quoted=json.dumps,
     )
     return f"{str(card).strip()}\n"
 

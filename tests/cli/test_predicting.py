@@ -32,6 +32,15 @@ def exported(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def graph(exported: Path) -> str:
+    """The name of the ONNX export of the same model, beside it."""
+    import hpo
+    from hpo.deploy.onnx_export import export_onnx
+
+    return export_onnx(hpo.load(exported / "model", device="cpu"), exported / "graph").name
+
+
 def data_of(folder: Path) -> DataSet:
     return load_data(load_study(folder / "tiny.yaml").data)
 
@@ -139,6 +148,64 @@ def test_what_is_refused(exported: Path, tmp_path: Path) -> None:
         refused(hpo_command(exported, "predict", model, file, *options), message)
     assert not Path(out).exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "older", "torn"]
+
+
+def test_an_onnx_export_predicts_the_same(exported: Path, graph: str) -> None:
+    wanted, found = (
+        rows_of(ok(hpo_command(exported, "predict", folder, "test.jsonl")).out) for folder in ("model", graph)
+    )
+    for one, other in zip(wanted, found, strict=True):
+        assert one["spans"] == other["spans"]
+        assert one["scores"].keys() == other["scores"].keys()
+        for task, scores in one["scores"].items():
+            assert other["scores"][task] == pytest.approx(scores, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["model", "graph"])
+def test_broken_exports_of_both_kinds(exported: Path, graph: str, kind: str, tmp_path: Path) -> None:
+    weights = {"model": "model.safetensors", "graph": "model.onnx"}[kind]
+    assert (exported / graph / "model.onnx").exists()
+    content = json.loads((exported / kind / "hpo.json").read_text())
+    cases: list[tuple[str, bytes | None, str]] = [
+        (weights, (exported / kind / weights).read_bytes()[:-100], "broken"),
+        (weights, b"", "broken"),
+        (weights, None, "broken"),
+        ("tokenizer.json", None, "broken"),
+        ("hpo.json", json.dumps(content | {"format": 9}).encode(), "Use the version of hpo that wrote it."),
+        ("hpo.json", b"[]", "but it has None. Use the version of hpo that wrote it."),
+        ("hpo.json", b"{", "must be a whole folder"),
+    ]
+    out = tmp_path / "out.jsonl"
+    for name, replacement, message in cases:
+        broken = Path(shutil.copytree(exported / kind, tmp_path / "broken"))
+        (broken / name).unlink()
+        if replacement is not None:
+            (broken / name).write_bytes(replacement)
+        refused(hpo_command(exported, "predict", str(broken), "test.jsonl", "--output", str(out)), message)
+        shutil.rmtree(broken)
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_an_onnx_export_refuses(exported: Path, graph: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    cases = [
+        (("--precision", "bf16"), "its precision must be that, but got 'bf16'"),
+        (("--output", "/dev/null/out.csv"), "/dev/null is no folder"),
+    ]
+    for options, message in cases:
+        refused(hpo_command(exported, "predict", graph, "test.jsonl", *options), message)
+    finished = hpo_command(exported, "predict", graph, str(tmp_path / "empty.txt"))
+    refused(finished, "must hold at least one text, but is empty.")
+
+
+@pytest.mark.parametrize("kind", ["model", "graph"])
+def test_a_text_of_a_million_characters(exported: Path, graph: str, kind: str, tmp_path: Path) -> None:
+    assert graph == "graph"
+    texts = tmp_path / "texts.txt"
+    texts.write_text(("I sleep badly. " * 66_667)[:1_000_000])
+    finished = ok(hpo_command(exported, "predict", kind, str(texts)))
+    assert len(rows_of(finished.out)) == 1
+    assert "1 of 1 texts are longer than 64 tokens and lose their end, as in training" in finished.err
 
 
 def test_a_study_without_a_model(tmp_path: Path, exported: Path) -> None:

@@ -123,6 +123,22 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cases = {
+        tmp_path / "file": "a folder that may be made, but this is a file",
+        tmp_path / "file" / "x": f"a folder that may be made, but {tmp_path}/file is none",
+        tmp_path / ("x" * 300): "a folder that may be made, but: File name too long",
+    }
+    for folder, message in cases.items():
+        with pytest.raises(ModelError, match=message):
+            exported(folder)
+    # Beside the name there must be room for that of the folder that it is written to first.
+    with pytest.raises(ModelError, match="File name too long"):
+        exported(tmp_path / ("x" * 255))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_exported_files_can_be_read_by_others(tmp_path: Path) -> None:
     folder = exported(tmp_path / "x")
     modes = {path.name: path.stat().st_mode for path in folder.iterdir()}
