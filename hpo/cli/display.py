@@ -255,7 +255,7 @@ def print_comparison(found: Result[Any]) -> None:
 
 def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
     """The verdicts by metric, and what fp32 does against itself."""
-    from hpo.compare.answers import unit_of
+    from hpo.trial.objectives import unit_of
 
     console = Console(highlight=False)
     num = len(plan.configurations)

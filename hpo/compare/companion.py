@@ -18,7 +18,6 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpo.compare.answers import unit_of
 from hpo.config.comparison import (
     REFERENCE,
     SEED,
@@ -35,7 +34,7 @@ from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION
 from hpo.study.study_record import complete_trials, loss_signs
-from hpo.trial.objectives import quality_objective
+from hpo.trial.objectives import quality_objective, unit_of
 
 if TYPE_CHECKING:
     from hpo.data.dataset import DataSet
@@ -161,8 +160,7 @@ def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
     """Tasks of the objective for which no row of the test split is annotated, as in a shared task whose truth
     is held back; a comparison then has the scores of the validation split. None where there is no test split.
     """
-    metric = next((one.metric for one in config.objective if one.metric not in MEASURED_METRICS), "score")
-    task, of_task, _ = metric.partition("/")
+    task, of_task, _ = quality_objective(config.objective).metric.partition("/")
     names = [task] if of_task else [one.name for one in data.tasks]
     rows = data.splits.get("test")
     if rows is None:

@@ -1,0 +1,92 @@
+"""Makes the artifacts of a trained model: folders that `hpo.load` loads."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpo.data.examples import Example
+from hpo.deploy.artifacts import REFERENCE, Artifact
+from hpo.inference.model import TrainedModel, load
+from hpo.models.export import export_model, load_exported
+
+NUM_CALIBRATION = 128
+"""Texts of the training split by which static quantisation finds the ranges of activations."""
+_WEIGHTS = (".safetensors", ".onnx", ".data", ".bin")
+
+
+class Workshop:
+    """The artifacts of one trained model, each in a folder of its own under `folder`.
+
+    `exported` is the export of its trial, `calibration` texts of its training split.
+    """
+
+    def __init__(
+        self, exported: Path, folder: Path, calibration: Sequence[Example], device: str, *, trusted: bool
+    ) -> None:
+        self._exported = exported
+        self._folder = folder
+        self._calibration = calibration
+        self._device = device
+        self._trusted = trusted
+
+    def make(self, artifact: Artifact, name: str | None = None) -> Path:
+        """Make the artifact, unless it is there; `name` is that of its folder, if not the artifact's.
+
+        Raises ModelError where the model has no such form.
+        """
+        folder = self._folder / (name or artifact.name)
+        if folder.exists():
+            return folder
+        if not artifact.is_onnx:
+            return self._in_precision(artifact, folder)
+        from hpo.deploy.onnx_export import export_onnx
+        from hpo.deploy.quantize import quantize
+
+        if artifact.mode is None:
+            return export_onnx(self.load(REFERENCE), folder)
+        source = self.make(ONNX_REFERENCE)
+        return quantize(
+            source, folder, artifact.mode, calibration=self._calibration, keep_float=artifact.keep_float
+        )
+
+    def load(self, artifact: Artifact, name: str | None = None) -> TrainedModel:
+        """The model of the artifact, in the precision that it has its name from."""
+        precision = None if artifact.is_onnx else artifact.precision
+        return load(
+            self.make(artifact, name),
+            device=self._device,
+            precision=precision,
+            trust_remote_code=self._trusted,
+        )
+
+    def remove(self, name: str) -> None:
+        """Remove the folder of that name, if it is there."""
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def _in_precision(self, artifact: Artifact, folder: Path) -> Path:
+        """The same weights, which `hpo.load` runs in the artifact's precision where nothing else is asked."""
+        network, tokenizer, settings = load_exported(self._exported, trust_remote_code=self._trusted)
+        return export_model(network, tokenizer, folder, replace(settings, precision=artifact.precision))
+
+
+ONNX_REFERENCE = Artifact("onnx_fp32", is_onnx=True)
+
+
+def calibration_texts(examples: Sequence[Example]) -> list[Example]:
+    """Some of the training split, drawn with a fixed seed."""
+    drawn = random.Random(0).sample(range(len(examples)), min(NUM_CALIBRATION, len(examples)))
+    return [examples[index] for index in sorted(drawn)]
+
+
+def weight_bytes(folder: Path) -> int:
+    """Of the files with weights in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in _WEIGHTS)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,75 @@
+"""What an artifact answers on a split, how good it is, and how far from its own fp32.
+
+The answers are those of an evaluation: the same tokens, batches, decoding and thresholds. What is lost is the
+difference of the scores of two artifacts on the same rows, whose interval comes from resampling these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpo.config.study_config import SMALLER_IS_BETTER
+from hpo.data.tasks import Task, tags_each_name
+from hpo.data.tokenized_split import TokenizedSplit
+from hpo.inference.model import TrainedModel
+from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
+from hpo.training.spans import sigmoid
+from hpo.trial.objectives import unit_of
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model says of a split."""
+
+    tasks: tuple[Task, ...]
+    split: TokenizedSplit
+    logits: Mapping[str, NDArray[np.float32]]
+    predictions: Mapping[str, Sequence[Any]]
+
+
+def answers(model: TrainedModel, split: TokenizedSplit) -> Answers | None:
+    """The answers of a model; None where a logit is not finite."""
+    logits = model.logits(split)
+    if not all(np.isfinite(values).all() for values in logits.values()):
+        return None
+    decisions = model.decisions or {task.name: DecodingThresholds() for task in model.tasks}
+    predictions, _ = decode_tasks(model.tasks, logits, split, decisions)
+    return Answers(model.tasks, split, logits, predictions)
+
+
+def logits_error(found: Answers | None, reference: Answers) -> float:
+    """The largest of the tasks' ||z - z32|| / ||z32||; infinite where logits are not finite."""
+    if found is None:
+        return float("inf")
+    return max(
+        float(np.linalg.norm(found.logits[name] - of_reference) / max(np.linalg.norm(of_reference), 1e-12))
+        for name, of_reference in reference.logits.items()
+    )
+
+
+def largest_change(found: Answers, reference: Answers) -> float | None:
+    """Of any probability of a class or tag; None where no task has probabilities."""
+    changes = [
+        float(np.abs(_probabilities(task, found) - _probabilities(task, reference)).max(initial=0.0))
+        for task in found.tasks
+        if task.kind not in ("regression", "span_extraction")
+    ]
+    return max(changes, default=None)
+
+
+def _probabilities(task: Task, found: Answers) -> NDArray[np.float64]:
+    """Of classes, [E, C]; of the kinds that find spans, of the tags of each token of a text."""
+    logits, split = found.logits[task.name], found.split
+    if task.level == "sequence":
+        return class_probabilities(task, logits, split)
+    logits = logits[split.owned_T & (split.char_start_T >= 0)]
+    if task.kind == "span_per_label":
+        return np.asarray(sigmoid(logits), np.float64)
+    tags = logits.reshape(len(logits), -1, 3) if tags_each_name(task) else logits
+    exponents = np.exp(tags.astype(np.float64) - tags.max(axis=-1, keepdims=True))
+    return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))

@@ -1,0 +1,173 @@
+"""What `hpo deploy` has found, as tables of text, sentences and charts. It takes `Deployment.as_json()`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
+from hpo.report.formats import format_bytes, format_interval, format_number
+
+_BLUE, _ORANGE, _GREEN, _PINK, _YELLOW = "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442"
+ARTIFACT_STYLES = {
+    "fp32": PRECISION_STYLES["fp32"],
+    "bf16": PRECISION_STYLES["bf16"],
+    "fp16": PRECISION_STYLES["fp16"],
+    "onnx_fp32": (_BLUE, ("square", "s")),
+    "onnx_int8_dynamic": (_GREEN, ("triangle-down", "v")),
+    "onnx_int8_dynamic_per_channel": (_GREEN, ("pentagon", "p")),
+    "onnx_int8_static": (_PINK, ("hexagon", "h")),
+    "onnx_int8_static_per_channel": (_PINK, ("star", "*")),
+}
+_MENDED_MARKERS = ("cross", "P")
+
+Stored = Mapping[str, Any]
+
+
+def artifact_name(row: Stored) -> str:
+    """`onnx_int8_dynamic, 2 layers in float`."""
+    num = len(row["float_layers"])
+    return f"{row['artifact']}, {num} layer{'s' * (num > 1)} in float" if num else str(row["artifact"])
+
+
+def deployment_table(found: Stored) -> pd.DataFrame:
+    """A row for each artifact: quality, latency and size, as text."""
+    several = len({row["trial"] for row in found["artifacts"]}) > 1
+    rows = []
+    for index, row in enumerate(found["artifacts"]):
+        cells = {"artifact": artifact_name(row)} | ({"trial": str(row["trial"])} if several else {})
+        cells[found["objective"]] = _interval(row["score"], digits=4)
+        is_reference = row["artifact"] == "fp32"
+        cells["drop"] = "" if is_reference else _interval(row["drop"], sign="+")
+        cells["largest change"] = "" if is_reference else format_number(row["largest_change"])
+        for size, timing in row["timings"].items():
+            cells[f"p50 ms, {size}"] = format_number(timing["p50_ms"])
+            cells[f"p99 ms, {size}"] = format_number(timing["p99_ms"])
+            speed = timing["speed_up"]
+            cells[f"speed-up, {size}"] = format_interval(speed["ratio"], speed["low"], speed["high"])
+        cells["weights"] = format_bytes(row["weight_bytes"])
+        cells["verdict"] = "chosen" if index == found["chosen"] else _verdict(row)
+        rows.append(cells)
+    return pd.DataFrame(rows)
+
+
+def task_table(found: Stored) -> pd.DataFrame:
+    """A row for each artifact, but fp32, and task: the primary metric and what it lost, as text."""
+    several = len({row["trial"] for row in found["artifacts"]}) > 1
+    rows = []
+    for row in found["artifacts"]:
+        if row["artifact"] == "fp32":
+            continue
+        for task, drop in row["task_drops"].items():
+            cells = {"artifact": artifact_name(row)} | ({"trial": str(row["trial"])} if several else {})
+            metric, value = next(iter(row["metrics"][task].items()))
+            cells |= {"task": task, "metric": metric}
+            rows.append(cells | {"value": _interval(value, digits=4), "drop": _interval(drop, sign="+")})
+    return pd.DataFrame(rows)
+
+
+def sentences(found: Stored) -> list[str]:
+    """Why artifacts are not as good, which layers mend them, and what limits the numbers."""
+    said = []
+    for row in found["artifacts"]:
+        of = f" of trial {row['trial']}" if len({one["trial"] for one in found["artifacts"]}) > 1 else ""
+        name = f"{artifact_name(row)}{of}"
+        if row["mended"]:
+            said.append(f"{name}: {_mended(row['mended'], row['float_layers'])}")
+        if row["reason"]:
+            said.append(f"{name}: {row['reason']}")
+    said += [f"{name} is left out: {reason}" for name, reason in found["left_out"].items()]
+    return [*said, *found["notes"]]
+
+
+def headline(found: Stored) -> str:
+    """What to use, in one sentence."""
+    best = found["artifacts"][found["chosen"]]
+    size = found["batch_size"]
+    timing = best["timings"][str(size)]
+    speed = timing["speed_up"]
+    told = f"{format_number(timing['p50_ms'])} ms a batch of {size} (median), "
+    if best["artifact"] == "fp32":
+        return (
+            f"fp32 of trial {best['trial']} is the fastest that is as good: {told}nothing else gains speed."
+        )
+    faster = format_interval(speed["ratio"], speed["low"], speed["high"]).replace("\u00a0", " ")
+    drop = _interval(best["drop"], sign="+").replace("\u00a0", " ")
+    return (
+        f"{artifact_name(best)} of trial {best['trial']} is the fastest that is as good as fp32: {told}"
+        f"{faster} times fp32's speed, a drop of {drop} {found['unit']}."
+    )
+
+
+def latency_charts(found: Stored) -> list[Chart]:
+    """The score against the latency, at each batch size; bars are the scores' intervals."""
+    several = len({row["trial"] for row in found["artifacts"]}) > 1
+    charts = []
+    for size in found["artifacts"][0]["timings"]:
+        series = []
+        for row in found["artifacts"]:
+            if row["score"] is None:
+                continue
+            color, markers = ARTIFACT_STYLES.get(row["artifact"], OTHER_STYLE)
+            markers = _MENDED_MARKERS if row["float_layers"] else markers
+            name = artifact_name(row) + (f" (trial {row['trial']})" if several else "")
+            score, timing = row["score"], row["timings"][size]
+            told = (
+                f"{name}\n{found['objective']} {_interval(score, digits=4)}\np50 {timing['p50_ms']:.3g} ms, "
+                f"p99 {timing['p99_ms']:.3g} ms\n{row['verdict'].replace('_', ' ')}"
+            )
+            x = timing["p50_ms"]
+            bar = [score["low"], score["high"]]
+            series += [
+                Series(name, color, x=[x, x], y=bar, draw="line", in_legend=False, hover=[told, told]),
+                Series(name, color, x=[x], y=[score["value"]], markers=markers, hover=[told]),
+            ]
+        charts.append(
+            Chart(
+                key=f"latency_{size}",
+                title=f"Score against latency, {_texts(int(size))}",
+                x_label=f"median ms of a prediction of {_texts(int(size))}, {_threads(found)}",
+                y_label=f"{found['objective']} on {found['split']}",
+                series=series,
+                caption=(
+                    f"Each artifact's {found['objective']} on the {found['num_examples']:,} rows of "
+                    f"{found['split']}, with its 95 % interval. Upper left is better."
+                ),
+            )
+        )
+    return charts
+
+
+def _texts(size: int) -> str:
+    return "one text" if size == 1 else f"{size} texts"
+
+
+def _threads(found: Stored) -> str:
+    return f"{found['num_threads']} thread{'s' * (found['num_threads'] > 1)}"
+
+
+def _mended(mended: Stored, layers: Sequence[str]) -> str:
+    least = "the fewest layers" if mended["is_smallest"] else "the fewest layers found in the time given"
+    return (
+        f"{least} in float that mend it: {', '.join(layers)} ({mended['num_quantizations']} models in int8 "
+        "were made to find them)."
+    )
+
+
+def _verdict(row: Stored) -> str:
+    if row["score"] is None:
+        return "refused: not finite"
+    return "refused: worse" if row["verdict"] == "worse" else str(row["verdict"].replace("_", " "))
+
+
+def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:
+    """`0.9012 [0.8870, 0.9151]` without a break in it."""
+    if interval is None:
+        return "–"
+    value, low, high = (
+        f"{interval[name]:{sign}.{digits}f}" if interval[name] is not None else "–"
+        for name in ("value", "low", "high")
+    )
+    return f"{value} [{low}, {high}]".replace(" ", "\u00a0")
