@@ -173,7 +173,7 @@ def plan_comparison(
 ) -> ComparisonConfig:
     """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial, or
     where no margin is given for a metric that is not in points."""
-    best = _by_rank(record)
+    best = by_rank(record)
     if not best:
         raise InputError(
             f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
@@ -334,7 +334,7 @@ def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
     return plan.model_copy(update={"closed": (*plan.closed, *new)})
 
 
-def _by_rank(record: StudyRecord) -> list[TrialRecord]:
+def by_rank(record: StudyRecord) -> list[TrialRecord]:
     """The complete trials by their first objective that says something of the model, else by the first;
     each configuration once, in its best trial."""
     names = record.metric_names

@@ -64,7 +64,7 @@ def parse_names(names: str) -> tuple[str, ...]:
 def artifacts_of(
     device: DeviceInfo, names: Collection[str] = NAMES
 ) -> tuple[tuple[Artifact, ...], dict[str, str]]:
-    """The artifacts among `names` that the device can have, fp32 always first, and of the others the reason."""
+    """Those of `names` that the device can have, fp32 always first; of the others the reason why not."""
     possible, left_out = [REFERENCE], {}
     for artifact in ARTIFACTS[1:]:
         if artifact.name not in names:

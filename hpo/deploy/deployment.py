@@ -10,8 +10,9 @@ reason; it does not end the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,36 +23,23 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
 from hpo.data.token_cache import load_tokenized
-from hpo.deploy.artifacts import NAMES, REFERENCE, Artifact, artifacts_of
-from hpo.deploy.drops import Scale, verdict_on
-from hpo.deploy.float_layers import SearchLimits
-from hpo.deploy.making import Workshop, calibration_texts, folder_bytes, weight_bytes
+from hpo.data.tokenized_split import TokenizedSplit
+from hpo.deploy.artifacts import REFERENCE, Artifact, artifacts_of
+from hpo.deploy.drops import NOT_FINITE, Scale, verdict_on
+from hpo.deploy.float_layers import FloatLayers
+from hpo.deploy.making import NUM_CALIBRATION, Workshop, drawn_examples, folder_bytes, weight_bytes
 from hpo.deploy.mending import Mender
+from hpo.deploy.request import DeploymentRequest
 from hpo.deploy.result import DeployedArtifact, Deployment
 from hpo.deploy.scoring import Answers, answers, largest_change
-from hpo.deploy.timing import BATCH_SIZES, Effort, time_in_turn, timing
+from hpo.deploy.timing import BATCH_SIZES, time_in_turn, timing
 from hpo.device import DeviceInfo
-from hpo.errors import HpoError, ModelError, RunError
+from hpo.errors import HpoError, RunError
 from hpo.inference.model import TrainedModel
 from hpo.trial.objectives import quality_objective
 
 _logger = logging.getLogger("hpo.deploy")
 _LIBRARIES = ("torch", "transformers", "onnxruntime")
-
-
-@dataclass(frozen=True)
-class DeploymentRequest:
-    """What is asked for."""
-
-    names: tuple[str, ...] = NAMES
-    """Of the artifacts; fp32 is always there."""
-    split: str = "test"
-    max_drop: float = 1.0
-    """More is refused: in points, of mae and rmse in the labels' units."""
-    batch_size: int = 1
-    """That whose latency decides, one of `timing.BATCH_SIZES`."""
-    effort: Effort = field(default_factory=Effort)
-    limits: SearchLimits = field(default_factory=SearchLimits)
 
 
 @dataclass(frozen=True)
@@ -62,166 +50,161 @@ class Candidate:
     exported: Path
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a deployment is made, and what it is made for."""
+
+    device: DeviceInfo
+    folder: Path
+    """Gets a folder for each artifact."""
+    token_cache: Path
+
+
 def deploy(
     study: StudyConfig,
     data: DataSet,
     candidates: Sequence[Candidate],
-    device: DeviceInfo,
     request: DeploymentRequest,
-    folder: Path,
+    place: Place,
 ) -> Deployment:
-    """Make, score and time the artifacts of the `candidates`, the best first, each in a folder in `folder`.
+    """Make, score and time the artifacts of the `candidates`, the best first.
 
-    Uses as many threads as PyTorch has. Raises RunError where the fp32 of the best cannot be scored.
+    Uses as many threads as PyTorch has. Raises RunError where a model cannot be scored in fp32.
     """
-    objective = quality_objective(study.objective)
-    run = _Run(study, data, device, request, folder, Scale.of(objective))
+    run = _Run(study, data, request, place)
     for candidate in candidates:
         run.add(candidate)
     run.time_all()
     return run.result()
 
 
+@dataclass(frozen=True)
+class _Model:
+    """A candidate's model, and what its fp32 says of the split."""
+
+    trial: int
+    workshop: Workshop
+    split: TokenizedSplit
+    reference: Answers
+
+
 class _Run:
     """A deployment under way."""
 
-    def __init__(
-        self,
-        study: StudyConfig,
-        data: DataSet,
-        device: DeviceInfo,
-        request: DeploymentRequest,
-        folder: Path,
-        scale: Scale,
-    ) -> None:
-        self._study, self._data, self._device = study, data, device
-        self._request, self._folder, self._scale = request, folder, scale
-        self._artifacts, self._left_out = artifacts_of(device, request.names)
-        self._calibration = calibration_texts(data.splits["train"])
+    def __init__(self, study: StudyConfig, data: DataSet, request: DeploymentRequest, place: Place) -> None:
+        self._study, self._data, self._request, self._place = study, data, request, place
+        self._scale = Scale.of(quality_objective(study.objective))
+        artifacts, left_out = artifacts_of(place.device, request.names)
+        self._artifacts, self._left_out = artifacts, dict(left_out)
         self._best: Answers | None = None
         self._found: list[DeployedArtifact] = []
         self._models: list[TrainedModel] = []
 
     def add(self, candidate: Candidate) -> None:
         """Make and score the artifacts of one trial."""
-        name = f"trial-{candidate.trial:05d}"
+        model = self._model(candidate)
+        self._best = self._best or model.reference
+        mender = Mender(model.workshop, self._judged_on(), self._scale, self._request)
+        for artifact in self._artifacts:
+            _logger.info("trial %d: making and scoring %s", candidate.trial, artifact.name)
+            try:
+                found = self._score(model, artifact)
+                if artifact.mode is not None and self._loses_too_much(found):
+                    self._mend(model, found, mender)
+            except HpoError as error:
+                if artifact == REFERENCE:
+                    raise
+                self._left_out[f"{artifact.name} of trial {candidate.trial}"] = str(error)
+
+    def _loses_too_much(self, found: DeployedArtifact) -> bool:
+        """Whether it seems so: what is undecided may be either."""
+        return found.drop is None or found.drop.value > self._request.max_drop
+
+    def _model(self, candidate: Candidate) -> _Model:
+        place = self._place
         workshop = Workshop(
             candidate.exported,
-            self._folder / name,
-            self._calibration,
-            self._device.torch_device,
+            place.folder / f"trial-{candidate.trial:05d}",
+            drawn_examples(self._data.splits["train"], NUM_CALIBRATION),
+            place.device.torch_device,
             trusted=self._study.model.trust_remote_code,
         )
-        reference_model = workshop.load(REFERENCE)
-        split = self._tokens(reference_model, self._request.split)
-        reference = answers(reference_model, split)
+        fp32 = workshop.load(REFERENCE)
+        windowing, cache = fp32.settings.windowing, place.token_cache
+        split = load_tokenized(self._data, self._request.split, fp32.tokenizer, windowing, cache)
+        reference = answers(fp32, split)
         if reference is None:
             raise RunError(
                 f"the logits of trial {candidate.trial} are not finite in fp32, so nothing compares."
             )
-        self._best = self._best or reference
-        mender = Mender(
-            workshop, self._scale, self._request.max_drop, self._request.limits, self._probe(reference_model)
-        )
-        for artifact in self._artifacts:
-            _logger.info("trial %d: making and scoring %s", candidate.trial, artifact.name)
-            try:
-                found, model = self._scored(candidate.trial, artifact, workshop, split, reference)
-            except HpoError as error:
-                if artifact == REFERENCE:
-                    raise
-                self._left_out = {**self._left_out, f"{artifact.name} of trial {candidate.trial}": str(error)}
-                continue
-            self._keep(found, model)
-            if artifact.mode is not None and found.verdict != "as_good" and self._is_beyond(found):
-                self._mend(found, mender, workshop, split, reference)
+        return _Model(candidate.trial, workshop, split, reference)
 
-    def _is_beyond(self, found: DeployedArtifact) -> bool:
-        return found.drop is None or found.drop.value > self._request.max_drop
+    def _judged_on(self) -> Sequence[Example]:
+        """The rows by which layers in float are found: of a split on which nothing is reported."""
+        return self._data.splits["train" if self._request.split == "validation" else "validation"]
 
-    def _mend(
-        self,
-        broken: DeployedArtifact,
-        mender: Mender,
-        workshop: Workshop,
-        split: Any,
-        reference: Answers,
-    ) -> None:
-        _logger.info("trial %d: looking for the layers that break %s", broken.trial, broken.artifact.name)
+    def _mend(self, model: _Model, broken: DeployedArtifact, mender: Mender) -> None:
+        _logger.info("trial %d: looking for the layers that break %s", model.trial, broken.artifact.name)
         layers = mender.mend(broken.artifact)
         if layers is None:
-            reason = "no set of its layers in float was found that mends it."
-            self._found[-1] = replace(broken, reason=f"{broken.reason} {reason}")
-            return
-        mended = replace(broken.artifact, keep_float=layers.names)
-        name = f"{mended.name}_mended"
-        found, model = self._scored(broken.trial, mended, workshop, split, reference, name)
-        self._keep(replace(found, mended=layers), model)
+            reason = f"{broken.reason} No set of its layers in float was found that mends it."
+            self._found[self._found.index(broken)] = replace(broken, reason=reason)
+        else:
+            self._score(model, replace(broken.artifact, keep_float=layers.names), layers)
 
-    def _keep(self, found: DeployedArtifact, model: TrainedModel) -> None:
-        self._found.append(found)
-        self._models.append(model)
-
-    def _scored(
-        self,
-        trial: int,
-        artifact: Artifact,
-        workshop: Workshop,
-        split: Any,
-        reference: Answers,
-        name: str | None = None,
-    ) -> tuple[DeployedArtifact, TrainedModel]:
-        model, folder = workshop.load(artifact, name), workshop.make(artifact, name)
-        said, scale = answers(model, split), self._scale
-        score = drop = behind = change = None
-        metrics: Mapping[str, Any] = {}
-        task_drops: Mapping[str, Any] = {}
+    def _score(
+        self, model: _Model, artifact: Artifact, mended: FloatLayers | None = None
+    ) -> DeployedArtifact:
+        """Make, load and score an artifact, and keep it."""
+        loaded, folder = model.workshop.load(artifact), model.workshop.make(artifact)
+        said, scale, rows = answers(loaded, model.split), self._scale, len(model.split.examples)
+        quality: dict[str, Any] = {"verdict": "worse", "reason": NOT_FINITE}
         if said is not None:
-            score, metrics = scale.scores(said)
-            drop, task_drops = scale.drops(said, reference)
             assert self._best is not None
-            behind, _ = scale.drops(said, self._best)
-            change = largest_change(said, reference)
-        verdict, reason = verdict_on(drop, self._request.max_drop, len(split.examples), scale.unit)
-        if artifact == REFERENCE:
-            verdict, reason = "as_good", ""
-        return DeployedArtifact(
-            trial=trial,
+            score, metrics = scale.scores(said)
+            drop, task_drops = scale.drops(said, model.reference)
+            verdict, reason = verdict_on(drop, self._request.max_drop, rows, scale.unit)
+            quality = {
+                "score": score,
+                "metrics": metrics,
+                "drop": drop,
+                "task_drops": task_drops,
+                "behind_best": scale.drops(said, self._best)[0],
+                "largest_change": largest_change(said, model.reference),
+                "verdict": verdict,
+                "reason": reason,
+            }
+        found = DeployedArtifact(
+            trial=model.trial,
             artifact=artifact,
-            folder=str(folder.relative_to(self._folder)),
-            score=score,
-            drop=drop,
-            behind_best=behind,
-            largest_change=change,
-            metrics=metrics,
-            task_drops=task_drops,
-            verdict=verdict,
-            reason=reason,
+            folder=str(folder.relative_to(self._place.folder)),
             weight_bytes=weight_bytes(folder),
             folder_bytes=folder_bytes(folder),
-        ), model
+            mended=mended,
+            **quality,
+        )
+        self._found.append(found)
+        self._models.append(loaded)
+        return found
 
     def time_all(self) -> None:
         """Time all artifacts in turn, the not finite ones left out."""
         rows = [_row(example) for example in self._data.splits[self._request.split]]
         finite = [number for number, found in enumerate(self._found) if found.score is not None]
+        fp32 = {one.trial: number for number, one in enumerate(self._found) if one.artifact == REFERENCE}
         for size in BATCH_SIZES:
             _logger.info("timing %d artifacts, %d text%s a batch", len(finite), size, "s" * (size > 1))
             predict = {number: self._models[number].predict for number in finite}
-            seconds = time_in_turn(predict, rows, size, self._request.effort)
+            with _cuts_untold():
+                seconds = time_in_turn(predict, rows, size, self._request.effort)
             for number in finite:
                 found = self._found[number]
-                reference = next(
-                    other
-                    for other in finite
-                    if self._found[other].trial == found.trial and self._found[other].artifact == REFERENCE
-                )
-                timed = timing(seconds[number], seconds[reference])
+                timed = timing(seconds[number], seconds[fp32[found.trial]])
                 self._found[number] = replace(found, timings={**found.timings, size: timed})
 
     def result(self) -> Deployment:
         """The artifacts, and the fastest of those that are as good as their own fp32 and the best trial's."""
-        request, scale = self._request, self._scale
+        request, scale, device = self._request, self._scale, self._place.device
         num_rows = len(self._data.splits[request.split])
         allowed = [
             number
@@ -239,7 +222,7 @@ class _Run:
             max_drop=request.max_drop,
             batch_size=request.batch_size,
             num_threads=torch.get_num_threads(),
-            device={"name": self._device.name, "features": sorted(self._device.cpu_features)},
+            device={"name": device.name, "features": sorted(device.cpu_features)},
             versions=_versions(),
             artifacts=tuple(self._found),
             chosen=chosen,
@@ -248,24 +231,18 @@ class _Run:
         )
 
     def _notes(self) -> list[str]:
-        if self._request.split == "test":
+        if self._request.split != "validation":
             return []
-        return [
-            "The split validation is also that by which the trial and its thresholds were chosen, so its scores "
-            "flatter every artifact; the drops are of the same rows all the same."
-        ]
-
-    def _probe(self, model: TrainedModel) -> list[Example]:
-        raise NotImplementedError
-
-    def _tokens(self, model: TrainedModel, split: str) -> Any:
-        cache = self._folder / "tokens"
-        return load_tokenized(self._data, split, model.tokenizer, model.settings.windowing, cache)
+        note = (
+            "The trial and its thresholds were chosen by the split validation too, so the scores on it "
+            "flatter every artifact; the drops are paired all the same."
+        )
+        return [note]
 
 
 def _row(example: Example) -> dict[str, Any]:
     """What `predict` takes."""
-    return {"text": example.text} | ({"segments": example.segments} if example.segments else {})
+    return {"text": example.text} | ({"segments": dict(example.segments)} if example.segments else {})
 
 
 def _versions() -> dict[str, str]:
@@ -276,3 +253,15 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+@contextmanager
+def _cuts_untold() -> Iterator[None]:
+    """Keep `predict` from telling of each batch that it cut texts."""
+    logger = logging.getLogger("hpo.inference")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

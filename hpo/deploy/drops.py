@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from hpo.config.study_config import SMALLER_IS_BETTER, ObjectiveConfig
+from hpo.config.study_config import ObjectiveConfig
+from hpo.deploy.scoring import Answers
 from hpo.non_inferiority import VerdictName, decide
-from hpo.trial.objectives import unit_of
+from hpo.training.metrics import score
+from hpo.trial.objectives import objective_value, unit_of
+
+NOT_FINITE = "its logits are not finite."
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,31 @@ class Interval:
     value: float
     low: float
     high: float
+
+
+def _resampled(found):
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    num = len(found.split.examples)
+    out = []
+    for r in range(50):
+        rows = np.arange(num) if r == 0 else generator.integers(0, num, num)
+        out.append(
+            {
+                t.name: score(
+                    t, [found.predictions[t.name][i] for i in rows], [found.split.examples[i] for i in rows]
+                )
+                for t in found.tasks
+            }
+        )
+    return out
+
+
+def _interval(values):
+    import numpy as np
+
+    return Interval(float(values[0]), float(np.percentile(values, 2.5)), float(np.percentile(values, 97.5)))
 
 
 @dataclass(frozen=True)
@@ -30,6 +58,35 @@ class Scale:
     def of(cls, objective: ObjectiveConfig) -> Scale:
         return cls(objective.metric, objective.direction == "minimize")
 
+    def scores(self, found: Answers) -> tuple[Interval, dict[str, dict[str, Interval]]]:
+        """The objective, and {task: {metric: ...}}."""
+        all_ = _resampled(found)
+        metrics = {t: {m: _interval([a[t][m] for a in all_]) for m in all_[0][t]} for t in all_[0]}
+        return _interval([self._value(a, found) for a in all_]), metrics
+
+    def drops(self, found: Answers, reference: Answers) -> tuple[Interval, dict[str, Interval]]:
+        """In the objective, in `unit`, and in the primary metric of each task."""
+        mine, theirs = _resampled(found), _resampled(reference)
+        sign = -1 if self.smaller_is_better else 1
+        factor = sign * (100 if self.unit == "points" else 1)
+        objective = _interval(
+            [
+                factor * (self._value(b, reference) - self._value(a, found))
+                for a, b in zip(mine, theirs, strict=True)
+            ]
+        )
+        of_tasks = {}
+        for task in found.tasks:
+            m = task.primary_metric
+            if m in mine[0][task.name]:
+                of_tasks[task.name] = _interval(
+                    [100 * (b[task.name][m] - a[task.name][m]) for a, b in zip(mine, theirs, strict=True)]
+                )
+        return objective, of_tasks
+
+    def _value(self, metrics, found) -> float:
+        return objective_value(self.metric, metrics, found.tasks, {})
+
     @property
     def unit(self) -> str:
         return unit_of(self.metric)
@@ -38,7 +95,7 @@ class Scale:
 def verdict_on(drop: Interval | None, max_drop: float, num_rows: int, unit: str) -> tuple[VerdictName, str]:
     """The verdict on a drop (None: not finite), and the reason where it is not `as_good`."""
     if drop is None:
-        return "worse", "its logits are not finite."
+        return "worse", NOT_FINITE
     interval = f"the drop of {drop.value:+.2f} [{drop.low:+.2f}, {drop.high:+.2f}] {unit}"
     name = decide(-drop.high, -drop.low, max_drop)
     if name == "as_good":

@@ -33,12 +33,9 @@ class Workshop:
         self._device = device
         self._trusted = trusted
 
-    def make(self, artifact: Artifact, name: str | None = None) -> Path:
-        """Make the artifact, unless it is there; `name` is that of its folder, if not the artifact's.
-
-        Raises ModelError where the model has no such form.
-        """
-        folder = self._folder / (name or artifact.name)
+    def make(self, artifact: Artifact) -> Path:
+        """Make the artifact, unless it is there. Raises ModelError where the model has no such form."""
+        folder = self._place_of(artifact)
         if folder.exists():
             return folder
         if not artifact.is_onnx:
@@ -53,19 +50,22 @@ class Workshop:
             source, folder, artifact.mode, calibration=self._calibration, keep_float=artifact.keep_float
         )
 
-    def load(self, artifact: Artifact, name: str | None = None) -> TrainedModel:
+    def load(self, artifact: Artifact) -> TrainedModel:
         """The model of the artifact, in the precision that it has its name from."""
         precision = None if artifact.is_onnx else artifact.precision
         return load(
-            self.make(artifact, name),
+            self.make(artifact),
             device=self._device,
             precision=precision,
             trust_remote_code=self._trusted,
         )
 
-    def remove(self, name: str) -> None:
-        """Remove the folder of that name, if it is there."""
-        shutil.rmtree(self._folder / name, ignore_errors=True)
+    def remove(self, artifact: Artifact) -> None:
+        """Remove what `make` has made."""
+        shutil.rmtree(self._place_of(artifact), ignore_errors=True)
+
+    def _place_of(self, artifact: Artifact) -> Path:
+        return self._folder / (f"{artifact.name}_mended" if artifact.keep_float else artifact.name)
 
     def _in_precision(self, artifact: Artifact, folder: Path) -> Path:
         """The same weights, which `hpo.load` runs in the artifact's precision where nothing else is asked."""
@@ -76,9 +76,9 @@ class Workshop:
 ONNX_REFERENCE = Artifact("onnx_fp32", is_onnx=True)
 
 
-def calibration_texts(examples: Sequence[Example]) -> list[Example]:
-    """Some of the training split, drawn with a fixed seed."""
-    drawn = random.Random(0).sample(range(len(examples)), min(NUM_CALIBRATION, len(examples)))
+def drawn_examples(examples: Sequence[Example], num: int) -> list[Example]:
+    """At most so many of a split, in its order, drawn with a fixed seed."""
+    drawn = random.Random(0).sample(range(len(examples)), min(num, len(examples)))
     return [examples[index] for index in sorted(drawn)]
 
 

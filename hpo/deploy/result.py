@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpo.deploy.artifacts import Artifact
+from hpo.deploy.drops import Interval
 from hpo.deploy.float_layers import FloatLayers
-from hpo.deploy.scoring import Interval
 from hpo.deploy.timing import Timing
 from hpo.json_safe import json_safe
 from hpo.non_inferiority import VerdictName
@@ -22,23 +22,23 @@ class DeployedArtifact:
     artifact: Artifact
     folder: str
     """Its name among the artifacts."""
-    score: Interval | None
-    """The objective on the split; None: its logits are not finite."""
-    drop: Interval | None
-    """What it has lost of its own fp32's, in `Deployment.unit`; below 0 it has gained."""
-    behind_best: Interval | None
-    """Likewise of the fp32 of the best trial."""
-    largest_change: float | None
-    """Of any probability of a class or tag of a text; None: no task has probabilities, or not finite."""
-    metrics: Mapping[str, Mapping[str, Interval]]
-    """{task: {metric: ...}}, values as in an evaluation."""
-    task_drops: Mapping[str, Interval]
-    """In the primary metric of each task, in points, of regression in its metric's units."""
     verdict: VerdictName
     reason: str
     """Why it is not as good, or not known to be."""
     weight_bytes: int
     folder_bytes: int
+    score: Interval | None = None
+    """The objective on the split; None: its logits are not finite."""
+    drop: Interval | None = None
+    """What it has lost of its own fp32's, in `Deployment.unit`; below 0 it has gained."""
+    behind_best: Interval | None = None
+    """Likewise of the fp32 of the best trial."""
+    largest_change: float | None = None
+    """Of any probability of a class or tag of a text; None: no task has probabilities, or not finite."""
+    metrics: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
+    """{task: {metric: ...}}, values as in an evaluation."""
+    task_drops: Mapping[str, Interval] = field(default_factory=dict)
+    """In the primary metric of each task, in points, of regression in its metric's units."""
     timings: Mapping[int, Timing] = field(default_factory=dict)
     """By the number of texts in a batch."""
     mended: FloatLayers | None = None

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpo.config.study_config import SMALLER_IS_BETTER
 from hpo.data.tasks import Task, tags_each_name
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.inference.model import TrainedModel
 from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
 from hpo.training.spans import sigmoid
-from hpo.trial.objectives import unit_of
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,11 @@ def logits_error(found: Answers | None, reference: Answers) -> float:
     """The largest of the tasks' ||z - z32|| / ||z32||; infinite where logits are not finite."""
     if found is None:
         return float("inf")
-    return max(
-        float(np.linalg.norm(found.logits[name] - of_reference) / max(np.linalg.norm(of_reference), 1e-12))
-        for name, of_reference in reference.logits.items()
-    )
+    errors = []
+    for name, exact in reference.logits.items():
+        size = float(np.linalg.norm(exact)) or 1.0
+        errors.append(float(np.linalg.norm(found.logits[name] - exact)) / size)
+    return max(errors)
 
 
 def largest_change(found: Answers, reference: Answers) -> float | None:

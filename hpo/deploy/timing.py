@@ -10,7 +10,7 @@ medians of all rounds; its range over the rounds tells how far the machine's noi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,18 +58,19 @@ Seconds = list[list[float]]
 """Of each round, those of each call."""
 
 
-def time_in_turn[Key: Hashable](
-    artifacts: Mapping[Key, Predict],
+def time_in_turn(
+    artifacts: Mapping[int, Predict],
     rows: Rows,
     batch_size: int,
     effort: Effort,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[Key, Seconds]:
-    """Seconds of `effort.rounds` turns of each artifact, on the same batches of `rows`, repeated if needed."""
+) -> dict[int, Seconds]:
+    """Seconds of `effort.rounds` turns of each artifact, all on the same batches of `rows`, over and over."""
     slowest = sum(_seconds(predict, _batch(rows, batch_size, 0), clock) for predict in artifacts.values())
     most = _MOST_CALLS.get(batch_size, _MOST_CALLS_OF_MANY)
     calls = int(min(max(effort.seconds / (effort.rounds * max(slowest, 1e-9)) - 1, 2), most))
-    keys, found = list(artifacts), {key: [] for key in artifacts}  # type: dict[Key, Seconds]
+    keys = list(artifacts)
+    found: dict[int, Seconds] = {key: [] for key in keys}
     for turn in range(effort.rounds):
         first = turn % len(keys)
         batches = [_batch(rows, batch_size, turn * calls + call) for call in range(calls)]

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
-from hpo.report.formats import format_bytes, format_interval, format_number
+from hpo.report.formats import format_interval, format_number, is_number
 
 _BLUE, _ORANGE, _GREEN, _PINK, _YELLOW = "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442"
 ARTIFACT_STYLES = {
@@ -32,36 +32,53 @@ def artifact_name(row: Stored) -> str:
     return f"{row['artifact']}, {num} layer{'s' * (num > 1)} in float" if num else str(row["artifact"])
 
 
-def deployment_table(found: Stored) -> pd.DataFrame:
-    """A row for each artifact: quality, latency and size, as text."""
-    several = len({row["trial"] for row in found["artifacts"]}) > 1
+def quality_table(found: Stored) -> pd.DataFrame:
+    """A row for each artifact: the objective, what it lost of fp32, and the verdict, as text."""
     rows = []
     for index, row in enumerate(found["artifacts"]):
-        cells = {"artifact": artifact_name(row)} | ({"trial": str(row["trial"])} if several else {})
-        cells[found["objective"]] = _interval(row["score"], digits=4)
         is_reference = row["artifact"] == "fp32"
-        cells["drop"] = "" if is_reference else _interval(row["drop"], sign="+")
-        cells["largest change"] = "" if is_reference else format_number(row["largest_change"])
-        for size, timing in row["timings"].items():
-            cells[f"p50 ms, {size}"] = format_number(timing["p50_ms"])
-            cells[f"p99 ms, {size}"] = format_number(timing["p99_ms"])
-            speed = timing["speed_up"]
-            cells[f"speed-up, {size}"] = format_interval(speed["ratio"], speed["low"], speed["high"])
-        cells["weights"] = format_bytes(row["weight_bytes"])
-        cells["verdict"] = "chosen" if index == found["chosen"] else _verdict(row)
-        rows.append(cells)
+        rows.append(
+            {
+                **_named(row, found),
+                found["objective"]: _interval(row["score"], digits=4),
+                "drop": "" if is_reference else _interval(row["drop"], sign="+"),
+                "change": "" if is_reference else _change(row["largest_change"]),
+                "verdict": "chosen" if index == found["chosen"] else _verdict(row),
+            }
+        )
     return pd.DataFrame(rows)
+
+
+def latency_table(found: Stored) -> pd.DataFrame:
+    """A row for each artifact: median and 99th percentile in ms, the speed-up, and sizes, as text."""
+    rows = []
+    for row in found["artifacts"]:
+        cells = _named(row, found)
+        for size, timing in row["timings"].items():
+            speed, texts = timing["speed_up"], "1 text" if size == "1" else f"{size} texts"
+            cells[texts] = f"{timing['p50_ms']:.3g} / {timing['p99_ms']:.3g}"
+            cells[f"speed, {texts}"] = format_interval(speed["ratio"], speed["low"], speed["high"])
+        cells |= {"weights": _megabytes(row["weight_bytes"]), "folder": _megabytes(row["folder_bytes"])}
+        rows.append(cells)
+    return pd.DataFrame(rows).fillna("–")
+
+
+def _named(row: Stored, found: Stored) -> dict[str, str]:
+    """The artifact, in words that a line can break at, and its trial where there are several."""
+    several = len({one["trial"] for one in found["artifacts"]}) > 1
+    return {"artifact": artifact_name(row).replace("_", " ")} | (
+        {"trial": str(row["trial"])} if several else {}
+    )
 
 
 def task_table(found: Stored) -> pd.DataFrame:
     """A row for each artifact, but fp32, and task: the primary metric and what it lost, as text."""
-    several = len({row["trial"] for row in found["artifacts"]}) > 1
     rows = []
     for row in found["artifacts"]:
         if row["artifact"] == "fp32":
             continue
         for task, drop in row["task_drops"].items():
-            cells = {"artifact": artifact_name(row)} | ({"trial": str(row["trial"])} if several else {})
+            cells = _named(row, found)
             metric, value = next(iter(row["metrics"][task].items()))
             cells |= {"task": task, "metric": metric}
             rows.append(cells | {"value": _interval(value, digits=4), "drop": _interval(drop, sign="+")})
@@ -128,7 +145,7 @@ def latency_charts(found: Stored) -> list[Chart]:
             Chart(
                 key=f"latency_{size}",
                 title=f"Score against latency, {_texts(int(size))}",
-                x_label=f"median ms of a prediction of {_texts(int(size))}, {_threads(found)}",
+                x_label=f"median ms of a prediction of {_texts(int(size))}, {threads(found)}",
                 y_label=f"{found['objective']} on {found['split']}",
                 series=series,
                 caption=(
@@ -144,7 +161,8 @@ def _texts(size: int) -> str:
     return "one text" if size == 1 else f"{size} texts"
 
 
-def _threads(found: Stored) -> str:
+def threads(found: Stored) -> str:
+    """`1 thread`, `2 threads`."""
     return f"{found['num_threads']} thread{'s' * (found['num_threads'] > 1)}"
 
 
@@ -171,3 +189,11 @@ def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:
         for name in ("value", "low", "high")
     )
     return f"{value} [{low}, {high}]".replace(" ", "\u00a0")
+
+
+def _change(value: Any) -> str:
+    return f"{value:.1e}" if is_number(value) else "–"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"

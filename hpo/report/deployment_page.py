@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from hpo.report.deployed import deployment_table, headline, latency_charts, sentences, task_table
+from hpo.report.deployed import (
+    headline,
+    latency_charts,
+    latency_table,
+    quality_table,
+    sentences,
+    task_table,
+    threads,
+)
 from hpo.report.page import plot, render
 
 
@@ -19,14 +27,15 @@ def deployment_html(found: Mapping[str, Any], model: str) -> str:
         name=found["study"],
         facts=[
             f"Scored on {found['num_examples']:,} rows of {found['split']}.",
-            f"Timed on {device['name']} ({', '.join(device['features'])}), {found['num_threads']} threads.",
+            f"Timed on {device['name']} ({', '.join(device['features'])}), {threads(found)}.",
             f"{versions}. Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         ],
         headline=headline(found),
         model=model,
         sentences=sentences(found),
         charts=[(chart, plot(chart)) for chart in latency_charts(found)],
-        artifacts=deployment_table(found),
+        quality=quality_table(found),
+        latency=latency_table(found),
         tasks=task_table(found),
         unit=found["unit"],
         max_drop=f"{found['max_drop']:g}",

@@ -23,7 +23,6 @@ from hpo.config.study_config import (
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
 
-
 LABEL_METRICS = ("mae", "rmse")
 """Metrics in the units of the labels."""
 

@@ -14,8 +14,9 @@ Names = tuple[str, ...]
 
 
 def smallest_set(units: Names, singles: Iterable[str], is_ok: Callable[[Names], bool]) -> Names:
-    """One of `singles` that suffices alone, the first of them; else a subset of `units`, which are ok together,
-    of which none can be left out.
+    """The first of `singles` that suffices alone; else a subset of `units`, of which none can be left out.
+
+    `units` must be ok together.
     """
     single = next(((one,) for one in singles if is_ok((one,))), None)
     return single or _ddmin(units, is_ok)
