@@ -72,9 +72,9 @@ class OnnxNetwork(nn.Module):
         return self._place.device
 
     @property
-    def passes_type_ids(self) -> bool:
-        """Whether the graph takes `token_type_ids`."""
-        return INPUTS[2] in self._inputs
+    def input_names(self) -> frozenset[str]:
+        """Those of `INPUTS` that the graph takes."""
+        return self._inputs
 
     def check_precision(self, precision: str | None) -> None:
         """Raise ModelError where another precision than the graph's is asked for."""
