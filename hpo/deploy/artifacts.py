@@ -42,10 +42,12 @@ ARTIFACTS = (
     Artifact("bf16", "bf16"),
     Artifact("fp16", "fp16"),
     Artifact("onnx_fp32", is_onnx=True),
-    Artifact("onnx_int8_dynamic", is_onnx=True, mode="dynamic"),
-    Artifact("onnx_int8_dynamic_per_channel", is_onnx=True, mode="dynamic_per_channel"),
-    Artifact("onnx_int8_static", is_onnx=True, mode="static"),
-    Artifact("onnx_int8_static_per_channel", is_onnx=True, mode="static_per_channel"),
+    Artifact("onnx_int8_dynamic", is_onnx=True, mode=QuantizationMode()),
+    Artifact("onnx_int8_dynamic_per_channel", is_onnx=True, mode=QuantizationMode(per_channel=True)),
+    Artifact("onnx_int8_static", is_onnx=True, mode=QuantizationMode(static=True)),
+    Artifact(
+        "onnx_int8_static_per_channel", is_onnx=True, mode=QuantizationMode(static=True, per_channel=True)
+    ),
 )
 NAMES = tuple(artifact.name for artifact in ARTIFACTS)
 

@@ -27,7 +27,7 @@ from hpo.data.tokenized_split import TokenizedSplit
 from hpo.deploy.artifacts import REFERENCE, Artifact, artifacts_of
 from hpo.deploy.drops import NOT_FINITE, Scale, verdict_on
 from hpo.deploy.float_layers import FloatLayers
-from hpo.deploy.making import NUM_CALIBRATION, Workshop, drawn_examples, folder_bytes, weight_bytes
+from hpo.deploy.making import Workshop, folder_bytes, weight_bytes
 from hpo.deploy.mending import Mender
 from hpo.deploy.request import DeploymentRequest
 from hpo.deploy.result import DeployedArtifact, Deployment
@@ -125,7 +125,7 @@ class _Run:
         workshop = Workshop(
             candidate.exported,
             place.folder / f"trial-{candidate.trial:05d}",
-            drawn_examples(self._data.splits["train"], NUM_CALIBRATION),
+            self._data.splits["train"],
             place.device.torch_device,
             trusted=self._study.model.trust_remote_code,
         )

@@ -55,15 +55,13 @@ class FloatLayersSearch:
         self._found: Names = ()
 
     def search(self, error_of: Callable[[str], float], is_ok: Callable[[Names], bool]) -> FloatLayers | None:
-        """The layers for which `is_ok`; None where not even all of them suffice, or none were found in time.
+        """The fewest layers for which `is_ok`; None where all of them are needed, or none were found in time.
 
         `error_of` is told a layer, and returns the error of a model in which it alone is int8; it is asked in
         the first search alone. What an earlier search has found is tried first.
         """
         asked = _Asked(is_ok, self._limits, self._sizes)
         try:
-            if not asked(tuple(self._sizes)):
-                return None
             if self._found and asked(self._found):
                 beginning = self._found
             else:
@@ -73,7 +71,7 @@ class FloatLayersSearch:
             found, is_smallest = smallest_set(beginning, singles, asked), True
         except _Enough:
             found, is_smallest = asked.best, False
-        if not found:
+        if not 0 < len(found) < len(self._sizes):
             return None
         self._found = found
         return FloatLayers(found, asked.num_quantizations, is_smallest)
@@ -118,6 +116,8 @@ class _Asked:
 
     def __call__(self, names: Sequence[str]) -> bool:
         key = frozenset(names)
+        if len(key) == len(self._sizes):
+            return True  # a model in fp32
         if key not in self._answers:
             if len(self._answers) >= self._limits.tries:
                 raise _Enough
@@ -126,7 +126,6 @@ class _Asked:
             self.num_quantizations += 1
             says = "is as good" if self._answers[key] else "is not"
             _logger.info("with %d of %d layers in float it %s", len(names), len(self._sizes), says)
-            # All of them in float are no model in int8.
-            if self._answers[key] and len(names) < len(self._sizes) and not 0 < len(self.best) <= len(names):
+            if self._answers[key] and not 0 < len(self.best) <= len(names):
                 self.best = tuple(names)
         return self._answers[key]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,15 +12,13 @@ from hpo.deploy.artifacts import REFERENCE, Artifact
 from hpo.inference.model import TrainedModel, load
 from hpo.models.export import export_model, load_exported
 
-NUM_CALIBRATION = 128
-"""Texts of the training split by which static quantisation finds the ranges of activations."""
 _WEIGHTS = (".safetensors", ".onnx", ".data", ".bin")
 
 
 class Workshop:
     """The artifacts of one trained model, each in a folder of its own under `folder`.
 
-    `exported` is the export of its trial, `calibration` texts of its training split.
+    `exported` is the export of its trial, `calibration` its training split.
     """
 
     def __init__(
@@ -74,12 +71,6 @@ class Workshop:
 
 
 ONNX_REFERENCE = Artifact("onnx_fp32", is_onnx=True)
-
-
-def drawn_examples(examples: Sequence[Example], num: int) -> list[Example]:
-    """At most so many of a split, in its order, drawn with a fixed seed."""
-    drawn = random.Random(0).sample(range(len(examples)), min(num, len(examples)))
-    return [examples[index] for index in sorted(drawn)]
 
 
 def weight_bytes(folder: Path) -> int:

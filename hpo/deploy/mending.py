@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hpo.data.tokenized_split import TokenizedSplit
 from hpo.deploy.artifacts import Artifact
 from hpo.deploy.drops import Scale, verdict_on
 from hpo.deploy.float_layers import FloatLayers, FloatLayersSearch
-from hpo.deploy.making import ONNX_REFERENCE, Workshop, drawn_examples
+from hpo.deploy.making import ONNX_REFERENCE, Workshop
 from hpo.deploy.quantize import layers
 from hpo.deploy.request import DeploymentRequest
 from hpo.deploy.scoring import Answers, answers, logits_error
@@ -56,7 +57,7 @@ class Mender:
 
     def _tokens(self, num_rows: int) -> TokenizedSplit:
         model = self._workshop.load(ONNX_REFERENCE)
-        drawn = drawn_examples(self._examples, num_rows)
+        drawn = _drawn(self._examples, num_rows)
         return next(iter(tokenize_chunks(drawn, model.tasks, model.tokenizer, model.settings.windowing)))
 
     def _answers(self, broken: Artifact, keep: Names, split: TokenizedSplit) -> Answers | None:
@@ -65,3 +66,9 @@ class Mender:
             return answers(self._workshop.load(tried), split)
         finally:
             self._workshop.remove(tried)
+
+
+def _drawn(examples: Sequence[Example], num: int) -> list[Example]:
+    """At most so many of a split, in its order, drawn with a fixed seed."""
+    drawn = random.Random(0).sample(range(len(examples)), min(num, len(examples)))
+    return [examples[index] for index in sorted(drawn)]
