@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -83,6 +83,11 @@ class ObjectiveConfig(CheckedSection):
             yield Problem(("metric",), message)
         if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
             yield Problem(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
+
+
+def of_deployed(objectives: Sequence[ObjectiveConfig]) -> bool:
+    """Whether some of the objectives are of the deployed model."""
+    return any(objective.metric in DEPLOYED_METRICS for objective in objectives)
 
 
 def _as_tuple(value: Any) -> Any:

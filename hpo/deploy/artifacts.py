@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from hpo.deploy.quantize import QuantizationMode
 from hpo.device import DeviceInfo
 from hpo.errors import InputError, did_you_mean
+from hpo.inference.onnx_network import missing_packages
 from hpo.precision.table import support
-
-ONNX_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
-"""What the extra `onnx` brings."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +73,6 @@ def artifacts_of(
         else:
             possible.append(artifact)
     return tuple(possible), left_out
-
-
-def missing_packages() -> str:
-    """Why no ONNX model can be made; empty: one can."""
-    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
-    return f"needs the package {' and '.join(missing)}: pip install 'hpo[onnx]'." if missing else ""
 
 
 def _why_not(artifact: Artifact, device: DeviceInfo) -> str:

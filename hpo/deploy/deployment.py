@@ -10,8 +10,7 @@ reason; it does not end the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,13 +31,15 @@ from hpo.deploy.mending import Mender
 from hpo.deploy.request import DeploymentRequest
 from hpo.deploy.result import DeployedArtifact, Deployment
 from hpo.deploy.scoring import Answers, answers, largest_change
-from hpo.deploy.timing import BATCH_SIZES, time_in_turn, timing
+from hpo.deploy.timing import BATCH_SIZES, batches_untold, rows_of, time_in_turn, timing
 from hpo.device import DeviceInfo
 from hpo.errors import HpoError, RunError
 from hpo.inference.model import TrainedModel
 from hpo.trial.objectives import quality_objective
 
 _logger = logging.getLogger("hpo.deploy")
+_UNSEEN = 3
+"""An event of probability p is with 95 % on at least one of 3 / p rows."""
 _LIBRARIES = ("torch", "transformers", "onnxruntime")
 
 
@@ -189,13 +190,13 @@ class _Run:
 
     def time_all(self) -> None:
         """Time all artifacts in turn, the not finite ones left out."""
-        rows = [_row(example) for example in self._data.splits[self._request.split]]
+        rows = rows_of(self._data.splits[self._request.split])
         finite = [number for number, found in enumerate(self._found) if found.score is not None]
         fp32 = {one.trial: number for number, one in enumerate(self._found) if one.artifact == REFERENCE}
         for size in BATCH_SIZES:
             _logger.info("timing %d artifacts, %d text%s a batch", len(finite), size, "s" * (size > 1))
             predict = {number: self._models[number].predict for number in finite}
-            with _cuts_untold():
+            with batches_untold():
                 seconds = time_in_turn(predict, rows, size, self._request.effort)
             for number in finite:
                 found = self._found[number]
@@ -231,18 +232,19 @@ class _Run:
         )
 
     def _notes(self) -> list[str]:
-        if self._request.split != "validation":
-            return []
-        note = (
-            "The trial and its thresholds were chosen by the split validation too, so the scores on it "
-            "flatter every artifact; the drops are paired all the same."
-        )
-        return [note]
-
-
-def _row(example: Example) -> dict[str, Any]:
-    """What `predict` takes."""
-    return {"text": example.text} | ({"segments": dict(example.segments)} if example.segments else {})
+        rows, points = len(self._data.splits[self._request.split]), self._request.max_drop
+        notes = []
+        if self._request.split == "validation":
+            notes.append(
+                "The trial and its thresholds were chosen by the split validation too, so the scores on it "
+                "flatter every artifact; the drops are paired all the same."
+            )
+        if self._scale.unit == "points" and rows < _UNSEEN * 100 / points:
+            notes.append(
+                f"{rows} rows are few: what happens to fewer than {100 * _UNSEEN / rows:.2g} % of all texts may "
+                f"be on none of them, and --max-drop is {points:g}."
+            )
+        return notes
 
 
 def _versions() -> dict[str, str]:
@@ -253,15 +255,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-@contextmanager
-def _cuts_untold() -> Iterator[None]:
-    """Keep `predict` from telling of each batch that it cut texts."""
-    logger = logging.getLogger("hpo.inference")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,49 +1,23 @@
-"""What an artifact has lost of fp32, with its interval, and the verdict on that."""
+"""What an artifact has lost of fp32, with its interval, and the verdict on that.
+
+The interval is that of the paired difference on the same rows (`hpo.evaluation.intervals`). It cannot show what
+happens on no row of the split: where predictions are equal on all rows its width is zero.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
 from hpo.config.study_config import ObjectiveConfig
 from hpo.deploy.scoring import Answers
+from hpo.errors import DataError
+from hpo.evaluation.intervals import Interval, MetricIntervals, difference_intervals, metric_intervals
 from hpo.non_inferiority import VerdictName, decide
-from hpo.training.metrics import score
-from hpo.trial.objectives import objective_value, unit_of
+from hpo.trial.objectives import unit_of
 
 NOT_FINITE = "its logits are not finite."
-
-
-@dataclass(frozen=True)
-class Interval:
-    value: float
-    low: float
-    high: float
-
-
-def _resampled(found):
-    import numpy as np
-
-    generator = np.random.default_rng(0)
-    num = len(found.split.examples)
-    out = []
-    for r in range(50):
-        rows = np.arange(num) if r == 0 else generator.integers(0, num, num)
-        out.append(
-            {
-                t.name: score(
-                    t, [found.predictions[t.name][i] for i in rows], [found.split.examples[i] for i in rows]
-                )
-                for t in found.tasks
-            }
-        )
-    return out
-
-
-def _interval(values):
-    import numpy as np
-
-    return Interval(float(values[0]), float(np.percentile(values, 2.5)), float(np.percentile(values, 97.5)))
 
 
 @dataclass(frozen=True)
@@ -56,40 +30,41 @@ class Scale:
 
     @classmethod
     def of(cls, objective: ObjectiveConfig) -> Scale:
+        """That of an objective that says something of the model."""
         return cls(objective.metric, objective.direction == "minimize")
-
-    def scores(self, found: Answers) -> tuple[Interval, dict[str, dict[str, Interval]]]:
-        """The objective, and {task: {metric: ...}}."""
-        all_ = _resampled(found)
-        metrics = {t: {m: _interval([a[t][m] for a in all_]) for m in all_[0][t]} for t in all_[0]}
-        return _interval([self._value(a, found) for a in all_]), metrics
-
-    def drops(self, found: Answers, reference: Answers) -> tuple[Interval, dict[str, Interval]]:
-        """In the objective, in `unit`, and in the primary metric of each task."""
-        mine, theirs = _resampled(found), _resampled(reference)
-        sign = -1 if self.smaller_is_better else 1
-        factor = sign * (100 if self.unit == "points" else 1)
-        objective = _interval(
-            [
-                factor * (self._value(b, reference) - self._value(a, found))
-                for a, b in zip(mine, theirs, strict=True)
-            ]
-        )
-        of_tasks = {}
-        for task in found.tasks:
-            m = task.primary_metric
-            if m in mine[0][task.name]:
-                of_tasks[task.name] = _interval(
-                    [100 * (b[task.name][m] - a[task.name][m]) for a, b in zip(mine, theirs, strict=True)]
-                )
-        return objective, of_tasks
-
-    def _value(self, metrics, found) -> float:
-        return objective_value(self.metric, metrics, found.tasks, {})
 
     @property
     def unit(self) -> str:
+        """Of drops in the objective: `points` or `label units`."""
         return unit_of(self.metric)
+
+    def scores(self, found: Answers) -> tuple[Interval, Mapping[str, Mapping[str, Interval]]]:
+        """The objective, and {task: {metric: ...}}. Raises DataError where the split has no labels for it."""
+        intervals = metric_intervals(found.statistics)
+        return self._objective(intervals), intervals.tasks
+
+    def drops(self, found: Answers, reference: Answers) -> tuple[Interval, dict[str, Interval]]:
+        """What was lost of the objective, in `unit`, and of the primary metric of each task, in points."""
+        difference = difference_intervals(found.statistics, reference.statistics)
+        factor = (100 if self.unit == "points" else 1) * (1 if self.smaller_is_better else -1)
+        primary = {
+            task.name: _times(-100, difference.tasks[task.name][task.primary_metric])
+            for task in found.tasks
+            if task.primary_metric in difference.tasks[task.name]
+        }
+        return _times(factor, self._objective(difference)), primary
+
+    def _objective(self, intervals: MetricIntervals) -> Interval:
+        task, _, metric = self.metric.rpartition("/")
+        found = intervals.tasks[task].get(metric) if task else intervals.score
+        if found is None:
+            raise DataError(f"the split must have labels for the objective {self.metric}, but it has none.")
+        return found
+
+
+def _times(factor: float, of: Interval) -> Interval:
+    low, high = sorted((factor * of.low, factor * of.high))
+    return Interval(factor * of.value + 0.0, low + 0.0, high + 0.0)  # no -0
 
 
 def verdict_on(drop: Interval | None, max_drop: float, num_rows: int, unit: str) -> tuple[VerdictName, str]:

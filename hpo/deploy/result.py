@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpo.deploy.artifacts import Artifact
-from hpo.deploy.drops import Interval
 from hpo.deploy.float_layers import FloatLayers
 from hpo.deploy.timing import Timing
+from hpo.evaluation.intervals import Interval
 from hpo.json_safe import json_safe
 from hpo.non_inferiority import VerdictName
 

@@ -6,17 +6,18 @@ difference of the scores of two artifacts on the same rows, whose interval comes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.tasks import Task, tags_each_name
 from hpo.data.tokenized_split import TokenizedSplit
+from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.inference.model import TrainedModel
-from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
+from hpo.training.metrics import RowStatistics
 from hpo.training.spans import sigmoid
 
 
@@ -24,10 +25,19 @@ from hpo.training.spans import sigmoid
 class Answers:
     """What a model says of a split."""
 
-    tasks: tuple[Task, ...]
     split: TokenizedSplit
     logits: Mapping[str, NDArray[np.float32]]
-    predictions: Mapping[str, Sequence[Any]]
+    predicted: SplitPredictions
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Those of the model."""
+        return self.predicted.tasks
+
+    @cached_property
+    def statistics(self) -> Mapping[str, RowStatistics]:
+        """By task: what metrics and intervals are made of."""
+        return self.predicted.statistics()
 
 
 def answers(model: TrainedModel, split: TokenizedSplit) -> Answers | None:
@@ -35,9 +45,7 @@ def answers(model: TrainedModel, split: TokenizedSplit) -> Answers | None:
     logits = model.logits(split)
     if not all(np.isfinite(values).all() for values in logits.values()):
         return None
-    decisions = model.decisions or {task.name: DecodingThresholds() for task in model.tasks}
-    predictions, _ = decode_tasks(model.tasks, logits, split, decisions)
-    return Answers(model.tasks, split, logits, predictions)
+    return Answers(split, logits, predict_split(model.tasks, logits, split, model.decisions))
 
 
 def logits_error(found: Answers | None, reference: Answers) -> float:
@@ -65,7 +73,7 @@ def _probabilities(task: Task, found: Answers) -> NDArray[np.float64]:
     """Of classes, [E, C]; of the kinds that find spans, of the tags of each token of a text."""
     logits, split = found.logits[task.name], found.split
     if task.level == "sequence":
-        return class_probabilities(task, logits, split)
+        return found.predicted.probabilities[task.name]
     logits = logits[split.owned_T & (split.char_start_T >= 0)]
     if task.kind == "span_per_label":
         return np.asarray(sigmoid(logits), np.float64)

@@ -9,12 +9,16 @@ medians of all rounds; its range over the rounds tells how far the machine's noi
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from hpo.data.examples import Example
 
 BATCH_SIZES = (1, 32)
 _MOST_CALLS = {1: 20}
@@ -91,6 +95,26 @@ def timing(seconds: Seconds, reference: Seconds) -> Timing:
         num_calls=own.size,
         speed_up=SpeedUp(float(np.median(others) / p50), float(ratios.min()), float(ratios.max())),
     )
+
+
+def rows_of(examples: Sequence[Example]) -> Rows:
+    """What `predict` takes of these examples."""
+    return [
+        {"text": example.text} | ({"segments": dict(example.segments)} if example.segments else {})
+        for example in examples
+    ]
+
+
+@contextmanager
+def batches_untold() -> Iterator[None]:
+    """Keep `predict` from telling of each batch that it cut texts."""
+    logger = logging.getLogger("hpo.inference")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _batch(rows: Rows, batch_size: int, index: int) -> Rows:

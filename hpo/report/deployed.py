@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
-from hpo.report.formats import format_interval, format_number, is_number
+from hpo.report.formats import format_interval, format_number
+from hpo.study.study_record import is_number
 
 _BLUE, _ORANGE, _GREEN, _PINK, _YELLOW = "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442"
 ARTIFACT_STYLES = {
@@ -57,8 +58,9 @@ def latency_table(found: Stored) -> pd.DataFrame:
         for size, timing in row["timings"].items():
             speed, texts = timing["speed_up"], "1 text" if size == "1" else f"{size} texts"
             cells[texts] = f"{timing['p50_ms']:.3g} / {timing['p99_ms']:.3g}"
-            cells[f"speed, {texts}"] = format_interval(speed["ratio"], speed["low"], speed["high"])
-        cells |= {"weights": _megabytes(row["weight_bytes"]), "folder": _megabytes(row["folder_bytes"])}
+            faster = format_interval(speed["ratio"], speed["low"], speed["high"])
+            cells[f"speed, {texts}"] = "1" if row["artifact"] == "fp32" else faster
+        cells["weights"] = f"{row['weight_bytes'] / 1e6:.1f} MB"
         rows.append(cells)
     return pd.DataFrame(rows).fillna("–")
 
@@ -193,7 +195,3 @@ def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:
 
 def _change(value: Any) -> str:
     return f"{value:.1e}" if is_number(value) else "–"
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
