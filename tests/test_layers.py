@@ -19,6 +19,7 @@ FLOORS = (
     "deploy",
     "trial",
     "inference",
+    "evaluation",
     "training",
     "models",
     "data",

@@ -1,7 +1,7 @@
 """What an artifact has lost of fp32, with its interval, and the verdict on that.
 
-The interval is that of the paired difference on the same rows (`hpo.evaluation.intervals`). It cannot show what
-happens on no row of the split: where predictions are equal on all rows its width is zero.
+The interval is that of the paired difference on the same rows (`hpo.evaluation.intervals`). It cannot show
+what happens on no row of the split: where predictions are equal on all rows its width is zero.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def with_deployed_values(executor: Executor, folder: Path, result: TrialResult) 
     model, measured here: the score on validation with the trial's thresholds, and the median time in ms of a
     prediction of one text.
 
-    A trial that is not complete has its result unchanged. One whose best weights were not kept, or cannot be exported, ends as `failed`, one whose logits are not finite
-    in int8 as `nonfinite`.
+    A trial that is not complete has its result unchanged. One whose best weights were not kept, or cannot be
+    exported, ends as `failed`, one whose logits are not finite in int8 as `nonfinite`.
     """
     metrics = [objective.metric for objective in executor.study.objective]
     if result.outcome != Outcome.COMPLETE:

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import BoolArray, IntArray, TokenizedSplit
-from hpo.training.metrics import answer_row, f1_macro, f1_micro, indicators, span_f1_scores, span_overlap_f1
+from hpo.training.metrics import f1_macro, f1_micro, indicators, score
+from hpo.training.span_metrics import answer_row
 from hpo.training.spans import Evidence, FloatArray, best_answers, bio_spans, sigmoid
 
 THRESHOLD_LOG_ODDS = np.linspace(-7, 7, 141)
@@ -226,9 +227,8 @@ def _choose_evidence(task: Task, evidence: Evidence, rows: list[int], metric: st
 
     def value(decision: DecodingThresholds) -> tuple[float, float]:
         found = evidence.spans(decision.threshold, decision.merge_gap)
-        spans = [found[row] for row in rows]
-        overlap = span_overlap_f1(task, spans, examples)
-        return span_f1_scores(task, spans, examples).get(metric, overlap), overlap
+        scores = score(task, [found[row] for row in rows], examples)
+        return scores[metric], scores["span_overlap_f1"]
 
     candidates = [
         DecodingThresholds(threshold=float(threshold), merge_gap=gap)

@@ -14,53 +14,118 @@ ever NaN or infinite:
   predicted wrongly.
 - `r2` of a constant target is 1 if all predictions are exact, else 0 (`force_finite=True`); of a single
   row it is left out.
+- The `exact_match` and `span_overlap_f1` of span_extraction are SQuAD's EM and F1, the mean over rows; with
+  `_answerable` over the rows that have an answer, left out if there is none. Its `span_f1` is the F1 of exact
+  character spans, in which rows without answer and prediction do not count.
+- `span_f1` of the other kinds is micro over spans, `span_overlap_f1` micro over (example, span name, word).
 - Without an annotated row there is no metric at all, and none for a regression with a prediction that is
   not finite.
+
+Every metric is a function of sums over rows (`RowStatistics`), so a resample of the rows is a vector of
+weights, and thousands of resamples are matrix products.
 """
 
 from __future__ import annotations
 
-import re
-import string
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_array
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
+from hpo.training.span_metrics import answer_row, true_spans, word_counts
 
-Span = tuple[str, int, int]
+FloatArray = NDArray[np.float64]
 
-_WORD = re.compile(r"\S+")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ROUNDING = 1e-12
+"""A variance that is smaller in relation to the sum of squares is that of equal values, but for rounding."""
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What each annotated row adds to the sums that a task's metrics are made of.
+
+    Suffixes: N annotated rows, C classes or span names, B weightings.
+    """
+
+    task: Task
+    num_examples: int
+    """Of the split, with those that are not annotated for the task."""
+    index_N: NDArray[np.intp]
+    """The annotated examples, ascending."""
+    counts_NC: Mapping[str, Any]
+    """`hits`, `true` and `predicted` by class or span name, sparse; none for a regression."""
+    values_N: Mapping[str, FloatArray]
+    """Whatever else a kind sums up, by name."""
+
+    @property
+    def num_rows(self) -> int:
+        """The annotated rows."""
+        return len(self.index_N)
+
+    def class_counts(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """True positives, true and predicted ones by class: each [C]."""
+        hits_C, true_C, predicted_C = (np.asarray(one.sum(axis=0)) for one in self.counts_NC.values())
+        return hits_C, true_C, predicted_C
+
+    def scores(self) -> dict[str, float]:
+        """The metrics of the whole; see the module for what is left out."""
+        if not self.num_rows:
+            return {}
+        sums = {name: values_N.sum(keepdims=True) for name, values_N in self.values_N.items()}
+        counts = {name: counts_NC.sum(axis=0)[None] for name, counts_NC in self.counts_NC.items()}
+        found = _metrics(self.task, np.array([float(self.num_rows)]), counts, sums)
+        return {name: float(value_B[0]) for name, value_B in found.items() if np.isfinite(value_B[0])}
+
+    def weighted_scores(self, weights_BE: NDArray[Any]) -> dict[str, FloatArray]:
+        """The metrics [B] where example e of the split counts `weights_BE[b, e]` times; NaN where there are
+        none.
+        """
+        weights_BN = weights_BE if self.num_rows == self.num_examples else weights_BE[:, self.index_N]
+        sums = {name: weights_BN @ values_N for name, values_N in self.values_N.items()}
+        counts = {name: weights_BN @ counts_NC for name, counts_NC in self.counts_NC.items()}
+        rows_B = weights_BN.sum(axis=1)
+        found = _metrics(self.task, rows_B, counts, sums)
+        return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in found.items()}
 
 
 def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
     """The metrics `task.metrics` of one prediction an example; see the module for what is left out."""
+    return row_statistics(task, predictions, examples).scores()
+
+
+def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The objective `score`: the mean of the tasks' primary metrics, of those that have one; else None.
+
+    Metrics are numbers, or arrays of one shape.
+    """
+    of_tasks = [metrics[task.name].get(task.primary_metric) for task in tasks]
+    primary = [value for value in of_tasks if value is not None]
+    return sum(primary) / len(primary) if primary else None
+
+
+def row_statistics(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> RowStatistics:
+    """Of one prediction an example; rows that are not annotated for the task have no part."""
     pairs = zip(predictions, examples, strict=True)
-    rows = [(prediction, example) for prediction, example in pairs if task.name in example.annotated]
-    if not rows:
-        return {}
-    predicted, annotated = zip(*rows, strict=True)
-    if task.kind == "span_extraction":
-        return answer_scores(task, predicted, annotated)
-    if task.kind in ("token_classification", "span_per_label"):
-        overlap = span_overlap_f1(task, predicted, annotated)
-        return {"span_overlap_f1": overlap, **span_f1_scores(task, predicted, annotated)}
-    truth = [example.labels[task.name] for example in annotated]
-    if task.kind == "regression":
-        return _regression_scores(np.array(truth, np.float64), np.array(predicted, np.float64))
-    if task.kind == "multi_label":
-        true_NC, predicted_NC = indicators(task, truth), indicators(task, predicted)
-        last = {"exact_match": float((true_NC == predicted_NC).all(axis=1).mean())}
-    else:
-        true_NC, predicted_NC = (indicators(task, [[label] for label in side]) for side in (truth, predicted))
-        last = {"accuracy": float((true_NC & predicted_NC).any(axis=1).mean())}
-    counts = (true_NC & predicted_NC).sum(axis=0), true_NC.sum(axis=0), predicted_NC.sum(axis=0)
-    return {"f1_macro": float(f1_macro(*counts)), "f1_micro": float(f1_micro(*counts))} | last
+    rows = [(e, *pair) for e, pair in enumerate(pairs) if task.name in pair[1].annotated]
+    index_N = np.array([e for e, _, _ in rows], np.intp)
+    predicted = [prediction for _, prediction, _ in rows]
+    annotated = [example for _, _, example in rows]
+    counts_NC: dict[str, Any] = {}
+    match task.kind:
+        case "regression":
+            values_N = _regression_values(task, predicted, annotated)
+        case "single_label" | "multi_label":
+            counts_NC, values_N = _label_counts(task, predicted, annotated)
+        case "span_extraction":
+            counts_NC, values_N = _answer_values(task, predicted, annotated)
+        case _:
+            counts_NC, values_N = _span_counts(task, predicted, annotated)
+    return RowStatistics(task, len(examples), index_N, counts_NC, values_N)
 
 
 def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> Any:
@@ -86,111 +151,106 @@ def indicators(task: Task, label_lists: Sequence[Any]) -> NDArray[np.bool_]:
     return indicators_NC
 
 
-def _regression_scores(truth_N: NDArray[np.float64], predicted_N: NDArray[np.float64]) -> dict[str, float]:
-    if not np.isfinite(predicted_N).all():
-        return {}
-    error_N = predicted_N - truth_N
-    residual, total = float((error_N**2).sum()), float(((truth_N - truth_N.mean()) ** 2).sum())
-    scores = {"mae": float(np.abs(error_N).mean()), "rmse": float(np.sqrt((error_N**2).mean()))}
-    if len(truth_N) > 1:
-        scores["r2"] = 1 - residual / total if total else float(residual == 0)
-    return scores
+def _counts(columns_of_rows: Sequence[Sequence[int]], num_columns: int) -> Any:
+    """How often each row names each column, sparse: [N, C]."""
+    ends = np.cumsum([0, *map(len, columns_of_rows)])
+    columns = np.array([column for columns in columns_of_rows for column in columns], np.int32)
+    return csr_array((np.ones(len(columns)), columns, ends), shape=(len(columns_of_rows), num_columns))
 
 
-def _true_spans(task: Task, example: Example) -> set[Span]:
-    return {(name, start, end) for name in task.labels for start, end in example.spans.get(name, ())}
+def _label_counts(
+    task: Task, predicted: Sequence[Any], examples: Sequence[Example]
+) -> tuple[dict[str, Any], dict[str, FloatArray]]:
+    index = {label: i for i, label in enumerate(task.labels)}
+    is_single = task.kind == "single_label"
+
+    def columns(labels: Any) -> list[int]:
+        return [index[labels]] if is_single else sorted({index[label] for label in labels})
+
+    true = _counts([columns(example.labels[task.name]) for example in examples], len(index))
+    found = _counts([columns(labels) for labels in predicted], len(index))
+    hits = csr_array(true.multiply(found))
+    is_right_N = 2 * hits.sum(axis=1) == true.sum(axis=1) + found.sum(axis=1)
+    return {"hits": hits, "true": true, "predicted": found}, {"right": is_right_N.astype(np.float64)}
 
 
-def span_f1_scores(
-    task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[Example]
-) -> dict[str, float]:
-    """`span_f1`, micro over spans, and `f1_macro` over span names; a hit is exact in name, start and end."""
-    hits, true, predicted = (Counter[str]() for _ in range(3))
-    for spans, example in zip(predictions, examples, strict=True):
-        truth, found = _true_spans(task, example), set(spans)
-        hits.update(name for name, _, _ in truth & found)
-        true.update(name for name, _, _ in truth)
-        predicted.update(name for name, _, _ in found)
-    counts = [np.array([counter[name] for name in task.labels]) for counter in (hits, true, predicted)]
-    return {"span_f1": float(f1_micro(*counts)), "f1_macro": float(f1_macro(*counts))}
+def _span_counts(
+    task: Task, predicted: Sequence[Any], examples: Sequence[Example]
+) -> tuple[dict[str, Any], dict[str, FloatArray]]:
+    index = {name: i for i, name in enumerate(task.labels)}
+    columns: dict[str, list[list[int]]] = {"hits": [], "true": [], "predicted": []}
+    words = np.zeros((2, len(examples)))
+    for i, (spans, example) in enumerate(zip(predicted, examples, strict=True)):
+        truth, found = true_spans(task, example), set(spans)
+        for name, some in (("hits", truth & found), ("true", truth), ("predicted", found)):
+            columns[name].append([index[span[0]] for span in some])
+        words[:, i] = word_counts(example.text, truth, found)
+    counts_NC = {name: _counts(of_rows, len(index)) for name, of_rows in columns.items()}
+    return counts_NC, {"shared_words": words[0], "words": words[1]}
 
 
-def span_overlap_f1(task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[Example]) -> float:
-    """Return F1 over (example, span name, word), micro.
-
-    A word is a run of characters other than white space; a span covers the words that it shares at least
-    one character with. So the score is the same under any tokenizer. In a script that writes no spaces,
-    words are as long as the text between them: use `span_f1` there.
-    """
-    hits = total = 0
-    for spans, example in zip(predictions, examples, strict=True):
-        truth, found = _words(example.text, _true_spans(task, example)), _words(example.text, spans)
-        hits += len(truth & found)
-        total += len(truth) + len(found)
-    return 2 * hits / total if total else 1.0
-
-
-def _words(text: str, spans: Iterable[Span]) -> set[tuple[str, int]]:
-    """The words that each span shares a character with, told by where they begin."""
-    words: set[tuple[str, int]] = set()
-    for name, start, end in spans:
-        while start > 0 and not text[start].isspace() and not text[start - 1].isspace():
-            start -= 1
-        words.update((name, match.start()) for match in _WORD.finditer(text, start, end))
-    return words
-
-
-def answer_scores(
-    task: Task, predictions: Sequence[Sequence[Span]], examples: Sequence[Example]
-) -> dict[str, float]:
-    """Scores of one optional answer a row, against the best of its accepted answers.
-
-    `exact_match` and `span_overlap_f1` are SQuAD's EM and F1 (of the answers' words, normalised), the
-    mean over rows; a row without an answer counts 1 if none is predicted (or one without a word), else 0.
-    With `_answerable` they are means over the rows that have an answer, left out if there is none.
-    `span_f1` is the F1 of exact character spans, in which rows without answer and prediction do not count.
-    """
-    rows = [answer_row(task, spans, example) for spans, example in zip(predictions, examples, strict=True)]
-    hit_N, exact_N, overlap_N, true_N, predicted_N = np.array(rows).T
-    scores = {
-        "span_f1": float(f1_micro(hit_N, true_N, predicted_N)),
-        "exact_match": float(exact_N.mean()),
-        "span_overlap_f1": float(overlap_N.mean()),
+def _answer_values(
+    task: Task, predicted: Sequence[Any], examples: Sequence[Example]
+) -> tuple[dict[str, Any], dict[str, FloatArray]]:
+    rows = [answer_row(task, spans, example) for spans, example in zip(predicted, examples, strict=True)]
+    hit_N, exact_N, overlap_N, true_N, predicted_N = np.array(rows).reshape(-1, 5).T
+    columns = {"hits": hit_N, "true": true_N, "predicted": predicted_N}
+    return {name: csr_array(values_N[:, None]) for name, values_N in columns.items()}, {
+        "exact": exact_N,
+        "overlap": overlap_N,
+        "answerable": true_N,
+        "exact_answerable": exact_N * true_N,
+        "overlap_answerable": overlap_N * true_N,
     }
-    answerable_N = true_N > 0
-    if answerable_N.any():
-        scores["exact_match_answerable"] = float(exact_N[answerable_N].mean())
-        scores["span_overlap_f1_answerable"] = float(overlap_N[answerable_N].mean())
-    return scores
 
 
-def answer_row(
-    task: Task, spans: Sequence[Span], example: Example
-) -> tuple[float, float, float, float, float]:
-    """One row's span hit, SQuAD exact match, SQuAD F1, whether it has an answer, whether one is predicted."""
-    name = task.labels[0]
-    accepted = [tuple(span) for span in example.alt_spans.get(name) or example.spans.get(name, ())]
-    words = [word for _, start, end in spans[:1] for word in squad_words(example.text[start:end])]
-    answers = [answer for start, end in accepted if (answer := squad_words(example.text[start:end]))] or [[]]
-    return (
-        float(any((start, end) in accepted for _, start, end in spans[:1])),
-        float(words in answers),
-        max(_squad_f1(words, answer) for answer in answers),
-        float(bool(accepted)),
-        float(bool(spans)),
-    )
+def _regression_values(
+    task: Task, predicted: Sequence[Any], examples: Sequence[Example]
+) -> dict[str, FloatArray]:
+    """Targets from their mean, so that their variance is not lost to rounding in the sum of their squares."""
+    truth_N = np.array([example.labels[task.name] for example in examples], np.float64)
+    predicted_N = np.array(predicted, np.float64)
+    error_N = np.where(np.isfinite(predicted_N), predicted_N, np.nan) - truth_N
+    target_N = truth_N - (truth_N.mean() if len(truth_N) else 0.0)
+    return {
+        "absolute": np.abs(error_N),
+        "squared": error_N**2,
+        "target": target_N,
+        "target_squared": target_N**2,
+    }
 
 
-def squad_words(text: str) -> list[str]:
-    """Words after SQuAD's normalisation: lower case, no ASCII punctuation, no articles.
-
-    The order of its steps is that of SQuAD 2.0's `evaluate-v2.0.py`.
-    """
-    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
-
-
-def _squad_f1(predicted: list[str], answer: list[str]) -> float:
-    if not predicted or not answer:
-        return float(predicted == answer)
-    same = sum((Counter(predicted) & Counter(answer)).values())
-    return 2 * same / (len(predicted) + len(answer))
+def _metrics(
+    task: Task, rows_B: FloatArray, counts_BC: Mapping[str, FloatArray], sums_B: Mapping[str, FloatArray]
+) -> dict[str, FloatArray]:
+    """The metrics of sums over so many rows; NaN or infinite where one is not defined."""
+    rows_B = np.maximum(rows_B, 1)
+    if task.kind == "regression":
+        residual_B, squares_B = sums_B["squared"], sums_B["target_squared"]
+        total_B = squares_B - sums_B["target"] ** 2 / rows_B
+        is_constant_B = total_B <= _ROUNDING * squares_B
+        ratio_B = residual_B / np.where(is_constant_B, 1, total_B)
+        constant_B = np.where(np.isfinite(residual_B), residual_B == 0, np.nan)
+        return {
+            "mae": sums_B["absolute"] / rows_B,
+            "rmse": np.sqrt(residual_B / rows_B),
+            "r2": np.where(rows_B > 1, np.where(is_constant_B, constant_B, 1 - ratio_B), np.nan),
+        }
+    counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]
+    micro_B = np.atleast_1d(f1_micro(*counts))
+    if task.kind == "span_extraction":
+        answerable_B = np.where(sums_B["answerable"] > 0, sums_B["answerable"], np.nan)
+        return {
+            "span_f1": micro_B,
+            "exact_match": sums_B["exact"] / rows_B,
+            "span_overlap_f1": sums_B["overlap"] / rows_B,
+            "exact_match_answerable": sums_B["exact_answerable"] / answerable_B,
+            "span_overlap_f1_answerable": sums_B["overlap_answerable"] / answerable_B,
+        }
+    macro_B = np.atleast_1d(f1_macro(*counts))
+    if task.kind in ("single_label", "multi_label"):
+        right = "accuracy" if task.kind == "single_label" else "exact_match"
+        return {"f1_macro": macro_B, "f1_micro": micro_B, right: sums_B["right"] / rows_B}
+    words_B = sums_B["words"]
+    overlap_B = np.where(words_B > 0, 2 * sums_B["shared_words"] / np.maximum(words_B, 1), 1.0)
+    return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "f1_macro": macro_B}

@@ -22,6 +22,7 @@ from hpo.config.study_config import (
 )
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
+from hpo.training.metrics import primary_mean
 
 LABEL_METRICS = ("mae", "rmse")
 """Metrics in the units of the labels."""
@@ -62,10 +63,9 @@ def objective_value(
     """
     if metric == DEPLOYED_LATENCY:
         return math.nan
+    value: float | None
     if metric in ("score", DEPLOYED_SCORE):
-        of_tasks = [metrics[task.name].get(task.primary_metric) for task in tasks]
-        primary = [value for value in of_tasks if value is not None]
-        value = sum(primary) / len(primary) if primary else None
+        value = primary_mean(tasks, metrics)
     elif "/" in metric:
         task_name, _, name = metric.partition("/")
         value = metrics[task_name].get(name)

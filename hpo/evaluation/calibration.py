@@ -1,0 +1,79 @@
+"""Whether probabilities are what they say: of what gets 0.8, eight of ten should be right.
+
+Probabilities are put into 15 bins of equal width; the expected calibration error is the mean distance of a
+bin's mean probability (confidence) from the share that is right (frequency), weighted by the bins' counts
+(Naeini et al., AAAI 2015; Guo et al., ICML 2017). It depends on the bins, and with few rows it is above 0 by
+chance alone.
+
+single_label: the probability of the predicted class against its being right. multi_label: the probability of
+every class in every row against its being true. There the many that are rightly near 0 keep the error low:
+look at the bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
+from hpo.training.metrics import indicators
+
+NUM_BINS = 15
+
+
+@dataclass(frozen=True)
+class CalibrationBin:
+    """Probabilities `low < p <= high`; the first bin holds 0 as well."""
+
+    low: float
+    high: float
+    confidence: float
+    """The mean probability."""
+    frequency: float
+    """The share that is right."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The expected calibration error, and the bins that hold anything, ascending."""
+
+    ece: float
+    bins: tuple[CalibrationBin, ...]
+
+
+def calibration(
+    task: Task, probabilities_NC: NDArray[np.float64], examples: Sequence[Example]
+) -> Calibration | None:
+    """Of a single_label or multi_label task and its annotated examples; None without any."""
+    if not len(examples):
+        return None
+    truth: list[Any] = [example.labels[task.name] for example in examples]
+    if task.kind == "multi_label":
+        return calibration_of(probabilities_NC.ravel(), indicators(task, truth).ravel())
+    index = {label: c for c, label in enumerate(task.labels)}
+    is_right_N = probabilities_NC.argmax(axis=1) == [index[label] for label in truth]
+    return calibration_of(probabilities_NC.max(axis=1), is_right_N)
+
+
+def calibration_of(probability_M: NDArray[np.float64], is_right_M: NDArray[np.bool_]) -> Calibration:
+    """Of M > 0 probabilities, each with whether what it was given to is right."""
+    bin_M = np.clip(np.ceil(probability_M * NUM_BINS).astype(np.intp) - 1, 0, NUM_BINS - 1)
+    count_K = np.bincount(bin_M, minlength=NUM_BINS)
+    divisor_K = np.maximum(count_K, 1)
+    confidence_K = np.bincount(bin_M, weights=probability_M, minlength=NUM_BINS) / divisor_K
+    frequency_K = np.bincount(bin_M, weights=is_right_M, minlength=NUM_BINS) / divisor_K
+    ece = float((count_K * np.abs(confidence_K - frequency_K)).sum() / len(probability_M))
+    bins = [
+        CalibrationBin(k / NUM_BINS, (k + 1) / NUM_BINS, confidence, frequency, count)
+        for k, (confidence, frequency, count) in enumerate(
+            zip(confidence_K.tolist(), frequency_K.tolist(), count_K.tolist(), strict=True)
+        )
+        if count
+    ]
+    return Calibration(ece, tuple(bins))

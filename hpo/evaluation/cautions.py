@@ -1,0 +1,85 @@
+"""What a reader of an evaluation must know before believing it, in whole sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpo.evaluation.classes import ClassFigures
+from hpo.evaluation.intervals import Interval
+from hpo.training.metrics import RowStatistics
+
+FEW_ROWS_OF_A_CLASS = 10
+FEW_ROWS = 30
+_NAMES_SHOWN = 5
+
+
+def task_warnings(
+    statistics: RowStatistics, classes: Sequence[ClassFigures], threshold: float | None
+) -> tuple[str, ...]:
+    """Of one task on one split; `threshold` is the probability above which it predicts, where it has one."""
+    task, num_rows = statistics.task, statistics.num_rows
+    if not num_rows:
+        return (f"No row of this split is annotated for {task.name}: there is nothing to evaluate.",)
+    warnings = []
+    if not statistics.scores():
+        warnings.append("Some predictions are not finite, so there is no metric.")
+    if num_rows < FEW_ROWS:
+        rows = "Only 1 row is" if num_rows == 1 else f"Only {num_rows} rows are"
+        warnings.append(f"{rows} annotated: the intervals are too narrow, and the figures say little.")
+    is_label = task.kind in ("single_label", "multi_label")
+    everything = [one for one in classes if is_label and one.num_predicted == num_rows > one.support]
+    predicted = sum(one.num_predicted for one in classes)
+    at = "" if threshold is None else f" at the threshold {threshold:.3g}"
+    item = "class" if is_label else "span"
+    if classes and not predicted and any(one.support for one in classes):
+        warnings.append(f"No {item} is predicted in any row{at}.")
+        everything = []
+    else:
+        unpredicted = [one.name for one in classes if one.support and not one.num_predicted]
+        if unpredicted:
+            verb = "occurs but is" if len(unpredicted) == 1 else "occur but are"
+            warnings.append(f"{_names(unpredicted)} {verb} never predicted.")
+    if everything and task.kind == "multi_label" and predicted == num_rows * len(classes):
+        warnings.append(f"Every class is predicted in every row{at}.")
+    elif everything:
+        verb = "is" if len(everything) == 1 else "are"
+        names = _names([one.name for one in everything])
+        warnings.append(f"{names} {verb} predicted in every row{at if task.kind == 'multi_label' else ''}.")
+    rare = [one.name for one in classes if 0 < one.support < FEW_ROWS_OF_A_CLASS]
+    if rare:
+        has = "has" if len(rare) == 1 else "have"
+        what = "rows" if is_label else "spans"
+        few = f"fewer than {FEW_ROWS_OF_A_CLASS} {what}"
+        warnings.append(f"{_names(rare)} {has} {few}: figures of so few are mostly chance.")
+    absent = [one.name for one in classes if not one.support]
+    if absent:
+        verb = "does" if len(absent) == 1 else "do"
+        warnings.append(f"{_names(absent)} {verb} not occur in this split.")
+    return tuple(warnings)
+
+
+def search_warning(
+    metric: str, split: str, interval: Interval, values: Sequence[float], direction: str
+) -> str | None:
+    """What the interval of the objective on a split says of the search; None where it tells all trials apart.
+
+    `values` are the objective's of the complete trials, the best one with them, `direction` is `maximize` or
+    `minimize`. Trials nearer to the best than the interval is wide may be as good: their order is that of
+    this sample of texts. (Two trials are scored on the same texts, so a paired interval of their difference
+    would be narrower; the width is what is known without their predictions.)
+    """
+    if len(values) < 2:
+        return None
+    best = max(values) if direction == "maximize" else min(values)
+    num_near = sum(abs(value - best) <= interval.width for value in values)
+    if num_near < 2:
+        return None
+    return (
+        f"The interval of {metric} on {split} is {interval.width:.3g} wide; {num_near} of {len(values)} "
+        "complete trials lie within that of the best, so the search cannot tell them apart."
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

@@ -1,0 +1,120 @@
+"""The rows that a model got wrong, the worst first: where to look at texts and truths.
+
+How bad a row is: -log of the probability of the true class (single_label), the sum of the classes' binary
+cross-entropies (multi_label), the absolute error (regression), or the missed and the spurious spans together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpo.data.examples import SPAN_KINDS, Example
+from hpo.data.tasks import Task
+from hpo.training.metrics import indicators
+from hpo.training.span_metrics import Span, accepted_answers, true_spans
+
+MAX_MISTAKES = 20
+MAX_CHARACTERS = 1000
+_BEFORE = 200
+"""Characters of a long text that are shown before its first wrong span."""
+_LEAST_PROBABILITY = 1e-15
+"""Losses are of probabilities between this and what is as far from 1."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One row that is wrong."""
+
+    id: str
+    text: str
+    """At most 1,000 characters: the beginning, or for spans the part in which the first wrong one is."""
+    truth: Any
+    """A class, a list of classes, a number, or a list of [name, start, end] in `text`."""
+    predicted: Any
+    loss: float
+
+
+def worst_mistakes(
+    task: Task,
+    predicted: Sequence[Any],
+    examples: Sequence[Example],
+    probabilities_NC: NDArray[np.float64] | None,
+    limit: int = MAX_MISTAKES,
+) -> tuple[Mistake, ...]:
+    """At most `limit` wrong rows of the annotated `examples`; of equal loss the earlier one first.
+
+    `probabilities_NC` are those of single_label and multi_label.
+    """
+    loss_N = np.zeros(0) if not examples else _losses(task, predicted, examples, probabilities_NC)
+    order = np.argsort(-loss_N, kind="stable")
+    wrong = [n for n in order[np.isfinite(loss_N[order])].tolist() if loss_N[n] > 0]
+    return tuple(_mistake(task, predicted[n], examples[n], float(loss_N[n])) for n in wrong[:limit])
+
+
+def _losses(
+    task: Task,
+    predicted: Sequence[Any],
+    examples: Sequence[Example],
+    probabilities_NC: NDArray[np.float64] | None,
+) -> NDArray[np.float64]:
+    """[N]; 0 for a row that is right."""
+    if task.kind in SPAN_KINDS:
+        pairs = zip(predicted, examples, strict=True)
+        return np.array([float(len(_wrong_spans(task, *pair))) for pair in pairs])
+    truth: list[Any] = [example.labels[task.name] for example in examples]
+    if task.kind == "regression":
+        return np.abs(np.array(predicted, np.float64) - np.array(truth, np.float64))
+    assert probabilities_NC is not None
+    p_NC = np.clip(probabilities_NC, _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
+    if task.kind == "single_label":
+        index = {label: c for c, label in enumerate(task.labels)}
+        loss_N = -np.log(p_NC[np.arange(len(truth)), [index[label] for label in truth]])
+        is_wrong_N = [ours != theirs for ours, theirs in zip(predicted, truth, strict=True)]
+    else:
+        loss_N = -np.log(np.where(indicators(task, truth), p_NC, 1 - p_NC)).sum(axis=1)
+        is_wrong_N = [set(ours) != set(theirs) for ours, theirs in zip(predicted, truth, strict=True)]
+    return np.where(is_wrong_N, loss_N, 0.0)
+
+
+def _truth(task: Task, example: Example) -> set[Span]:
+    """True spans; of several accepted answers the one that counts as the truth, or the first."""
+    truth = true_spans(task, example)
+    if task.kind == "span_extraction" and not truth:
+        truth = {(task.labels[0], *answer) for answer in accepted_answers(task, example)[:1]}
+    return truth
+
+
+def _wrong_spans(task: Task, predicted: Sequence[Span], example: Example) -> set[Span]:
+    """The missed and the spurious spans; an answer that is one of the accepted ones leaves none."""
+    if task.kind == "span_extraction":
+        accepted = accepted_answers(task, example)
+        if any((start, end) in accepted for _, start, end in predicted[:1]):
+            return set()
+    return _truth(task, example) ^ set(predicted)
+
+
+def _mistake(task: Task, predicted: Any, example: Example, loss: float) -> Mistake:
+    if task.kind not in SPAN_KINDS:
+        truth: Any = example.labels[task.name]
+        if task.kind == "multi_label":  # both in the order of the task's classes
+            truth, predicted = ([c for c in task.labels if c in side] for side in (truth, predicted))
+        return Mistake(example.id, example.text[:MAX_CHARACTERS], truth, predicted, loss)
+    spans = [_truth(task, example), set(predicted)]
+    first = 0
+    if max(end for side in spans for _, _, end in side) > MAX_CHARACTERS:
+        wrong = min(start for _, start, _ in spans[0] ^ spans[1])
+        first = max(0, min(wrong - _BEFORE, len(example.text) - MAX_CHARACTERS))
+    text = example.text[first : first + MAX_CHARACTERS]
+    truth, predicted = (_shown(side, first, len(text)) for side in spans)
+    return Mistake(example.id, text, truth, predicted, loss)
+
+
+def _shown(spans: set[Span], first: int, length: int) -> list[list[Any]]:
+    """Spans as they lie in the part of the text from `first` on, cut at its ends."""
+    inside = [(max(0, start - first), min(length, end - first), name) for name, start, end in spans]
+    return [[name, start, end] for start, end, name in sorted(inside) if start < end]
