@@ -241,8 +241,8 @@ class _Run:
             )
         if self._scale.unit == "points" and rows < _UNSEEN * 100 / points:
             notes.append(
-                f"{rows} rows are few: what happens to fewer than {100 * _UNSEEN / rows:.2g} % of texts may be "
-                f"on none of them, and --max-drop is {points:g}."
+                f"{rows} rows are few: what happens to less than {100 * _UNSEEN / rows:.2g} % of texts may "
+                f"be on none of them, and --max-drop is {points:g}."
             )
         return notes
 

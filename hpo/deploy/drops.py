@@ -81,7 +81,6 @@ def verdict_on(drop: Interval | None, max_drop: float, num_rows: int, unit: str)
     width = (drop.high - drop.low) / 2
     needed = ceil(num_rows * (width / room) ** 2) if room > 0 else 0
     more = f"about {needed:,} rows would decide, if it stays so; " if needed > num_rows else ""
-    return (
-        name,
-        f"{interval} may be beyond --max-drop {max_drop:g}: {more}--max-drop {drop.high:.2g} would allow it.",
-    )
+    allowing = ceil(10 * drop.high + 0.5) / 10
+    beyond = f"may be beyond --max-drop {max_drop:g}: {more}--max-drop {allowing:g} would allow it."
+    return name, f"{interval} {beyond}"

@@ -113,10 +113,12 @@ def headline(found: Stored) -> str:
             f"fp32 of trial {best['trial']} is the fastest that is as good: {told}nothing else gains speed."
         )
     faster = format_interval(speed["ratio"], speed["low"], speed["high"]).replace("\u00a0", " ")
+    slow = speed["low"] <= 1
     drop = _interval(best["drop"], sign="+").replace("\u00a0", " ")
     return (
         f"{artifact_name(best)} of trial {best['trial']} is the fastest that is as good as fp32: {told}"
         f"{faster} times fp32's speed, a drop of {drop} {found['unit']}."
+        + (" In a round it was no faster than fp32: time it again when the machine is quiet." if slow else "")
     )
 
 
