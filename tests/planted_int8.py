@@ -62,9 +62,9 @@ def ruin(exported: Path) -> Path:
     return exported
 
 
-def ruined_exports() -> Any:
-    """A context in which every trial that is exported has the flaw."""
+def ruined_exports(module: str = "hpo.trial.best_model") -> Any:
+    """A context in which every trial that is exported, as `module` sees it, has the flaw."""
     export: Callable[..., Path] = best_model.export_checkpoint
     return mock.patch(
-        "hpo.trial.best_model.export_checkpoint", side_effect=lambda *args, **of: ruin(export(*args, **of))
+        f"{module}.export_checkpoint", side_effect=lambda *args, **of: ruin(export(*args, **of))
     )

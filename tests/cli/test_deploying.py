@@ -102,7 +102,7 @@ def test_what_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
         (("--artifacts", "onxn_fp32"), "there is no 'onxn_fp32'. Did you mean `onnx_fp32`?"),
         (("--batch", "5"), "--batch must be 1 or 32, but got 5."),
         (("--out", str(other)), "this one holds other files"),
-        (("--max-drop", "0"), "is not in the range"),
+        (("--max-drop", "0"), "Invalid value for '--max-drop'"),
     ]
     for options, message in cases:
         refused(hpo_command(folder, "deploy", "tiny", *options), message)

@@ -49,8 +49,8 @@ def test_artifacts_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) 
     executor = tiny_executor(tmp_path, search_space={}, amp={"preset": "basic"})
     candidate = trained(executor, tmp_path)
     names = ("onnx_fp32", "onnx_int8_dynamic_per_channel", "onnx_int8_static")
-    found = deployed(executor, candidate, tmp_path, *names, max_drop=50.0)
-    fp32, onnx, dynamic, static = found.artifacts
+    found = deployed(executor, candidate, tmp_path, *names, max_drop=5.0)
+    fp32, onnx, dynamic, *_ = found.artifacts
     assert [row.artifact.name for row in found.artifacts] == ["fp32", *names]
     expected = score_checkpoint(executor, tmp_path / "trial", "test")
     for task, metrics in expected.items():
@@ -68,7 +68,6 @@ def test_artifacts_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) 
         assert row.timings[1].p50_ms <= row.timings[1].p99_ms
     assert dynamic.weight_bytes < onnx.weight_bytes / 2
     assert dynamic.weight_bytes < dynamic.folder_bytes
-    assert static.verdict in ("as_good", "undecided")
     assert found.best in [row for row in found.artifacts if row.verdict == "as_good"]
     assert "24 rows are few" in found.notes[0]
     model = hpo.load(tmp_path / "artifacts" / dynamic.folder, device="cpu")
