@@ -21,6 +21,7 @@ from hpo.cli import (  # noqa: F401  (their commands)
     checking,
     cluster,
     comparing,
+    deploying,
     diagnosing,
     predicting,
     running,

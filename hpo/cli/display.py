@@ -15,6 +15,7 @@ from rich.text import Text
 from hpo.cli.progress import OUTCOME_STYLES
 from hpo.json_safe import json_safe
 from hpo.report.compared import configuration_table, precision_table
+from hpo.report.deployed import latency_table, quality_table, sentences, threads, verdict
 from hpo.report.detailed_tables import evaluations_of, headline
 from hpo.report.formats import (
     describe_params,
@@ -29,6 +30,8 @@ from hpo.report.tables import StudyTables, brief_summary, precision_comparison
 from hpo.study.study_record import best_trials, complete_trials
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pandas as pd
 
     from hpo.compare.answers import Answer, Answers
@@ -264,7 +267,7 @@ def print_comparison(found: Result[Any]) -> None:
 
 def _print_verdicts(answers: Answers, plan: ComparisonConfig) -> None:
     """The verdicts by metric, and what fp32 does against itself."""
-    from hpo.compare.answers import unit_of
+    from hpo.trial.objectives import unit_of
 
     console = Console(highlight=False)
     num = len(plan.configurations)
@@ -325,6 +328,22 @@ def _comparison_cells(row: Answer) -> list[str]:
         str(found.num_seeds),
         "–" if needed is None else str(needed),
     ]
+
+
+def print_deployment(found: Mapping[str, Any], folder: Path) -> None:
+    """What `hpo deploy` has found, and how to use it."""
+    console = Console(highlight=False)
+    title = f"{found['study']}: {found['objective']} on {found['num_examples']:,} rows of {found['split']}"
+    console.print(dataframe_table(quality_table(found), title))
+    lost = f"{found['unit']} lost of the same model's fp32, with the 95 % interval"
+    console.print(f"Drop: {lost}. Change: the largest of any probability.", style="dim")
+    title = f"{threads(found)}: ms from texts to predictions, median / 99th percentile; times fp32's speed"
+    console.print(dataframe_table(latency_table(found), title))
+    for sentence in sentences(found):
+        console.print(sentence, markup=False, soft_wrap=True)
+    console.print(verdict(found), style="bold", markup=False, soft_wrap=True)
+    told = f'To use it: hpo.load("{folder}/model"). More: {folder}/deploy.html'
+    console.print(told, markup=False, soft_wrap=True)
 
 
 def _ratio(ratio: Ratio | None) -> str:

@@ -281,16 +281,20 @@ def config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> Study
     return config
 
 
-def checkpoint_of(config: StudyConfig, database: Storage, number: int) -> tuple[Executor, Path]:
-    """An executor of the study, and the folder with the checkpoint of one of its trials, brought here."""
+def checkpoint_of(
+    config: StudyConfig, database: Storage, number: int, executor: Executor | None = None
+) -> tuple[Executor, Path]:
+    """An executor of the study (that given, or a new one), and the folder with the checkpoint of one of its
+    trials, brought here."""
     from hpo.device import probe_device
     from hpo.study.artifact_store import open_artifact_store
     from hpo.study.checkpoint_artifacts import fetch_newest
     from hpo.trial.executor import Executor
 
-    make_runs_folder(config.name)
-    executor = Executor(config, probe_device(config.device), RUNS)
-    database.check_data(config.name, executor.dataset.fingerprint)
+    if executor is None:
+        make_runs_folder(config.name)
+        executor = Executor(config, probe_device(config.device), RUNS)
+        database.check_data(config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), number)
     if (artifacts := open_artifact_store(config.checkpoint)) is not None:
         fetch_newest("best", artifacts, database, config.name, number, folder)

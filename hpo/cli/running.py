@@ -137,6 +137,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
+    from hpo.config.study_config import of_deployed
     from hpo.config.trial_config import parse_params
     from hpo.device import probe_device
     from hpo.study.leases import trial_attributes
@@ -170,8 +171,13 @@ def train(
     ):
         executor = Executor(config, probe_device(config.device), RUNS)
         executor.ranks = ranks or executor.ranks
-        folder = None if export is None else Path(temporary, "trial")
+        is_deployed = of_deployed(config.objective)
+        folder = Path(temporary, "trial") if export is not None or is_deployed else None
         result = executor.run(params, folder, uuid.uuid4().hex, show, stop.is_set)
+        if folder is not None and is_deployed:
+            from hpo.deploy.objective import with_deployed_values
+
+            result = with_deployed_values(executor, folder, result)
         if folder is not None and export is not None and result.outcome == Outcome.COMPLETE:
             source = TrialSource(None, params, result.telemetry)
             exported = str(export_checkpoint(executor, folder, export, source))

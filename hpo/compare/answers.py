@@ -40,21 +40,12 @@ from hpo.data.tasks import Task
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
 from hpo.study.study_record import StudyRecord, TrialRecord, device_kinds
-from hpo.trial.objectives import objective_value, quality_objective
+from hpo.trial.objectives import objective_value, quality_objective, unit_of
 
 Question = Literal["paired", "tuned"]
 
 Value = Callable[[TrialRecord], float | None]
 """Of a trial that has ended; None: it has none, NaN: it says nothing of its precision."""
-
-LABEL_METRICS = ("mae", "rmse")
-"""Metrics in the units of the labels."""
-
-
-def unit_of(metric: str) -> str:
-    """Of differences in a metric: `points`, hundredths, or `label units`."""
-    return "label units" if metric.rpartition("/")[2] in LABEL_METRICS else "points"
-
 
 _NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED)
 """A bug or the infrastructure; a device that lacks the precision."""

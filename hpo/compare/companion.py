@@ -18,7 +18,6 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hpo.compare.answers import unit_of
 from hpo.config.comparison import (
     REFERENCE,
     SEED,
@@ -35,7 +34,7 @@ from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION
 from hpo.study.study_record import complete_trials, loss_signs
-from hpo.trial.objectives import quality_objective
+from hpo.trial.objectives import quality_objective, unit_of
 
 if TYPE_CHECKING:
     from hpo.data.dataset import DataSet
@@ -161,8 +160,7 @@ def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
     """Tasks of the objective for which no row of the test split is annotated, as in a shared task whose truth
     is held back; a comparison then has the scores of the validation split. None where there is no test split.
     """
-    metric = next((one.metric for one in config.objective if one.metric not in MEASURED_METRICS), "score")
-    task, of_task, _ = metric.partition("/")
+    task, of_task, _ = quality_objective(config.objective).metric.partition("/")
     names = [task] if of_task else [one.name for one in data.tasks]
     rows = data.splits.get("test")
     if rows is None:
@@ -175,7 +173,7 @@ def plan_comparison(
 ) -> ComparisonConfig:
     """Choose what is compared. `token` is the study's. Raises InputError where it has no complete trial, or
     where no margin is given for a metric that is not in points."""
-    best = _by_rank(record)
+    best = by_rank(record)
     if not best:
         raise InputError(
             f"A comparison needs complete trials, but the study `{record.name}` has none yet. Run it first."
@@ -336,7 +334,7 @@ def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
     return plan.model_copy(update={"closed": (*plan.closed, *new)})
 
 
-def _by_rank(record: StudyRecord) -> list[TrialRecord]:
+def by_rank(record: StudyRecord) -> list[TrialRecord]:
     """The complete trials by their first objective that says something of the model, else by the first;
     each configuration once, in its best trial."""
     names = record.metric_names

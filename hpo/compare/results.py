@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from hpo.compare.answers import Answer, Answers, Scores, answer, unit_of
+from hpo.compare.answers import Answer, Answers, Scores, answer
 from hpo.compare.by_precision import UnderPrecision, by_precision
 from hpo.compare.companion import caught_up, closed, grown
 from hpo.compare.estimate import Ratio
@@ -18,6 +18,7 @@ from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
 from hpo.errors import RunError
 from hpo.study.study_record import StudyRecord
+from hpo.trial.objectives import unit_of
 
 if TYPE_CHECKING:
     from hpo.study.storage import Storage

@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import comb, isnan
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +40,9 @@ from scipy.special import bdtrc, ndtri
 from hpo.compare.estimate import Array, Estimate, as_scores, paired_estimate, tuned_estimate
 from hpo.compare.sequential import LOOKS, Plan
 from hpo.config.comparison import REFERENCE
+from hpo.non_inferiority import VerdictName, decide
 
 Mask = NDArray[np.bool_]
-VerdictName = Literal["as_good", "worse", "undecided"]
 Scores = Sequence[Sequence[float | None]]
 """[configuration][seed] in points, higher is better. None: the trial ended without a score; NaN: it says
 nothing of the precision (a failed machine, a device that lacks it), and counts for nothing."""
@@ -179,11 +178,6 @@ def _lost(rows: Scores, num_seeds: int) -> Mask:
     return np.array([[value is not None and isnan(value) for value in row[:num_seeds]] for row in rows])
 
 
-def decide(low: Array, high: Array, margin: float) -> Array:
-    """+1 for `as_good`, -1 for `worse`, 0 for `undecided`."""
-    return np.asarray((low > -margin) * 1.0 - (high < -margin) * 1.0)
-
-
 def _judge(look: Callable[[int], tuple[Estimate, Failures]], num_seeds: int, plan: Plan) -> Verdict:
     counted: Verdict | None = None
     for num, level in zip(plan.looks, plan.levels, strict=True):
@@ -191,12 +185,11 @@ def _judge(look: Callable[[int], tuple[Estimate, Failures]], num_seeds: int, pla
             break
         estimate, failures = look(num)
         low, high = (float(bound) for bound in estimate.interval(level))
-        sign = float(decide(np.asarray(low), np.asarray(high), plan.margin))
-        name: VerdictName = "undecided"
-        if sign < 0 or failures.p_value <= level:
+        name = decide(low, high, plan.margin)
+        if failures.p_value <= level:
             name = "worse"
-        elif sign > 0 and not failures.more_than_tolerated:
-            name = "as_good"
+        elif name == "as_good" and failures.more_than_tolerated:
+            name = "undecided"
         difference = float(estimate.difference)
         reason = _reason(difference, failures, plan) if name == "undecided" else ""
         counted = Verdict(

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -43,12 +43,15 @@ from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
-SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
+SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse", "latency_ms")
+DEPLOYED_SCORE, DEPLOYED_LATENCY = DEPLOYED_METRICS = ("deployed_int8/score", "deployed_int8/latency_ms")
+"""What an objective may name of the model as it is deployed in int8, known when the trial has ended."""
 MEASURED_METRICS = (
     "train_examples_per_second",
     "train_tokens_per_second",
     "evaluation_examples_per_second",
     "peak_memory_bytes",
+    DEPLOYED_LATENCY,
 )
 """What an objective may name of what a trial costs."""
 
@@ -64,19 +67,27 @@ class ObjectiveConfig(CheckedSection):
 
     metric: str = "score"
     """`score` (mean of the tasks' primary metrics), `<task>/<metric>` such as `criteria/f1_micro`,
-    `train_examples_per_second`, `train_tokens_per_second`, `evaluation_examples_per_second` or
-    `peak_memory_bytes`."""
+    `train_examples_per_second`, `train_tokens_per_second`, `evaluation_examples_per_second`,
+    `peak_memory_bytes`, or of the best weights in ONNX int8 (dynamic, per channel) on the CPU
+    `deployed_int8/score`, their score on validation, and `deployed_int8/latency_ms`, the median time of a
+    prediction of one text. These two need the extra `onnx` and are known at the trial's end: before it, a
+    pruner sees the plain `score` in place of the first, and nothing of the second."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Which way is better."""
 
     def problems(self) -> Iterator[Problem]:
-        known = ("score", *MEASURED_METRICS)
+        known = ("score", *MEASURED_METRICS, DEPLOYED_SCORE)
         if "/" not in self.metric and self.metric not in known:
             hint = did_you_mean(self.metric, known)
             message = f"unknown metric {show(self.metric)}; one of a task is `task/name`.{hint}"
             yield Problem(("metric",), message)
         if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
             yield Problem(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
+
+
+def of_deployed(objectives: Sequence[ObjectiveConfig]) -> bool:
+    """Whether some of the objectives are of the deployed model."""
+    return any(objective.metric in DEPLOYED_METRICS for objective in objectives)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -283,7 +294,12 @@ class StudyConfig(CheckedSection):
     @field_validator("sampler", "pruner")
     @classmethod
     def _check_takes_objectives(cls, algorithm: Any, info: ValidationInfo) -> Any:
-        if len(info.data.get("objective", ())) > 1:
+        objectives = info.data.get("objective", ())
+        is_late = [objective.metric for objective in objectives] == [DEPLOYED_LATENCY]
+        if is_late and info.field_name == "pruner" and algorithm.name != "none":
+            message = f"must be `none` for `{DEPLOYED_LATENCY}`, which is known at the end of a trial alone."
+            refuse(Problem(("name",), message))
+        if len(objectives) > 1:
             if algorithm.name == "cmaes":
                 refuse(Problem(("name",), "cmaes takes one objective. Use tpe, gp or nsga2."))
             if info.field_name == "pruner" and algorithm.name != "none":

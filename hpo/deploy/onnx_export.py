@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from hpo.errors import ModelError, shorten
 from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, OnnxSettings, output_name
-from hpo.models.export import EXPORT_FORMATS, ExportSettings, export_metadata, new_export, write_metadata
+from hpo.models.export import EXPORT_FORMATS, ExportSettings, export_metadata, new_folder, write_metadata
 from hpo.models.model_card import GraphFacts, model_card
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
@@ -64,7 +64,7 @@ def export_onnx(model: TrainedModel, directory: Path) -> Path:
     require("onnx", "onnxscript")
     windowing = model.settings.windowing
     batches = _batches(network, min(windowing.max_length, 512))
-    with new_export(directory) as folder:
+    with new_folder(directory) as folder:
         proto = _graph(network, batches[0])
         (folder / "model.onnx").write_bytes(proto.SerializeToString())
         settings = OnnxSettings(opset=proto.opset_import[0].version, versions=versions())

@@ -32,7 +32,7 @@ from hpo.data.tokenized_split import Windowing
 from hpo.deploy.onnx_export import WITH_WEIGHTS, quiet, require, versions, write_onnx_metadata
 from hpo.errors import ModelError, did_you_mean, shorten
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, load_onnx
-from hpo.models.export import check_export_folder, new_export, not_intact, read_metadata
+from hpo.models.export import check_export_folder, new_folder, not_intact, read_metadata
 
 CALIBRATION_TEXTS = 256
 """Taken of those given, evenly: the ranges of more texts differ little."""
@@ -111,7 +111,7 @@ def quantize(
         raise ModelError("keep_float must leave a layer to quantise, but it names all of them.")
     texts = _evenly(calibration, CALIBRATION_TEXTS) if mode.static else ()
     batches = _batches(network, tokenizer, settings.windowing, texts) if mode.static else ()
-    with new_export(directory) as folder:
+    with new_folder(directory) as folder:
         _write_graph(graph, folder / "model.onnx", mode, chosen, batches)
         quantised = _read_graph(folder)
         floats = {one.name for one in quantised.graph.initializer}

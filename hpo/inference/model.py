@@ -233,27 +233,39 @@ class TrainedModel(nn.Module):
     def _predict_split(
         self, split: TokenizedSplit, max_tokens: int, done: int, on_progress: Callable[[float], None]
     ) -> list[Prediction]:
-        few_shapes = self.device.type == "cuda"
-        split = replace(split, length_multiple=LENGTH_MULTIPLE if few_shapes else 1)
         num_batches = len(evaluation_batches(split.lengths_W, max_tokens))
         begun = count()
 
         def on_batch() -> None:
             on_progress(done + min(1.0, next(begun) / num_batches) * len(split.examples))
 
+        logits = self.logits(split, max_tokens=max_tokens, on_batch=on_batch)
+        self._check_finite(logits)
+        return predictions_of(self.tasks, logits, split, self.decisions or _defaults(self.tasks))
+
+    def logits(
+        self,
+        split: TokenizedSplit,
+        *,
+        max_tokens: int | None = None,
+        on_batch: Callable[[], None] = lambda: None,
+    ) -> dict[str, NDArray[np.float32]]:
+        """The logits of a whole split by task, as `predict_logits` gives them, maybe not finite.
+
+        `max_tokens` as in `predict`; `on_batch` runs before each batch.
+        """
+        few_shapes = self.device.type == "cuda"
         is_exact = self._precision.name == "fp32"
         with self._flags(), self._packed.used_in(self.network) if is_exact else nullcontext():
-            logits = predict_logits(
+            return predict_logits(
                 self.network,
-                split,
+                replace(split, length_multiple=LENGTH_MULTIPLE if few_shapes else 1),
                 self.tasks,
                 self._mixed_precision(),
-                max_tokens,
+                self._default_max_tokens() if max_tokens is None else max_tokens,
                 self.tokenizer.pad_token_id or 0,
                 on_batch=on_batch,
             )
-        self._check_finite(logits)
-        return predictions_of(self.tasks, logits, split, self.decisions or _defaults(self.tasks))
 
     def _check_finite(self, logits: Mapping[str, NDArray[np.float32]]) -> None:
         broken = [name for name, values in logits.items() if not np.isfinite(values).all()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from hpo.models.export import ExportSettings, not_intact, read_metadata, read_se
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 """The graph's inputs, int64 [batch, tokens]; the last only of encoders that tell segments apart."""
+
+ONNX_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
+"""What the extra `onnx` brings."""
 
 _FATAL = 4  # onnxruntime's log severity: errors are raised, too, and need no second telling
 
@@ -179,6 +183,12 @@ def load_onnx(
         raise ModelError(not_intact(directory, error)) from error
     network = OnnxNetwork(directory / "model.onnx", tasks, onnx_settings)
     return network.eval(), load_tokenizer(str(directory), trust_remote_code=trust_remote_code), settings
+
+
+def missing_packages() -> str:
+    """Why no ONNX model can be made; empty: one can."""
+    missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+    return f"needs the package {' and '.join(missing)}: pip install 'hpo[onnx]'." if missing else ""
 
 
 def import_onnxruntime() -> Any:

@@ -71,7 +71,7 @@ def export_model(
     Weights keep their dtype. The folder appears at once or not at all. Raises ModelError where `directory`
     holds anything but an earlier export.
     """
-    with new_export(directory) as folder:
+    with new_folder(directory) as folder:
         model.encoder.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         heads = {
@@ -86,12 +86,13 @@ def export_model(
 
 
 @contextmanager
-def new_export(directory: Path) -> Iterator[Path]:
+def new_folder(directory: Path, marker: str = "hpo.json") -> Iterator[Path]:
     """Yield a folder to be filled, that becomes `directory` when the block ends, or vanishes if it raises.
 
-    Raises ModelError where `directory` holds anything but an earlier export, or cannot be written.
+    `marker` is the file by which an earlier one is known, which is replaced. Raises ModelError where
+    `directory` holds anything else, or cannot be written.
     """
-    check_export_folder(directory)
+    check_export_folder(directory, marker)
     staging = directory.with_name(f".{directory.name}-{os.getpid()}")
     try:
         staging.mkdir(parents=True)
@@ -102,8 +103,8 @@ def new_export(directory: Path) -> Iterator[Path]:
     try:
         yield staging
         # safetensors writes files that only their owner can read, whatever the umask.
-        for file in staging.iterdir():
-            file.chmod((staging / "hpo.json").stat().st_mode)
+        for file in filter(Path.is_file, staging.iterdir()):
+            file.chmod((staging / marker).stat().st_mode)
         if directory.exists():
             shutil.rmtree(directory)
         staging.rename(directory)
@@ -126,15 +127,15 @@ def write_metadata(folder: Path, content: Mapping[str, Any], card: str) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def check_export_folder(directory: Path) -> None:
-    """Raise ModelError unless `directory` is free, or holds an earlier export, and can be written."""
+def check_export_folder(directory: Path, marker: str = "hpo.json") -> None:
+    """Raise ModelError unless `directory` is free, or holds an earlier `marker`, and can be written."""
     try:
         above = next(path for path in directory.absolute().parents if path.exists())
         if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
             problem = f"a folder that may be made, but {above} is none"
         elif directory.exists() and not directory.is_dir():
             problem = "a folder that may be made, but this is a file"
-        elif directory.exists() and any(directory.iterdir()) and not (directory / "hpo.json").is_file():
+        elif directory.exists() and any(directory.iterdir()) and not (directory / marker).is_file():
             problem = "a folder of its own, but this one holds other files"
         else:
             return

@@ -29,6 +29,7 @@ from optuna.exceptions import UpdateFinishedTrialError
 
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.search_space import suggest
+from hpo.config.study_config import of_deployed
 from hpo.errors import HpoError, LeaseLostError, Pruned, did_you_mean
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION
@@ -335,6 +336,10 @@ def trial_runner(
                 from hpo.trial.best_model import with_test_metrics  # PyTorch, as in `_ended`
 
                 result = with_test_metrics(executor, folder, result)
+            if of_deployed(executor.study.objective):
+                from hpo.deploy.objective import with_deployed_values
+
+                result = with_deployed_values(executor, folder, result)
             outbox.finish(result)
         if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
             stop.set()  # where another rank was told

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpo.config.search_space import is_searched, suggest
-from hpo.config.study_config import StudyConfig
+from hpo.config.study_config import StudyConfig, of_deployed
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS, OVERRIDE
 from hpo.data.batches import collate
@@ -43,6 +43,7 @@ from hpo.errors import (
     TrialEnd,
     did_you_mean,
 )
+from hpo.inference.onnx_network import missing_packages
 from hpo.memory import disable_malloc_trim, is_out_of_memory
 from hpo.models.compact_embedding import compact_vocabulary
 from hpo.models.encoder import load_encoder, load_tokenizer
@@ -111,6 +112,8 @@ class Executor:
         self._has_compiled = False
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
+        if of_deployed(study.objective) and (missing := missing_packages()):
+            raise InputError(f"objective.metric: what is deployed in int8 {missing}")
         if study.evaluation.test and "test" not in self.dataset.splits:
             found = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {found}.")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpo.config.search_space import is_searched
-from hpo.config.study_config import MEASURED_METRICS
+from hpo.config.study_config import DEPLOYED_METRICS, MEASURED_METRICS
 from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.config.trial_settings import BUDGETS, STEP_SETTINGS
 from hpo.device import DeviceInfo, Utilization
@@ -318,7 +318,8 @@ class TrialRun:
         }
         study, config = self.executor.study, self.parts.config
         metrics = [objective.metric for objective in study.objective]
-        unmeasured = [name for name in metrics if name in MEASURED_METRICS and measured.get(name) is None]
+        while_training = set(MEASURED_METRICS) - set(DEPLOYED_METRICS)
+        unmeasured = [name for name in metrics if name in while_training and measured.get(name) is None]
         if unmeasured and evaluation.budget_used >= 1:
             # As with a model that cannot be built: it may be this trial's settings alone.
             searched = is_searched(study.search_space, STEP_SETTINGS)

@@ -1,0 +1,84 @@
+"""The forms in which a trained model can be deployed, and which of them a machine can have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hpo.deploy.quantize import QuantizationMode
+from hpo.device import DeviceInfo
+from hpo.errors import InputError, did_you_mean
+from hpo.inference.onnx_network import missing_packages
+from hpo.precision.table import support
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """One form of a model."""
+
+    name: str
+    precision: str = "fp32"
+    """That PyTorch computes in; of an ONNX model the one that it is made from."""
+    is_onnx: bool = False
+    mode: QuantizationMode | None = None
+    """How its weights and activations become int8; None: they do not."""
+    keep_float: tuple[str, ...] = ()
+    """Layers that are left in float where the others are int8."""
+
+    @property
+    def label(self) -> str:
+        """For people: `onnx_int8_dynamic, 1 layer in float`."""
+        num = len(self.keep_float)
+        return f"{self.name}, {num} layer{'s' * (num > 1)} in float" if num else self.name
+
+
+REFERENCE = Artifact("fp32")
+"""What the others are compared with."""
+ARTIFACTS = (
+    REFERENCE,
+    Artifact("bf16", "bf16"),
+    Artifact("fp16", "fp16"),
+    Artifact("onnx_fp32", is_onnx=True),
+    Artifact("onnx_int8_dynamic", is_onnx=True, mode=QuantizationMode()),
+    Artifact("onnx_int8_dynamic_per_channel", is_onnx=True, mode=QuantizationMode(per_channel=True)),
+    Artifact("onnx_int8_static", is_onnx=True, mode=QuantizationMode(static=True)),
+    Artifact(
+        "onnx_int8_static_per_channel", is_onnx=True, mode=QuantizationMode(static=True, per_channel=True)
+    ),
+)
+NAMES = tuple(artifact.name for artifact in ARTIFACTS)
+
+
+def parse_names(names: str) -> tuple[str, ...]:
+    """`bf16,onnx_fp32` as a tuple. Raises InputError for a name that is none."""
+    found = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    for name in found:
+        if name not in NAMES:
+            raise InputError(f"--artifacts: there is no {name!r}.{did_you_mean(name, NAMES)}")
+    if not found:
+        raise InputError(f"--artifacts must name some of {', '.join(NAMES)}.")
+    return found
+
+
+def artifacts_of(
+    device: DeviceInfo, names: Collection[str] = NAMES
+) -> tuple[tuple[Artifact, ...], dict[str, str]]:
+    """Those of `names` that the device can have, fp32 always first; of the others the reason why not."""
+    possible, left_out = [REFERENCE], {}
+    for artifact in ARTIFACTS[1:]:
+        if artifact.name not in names:
+            continue
+        if reason := _why_not(artifact, device):
+            left_out[artifact.name] = reason
+        else:
+            possible.append(artifact)
+    return tuple(possible), left_out
+
+
+def _why_not(artifact: Artifact, device: DeviceInfo) -> str:
+    if artifact.is_onnx:
+        if device.type != "cpu":
+            return "onnxruntime is measured on a CPU alone: --device cpu."
+        return missing_packages()
+    found = support(artifact.precision, device)
+    return "" if found.level == "native" else found.reason

@@ -1,0 +1,83 @@
+"""Makes the artifacts of a trained model: folders that `hpo.load` loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpo.data.examples import Example
+from hpo.deploy.artifacts import REFERENCE, Artifact
+from hpo.inference.model import TrainedModel, load
+from hpo.models.export import export_model, load_exported
+
+_WEIGHTS = (".safetensors", ".onnx", ".data", ".bin")
+
+
+class Workshop:
+    """The artifacts of one trained model, each in a folder of its own under `folder`.
+
+    `exported` is the export of its trial, `calibration` its training split.
+    """
+
+    def __init__(
+        self, exported: Path, folder: Path, calibration: Sequence[Example], device: str, *, trusted: bool
+    ) -> None:
+        self._exported = exported
+        self._folder = folder
+        self._calibration = calibration
+        self._device = device
+        self._trusted = trusted
+
+    def make(self, artifact: Artifact) -> Path:
+        """Make the artifact, unless it is there. Raises ModelError where the model has no such form."""
+        folder = self._place_of(artifact)
+        if folder.exists():
+            return folder
+        if not artifact.is_onnx:
+            return self._in_precision(artifact, folder)
+        from hpo.deploy.onnx_export import export_onnx
+        from hpo.deploy.quantize import quantize
+
+        if artifact.mode is None:
+            return export_onnx(self.load(REFERENCE), folder)
+        source = self.make(ONNX_REFERENCE)
+        return quantize(
+            source, folder, artifact.mode, calibration=self._calibration, keep_float=artifact.keep_float
+        )
+
+    def load(self, artifact: Artifact) -> TrainedModel:
+        """The model of the artifact, in the precision that it has its name from."""
+        precision = None if artifact.is_onnx else artifact.precision
+        return load(
+            self.make(artifact),
+            device=self._device,
+            precision=precision,
+            trust_remote_code=self._trusted,
+        )
+
+    def remove(self, artifact: Artifact) -> None:
+        """Remove what `make` has made."""
+        shutil.rmtree(self._place_of(artifact), ignore_errors=True)
+
+    def _place_of(self, artifact: Artifact) -> Path:
+        return self._folder / (f"{artifact.name}_mended" if artifact.keep_float else artifact.name)
+
+    def _in_precision(self, artifact: Artifact, folder: Path) -> Path:
+        """The same weights, which `hpo.load` runs in the artifact's precision where nothing else is asked."""
+        network, tokenizer, settings = load_exported(self._exported, trust_remote_code=self._trusted)
+        return export_model(network, tokenizer, folder, replace(settings, precision=artifact.precision))
+
+
+ONNX_REFERENCE = Artifact("onnx_fp32", is_onnx=True)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Of the files with weights in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in _WEIGHTS)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Of all files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,82 @@
+"""What an artifact answers on a split, how good it is, and how far from its own fp32.
+
+The answers are those of an evaluation: the same tokens, batches, decoding and thresholds. What is lost is the
+difference of the scores of two artifacts on the same rows, whose interval comes from resampling these rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpo.data.tasks import Task, tags_each_name
+from hpo.data.tokenized_split import TokenizedSplit
+from hpo.evaluation.detailed import SplitPredictions, predict_split
+from hpo.inference.model import TrainedModel
+from hpo.training.metrics import RowStatistics
+from hpo.training.spans import sigmoid
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model says of a split."""
+
+    split: TokenizedSplit
+    logits: Mapping[str, NDArray[np.float32]]
+    predicted: SplitPredictions
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """Those of the model."""
+        return self.predicted.tasks
+
+    @cached_property
+    def statistics(self) -> Mapping[str, RowStatistics]:
+        """By task: what metrics and intervals are made of."""
+        return self.predicted.statistics()
+
+
+def answers(model: TrainedModel, split: TokenizedSplit) -> Answers | None:
+    """The answers of a model; None where a logit is not finite."""
+    logits = model.logits(split)
+    if not all(np.isfinite(values).all() for values in logits.values()):
+        return None
+    return Answers(split, logits, predict_split(model.tasks, logits, split, model.decisions))
+
+
+def logits_error(found: Answers | None, reference: Answers) -> float:
+    """The largest of the tasks' ||z - z32|| / ||z32||; infinite where logits are not finite."""
+    if found is None:
+        return float("inf")
+    errors = []
+    for name, exact in reference.logits.items():
+        size = float(np.linalg.norm(exact)) or 1.0
+        errors.append(float(np.linalg.norm(found.logits[name] - exact)) / size)
+    return max(errors)
+
+
+def largest_change(found: Answers, reference: Answers) -> float | None:
+    """Of any probability of a class or tag; None where no task has probabilities."""
+    changes = [
+        float(np.abs(_probabilities(task, found) - _probabilities(task, reference)).max(initial=0.0))
+        for task in found.tasks
+        if task.kind not in ("regression", "span_extraction")
+    ]
+    return max(changes, default=None)
+
+
+def _probabilities(task: Task, found: Answers) -> NDArray[np.float64]:
+    """Of classes, [E, C]; of the kinds that find spans, of the tags of each token of a text."""
+    logits, split = found.logits[task.name], found.split
+    if task.level == "sequence":
+        return found.predicted.probabilities[task.name]
+    logits = logits[split.owned_T & (split.char_start_T >= 0)]
+    if task.kind == "span_per_label":
+        return np.asarray(sigmoid(logits), np.float64)
+    tags = logits.reshape(len(logits), -1, 3) if tags_each_name(task) else logits
+    exponents = np.exp(tags.astype(np.float64) - tags.max(axis=-1, keepdims=True))
+    return np.asarray(exponents / exponents.sum(axis=-1, keepdims=True))

@@ -1,0 +1,55 @@
+"""Drops with their intervals, and what they decide."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpo.config.study_config import ObjectiveConfig
+from hpo.deploy.drops import NOT_FINITE, Scale, verdict_on
+from hpo.evaluation.intervals import Interval
+from hpo.non_inferiority import decide
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.5, 0.5, "as_good"),
+        (-1.5, 0.5, "undecided"),
+        (-3.0, -1.5, "worse"),
+        (-0.9, -0.1, "as_good"),
+        (0.5, 2.0, "as_good"),
+        (-math.inf, math.inf, "undecided"),
+        (math.nan, math.nan, "undecided"),
+    ],
+)
+def test_an_interval_decides_by_the_margin(low: float, high: float, verdict: str) -> None:
+    assert decide(low, high, 1.0) == verdict
+    if math.isfinite(low):
+        assert verdict_on(Interval(-(low + high) / 2, -high, -low), 1.0, 100, "points")[0] == verdict
+
+
+def test_what_would_decide_is_said() -> None:
+    _, reason = verdict_on(Interval(0.5, -0.5, 1.5), 1.0, 500, "points")
+    assert reason == (
+        "the drop of +0.50 [-0.50, +1.50] points may be beyond --max-drop 1: about 2,000 rows would decide, "
+        "if it stays so; --max-drop 1.6 would allow it."
+    )
+    assert verdict_on(Interval(1.0, 0.0, 2.0), 1.0, 500, "points")[1].endswith(
+        "may be beyond --max-drop 1: --max-drop 2.1 would allow it."
+    )
+    assert verdict_on(None, 1.0, 500, "points") == ("worse", NOT_FINITE)
+    assert verdict_on(Interval(0.2, 0.1, 0.3), 1.0, 500, "points") == ("as_good", "")
+
+
+@pytest.mark.parametrize(
+    ("objective", "unit", "smaller"),
+    [
+        (ObjectiveConfig(), "points", False),
+        (ObjectiveConfig(metric="size/mae", direction="minimize"), "label units", True),
+    ],
+)
+def test_the_unit_is_that_of_the_objective(objective: ObjectiveConfig, unit: str, smaller: bool) -> None:
+    scale = Scale.of(objective)
+    assert (scale.unit, scale.smaller_is_better) == (unit, smaller)
