@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from hpo.cli.display import dataframe_table, print_indented
+from hpo.data.examples import SPAN_KINDS
 from hpo.errors import shorten
 from hpo.report.detailed_tables import (
-    SPAN_KINDS,
     Detailed,
     classes_text,
     metrics_text,

@@ -7,14 +7,15 @@ pictures in it, and its policy lets it load and run nothing.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
 
+from hpo.data.examples import SPAN_KINDS
 from hpo.report.detailed_charts import intervals_chart, task_charts
 from hpo.report.detailed_tables import (
-    SPAN_KINDS,
     Detailed,
     classes_text,
     metrics_text,
@@ -40,30 +41,28 @@ Drawn = tuple[Chart, Markup]
 def standalone_page(one: Detailed, study: str, pictures: Mapping[str, bytes]) -> str:
     """The page of one detailed evaluation; `pictures` are its charts as PNG, by their keys."""
 
-    def drawn(chart: Chart) -> Markup:
+    def drawn(chart: Chart) -> Drawn:
         data = base64.b64encode(pictures[chart.key]).decode()
-        return Markup('<img alt="{}" src="data:image/png;base64,{}">').format(chart.title, data)
+        picture = Markup('<img alt="{}" src="data:image/png;base64,{}">').format(chart.title, data)
+        return replace(chart, title=""), picture  # which the picture has in it
 
     return fill("detailed_page.html.j2", name=study, heading=HEADING, one=evaluation(one, drawn))
 
 
-def evaluation(one: Detailed, plot: Callable[[Chart], Markup]) -> dict[str, Any]:
-    """What the template shows of a detailed evaluation; `plot` gives a chart's place in the page."""
+def evaluation(one: Detailed, draw: Callable[[Chart], Drawn]) -> dict[str, Any]:
+    """What the template shows of a detailed evaluation; `draw` gives a chart with its place in the page."""
     first = intervals_chart(one)
     return {
         "title": f"Trial {one.trial_number} on {one.split}: {num_rows(one)}",
         "about": _about(one),
         "warnings": one.warnings,
         "metrics": metrics_text(one),
-        "charts": _drawn([first] if first else [], plot),
+        "charts": [draw(first)] if first else [],
         "tasks": [
-            _task(task, found, _drawn(task_charts(one, task), plot)) for task, found in one.tasks.items()
+            _task(task, found, [draw(chart) for chart in task_charts(one, task)])
+            for task, found in one.tasks.items()
         ],
     }
-
-
-def _drawn(charts: Sequence[Chart], plot: Callable[[Chart], Markup]) -> list[Drawn]:
-    return [(chart, plot(chart)) for chart in charts]
 
 
 def _about(one: Detailed) -> str:
@@ -76,7 +75,8 @@ def _about(one: Detailed) -> str:
             "rows goes, and nothing of other seeds."
         )
     if document["decided_on"]:
-        lines.append(f"Thresholds were chosen on {document['decided_on']}.")
+        flattering = ", so the scores here are flattering" if document["decided_on"] == one.split else ""
+        lines.append(f"Thresholds were chosen on {document['decided_on']}{flattering}.")
     return " ".join(lines)
 
 

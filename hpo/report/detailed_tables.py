@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 SPLITS = ("test", "validation", "train")
 """In the order of the page: what the search has not seen comes first."""
 
-SPAN_KINDS = ("token_classification", "span_extraction", "span_per_label")
-
 _WHERE = ("number", "split", "task")
 """The first columns of every CSV table; `number` is the trial's."""
 _CLASS = ("class", "precision", "recall", "f1", "support", "predicted", "threshold")

@@ -72,7 +72,9 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         best=[_trial(tables.record, trial, study_file) for trial in tables.best],
         study_file=study_file,
         detailed_heading=HEADING,
-        detailed=[evaluation(one, plot) for one in detailed_evaluations(tables)],
+        detailed=[
+            evaluation(one, lambda chart: (chart, plot(chart))) for one in detailed_evaluations(tables)
+        ],
         evaluate_command=f"hpo best {shlex.quote(study_file or tables.record.name)} --evaluate test",
         caveats=caveats(tables),
         precisions=precision_comparison(tables),

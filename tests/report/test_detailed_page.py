@@ -98,6 +98,7 @@ def test_splits_and_trials_have_a_part_each(tmp_path: Path) -> None:
     ]
     objectives = {"metric_names": ("score", "seconds"), "directions": ("maximize", "minimize")}
     text = section(write_report(record_of(trials, **objectives), tmp_path))
+    assert text.count("Thresholds were chosen on validation, so the scores here are flattering.") == 2
     titles = re.findall("<h3>(.*?): 500 rows</h3>", text)
     assert titles == [f"Trial {at} on {split}" for at in (1, 0) for split in ("test", "validation")]
 
