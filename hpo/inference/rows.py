@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,20 +32,6 @@ MAX_LISTED = 20
 
 Row = dict[str, Any]
 WriteRows = Callable[[Iterable[Row]], None]
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The columns of a table of predictions beside `id` and `text`."""
-
-    columns: Mapping[str, Task]
-    """And the task of each."""
-    pair: Sequence[str]
-    """The segments of each row, in a column of theirs; none: there is no such column."""
-
-    @property
-    def names(self) -> list[str]:
-        return ["id", "text", *(["segments"] if self.pair else []), *self.columns]
 
 
 def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[str]]:
@@ -129,12 +115,11 @@ def predictions_file(
 ) -> Iterator[WriteRows]:
     """What writes predicted rows to a file, by its suffix; without an error in the block it appears then.
 
-    `pair`: the segments that the rows have. `with_truth`: each row has the key `truth` (`truth_of`).
-
+    `pair` are the segments that the rows have; `with_truth` says that each has the key `truth` (`truth_of`).
     Raises InputError where it cannot be written.
     """
     check_output(path)
-    table = _Table(_columns(tasks, with_truth), pair)
+    table = _Table(_columns(tasks, with_truth), tuple(pair))
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         try:
@@ -152,6 +137,33 @@ def json_line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
+@dataclass(frozen=True)
+class _Table:
+    """What a table has beside id and text."""
+
+    columns: dict[str, Task]
+    """Of tasks, and the task of each."""
+    pair: tuple[str, ...]
+    """The segments in the column `segments`; without any there is none."""
+
+    def cells(self, row: Row) -> Row:
+        """A predicted row as cells, in the order of the columns."""
+        cells: Row = {"id": row["id"], "text": row["text"]}
+        if self.pair:
+            cells["segments"] = {name: row["segments"][name] for name in self.pair}
+        for column, task in self.columns.items():
+            kind = column.partition(".")[0]
+            of_row = row["truth"] if kind == "truth" else row
+            if task.kind in SPAN_KINDS:
+                found = {name: of_row["spans"][name] for name in task.labels if name in of_row["spans"]}
+                cells[column] = found if found or kind != "truth" else None
+            elif kind == "truth":
+                cells[column] = of_row["labels"].get(task.name)
+            else:
+                cells[column] = row[kind][task.name]
+        return cells
+
+
 @contextmanager
 def _jsonl(file: IO[bytes], _table: _Table) -> Iterator[WriteRows]:
     yield lambda rows: file.writelines(f"{json_line(row)}\n".encode() for row in rows)
@@ -162,14 +174,14 @@ def _csv(file: IO[bytes], table: _Table) -> Iterator[WriteRows]:
     import io
 
     text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-    writer = csv.DictWriter(text, table.names)
+    writer = csv.DictWriter(text, ["id", "text", *(["segments"] if table.pair else []), *table.columns])
     writer.writeheader()
 
     def cell(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
 
     def write(rows: Iterable[Row]) -> None:
-        writer.writerows({key: cell(value) for key, value in _cells(row, table).items()} for row in rows)
+        writer.writerows({key: cell(value) for key, value in table.cells(row).items()} for row in rows)
 
     yield write
     text.detach()
@@ -195,7 +207,7 @@ def _parquet(file: IO[bytes], table: _Table) -> Iterator[WriteRows]:
     schema = pa.schema(list(types.items()))
     with pq.ParquetWriter(file, schema) as writer:
         yield lambda rows: writer.write_table(
-            pa.Table.from_pylist([_cells(row, table) for row in rows], schema=schema)
+            pa.Table.from_pylist([table.cells(row) for row in rows], schema=schema)
         )
 
 
@@ -203,7 +215,7 @@ _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 
 
 def _columns(tasks: Sequence[Task], with_truth: bool) -> dict[str, Task]:
-    """The columns of tasks, and the task of each."""
+    """The columns of a table that are of tasks, and the task of each."""
     columns: dict[str, Task] = {}
     for task in tasks:
         kinds = ("spans",) if task.kind in SPAN_KINDS else ("labels", "scores")
@@ -213,21 +225,3 @@ def _columns(tasks: Sequence[Task], with_truth: bool) -> dict[str, Task]:
         if with_truth:
             columns[f"truth.{task.name}"] = task
     return columns
-
-
-def _cells(row: Row, table: _Table) -> Row:
-    """A predicted row as cells of a table."""
-    cells: Row = {"id": row["id"], "text": row["text"]}
-    if table.pair:
-        cells["segments"] = {name: row["segments"][name] for name in table.pair}
-    for column, task in table.columns.items():
-        kind = column.partition(".")[0]
-        of_row = row["truth"] if kind == "truth" else row
-        if task.kind in SPAN_KINDS:
-            found = {name: of_row["spans"][name] for name in task.labels if name in of_row["spans"]}
-            cells[column] = found if found or kind != "truth" else None
-        elif kind == "truth":
-            cells[column] = of_row["labels"].get(task.name)
-        else:
-            cells[column] = row[kind][task.name]
-    return cells
