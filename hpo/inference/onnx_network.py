@@ -20,14 +20,14 @@ from transformers import PreTrainedTokenizerBase
 from hpo.data.tasks import Task
 from hpo.errors import ModelError, RunError, shorten
 from hpo.models.encoder import load_tokenizer
-from hpo.models.export import ExportSettings, not_intact, read_metadata, read_settings
+from hpo.models.export import ExportSettings, check_files, not_intact, read_metadata, read_settings
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 """The graph's inputs, int64 [batch, tokens]; the last only of encoders that tell segments apart."""
 
 ONNX_PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 """What the extra `onnx` brings."""
-
+_FILES = ("model.onnx", "config.json", "tokenizer.json", "tokenizer_config.json")
 _FATAL = 4  # onnxruntime's log severity: errors are raised, too, and need no second telling
 
 
@@ -176,6 +176,7 @@ def load_onnx(
     content = read_metadata(directory)
     if content["runtime"] != "onnx":
         raise ModelError(f"{directory} must be an ONNX export, but it is one of {content['runtime']}.")
+    check_files(directory, _FILES)
     tasks, settings = read_settings(directory, content)
     try:
         onnx_settings = OnnxSettings(**content["onnx"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -158,9 +158,7 @@ def load_exported(
     content = read_metadata(directory)
     if content["runtime"] != "torch":
         raise ModelError(f"{directory} must hold torch's weights, but it is an ONNX export. Use `hpo.load`.")
-    for name in _FILES:
-        if not (directory / name).is_file():
-            raise ModelError(not_intact(directory, f"there is no {name}"))
+    check_files(directory, _FILES)
     tasks, settings = read_settings(directory, content)
     try:
         heads = load_file(directory / "heads.safetensors")
@@ -207,6 +205,13 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         )
         raise ModelError(f"{directory}/hpo.json must have format {wanted}, but it has {found!r}. {again}")
     return {"runtime": runtime, **content}
+
+
+def check_files(directory: Path, names: Iterable[str]) -> None:
+    """Raise ModelError where a file of the folder is missing."""
+    for name in names:
+        if not (directory / name).is_file():
+            raise ModelError(not_intact(directory, f"there is no {name}"))
 
 
 def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Task], ExportSettings]:
