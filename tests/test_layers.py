@@ -16,6 +16,7 @@ FLOORS = (
     "cluster",
     "compare",
     "study",
+    "deploy",
     "trial",
     "inference",
     "evaluation",

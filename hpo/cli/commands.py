@@ -267,7 +267,8 @@ def _evaluate_checkpoint(
     except HpoError as error:  # of a user who may only read
         typer.echo(f"The evaluation is not stored: {error}", err=True)
     if predictions is not None:
-        with predictions_file(predictions, executor.tasks, with_truth=True) as write:
+        pair = executor.study.data.pair_segments or ()
+        with predictions_file(predictions, executor.tasks, pair, with_truth=True) as write:
             write(predicted.predicted_rows())
         found["predictions"] = str(predictions)
     return found

@@ -88,7 +88,9 @@ def predict(
         found = ([predicted_row(next(numbered), one) for one in chunk] for chunk in chunks)
         told: dict[str, Any] = {"num_predictions": len(examples), "left_out": bad}
         if output is not None:
-            with predictions_file(output, trained.tasks) as write:
+            with predictions_file(
+                output, trained.tasks, trained.settings.windowing.pair_segments or ()
+            ) as write:
                 for of_chunk in found:
                     write(of_chunk)
             told["output"] = str(output)

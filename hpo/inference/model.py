@@ -30,8 +30,9 @@ from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
+from hpo.inference.onnx_network import OnnxNetwork, load_onnx
 from hpo.inference.packed_linear import PackedLinears
-from hpo.models.export import ExportSettings, load_exported
+from hpo.models.export import ExportSettings, load_exported, read_metadata
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
@@ -85,7 +86,10 @@ class TrainedModel(nn.Module):
     """The model of a trial with its tokenizer, windows, precision and thresholds; `hpo.load` makes it."""
 
     def __init__(
-        self, network: MultitaskModel, tokenizer: PreTrainedTokenizerBase, settings: ExportSettings
+        self,
+        network: MultitaskModel | OnnxNetwork,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: ExportSettings,
     ) -> None:
         super().__init__()
         self.network = network
@@ -95,7 +99,8 @@ class TrainedModel(nn.Module):
         self._precision = PRECISIONS["fp32"]
         self._device_info = probe_device("cpu")
         self._packed = PackedLinears()
-        set_float32_parts(network, None, settings.float32_parts)
+        if isinstance(network, MultitaskModel):
+            set_float32_parts(network, None, settings.float32_parts)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -104,21 +109,28 @@ class TrainedModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.parameters()).device
+        """Where the model computes."""
+        network = self.network
+        return network.device if isinstance(network, OnnxNetwork) else next(network.parameters()).device
 
     @property
     def precision(self) -> str:
-        """The precision that the model computes in now."""
-        return self._precision.name
+        """The precision that the model computes in now; `int8` of an ONNX model that is quantised."""
+        network = self.network
+        return network.settings.precision if isinstance(network, OnnxNetwork) else self._precision.name
 
     def use(self, device: str, precision: str | None = None) -> TrainedModel:
         """Move the model to a device (`auto`, `cpu`, `cuda`, `cuda:1`) and choose the precision there.
 
-        Without `precision` it is that of the trial, or fp32 with a warning where the device lacks it. Raises
-        InputError where there is no such device, ModelError where it cannot run the `precision`.
+        Without `precision` it is that of the trial, or fp32 with a warning where the device lacks it; an ONNX
+        model has one precision. Raises InputError where there is no such device, ModelError where it cannot
+        run the `precision`.
         """
         info = _described(device)
+        if isinstance(self.network, OnnxNetwork):
+            self.network.check_precision(precision)
+            self._device_info = info
+            return self.to(info.torch_device)
         wanted = _precision_for(info, self.settings.precision, precision)
         if self._precision is not wanted:
             if self._precision.float8:
@@ -272,20 +284,28 @@ def load(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> TrainedModel:
-    """The model in a folder that `hpo best --export` or `hpo train --export` wrote.
+    """The model in a folder that `hpo best --export`, `hpo train --export` or `hpo deploy` wrote.
 
     `device` is `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. The model computes in the
     precision of its trial, or in fp32 with a warning where the device has no instructions for that;
-    `precision` asks for another. `attention` replaces the trial's implementation. Nothing of the folder is
+    `precision` asks for another. `attention` replaces the trial's implementation. An ONNX export computes by
+    onnxruntime, in the precision and with the attention that it was written with. Nothing of the folder is
     run as code, unless `trust_remote_code` allows that of its encoder.
 
     Raises ModelError where the folder is no intact export of this version, or the device cannot run the
     `precision`.
     """
     info = _described(device)
-    network, tokenizer, settings = load_exported(
-        directory, attention=attention, trust_remote_code=trust_remote_code
-    )
+    folder = Path(directory).resolve()
+    network: MultitaskModel | OnnxNetwork
+    if read_metadata(folder)["runtime"] == "onnx":
+        if attention is not None:
+            raise ModelError(f"{folder} is an ONNX export, whose attention is fixed. Leave `attention` out.")
+        network, tokenizer, settings = load_onnx(folder, trust_remote_code=trust_remote_code)
+    else:
+        network, tokenizer, settings = load_exported(
+            folder, attention=attention, trust_remote_code=trust_remote_code
+        )
     return TrainedModel(network, tokenizer, settings).use(info.torch_device, precision)
 
 

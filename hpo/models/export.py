@@ -1,11 +1,16 @@
-"""A trained model as a folder that `transformers` and this package load."""
+"""A trained model as a folder that `transformers` and this package load.
+
+hpo.json says by `runtime` what computes: `torch` (left out), whose weights lie beside it, or `onnx`, whose
+graph does (`hpo.deploy.onnx_export` writes it, `hpo.inference.onnx_network` runs it). Each has its format.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +26,11 @@ from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.model_card import model_card
 from hpo.models.multitask import HeadSettings, MultitaskModel
 
-EXPORT_FORMAT = 2
+EXPORT_FORMATS = {"torch": 2, "onnx": 3}
+"""The format of hpo.json by runtime."""
+_FILES = ("config.json", "heads.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""Beside hpo.json and the encoder's weights, of which large ones are several. Without the last, transformers
+would guess at a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +49,9 @@ class ExportSettings:
     batch_tokens: int = 8192
     """Tokens of one batch, padding included, in the study's evaluations."""
     columns: Mapping[str, str | None] = field(default_factory=dict)
-    """Where the study's tables have `id` and `text`."""
+    """Where the study's tables have `id`, `text` and `segments`."""
+    csv: Mapping[str, str | None] = field(default_factory=dict)
+    """How the study's csv files are written: its `data.csv`."""
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """The keys of a `DecodingThresholds` of each task."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -60,27 +71,36 @@ def export_model(
     Weights keep their dtype. The folder appears at once or not at all. Raises ModelError where `directory`
     holds anything but an earlier export.
     """
-    check_export_folder(directory)
-    staging = directory.with_name(f".{directory.name}-{os.getpid()}")
-    try:
-        staging.mkdir(parents=True)
-        model.encoder.save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
+    with new_export(directory) as folder:
+        model.encoder.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         heads = {
             name: value.contiguous()
             for name, value in model.state_dict().items()
             if not name.startswith("encoder.")
         }
-        save_file(heads, staging / "heads.safetensors")
-        metadata = {
-            "format": EXPORT_FORMAT,
-            "tasks": model.tasks,
-            **asdict(model.head_settings),
-            **{one.name: getattr(settings, one.name) for one in fields(settings)},
-        }
-        (staging / "hpo.json").write_text(json.dumps(metadata, indent=2, default=asdict) + "\n")
-        card = model_card(model.tasks, settings.windowing, settings.provenance)
-        (staging / "README.md").write_text(card, encoding="utf-8")
+        save_file(heads, folder / "heads.safetensors")
+        content = {"format": EXPORT_FORMATS["torch"], **export_metadata(model, settings)}
+        write_metadata(folder, content, model_card(model.tasks, settings.windowing, settings.provenance))
+    return directory
+
+
+@contextmanager
+def new_export(directory: Path) -> Iterator[Path]:
+    """Yield a folder to be filled, that becomes `directory` when the block ends, or vanishes if it raises.
+
+    Raises ModelError where `directory` holds anything but an earlier export, or cannot be written.
+    """
+    check_export_folder(directory)
+    staging = directory.with_name(f".{directory.name}-{os.getpid()}")
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        raise ModelError(
+            f"{directory}: an export needs a folder that may be made, but {shorten(str(error), 200)}."
+        ) from error
+    try:
+        yield staging
         # safetensors writes files that only their owner can read, whatever the umask.
         for file in staging.iterdir():
             file.chmod((staging / "hpo.json").stat().st_mode)
@@ -89,7 +109,21 @@ def export_model(
         staging.rename(directory)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return directory
+
+
+def export_metadata(model: MultitaskModel, settings: ExportSettings) -> dict[str, Any]:
+    """What hpo.json says of any runtime."""
+    return {
+        "tasks": model.tasks,
+        **asdict(model.head_settings),
+        **{one.name: getattr(settings, one.name) for one in fields(settings)},
+    }
+
+
+def write_metadata(folder: Path, content: Mapping[str, Any], card: str) -> None:
+    """Write hpo.json and the model card."""
+    (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def check_export_folder(directory: Path) -> None:
@@ -97,6 +131,8 @@ def check_export_folder(directory: Path) -> None:
     above = next(path for path in directory.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise ModelError(f"{directory}: an export needs a folder that may be made, but {above} is none.")
+    if directory.exists() and not directory.is_dir():
+        raise ModelError(f"{directory}: an export needs a folder that may be made, but this is a file.")
     if directory.exists() and any(directory.iterdir()) and not (directory / "hpo.json").is_file():
         raise ModelError(f"{directory}: an export needs a folder of its own, but this one holds other files.")
 
@@ -112,16 +148,20 @@ def load_exported(
     Raises ModelError where the folder is no intact export.
     """
     directory = Path(directory).resolve()
-    content = _read_metadata(directory)
+    content = read_metadata(directory)
+    if content["runtime"] != "torch":
+        raise ModelError(f"{directory} must hold torch's weights, but it is an ONNX export. Use `hpo.load`.")
+    for name in _FILES:
+        if not (directory / name).is_file():
+            raise ModelError(not_intact(directory, f"there is no {name}"))
+    tasks, settings = read_settings(directory, content)
     try:
         heads = load_file(directory / "heads.safetensors")
-        tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in content["tasks"]]
         head_settings = HeadSettings(**{one.name: content[one.name] for one in fields(HeadSettings)})
-        settings = _settings(content)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
-        raise ModelError(_not_intact(directory, error)) from error
+    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        raise ModelError(not_intact(directory, error)) from error
     if not any(directory.glob("model*.safetensors")):  # transformers would take a pickle in its place
-        raise ModelError(_not_intact(directory, "there is no model.safetensors"))
+        raise ModelError(not_intact(directory, "there is no model.safetensors"))
     encoder = load_encoder(
         str(directory), attention=attention or settings.attention, trust_remote_code=trust_remote_code
     )
@@ -137,34 +177,50 @@ def load_exported(
     return model.eval(), tokenizer, settings
 
 
-def _read_metadata(directory: Path) -> dict[str, Any]:
-    """The content of hpo.json. Raises ModelError unless it is one of this format."""
+def read_metadata(directory: Path) -> dict[str, Any]:
+    """The content of hpo.json, with its `runtime`. Raises ModelError unless it is one of this format."""
     try:
         content = json.loads((directory / "hpo.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(_not_intact(directory, error)) from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != EXPORT_FORMAT:
+        raise ModelError(not_intact(directory, error)) from error
+    found, runtime = None, "torch"
+    if isinstance(content, dict):
+        found, runtime = content.get("format"), str(content.get("runtime", "torch"))
+    wanted = EXPORT_FORMATS.get(runtime)
+    if wanted is None:
+        raise ModelError(
+            f"{directory}/hpo.json must have a runtime of {', '.join(EXPORT_FORMATS)}, but it has "
+            f"{runtime!r}. Use the version of hpo that wrote it."
+        )
+    if found != wanted:
         again = (
-            "Export it again with `hpo best --export`."
-            if isinstance(found, int) and found < EXPORT_FORMAT
+            f"Export it again with `{'hpo best --export' if runtime == 'torch' else 'hpo deploy'}`."
+            if isinstance(found, int) and found < wanted
             else "Use the version of hpo that wrote it."
         )
-        raise ModelError(
-            f"{directory}/hpo.json must have format {EXPORT_FORMAT}, but it has {found!r}. {again}"
+        raise ModelError(f"{directory}/hpo.json must have format {wanted}, but it has {found!r}. {again}")
+    return {"runtime": runtime, **content}
+
+
+def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Task], ExportSettings]:
+    """Tasks and settings in the `content` of the folder's hpo.json. Raises ModelError where it lacks them."""
+    try:
+        tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in content["tasks"]]
+        content = {"csv": {}, **content}  # of exports that were written before it was a setting
+        given = {one.name: content[one.name] for one in fields(ExportSettings)}
+        pair = given["windowing"]["pair_segments"]
+        given["windowing"] = Windowing(
+            **{**given["windowing"], "pair_segments": None if pair is None else tuple(pair)}
         )
-    return dict(content)
+        given["float32_parts"] = tuple(given["float32_parts"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(not_intact(directory, error)) from error
+    return tasks, ExportSettings(**given)
 
 
-def _settings(content: Mapping[str, Any]) -> ExportSettings:
-    given = {one.name: content[one.name] for one in fields(ExportSettings)}
-    pair = given["windowing"]["pair_segments"]
-    windowing = Windowing(**{**given["windowing"], "pair_segments": None if pair is None else tuple(pair)})
-    return ExportSettings(**given | {"windowing": windowing, "float32_parts": tuple(given["float32_parts"])})
-
-
-def _not_intact(directory: Path, why: object) -> str:
+def not_intact(directory: Path, why: object) -> str:
+    """The message of a folder that cannot be read."""
     return (
-        f"{directory} must be a whole folder written by `hpo best --export`, but reading it failed: "
-        f"{shorten(str(why), 200)}."
+        f"{directory} must be a whole folder written by `hpo best --export` or `hpo deploy`, but reading it "
+        f"failed: {shorten(str(why), 200)}."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,26 @@ _HUB_TASKS = {
 }
 
 
-def model_card(tasks: Sequence[Task], windowing: Windowing, provenance: Mapping[str, Any]) -> str:
-    """The card's text; what `provenance` (`hpo.trial.provenance`) does not know is left out."""
+@dataclass(frozen=True)
+class GraphFacts:
+    """What the card of an ONNX export says beside, and what its script needs."""
+
+    precision: str
+    """`fp32` or `int8`."""
+    pad_id: int
+    pad_token: str
+
+
+def model_card(
+    tasks: Sequence[Task],
+    windowing: Windowing,
+    provenance: Mapping[str, Any],
+    graph: GraphFacts | None = None,
+) -> str:
+    """The card's text; what `provenance` (`hpo.trial.provenance`) does not know is left out.
+
+    `graph` tells that it is the card of an ONNX export.
+    """
     study = str(provenance.get("study", "unknown"))
     trial = provenance.get("trial")
     encoder = provenance.get("encoder", {})
@@ -47,7 +66,7 @@ def model_card(tasks: Sequence[Task], windowing: Windowing, provenance: Mapping[
     data = ModelCardData(
         license=encoder.get("license"),
         base_model=encoder.get("hub_id"),
-        library_name="hpo",
+        library_name="hpo" if graph is None else "onnx",
         pipeline_tag=_HUB_TASKS[tasks[0].kind],
         tags=["hpo", "multitask", *sorted({task.kind for task in tasks})],
         model_name=name if results else None,
@@ -67,6 +86,7 @@ def model_card(tasks: Sequence[Task], windowing: Windowing, provenance: Mapping[
         interval=partial(_interval, provenance),
         facts=_facts(provenance),
         cell=_cell,
+        graph=graph,
     )
     return f"{str(card).strip()}\n"
 

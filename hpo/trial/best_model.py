@@ -143,7 +143,8 @@ def export_checkpoint(
         float32_parts=tuple(config.float32_parts),
         tf32=bool(config.amp.tf32),
         batch_tokens=executor.study.evaluation.batch_tokens,
-        columns={"id": data.columns.id, "text": data.columns.text},
+        columns=data.columns.model_dump(include={"id", "text", "segments"}),
+        csv=data.csv.model_dump(),
         decisions=decisions,
         provenance=provenance(executor, config, trial),
     )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import huggingface_hub.constants
 import pytest
 from command_line import ROOT, Finished, hpo_command, ok
 from readme import README
 
+import hpo
 from hpo.config.study_config import load_study
 from hpo.data.dataset import DataSet, load_data
 from hpo.training.metrics import score
@@ -158,6 +161,51 @@ def test_train_exports_a_model_too(exported: Path, tmp_path: Path) -> None:
     assert provenance["scores"]["validation"] == record["telemetry"]["metrics"]
     assert len(rows_of(ok(hpo_command(exported, "predict", str(out), "test.jsonl")).out)) == 24
     refused(hpo_command(exported, "train", "tiny.yaml", "--export", "/dev/null/x"), "/dev/null is none")
+
+
+NEEDED = (
+    *("config.json", "heads.safetensors", "hpo.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
+NOT_NEEDED = ("README.md",)
+
+
+def test_the_files_of_an_export_are_known(exported: Path) -> None:
+    names = {file.name for file in (exported / "model").iterdir()}
+    assert names == {*NEEDED, *NOT_NEEDED}
+
+
+@pytest.mark.parametrize("lost", NEEDED)
+def test_a_file_that_an_export_lacks_is_named(lost: str, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported / "model", tmp_path / "model")
+    (tmp_path / "model" / lost).unlink()
+    finished = hpo_command(exported, "predict", str(tmp_path / "model"), "test.jsonl")
+    refused(finished, lost)
+    assert "written by `hpo best --export`" in finished.err
+
+
+@pytest.mark.parametrize("lost", NOT_NEEDED)
+def test_what_only_people_read_may_be_left_out(lost: str, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported / "model", tmp_path / "model")
+    (tmp_path / "model" / lost).unlink()
+    found = ok(hpo_command(exported, "predict", str(tmp_path / "model"), "test.jsonl"))
+    assert found.out == ok(hpo_command(exported, "predict", "model", "test.jsonl")).out
+
+
+def test_an_export_is_read_without_a_request(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def refuse(*arguments: object, **_: object) -> NoReturn:
+        asked.append(arguments)
+        raise OSError("no network in this test")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    ok(hpo_command(exported, "predict", "model", "test.jsonl"))
+    hpo.load(exported / "model").predict(["I sleep badly."])
+    assert asked == []
 
 
 def test_an_export_needs_nothing_of_the_study(exported: Path, tmp_path: Path) -> None:

@@ -41,9 +41,13 @@ ROW: dict[str, Any] = {
 }
 
 
-def trained(pair: tuple[str, str] | None = None, **columns: str) -> TrainedModel:
+def trained(
+    pair: tuple[str, str] | None = None, form: dict[str, str | None] | None = None, **columns: str
+) -> TrainedModel:
     windowing = Windowing(16, pair_segments=pair)
-    settings = ExportSettings(windowing=windowing, attention="sdpa", precision="fp32", columns=columns)
+    settings = ExportSettings(
+        windowing=windowing, attention="sdpa", precision="fp32", columns=columns, csv=form or {}
+    )
     return TrainedModel(make_model(), load_tokenizer("minilm"), settings)
 
 
@@ -239,6 +243,58 @@ def test_tables_of_texts(tmp_path: Path) -> None:
     )
 
 
+RUSSIAN = "Очень долго ждал"
+
+
+@pytest.mark.parametrize(
+    ("form", "encoding", "content", "warned"),
+    [
+        # What the study gave is used, which no guess would find.
+        ({"delimiter": "#", "encoding": "cp1251"}, "cp1251", f"id#text\na#{RUSSIAN}\n", None),
+        ({"encoding": "utf-16-le"}, "utf-16-le", f"id,text\na,{RUSSIAN}\n", None),
+        ({"encoding": "utf-8"}, "utf-8-sig", f"id,text\na,{RUSSIAN}\n", None),
+        # Another program wrote the new file.
+        ({"delimiter": "#"}, "utf-8", f"id;text\na;{RUSSIAN}\n", "read with `;`"),
+        ({"encoding": "cp1251"}, "utf-8", f"id,text\na,{RUSSIAN}\n", "decoded as utf-8"),
+        ({"encoding": "cp1251"}, "utf-8-sig", f"id,text\na,{RUSSIAN}\n", "decoded as utf-8"),
+        ({"encoding": "cp1252"}, "utf-16", f"id,text\na,{RUSSIAN}\n", "decoded as utf-16"),
+        (
+            {"delimiter": ";", "encoding": "shift_jis"},
+            "utf-8",
+            f"id,text\na,{RUSSIAN}\n",
+            "read with `,`, decoded as utf-8",
+        ),
+        # An encoding that is given stays where the delimiter alone is another.
+        ({"delimiter": ";", "encoding": "cp1251"}, "cp1251", f"id,text\na,{RUSSIAN}\n", "read with `,`"),
+    ],
+)
+def test_a_csv_file_is_read_as_those_of_the_study_unless_it_is_written_otherwise(
+    form: dict[str, str | None],
+    encoding: str,
+    content: str,
+    warned: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_bytes(content.encode(encoding))
+    examples, bad = read_examples(path, trained(form=form))
+    assert [(example.id, example.text) for example in examples] == [("a", RUSSIAN)]
+    assert not bad
+    unlike = f"{path}: {warned}, unlike the study's files (its `data.csv`)"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == (
+        [unlike] if warned else []
+    )
+
+
+def test_a_csv_file_that_can_be_read_neither_way(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_bytes(f"id#body\na#{RUSSIAN}\n".encode("cp1251"))
+    model = trained(form={"delimiter": "#", "encoding": "cp1251"})
+    with pytest.raises(DataError, match=r"has no column `text`.*read with `#`; `data.csv.delimiter` sets it"):
+        read_examples(path, model)
+
+
 @pytest.mark.parametrize("name", ["texts.txt", "texts.jsonl", "texts.csv", "texts.parquet"])
 def test_files_that_are_none(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
@@ -252,10 +308,59 @@ def test_files_that_are_none(tmp_path: Path, name: str) -> None:
         read(path)
 
 
+PAIRED = '{"id": "1", "text": "a b", "segments": {"q": [0, 1], "c": [2, 3]}}\n'
+
+
 def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "a b", "segments": {"q": [0, 1], "c": [2, 3]}}\n{"text": "a b"}\n')
+    path.write_text(PAIRED + '{"text": "a b"}\n')
     examples, bad = read_examples(path, trained(("q", "c")))
     assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
     assert "`segments` must have `q`" in bad[0]
     assert ColumnsConfig().text == "text"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_predictions_of_pairs_can_be_read_again(suffix: str, tmp_path: Path) -> None:
+    model = trained(("q", "c"))
+    (tmp_path / "texts.jsonl").write_text(PAIRED)
+    examples, _ = read_examples(tmp_path / "texts.jsonl", model)
+    out = tmp_path / f"out.{suffix}"
+    with predictions_file(out, KIND_TASKS, ("q", "c")) as write:
+        write(predicted_row(example, PREDICTION) for example in examples)
+    again, bad = read_examples(out, model)
+    assert not bad
+    assert [(one.id, one.text, dict(one.segments)) for one in again] == [
+        ("1", "a b", {"q": (0, 1), "c": (2, 3)})
+    ]
+
+
+def test_pairs_in_tables_of_the_study_s_own_column(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_text(
+        'text;parts\na b;"{""q"": [0, 1], ""c"": [2, 3]}"\na b;"{""q"": [0, 1]}"\na b;\na b;{q\na b;3\n'
+    )
+    examples, bad = read_examples(path, trained(("q", "c"), segments="parts"))
+    assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
+    assert [line.removeprefix(f"{path}:")[:1] for line in bad] == ["3", "4", "5", "6"]
+    assert "`segments` must have `c` (data.pair_segments names it)" in bad[0]
+    assert "column parts must be JSON" in bad[2]
+    assert "`segments` must be an object of name: [start, end], but got 3" in bad[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "came"),
+    [
+        ("texts.txt", "but lines of text have none"),
+        ("texts.csv", "but the columns are id, text"),
+        ("texts.parquet", "but the columns are id, text"),
+    ],
+)
+def test_a_file_that_can_have_no_pairs_is_one_clear_error(name: str, came: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("id,text\n1,a b\n")
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"id": [1], "text": ["a b"]}), path)
+    needed = r"`segments`, and tables the column `segments`, with \{name: \[start, end\]\} in characters"
+    with pytest.raises(DataError, match=rf"{name}: the model takes a pair .*{needed} of the text, {came}\."):
+        read_examples(path, trained(("q", "c")))

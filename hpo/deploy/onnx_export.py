@@ -1,0 +1,257 @@
+"""A trained model as an ONNX graph, which onnxruntime runs without PyTorch.
+
+`torch.onnx`, which comes with PyTorch and follows its operators, writes the graph, and onnxruntime runs it:
+`optimum-onnx`, which wraps both, lags behind the versions of transformers that this package takes.
+
+It computes in fp32 what the model computes in evaluation. Nodes with weights are named after their modules
+(`encoder.encoder.layer.0.attention.self.query/MatMul`), which is how layers are told when it is quantised.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hpo.errors import ModelError, shorten
+from hpo.inference.model import TrainedModel
+from hpo.inference.onnx_network import INPUTS, OnnxNetwork, OnnxSettings, output_name
+from hpo.models.export import EXPORT_FORMATS, ExportSettings, export_metadata, new_export, write_metadata
+from hpo.models.model_card import GraphFacts, model_card
+from hpo.models.model_parts import set_float32_parts
+from hpo.models.multitask import MultitaskModel
+
+LARGEST_BYTES = 2**31 - 2**20
+"""Of the weights in one file: protobuf's limit, less room for the graph."""
+
+LARGEST_DIFFERENCE = 1e-4
+"""Between the logits of the graph and of PyTorch, of logits up to 1, or relative to larger ones."""
+
+WITH_WEIGHTS = ("MatMul", "Gemm", "Gather")
+"""Operators that linear layers and embeddings become."""
+
+_SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's key for the modules that a node lies in
+_LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime")
+_CHATTY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
+
+
+def export_onnx(model: TrainedModel, directory: Path) -> Path:
+    """Write a folder that `hpo.load` loads, and that onnxruntime and tokenizers suffice to use.
+
+        model.onnx               input_ids, attention_mask [, token_type_ids] -> logits_<task> of each task
+        tokenizer.json ...       the tokenizer, and config.json of the encoder
+        hpo.json                 tasks, `ExportSettings`, and under `onnx` the `OnnxSettings`
+        README.md                the model card, with a script
+
+    Any number of windows and tokens may be given to the graph. The folder appears at once or not at all.
+
+    Raises ModelError where `directory` holds anything but an earlier export, the model's weights are not in
+    fp32, it cannot be exported, or the graph gives other logits than the model.
+    """
+    network = _plain(model)
+    require("onnx", "onnxscript")
+    windowing = model.settings.windowing
+    batches = _batches(network, min(windowing.max_length, 512))
+    with new_export(directory) as folder:
+        proto = _graph(network, batches[0])
+        (folder / "model.onnx").write_bytes(proto.SerializeToString())
+        settings = OnnxSettings(opset=proto.opset_import[0].version, versions=versions())
+        _check_logits(network, OnnxNetwork(folder / "model.onnx", model.tasks, settings), batches)
+        model.tokenizer.save_pretrained(folder)
+        network.encoder.config.save_pretrained(folder)
+        content = export_metadata(network, model.settings)
+        write_onnx_metadata(folder, content, model.settings, settings, model.tokenizer)
+    return directory
+
+
+def write_onnx_metadata(
+    folder: Path,
+    content: dict[str, Any],
+    settings: ExportSettings,
+    onnx_settings: OnnxSettings,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write hpo.json, of which `content` has what is the same in any runtime, and the model card."""
+    head = {"format": EXPORT_FORMATS["onnx"], "runtime": "onnx"}
+    tasks = content["tasks"]
+    facts = GraphFacts(onnx_settings.precision, tokenizer.pad_token_id or 0, str(tokenizer.pad_token))
+    card = model_card(tasks, settings.windowing, settings.provenance, facts)
+    write_metadata(folder, {**head, **content, "onnx": asdict(onnx_settings)}, card)
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that write and run graphs."""
+    found: dict[str, str] = {}
+    for library in _LIBRARIES:
+        try:
+            found[library] = version(library)
+        except PackageNotFoundError:  # onnxruntime-gpu
+            found[library] = "unknown"
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what exporters warn of, such as that torchvision is missing, from the user's terminal."""
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+class _Positional(nn.Module):
+    """The network with its logits in the order of its tasks: graphs have no dictionaries."""
+
+    def __init__(self, network: MultitaskModel) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.network(*inputs).values())
+
+
+def _plain(model: TrainedModel) -> MultitaskModel:
+    """A copy of the model's network that computes in fp32 on the CPU, in evaluation mode."""
+    network = model.network
+    if not isinstance(network, MultitaskModel):
+        raise ModelError("a model is exported to ONNX from its PyTorch export, but this one is ONNX already.")
+    dtypes = {
+        str(one.dtype).removeprefix("torch.") for one in network.parameters() if one.is_floating_point()
+    }
+    if dtypes != {"float32"} or model.precision == "fp8":
+        raise ModelError(
+            f"a model is exported to ONNX in fp32, but this one is in {model.precision}. Load it with "
+            'precision="fp32".'
+        )
+    attention = getattr(network.encoder.config, "_attn_implementation", "")
+    if attention.startswith("flash"):
+        raise ModelError(f'ONNX has no {attention}. Load the model with attention="sdpa" or "eager".')
+    num_bytes = sum(weight.numel() * 4 for weight in network.parameters())
+    if num_bytes > LARGEST_BYTES:
+        raise ModelError(
+            "an ONNX file holds at most 2 GB (protobuf's limit), but the model has "
+            f"{num_bytes / 1e9:.1f} GB of weights in fp32. Use its PyTorch export."
+        )
+    plain = copy.deepcopy(network).cpu().eval()
+    set_float32_parts(plain, None, ())
+    return plain
+
+
+def _batches(network: MultitaskModel, longest: int) -> list[tuple[Tensor, ...]]:
+    """Batches to trace and to check with: three windows, one of one token, and one window alone."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = getattr(network.encoder.config, "vocab_size", 2)
+    batches = []
+    for lengths in ((longest, longest // 2 + 1, 1), (longest // 3 + 1,)):
+        mask_BL = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+        ids_BL = torch.randint(vocab_size, mask_BL.shape, generator=generator)
+        types_BL = torch.randint(2, mask_BL.shape, generator=generator)
+        batches.append((ids_BL, mask_BL, types_BL)[: 3 if network.passes_type_ids else 2])
+    return batches
+
+
+def _graph(network: MultitaskModel, batch: tuple[Tensor, ...]) -> Any:
+    """The `onnx.ModelProto`. Raises ModelError where the exporter fails."""
+    free = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    try:
+        with quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                _Positional(network).eval(),
+                batch,
+                input_names=INPUTS[: len(batch)],
+                output_names=[output_name(task.name) for task in network.tasks],
+                dynamic_shapes=((free,) * len(batch),),
+                dynamo=True,
+                verbose=False,
+            )
+    except Exception as error:  # of many kinds: what the exporter, onnxscript or the encoder's own code raise
+        raise ModelError(
+            f"{type(network.encoder).__name__} cannot be exported to ONNX ({type(error).__name__}: "
+            f"{shorten(str(error), 200)}). Use its PyTorch export."
+        ) from error
+    proto: Any = program.model_proto  # type: ignore[union-attr]
+    _name_after_modules(proto)
+    return proto
+
+
+def _name_after_modules(proto: Any) -> None:
+    """Give weights, and nodes with weights, the names of modules; drop what tells of this machine's files."""
+    graph = proto.graph
+    weights = {one.name for one in graph.initializer}
+    names: dict[str, str] = {name: name.removeprefix("network.") for name in weights}
+    taken: set[str] = set()
+    for number, node in enumerate(graph.node):
+        scopes = next((one.value for one in node.metadata_props if one.key == _SCOPES), None)
+        matrix = next((name for name in node.input if name in weights), None)
+        if node.op_type in WITH_WEIGHTS and scopes and matrix:
+            module = _module(scopes)
+            name = f"{module}/{node.op_type}"
+            node.name = name if name not in taken else f"{name}_{number}"
+            taken.add(node.name)
+            if not matrix.startswith("network."):
+                names[matrix] = f"{module}.weight_transposed"
+        del node.metadata_props[:]
+        node.doc_string = ""
+    for one in graph.initializer:
+        one.name = names[one.name]
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+    for one in (*graph.value_info, *graph.input, *graph.output, *graph.initializer, graph, proto):
+        del one.metadata_props[:]
+    kept = [one for one in graph.value_info if one.name not in weights]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+
+
+def _module(scopes: str) -> str:
+    """The innermost module of a node's scopes, the last of which is the operator, without `network.`."""
+    return str(ast.literal_eval(scopes)[-2]).removeprefix("network.")
+
+
+def _check_logits(network: MultitaskModel, graph: OnnxNetwork, batches: list[tuple[Tensor, ...]]) -> None:
+    """Raise ModelError where the graph gives other logits than PyTorch, at real tokens."""
+    for batch in batches:
+        with torch.no_grad():
+            expected, found = network(*batch), graph(*batch)
+        is_real_BL = batch[1].bool()
+        for task in network.tasks:
+            wanted, got = expected[task.name], found[task.name]
+            if task.level == "token":
+                wanted, got = wanted[is_real_BL], got[is_real_BL]
+            difference = float((wanted - got).abs().max() / wanted.abs().max().clamp(min=1))
+            if not difference <= LARGEST_DIFFERENCE:
+                raise ModelError(
+                    f"the ONNX graph of {type(network.encoder).__name__} must give PyTorch's logits, but "
+                    f"those of `{task.name}` differ by {difference:.1g}. Use its PyTorch export."
+                )
+
+
+def require(*packages: str) -> None:
+    """Raise ModelError where a package of the extra `onnx` is missing."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ModelError(
+                f"writing ONNX needs {package}, which could not be imported. Install it: pip install "
+                "'hpo[onnx]'."
+            ) from error

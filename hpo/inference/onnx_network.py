@@ -1,0 +1,190 @@
+"""A model that onnxruntime runs, in the place of a `MultitaskModel`.
+
+The graph is fixed: what it computes in, and which layers are quantised, was decided when it was written. On a
+CPU it has as many threads as PyTorch has, so that one setting (`torch.set_num_threads`) holds for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from hpo.data.tasks import Task
+from hpo.errors import ModelError, RunError, shorten
+from hpo.models.encoder import load_tokenizer
+from hpo.models.export import ExportSettings, not_intact, read_metadata, read_settings
+
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+"""The graph's inputs, int64 [batch, tokens]; the last only of encoders that tell segments apart."""
+
+_FATAL = 4  # onnxruntime's log severity: errors are raised, too, and need no second telling
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxSettings:
+    """The key `onnx` of the hpo.json of an ONNX export."""
+
+    precision: str = "fp32"
+    """What the products of the layers are computed in: `fp32`, or `int8` where there are quantised ones."""
+    opset: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of the libraries that wrote the graph."""
+    quantization: Mapping[str, Any] | None = None
+    """See `hpo.deploy.quantize`; None: not quantised."""
+
+
+def output_name(task: str) -> str:
+    """The graph's output of a task: its logits, float32."""
+    return f"logits_{task}"
+
+
+class OnnxNetwork(nn.Module):
+    """The graph in `file`; called as a `MultitaskModel`, it gives what that gives.
+
+    `num_threads`: of onnxruntime on a CPU; None: as many as PyTorch has at the time of a call.
+    It has no parameters, and no gradient passes it. `to` moves it to another device.
+
+    Raises ModelError where onnxruntime is not installed, or `file` is no graph for these tasks.
+    """
+
+    def __init__(
+        self, file: Path, tasks: Sequence[Task], settings: OnnxSettings, *, num_threads: int | None = None
+    ) -> None:
+        super().__init__()
+        self.file = file
+        self.tasks = tuple(tasks)
+        self.settings = settings
+        self.num_threads = num_threads
+        self.register_buffer("_place", torch.empty(0), persistent=False)
+        self._place: Tensor
+        self._open()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph runs."""
+        return self._place.device
+
+    @property
+    def input_names(self) -> frozenset[str]:
+        """Those of `INPUTS` that the graph takes."""
+        return self._inputs
+
+    def check_precision(self, precision: str | None) -> None:
+        """Raise ModelError where another precision than the graph's is asked for."""
+        if precision not in (None, self.settings.precision):
+            raise ModelError(
+                f"{self.file.parent} is an ONNX export in {self.settings.precision}: its precision must be "
+                f"that, but got {precision!r}. Leave it out, or use another of the exports."
+            )
+
+    def forward(
+        self, input_ids_BL: Tensor, attention_mask_BL: Tensor, type_ids_BL: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """See `MultitaskModel.forward`. Raises MemoryError or RunError where onnxruntime fails."""
+        if self._threads != self._wanted_threads():
+            self._open()
+        if type_ids_BL is None:
+            type_ids_BL = torch.zeros_like(input_ids_BL)
+        given = zip(INPUTS, (input_ids_BL, attention_mask_BL, type_ids_BL), strict=True)
+        feeds = {name: _as_int64(tensor) for name, tensor in given if name in self._inputs}
+        try:
+            outputs = self._session.run([output_name(task.name) for task in self.tasks], feeds)
+        except Exception as error:  # onnxruntime's classes have Exception alone as their base
+            if "allocate" in str(error) or "bad_alloc" in str(error):
+                raise MemoryError(str(error)) from error
+            raise RunError(f"onnxruntime could not run {self.file}: {shorten(str(error), 200)}") from error
+        tensors = (torch.from_numpy(output).to(input_ids_BL.device) for output in outputs)
+        return {task.name: logits for task, logits in zip(self.tasks, tensors, strict=True)}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OnnxNetwork:
+        before = self.device
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._place.dtype is not torch.float32:
+            self._place = self._place.float()
+            raise ModelError(f"{self.file.parent} is an ONNX export, whose weights cannot be cast.")
+        if self.device != before:
+            self._open()
+        return self
+
+    def _wanted_threads(self) -> int:
+        return self.num_threads or torch.get_num_threads()
+
+    def _open(self) -> None:
+        onnxruntime = import_onnxruntime()
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _FATAL
+        options.intra_op_num_threads = self._threads = self._wanted_threads()
+        providers: list[Any] = ["CPUExecutionProvider"]
+        if self.device.type == "cuda":
+            available = onnxruntime.get_available_providers()
+            if "CUDAExecutionProvider" not in available:
+                raise ModelError(
+                    "an ONNX export on CUDA needs onnxruntime's CUDAExecutionProvider, but this onnxruntime "
+                    f"{onnxruntime.__version__} has {', '.join(available)}. Use device cpu, or install "
+                    "onnxruntime-gpu in its place."
+                )
+            of_cuda = {"device_id": self.device.index or 0, "use_tf32": "0"}
+            providers.insert(0, ("CUDAExecutionProvider", of_cuda))
+        try:
+            self._session = onnxruntime.InferenceSession(self.file, options, providers=providers)
+        except Exception as error:  # as in `forward`
+            raise ModelError(not_intact(self.file.parent, error)) from error
+        if self.device.type == "cuda" and self._session.get_providers()[0] != "CUDAExecutionProvider":
+            raise ModelError(
+                "onnxruntime could not start its CUDAExecutionProvider: its build must fit the CUDA and "
+                "cuDNN here. Use device cpu."
+            )
+        self._inputs = self._check()
+
+    def _check(self) -> frozenset[str]:
+        """The names of the graph's inputs. Raises ModelError where it is one of other inputs or outputs."""
+        inputs = {one.name: (one.type, len(one.shape)) for one in self._session.get_inputs()}
+        outputs = {one.name: (one.type, one.shape[-1:]) for one in self._session.get_outputs()}
+        wanted = {output_name(task.name): ("tensor(float)", [task.num_outputs]) for task in self.tasks}
+        fits = set(INPUTS[:2]) <= inputs.keys() <= set(INPUTS)
+        if not fits or set(inputs.values()) != {("tensor(int64)", 2)} or outputs != wanted:
+            raise ModelError(
+                f"{self.file} must take {', '.join(INPUTS)} and give {', '.join(wanted)}, as hpo.json says, "
+                f"but takes {shorten(', '.join(inputs), 80)} and gives {shorten(', '.join(outputs), 80)}."
+            )
+        return frozenset(inputs)
+
+
+def load_onnx(
+    directory: Path, *, trust_remote_code: bool = False
+) -> tuple[OnnxNetwork, PreTrainedTokenizerBase, ExportSettings]:
+    """Return the network of an ONNX export on the CPU, its tokenizer and settings.
+
+    Raises ModelError where the folder is no intact one, or onnxruntime is not installed.
+    """
+    content = read_metadata(directory)
+    tasks, settings = read_settings(directory, content)
+    try:
+        onnx_settings = OnnxSettings(**content["onnx"])
+    except (LookupError, TypeError) as error:
+        raise ModelError(not_intact(directory, error)) from error
+    network = OnnxNetwork(directory / "model.onnx", tasks, onnx_settings)
+    return network.eval(), load_tokenizer(str(directory), trust_remote_code=trust_remote_code), settings
+
+
+def import_onnxruntime() -> Any:
+    """The package. Raises ModelError where it is not installed."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ModelError(
+            f"an ONNX export needs onnxruntime, which could not be imported ({shorten(str(error), 100)}). "
+            "Install it: pip install 'hpo[onnx]'."
+        ) from error
+    return onnxruntime
+
+
+def _as_int64(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.ascontiguousarray(tensor.detach().cpu().numpy(), dtype=np.int64)
