@@ -17,6 +17,9 @@ from markupsafe import Markup, escape
 LOOKS = {"missed": "−", "spurious": "+", "both": "="}
 """CSS class -> sign. The class `mixed` is that of a piece with several signs."""
 
+MAX_NAMES = 3
+"""Of so many spans with the same sign a piece says the names; of more, how many they are."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -82,6 +85,12 @@ def _piece(text: str, true: Collection[str], said: Collection[str], named: bool)
     kinds = {"missed": missed, "spurious": spurious, "both": both}
     held = [look for look, names in kinds.items() if names]
     look = held[0] if len(held) == 1 else "mixed"
-    signs = [f"{LOOKS[kind]}{name if named else ''}" for kind in held for name in kinds[kind]]
-    sign = " ".join(dict.fromkeys(signs))
-    return Piece(text, look, sign)
+    signs = [sign for kind in held for sign in _signs(LOOKS[kind], kinds[kind], named)]
+    return Piece(text, look, " ".join(signs))
+
+
+def _signs(sign: str, names: Sequence[str], named: bool) -> list[str]:
+    if not named:
+        return [sign]
+    rest = [f"{sign}{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
+    return [*(f"{sign}{name}" for name in names[:MAX_NAMES]), *rest]
