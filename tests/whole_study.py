@@ -16,6 +16,7 @@ from worker_process import evaluate, result, study
 
 from hpo.study import schema
 from hpo.study.copy import OURS
+from hpo.study.detailed_evaluations import store_detailed_evaluation
 from hpo.study.leases import WorkerLease
 from hpo.study.storage import Storage
 
@@ -35,6 +36,8 @@ def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
             evaluate(storage, trial, 1, value)
             evaluate(storage, trial, 2, value, step=20)
             worker.record_outcome(lease, trial, result("complete", values=(value,), telemetry={"a": [1]}))
+            token = storage.study_token("tiny")
+            store_detailed_evaluation(storage, "tiny", token, trial.number, {"split": "test", "value": value})
         nonfinite = worker.claim()
         assert nonfinite is not None
         trial = worker.open_trial(nonfinite)

@@ -76,23 +76,27 @@ SLURM_OPTIONS: Mapping[str, Any] = {
 }
 
 
-@app.command()
-@with_options(SLURM_OPTIONS, KUBERNETES_OPTIONS)
-def submit(
-    study: StudyArgument,
-    storage: StorageOption = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")] = False,
-    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write manifests for kubectl.")] = False,
-    database: Annotated[
+_STUDY_OPTIONS: Mapping[str, Any] = {
+    "database": Annotated[
         Literal["private"] | None,
         typer.Option(
             metavar="private",
             help="Run a PostgreSQL in a job of its own, in runs/postgres, or use the one that runs there; on "
             "Kubernetes, as a service of the cluster.",
         ),
-    ] = None,
+    ],
+    "n_trials": NumTrialsOption,
+}
+
+
+@app.command()
+@with_options(_STUDY_OPTIONS, SLURM_OPTIONS, KUBERNETES_OPTIONS)
+def submit(
+    study: StudyArgument,
+    storage: StorageOption = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write manifests for kubectl.")] = False,
     workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
-    n_trials: NumTrialsOption = None,
     trust_remote_code: TrustOption = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what is submitted; make and submit nothing.")
@@ -106,33 +110,24 @@ def submit(
     --n-trials says more or fewer. The jobs need a database that all their nodes reach. They end when the
     study is done.
     """
+    is_private, n_trials = options.pop("database") is not None, options.pop("n_trials")
     given = {name: value for name, value in options.items() if value is not None}
     if slurm == kubernetes:
         raise InputError("hpo submit must be told where the workers are to run: --slurm or --kubernetes.")
     if kubernetes:
         _refuse_with_kubernetes(storage, n_trials, dry_run and "out" in given)
-        print_manifests(study, workers, given, private=database is not None, as_json=as_json)
+        print_manifests(study, workers, given, private=is_private, as_json=as_json)
         return
     if others := [name.replace("_", "-") for name in given if name in KUBERNETES_OPTIONS]:
         raise InputError(f"--{', --'.join(others)} goes with --kubernetes, not with --slurm. Leave it out.")
     from hpo.cluster.slurm import WorkerArray, job_folder
-    from hpo.cluster.slurm_database import DatabaseJob
     from hpo.study.database import URL_FROM_FILE, storage_url
 
     name, config = named_study(study)
     signal_lead = given.pop("signal_lead", 120)
     sbatch = _sbatch_options(given)
-    private = None
-    if database:
-        private = DatabaseJob(RUNS / "postgres", {key: sbatch[key] for key in _OF_ALL_JOBS if key in sbatch})
-        file = file_given(storage)
-        if storage and (
-            file is None or Path(file.removeprefix(URL_FROM_FILE)).absolute() != private.url_file
-        ):
-            raise InputError(
-                "--database private makes the study's database, but --storage or HPO_STORAGE names another. "
-                "Give one of them."
-            )
+    private = _private_database(storage, sbatch) if is_private else None
+    if private is not None:
         storage = f"{URL_FROM_FILE}{private.url_file}"
     array = WorkerArray(
         study=name,
@@ -151,6 +146,21 @@ def submit(
         typer.echo("\n".join(scripts))
     else:
         _submit(study, array, private, n_trials, as_json=as_json)
+
+
+def _private_database(storage: str | None, sbatch: Mapping[str, str | bool]) -> DatabaseJob:
+    """The job of --database private. Raises InputError where --storage names another database."""
+    from hpo.cluster.slurm_database import DatabaseJob
+    from hpo.study.database import URL_FROM_FILE
+
+    private = DatabaseJob(RUNS / "postgres", {key: sbatch[key] for key in _OF_ALL_JOBS if key in sbatch})
+    file = file_given(storage)
+    if storage and (file is None or Path(file.removeprefix(URL_FROM_FILE)).absolute() != private.url_file):
+        raise InputError(
+            "--database private makes the study's database, but --storage or HPO_STORAGE names another. "
+            "Give one of them."
+        )
+    return private
 
 
 def _refuse_with_kubernetes(storage: str | None, n_trials: int | None, writes: bool) -> None:

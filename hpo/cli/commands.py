@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,11 +45,12 @@ from hpo.cli.options import (
     print_json,
     progress_shown,
 )
-from hpo.errors import HpoError
+from hpo.errors import HpoError, InputError
 
 if TYPE_CHECKING:
     from hpo.precision.table import Support
-    from hpo.study.study_record import TrialRecord
+    from hpo.study.storage import Storage
+    from hpo.study.study_record import StudyRecord, TrialRecord
     from hpo.trial.compat import Compatibility
     from hpo.trial.executor import Executor
 
@@ -137,7 +139,16 @@ def best(
     storage: StorageOption = None,
     evaluate: Annotated[
         Literal["train", "validation", "test"] | None,
-        typer.Option(metavar="SPLIT", help="Score its checkpoint on a split: train, validation or test."),
+        typer.Option(
+            metavar="SPLIT",
+            help="Evaluate its checkpoint in detail on a split: train, validation or test; it is stored.",
+        ),
+    ] = None,
+    predictions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Of --evaluate: predictions and truth of each row, .jsonl, .csv or .parquet."
+        ),
     ] = None,
     export: Annotated[
         Path | None,
@@ -153,13 +164,24 @@ def best(
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the best configuration; score or export the model that it gave.
+    """Show the best configuration and what its model gets wrong; evaluate or export that model.
 
-    With several objectives it shows the Pareto front, and scores or exports the best by the first of them.
+    With several objectives it shows the Pareto front, and evaluates or exports the best by the first of them.
     """
-    from hpo.cli.display import print_best, print_metrics
+    from hpo.cli.detailed_display import print_detailed, print_warning
+    from hpo.cli.display import print_best
+    from hpo.report.detailed_tables import evaluations_of
+    from hpo.report.search_caution import search_warnings
     from hpo.study.study_record import best_trials
 
+    if predictions is not None:
+        from hpo.inference.rows import check_output
+
+        if evaluate is None:
+            raise InputError(
+                f"--predictions {predictions} needs a split whose rows are predicted. Give --evaluate SPLIT."
+            )
+        check_output(predictions)
     if export is not None:
         from hpo.models.export import check_export_folder  # imports PyTorch
 
@@ -168,67 +190,111 @@ def best(
         from hpo.models.hub import check_push
 
         check_push(push)
+    used: dict[str, Any] = {}
     with existing_study(study, storage) as (database, record):
         trials = best_trials(record)
-        found: dict[str, Any] = {
-            "study": record.name,
-            "trials": [
-                {
-                    "number": trial.number,
-                    "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
-                    "params": trial.params,
-                    "precision": trial.telemetry.get("precision"),
-                    "metrics": trial.telemetry.get("metrics"),
-                }
-                for trial in trials
-            ],
-            "comparisons": record.comparisons,
-        }
         if trials and (evaluate or export or push):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
                 executor, folder = checkpoint_of(config, database, trials[0].number)
-                found |= _use_checkpoint(executor, folder, trials[0], evaluate, export, push)
+                if evaluate:
+                    used = _evaluate_checkpoint(database, executor, folder, trials[0], evaluate, predictions)
+                    document = used["evaluation"]["detailed"]
+                    trials[0] = replace(trials[0], detailed={**trials[0].detailed, evaluate: document})
+                    others = [trial for trial in record.trials if trial.number != trials[0].number]
+                    record = replace(record, trials=[*others, trials[0]])
+                used |= _export_checkpoint(executor, folder, trials[0], export, push)
     if as_json:
-        print_json(found)
+        print_json(_described(record) | used)
     else:
         print_best(record)
-        if evaluate and trials:
-            print_metrics(found["evaluation"]["metrics"], f"Trial {trials[0].number} on {evaluate}")
+        if trials and (found := evaluations_of(trials[0])):
+            print_detailed(next((one for one in found if one.split == evaluate), found[0]))
+        for text in search_warnings(record):
+            print_warning(text)
+        if predictions and trials:
+            typer.echo(f"The predictions of trial {trials[0].number} on {evaluate} are in {predictions}.")
         if export and trials:
             typer.echo(f"Trial {trials[0].number} is exported to {export}.")
         if push and trials:
-            typer.echo(f"Trial {trials[0].number} is at {found['pushed']}.")
+            typer.echo(f"Trial {trials[0].number} is at {used['pushed']}.")
     raise typer.Exit(0 if trials else 1)
 
 
-def _use_checkpoint(
+def _described(record: StudyRecord) -> dict[str, Any]:
+    """What `best --json` tells of the best trials."""
+    from hpo.report.search_caution import search_warnings
+    from hpo.study.study_record import best_trials
+
+    return {
+        "study": record.name,
+        "trials": [
+            {
+                "number": trial.number,
+                "values": dict(zip(record.metric_names, trial.values or (), strict=True)),
+                "params": trial.params,
+                "precision": trial.telemetry.get("precision"),
+                "metrics": trial.telemetry.get("metrics"),
+                "detailed": trial.detailed,
+            }
+            for trial in best_trials(record)
+        ],
+        "comparisons": record.comparisons,
+        "warnings": search_warnings(record),
+    }
+
+
+def _evaluate_checkpoint(
+    database: Storage,
     executor: Executor,
     folder: Path,
     trial: TrialRecord,
-    evaluate: str | None,
-    export: Path | None,
-    push: str | None,
+    split: str,
+    predictions: Path | None,
 ) -> dict[str, Any]:
-    """Score, export and push the checkpoint of a trial."""
+    """Evaluate the checkpoint of a trial in detail, store that, and write its predictions."""
+    from hpo.inference.rows import predictions_file
+    from hpo.study.detailed_evaluations import store_detailed_evaluation
+    from hpo.trial.best_model import split_logits
+
+    name = executor.study.name
+    token = database.study_token(name)
+    predicted = split_logits(executor, folder, split)
+    metrics, document = predicted.metrics(), predicted.detailed().as_json()
+    evaluation = {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
+    found: dict[str, Any] = {"evaluation": evaluation}
+    try:
+        store_detailed_evaluation(database, name, token, trial.number, document)
+    except HpoError as error:  # of a user who may only read
+        typer.echo(f"The evaluation is not stored: {error}", err=True)
+    if predictions is not None:
+        pair = executor.study.data.pair_segments or ()
+        with predictions_file(predictions, executor.tasks, pair, with_truth=True) as write:
+            write(predicted.predicted_rows())
+        found["predictions"] = str(predictions)
+    return found
+
+
+def _export_checkpoint(
+    executor: Executor, folder: Path, trial: TrialRecord, export: Path | None, push: str | None
+) -> dict[str, Any]:
+    """Export and push the checkpoint of a trial."""
     import tempfile
 
     from hpo.models.hub import push_folder
-    from hpo.trial.best_model import export_checkpoint, score_checkpoint
+    from hpo.trial.best_model import export_checkpoint
     from hpo.trial.provenance import TrialSource
 
     found: dict[str, Any] = {}
-    if evaluate:
-        metrics = score_checkpoint(executor, folder, evaluate)
-        found["evaluation"] = {"trial": trial.number, "split": evaluate, "metrics": metrics}
-    if export or push:
-        source = TrialSource(trial.number, trial.params, trial.telemetry)
-        with tempfile.TemporaryDirectory(prefix="hpo-export-") as temporary:
-            exported = export_checkpoint(executor, folder, export or Path(temporary, "model"), source)
-            if export:
-                found["export"] = str(export)
-            if push:
-                found["pushed"] = push_folder(exported, push)
+    if not (export or push):
+        return found
+    source = TrialSource(trial.number, trial.params, trial.telemetry, trial.detailed)
+    with tempfile.TemporaryDirectory(prefix="hpo-export-") as temporary:
+        exported = export_checkpoint(executor, folder, export or Path(temporary, "model"), source)
+        if export:
+            found["export"] = str(export)
+        if push:
+            found["pushed"] = push_folder(exported, push)
     return found
 
 
@@ -265,12 +331,13 @@ def dashboard(
     as_json: JsonOption = False,
 ) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
+    from hpo.report.artifacts import publish_artifacts
     from hpo.report.dashboard import LOOPBACK, dashboard_server, publish
 
     with existing_study(study, storage) as (database, record):
         optuna_study = database.load_study(record.name)
-        publish(optuna_study, record)
-        with dashboard_server(database.url, port, host) as server:
+        publish(optuna_study, record, publish_artifacts(database, record, RUNS))
+        with dashboard_server(database.url, port, host, RUNS) as server:
             if host != LOOPBACK:
                 typer.echo(
                     f"Warning: whoever reaches {host}:{server.server_port} can delete studies.", err=True

@@ -15,7 +15,8 @@ from rich.text import Text
 from hpo.cli.progress import OUTCOME_STYLES
 from hpo.json_safe import json_safe
 from hpo.report.compared import configuration_table, precision_table
-from hpo.report.deployed import headline, latency_table, quality_table, sentences, threads
+from hpo.report.deployed import latency_table, quality_table, sentences, threads, verdict
+from hpo.report.detailed_tables import evaluations_of, headline
 from hpo.report.formats import (
     describe_params,
     format_interval,
@@ -74,7 +75,8 @@ def _precision_table(record: StudyRecord, console: Console) -> Table:
 
 
 def print_best(record: StudyRecord) -> None:
-    """The best trial (with several objectives, the Pareto front): values, parameters, precision facts."""
+    """The best trial (with several objectives, the Pareto front): values, parameters, precision facts, and
+    the score with its interval on each split that it was evaluated on in detail."""
     console = Console(highlight=False)
     best = best_trials(record)
     if not best:
@@ -83,15 +85,22 @@ def print_best(record: StudyRecord) -> None:
         values = ", ".join(map(" ".join, objective_values(record, trial).items()))
         console.print(Text.assemble(("best ", "bold"), f"trial {trial.number}: ", (values, "bold green")))
         for line in (describe_params(trial.params, in_full=True), precision_facts(trial)):
-            if console.is_terminal:
-                console.print(Padding(Text(line), (0, 0, 0, 5)))
-            else:
-                console.print(Text(f"     {line}"), soft_wrap=True)
+            print_indented(console, Text(line), 5)
+        for one in evaluations_of(trial):
+            print_indented(console, Text(headline(one)), 5)
     for question, found in record.comparisons.items():
         going = "" if found["has_ended"] else " (so far)"
         console.print(
             Text(f"{question} compared on new seeds{going}: {found['recommendation']}"), soft_wrap=True
         )
+
+
+def print_indented(console: Console, text: Text, indent: int) -> None:
+    """A paragraph that is indented as a whole in a terminal; in a file it is one line."""
+    if console.is_terminal:
+        console.print(Padding(text, (0, 0, 0, indent)))
+    else:
+        console.print(Text(" " * indent).append_text(text), soft_wrap=True)
 
 
 def print_metrics(metrics: Mapping[str, Mapping[str, float]], title: str) -> None:
@@ -222,7 +231,7 @@ def _table(*columns: str, title: str | None = None) -> Table:
 _NAME_WIDTH = 16
 
 
-def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
+def dataframe_table(frame: pd.DataFrame, title: str | None = None) -> Table:
     """A table of text cells; columns whose cells are all empty are left out."""
     shown = [column for column in frame.columns if any(str(cell) for cell in frame[column])]
     table = _table(*shown, title=title)
@@ -230,7 +239,7 @@ def dataframe_table(frame: pd.DataFrame, title: str) -> Table:
     if shown:  # the first says what a row is about
         names = frame[shown[0]].astype(str).str.len()
         words[0] = max([words[0], *names[names <= _NAME_WIDTH]])
-    fits = sum(words) + len(words) <= Console().width
+    fits = sum(words) + 2 * len(words) + 1 <= Console().width  # with the gaps and the edges
     for column, longest in zip(table.columns, words, strict=True):
         column.overflow = "fold"  # a number that is cut is another number
         column.min_width = longest if fits else None
@@ -332,7 +341,7 @@ def print_deployment(found: Mapping[str, Any], folder: Path) -> None:
     console.print(dataframe_table(latency_table(found), title))
     for sentence in sentences(found):
         console.print(sentence, markup=False, soft_wrap=True)
-    console.print(headline(found), style="bold", markup=False, soft_wrap=True)
+    console.print(verdict(found), style="bold", markup=False, soft_wrap=True)
     told = f'To use it: hpo.load("{folder}/model"). More: {folder}/deploy.html'
     console.print(told, markup=False, soft_wrap=True)
 

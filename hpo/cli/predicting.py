@@ -16,6 +16,7 @@ from hpo.errors import DataError, RunError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpo.data.examples import Example
     from hpo.inference.model import TrainedModel
 
 LOG_SECONDS = 10.0
@@ -58,28 +59,14 @@ def predict(
     A row that cannot be read is listed with its line, and nothing is predicted then, unless --skip-bad-rows.
     """
     from hpo.device import limit_threads, probe_device
-    from hpo.inference.rows import (
-        check_output,
-        json_line,
-        listed,
-        predicted_row,
-        predictions_file,
-        read_examples,
-    )
+    from hpo.inference.rows import check_output, json_line, predicted_row, predictions_file
     from hpo.memory import disable_malloc_trim
 
     if output is not None:
         check_output(output)
     with progress_shown(quiet=as_json):
         trained = _load(model, storage, device, precision, trust_remote_code=trust_remote_code)
-        examples, bad = read_examples(file, trained)
-        if bad and not (skip_bad_rows and examples):
-            rows = "1 row" if len(bad) == 1 else f"{len(bad):,} rows"
-            hint = " or --skip-bad-rows" if examples else ""
-            raise DataError(f"{rows} of {file} cannot be read; mend{hint}:{listed(bad)}")
-        if bad and not as_json:
-            total = len(bad) + len(examples)
-            typer.echo(f"{len(bad):,} of {total:,} rows are left out:{listed(bad)}", err=True)
+        examples, bad = _read(file, trained, skip_bad_rows=skip_bad_rows, quiet=as_json)
         if trained.device.type == "cpu":
             limit_threads(probe_device("cpu"))
             disable_malloc_trim()
@@ -88,7 +75,9 @@ def predict(
         found = ([predicted_row(next(numbered), one) for one in chunk] for chunk in chunks)
         told: dict[str, Any] = {"num_predictions": len(examples), "left_out": bad}
         if output is not None:
-            with predictions_file(output, trained.tasks) as write:
+            with predictions_file(
+                output, trained.tasks, trained.settings.windowing.pair_segments or ()
+            ) as write:
                 for of_chunk in found:
                     write(of_chunk)
             told["output"] = str(output)
@@ -101,6 +90,23 @@ def predict(
         print_json(told)
     elif output is not None:
         typer.echo(f"{len(examples):,} predictions are in {output}.", err=True)
+
+
+def _read(
+    file: Path, trained: TrainedModel, *, skip_bad_rows: bool, quiet: bool
+) -> tuple[list[Example], list[str]]:
+    """The rows that can be predicted, and the others. Raises DataError where there are others unasked."""
+    from hpo.inference.rows import listed, read_examples
+
+    examples, bad = read_examples(file, trained)
+    if bad and not (skip_bad_rows and examples):
+        rows = "1 row" if len(bad) == 1 else f"{len(bad):,} rows"
+        hint = " or --skip-bad-rows" if examples else ""
+        raise DataError(f"{rows} of {file} cannot be read; mend{hint}:{listed(bad)}")
+    if bad and not quiet:
+        total = len(bad) + len(examples)
+        typer.echo(f"{len(bad):,} of {total:,} rows are left out:{listed(bad)}", err=True)
+    return examples, bad
 
 
 def _load(

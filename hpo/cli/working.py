@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -32,6 +32,7 @@ from hpo.cli.options import (
     print_json,
     progress_shown,
     stop_signals,
+    with_options,
 )
 from hpo.cli.running import check_one_of, ranks_of_torchrun, say_how_to_go_on, shown
 from hpo.errors import InputError, RunError, StoppedError
@@ -43,7 +44,32 @@ if TYPE_CHECKING:
     from hpo.study.supervisor import WorkerPlace
 
 
+_WORK_OPTIONS = {
+    "workers": WorkersOption,
+    "workers_per_device": WorkersPerDeviceOption,
+    "timeout": TimeoutOption,
+    "until": UntilOption,
+}
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the user gave, of workers of one study or of all."""
+
+    url: str
+    storage_as_given: str | None
+    num_workers: int
+    workers_per_device: int | None
+    max_restarts: int
+    timeout: float | None
+    end: float | None
+    """When the job ends, in seconds since the epoch."""
+    trust_remote_code: bool
+    as_json: bool
+
+
 @app.command()
+@with_options(_WORK_OPTIONS)
 def worker(
     study: Annotated[
         str | None,
@@ -54,11 +80,7 @@ def worker(
         ),
     ] = None,
     storage: StorageOption = None,
-    workers: WorkersOption = None,
-    workers_per_device: WorkersPerDeviceOption = None,
     max_restarts: MaxRestartsOption = MAX_RESTARTS,
-    timeout: TimeoutOption = None,
-    until: UntilOption = None,
     idle_timeout: Annotated[
         float | None,
         typer.Option(
@@ -70,64 +92,68 @@ def worker(
     ] = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
-    from hpo.cluster.slurm import requeue_this_job
     from hpo.study.database import storage_url
-    from hpo.study.next_look import look_by_look
-    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
     from hpo.study.stopping import end_of_job
 
-    url, end = storage_url(storage), end_of_job(until)
-    check_one_of(workers, workers_per_device)
+    check_one_of(options["workers"], options["workers_per_device"])
+    given = _Given(
+        url=storage_url(storage),
+        storage_as_given=file_given(storage),
+        num_workers=options["workers"] or 1,
+        workers_per_device=options["workers_per_device"],
+        max_restarts=max_restarts,
+        timeout=options["timeout"],
+        end=end_of_job(options["until"]),
+        trust_remote_code=trust_remote_code,
+        as_json=as_json,
+    )
     if study is None:
-        from hpo.study.serving import ServingOptions
-
-        options = ServingOptions(idle_timeout or 0.0, timeout, trust_remote_code)
-        places = plan_workers(None, workers or 1, workers_per_device)
-        if places:
-            _serve_with_workers(
-                url,
-                options,
-                places,
-                end=end,
-                max_restarts=max_restarts,
-                as_json=as_json,
-                storage_as_given=file_given(storage),
-            )
-        _serve(url, options, end, as_json)
-    if idle_timeout is not None:
+        _serve_all(given, idle_timeout or 0.0)
+    elif idle_timeout is not None:
         raise InputError(
             "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
         )
+    else:
+        _work_in(study, given)
+
+
+def _work_in(study: str, given: _Given) -> NoReturn:
+    """Be one or more workers of a study, and end the command."""
+    from hpo.cluster.slurm import requeue_this_job
+    from hpo.study.next_look import look_by_look
+    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
+
     outcomes: Counter[str] = Counter()
-    with progress_shown(quiet=as_json), stop_signals(end) as stop, _requeued_if_stopped(stop):
-        config, trusted = load_to_work(study, url, stop, timeout=timeout)
-        places = plan_workers(config, workers or 1, workers_per_device)
+    with progress_shown(quiet=given.as_json), stop_signals(given.end) as stop, _requeued_if_stopped(stop):
+        config, trusted = load_to_work(study, given.url, stop, timeout=given.timeout)
+        places = plan_workers(config, given.num_workers, given.workers_per_device)
         trials_run: TrialsRun = "in workers" if places else "in this process"
         with ranks_of_torchrun(stop) as ranks:
-            for looked in look_by_look(config, url, stop):
+            for looked in look_by_look(config, given.url, stop):
                 with (
                     open_study(
                         looked,
-                        url,
+                        given.url,
                         RUNS,
                         resize=False,
                         trials_run=trials_run,
-                        trust_remote_code=trusted or trust_remote_code,
+                        trust_remote_code=trusted or given.trust_remote_code,
                         ranks=ranks,
                         stop=stop,
                     ) as opened,
-                    shown(opened, stop, quiet=as_json, own=not places),
+                    shown(opened, stop, quiet=given.as_json, own=not places),
                 ):
                     summary = run_study(
                         opened,
                         places,
                         stop=stop,
-                        max_restarts=max_restarts,
-                        storage_as_given=file_given(storage),
+                        max_restarts=given.max_restarts,
+                        storage_as_given=given.storage_as_given,
                     )
-                    says_why = summary.ended in ("elsewhere", "halted") and not as_json
+                    says_why = summary.ended in ("elsewhere", "halted") and not given.as_json
                     record = opened.storage.read_study(config.name) if says_why else None
                 outcomes.update(summary.outcomes)
                 if summary.ended != "finished":
@@ -135,7 +161,7 @@ def worker(
         if config.comparison and stop.is_set() and summary.ended == "finished":
             summary = replace(summary, ended="stopped")  # while it waited for the next look
     requeue_this_job(summary.ended, stop)
-    if as_json:
+    if given.as_json:
         found = {"study": config.name, "ended": summary.ended, "outcomes": outcomes}
         print_json(found | {"left_out": opened.left_out})
     elif record is not None:
@@ -145,20 +171,39 @@ def worker(
     raise typer.Exit(summary.exit_code)
 
 
-def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) -> NoReturn:
-    """Be a worker of all studies of a database, and end the command."""
+def _serve_all(given: _Given, idle_timeout: float) -> NoReturn:
+    """Be one or more workers of all studies of a database, and end the command."""
+    from hpo.study.run import plan_workers
+    from hpo.study.serving import ServingOptions
+
+    options = ServingOptions(idle_timeout, given.timeout, given.trust_remote_code)
+    if places := plan_workers(None, given.num_workers, given.workers_per_device):
+        _serve_with_workers(given, options, places)
+    _serve(given, options)
+
+
+def _serve(given: _Given, options: ServingOptions) -> NoReturn:
+    """Serve in this process."""
     from hpo.cluster.slurm import requeue_this_job
     from hpo.device import probe_device
     from hpo.study.serving import serve
 
     options = replace(options, device=probe_device("auto").device_id)
-    with progress_shown(quiet=as_json), stop_signals(end) as stop, ranks_of_torchrun(stop) as ranks:
+    with (
+        progress_shown(quiet=given.as_json),
+        stop_signals(given.end) as stop,
+        ranks_of_torchrun(stop) as ranks,
+    ):
         options = replace(options, ranks=ranks)
         served = serve(
-            url, RUNS, options, stop=stop, shown=partial(shown, stop=stop, quiet=as_json, own=True)
+            given.url,
+            RUNS,
+            options,
+            stop=stop,
+            shown=partial(shown, stop=stop, quiet=given.as_json, own=True),
         )
     requeue_this_job(served.ended, stop)
-    if as_json:
+    if given.as_json:
         print_json({"ended": served.ended, "outcomes": served.outcomes, "left_out": served.left_out})
     else:
         counts = (f"{name} {sum(outcomes.values())}" for name, outcomes in served.outcomes.items())
@@ -170,41 +215,32 @@ def _serve(url: str, options: ServingOptions, end: float | None, as_json: bool) 
     raise typer.Exit(served.exit_code)
 
 
-def _serve_with_workers(
-    url: str,
-    options: ServingOptions,
-    places: Sequence[WorkerPlace],
-    *,
-    end: float | None,
-    max_restarts: int,
-    as_json: bool,
-    storage_as_given: str | None,
-) -> NoReturn:
-    """Run workers of all studies of a database in processes of their own, and end the command."""
+def _serve_with_workers(given: _Given, options: ServingOptions, places: Sequence[WorkerPlace]) -> NoReturn:
+    """Serve in processes of their own."""
     from hpo.cluster.slurm import requeue_this_job
     from hpo.study.storage import open_storage
     from hpo.study.supervisor import serve_with_workers
 
-    given = ["--idle-timeout", str(options.idle_timeout)]
-    given += ["--timeout", str(options.timeout)] if options.timeout is not None else []
-    given += ["--trust-remote-code"] if options.trust_remote_code else []
+    arguments = ["--idle-timeout", str(options.idle_timeout)]
+    arguments += ["--timeout", str(options.timeout)] if options.timeout is not None else []
+    arguments += ["--trust-remote-code"] if options.trust_remote_code else []
     with (
-        progress_shown(quiet=as_json),
-        stop_signals(end) as stop,
+        progress_shown(quiet=given.as_json),
+        stop_signals(given.end) as stop,
         _requeued_if_stopped(stop),
-        open_storage(url, create=False, stop=stop) as storage,
+        open_storage(given.url, create=False, stop=stop) as storage,
     ):
         ended = serve_with_workers(
             storage,
             RUNS,
             places,
-            given,
+            arguments,
             stop=stop,
-            max_restarts=max_restarts,
-            storage_as_given=storage_as_given,
+            max_restarts=given.max_restarts,
+            storage_as_given=given.storage_as_given,
         )
     requeue_this_job(ended, stop)
-    if as_json:
+    if given.as_json:
         print_json({"ended": ended})
     else:
         typer.echo("Stopped." if ended == "stopped" else "Nothing is left to do here.")

@@ -133,6 +133,8 @@ class ColumnsConfig(Section):
     """Task name to column: a class or number; several classes as a list or `a|b` (`csv.list_separator`)."""
     spans: dict[str, str] = Field(default_factory=dict)
     """Span or task name to column of spans, as `[[start, end], ...]`."""
+    segments: str | None = None
+    """Column with the segments of the text, as `{name: [start, end]}`."""
 
 
 def _one_character(given: str) -> str:
@@ -293,5 +295,7 @@ class DataConfig(CheckedSection):
         for key in ("hub", "tasks") if self.source == "hub" else ():
             if getattr(self, key) is None:
                 yield Problem((key,), "must be given for source hub.")
+        if self.pair_segments and self.columns.segments is None and self.source in self.SOURCES_OF["columns"]:
+            yield Problem(("columns", "segments"), "must be given for `pair_segments`.")
         if self.validation_fraction + self.test_fraction >= 1:
             yield Problem(("test_fraction",), "validation and test must leave a part for training.")

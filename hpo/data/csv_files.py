@@ -100,6 +100,60 @@ def find_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvForm:
     return CsvForm(path, delimiter, encoding, 1 if sep else 0)
 
 
+def find_form_of_texts(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvForm:
+    """As `find_form`, of texts to predict, where `config` is the form of the study's files.
+
+    Another program may have written this one: what does not fit it is found out instead, with a warning. A
+    file that is UTF-8 beyond ASCII is read as that: in an encoding of single bytes it would be other letters,
+    without an error. Raises DataError where the file cannot be read either way.
+    """
+    tries = [config.model_copy(update=dict.fromkeys(left)) for left in _LEFT_OUT]
+    if not _name(config.encoding or "utf-8").startswith("utf") and _is_utf8_beyond_ascii(path):
+        tries = [one for one in tries if one.encoding is None]
+    refused: list[DataError] = []
+    for one in dict.fromkeys(tries):
+        try:
+            form = find_form(path, one, columns)
+        except DataError as error:
+            refused.append(error)
+            continue
+        if wrong := _given_otherwise(form, config):
+            logger.warning("%s: %s, unlike the study's files (its `data.csv`)", path, wrong)
+        return form
+    raise refused[0]
+
+
+_LEFT_OUT = ((), ("delimiter",), ("encoding",), ("delimiter", "encoding"))
+"""What of a given form is found out instead, in the order in which it is tried."""
+
+
+def _given_otherwise(form: CsvForm, config: CsvConfig) -> str:
+    """What of the form is not as `config` gives it; "" where all is."""
+    found = []
+    if config.delimiter not in (None, form.delimiter):
+        found.append(f"read with {form.name}")
+    if config.encoding is not None:
+        used = _name(form.encoding)
+        if not _name(config.encoding).startswith(
+            used
+        ):  # utf-16-le, with a byte order mark, is read as utf-16
+            found.append(f"decoded as {used}")
+    return ", ".join(found)
+
+
+def _name(encoding: str) -> str:
+    return codecs.lookup(encoding).name.removesuffix("-sig")
+
+
+def _is_utf8_beyond_ascii(path: Path) -> bool:
+    foreign: list[str] = []
+    try:
+        _decode(path, "utf-8", foreign)
+    except UnicodeDecodeError:
+        return False
+    return bool(foreign)
+
+
 def _header(lines: Iterable[str], delimiter: str) -> list[str]:
     try:
         return next(csv.reader(lines, delimiter=delimiter, strict=True), [])

@@ -84,7 +84,7 @@ def length_facts(
         length_E = split.lengths_W
         num_tokens[name] = split.num_tokens
         quantiles[name] = np.percentile(length_E, range(101), method="inverted_cdf").astype(int).tolist()
-        num_first_E = _num_first(split, num_before, num_between) if pair else np.zeros_like(length_E)
+        num_first_E = _num_first(split, num_before) if pair else np.zeros_like(length_E)
         num_second_E = length_E - num_special - num_first_E
         second_at_E = num_before + num_first_E + num_between
         for task, spans in split.spans.items():
@@ -107,10 +107,8 @@ def length_facts(
     return LengthFacts(num_texts, num_tokens, quantiles, num_spans, cuts)
 
 
-def _num_first(split: TokenizedSplit, num_before: int, num_between: int) -> IntArray:
+def _num_first(split: TokenizedSplit, num_before: int) -> IntArray:
     """Tokens of the first segment of each text: those between the special tokens around it."""
-    if not num_between:
-        raise ValueError("a tokenizer that puts nothing between two segments does not tell them apart")
     special_EN = np.flatnonzero(split.char_start_T == -1).reshape(split.num_windows, -1)
     return special_EN[:, num_before] - split.window_start_W1[:-1] - num_before
 

@@ -121,7 +121,8 @@ def tokenize_chunks(
     """Tokenise every example and place its truth on the tokens; see the head of this file.
 
     Yields the split in chunks of `_CHUNK` examples, each of which counts its examples, tokens and spans from
-    0. Raises DataError where `max_length` leaves no room for text or `stride` no progress.
+    0. Raises DataError where `max_length` leaves no room for text or `stride` no progress, ModelError where
+    the tokenizer lacks a special token that a task or a pair needs.
     """
     layout = probe_layout(tokenizer, windowing.pair_segments is not None)
     num_special = len(layout.special.ids_T)
@@ -134,6 +135,12 @@ def tokenize_chunks(
         raise ModelError(
             "span_extraction marks 'no answer' at the first token, which must be a special token, "
             f"but {type(tokenizer).__name__} puts none before a text."
+        )
+    if windowing.pair_segments is not None and not layout.special.count_E[1]:
+        raise ModelError(
+            "data.pair_segments: the tokenizer must put a special token between two segments, or nothing "
+            f"tells them apart, but {type(tokenizer).__name__} puts none. Choose an encoder whose tokenizer "
+            "does."
         )
     encode_texts = (
         WordTable(tokenizer).encode if treats_words_apart(tokenizer) else partial(encode, tokenizer)

@@ -39,7 +39,7 @@ LARGEST_BYTES = 2**31 - 2**20
 LARGEST_DIFFERENCE = 1e-4
 """Between the logits of the graph and of PyTorch, of logits up to 1, or relative to larger ones."""
 
-WITH_WEIGHTS = ("MatMul", "Gemm", "Gather")
+WITH_WEIGHTS = ("MatMul", "Gather")
 """Operators that linear layers and embeddings become."""
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's key for the modules that a node lies in
@@ -133,7 +133,7 @@ def _plain(model: TrainedModel) -> MultitaskModel:
     """A copy of the model's network that computes in fp32 on the CPU, in evaluation mode."""
     network = model.network
     if not isinstance(network, MultitaskModel):
-        raise ModelError("a model is exported to ONNX from its PyTorch export, but this one is ONNX already.")
+        raise ModelError("an ONNX export is made of a PyTorch export, but this model is ONNX already.")
     dtypes = {
         str(one.dtype).removeprefix("torch.") for one in network.parameters() if one.is_floating_point()
     }
@@ -189,8 +189,40 @@ def _graph(network: MultitaskModel, batch: tuple[Tensor, ...]) -> Any:
             f"{shorten(str(error), 200)}). Use its PyTorch export."
         ) from error
     proto: Any = program.model_proto  # type: ignore[union-attr]
+    _products_of_matrices(proto.graph)
     _name_after_modules(proto)
     return proto
+
+
+def _products_of_matrices(graph: Any) -> None:
+    """Write each Gemm, which heads of pooled texts are, as the MatMul and Add that other layers are.
+
+    Quantisation does so too, with other names.
+    """
+    from onnx import helper, numpy_helper
+
+    weights = {one.name: one for one in graph.initializer}
+    nodes = []
+    for node in graph.node:
+        options = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+        is_plain = options.pop("transB", 0) == 1 and options.pop("transA", 0) == 0
+        is_plain = is_plain and all(scale == 1 for scale in options.values())
+        if node.op_type != "Gemm" or not is_plain or node.input[1] not in weights:
+            nodes.append(node)
+            continue
+        inputs, weight, *bias = node.input
+        transposed = numpy_helper.to_array(weights[weight]).T.copy()
+        product = f"{node.output[0]}_product" if bias else node.output[0]
+        graph.initializer.append(numpy_helper.from_array(transposed, f"{weight}_transposed"))
+        nodes.append(helper.make_node("MatMul", [inputs, f"{weight}_transposed"], [product], node.name))
+        nodes[-1].metadata_props.extend(node.metadata_props)
+        if bias:
+            nodes.append(helper.make_node("Add", [product, *bias], node.output, f"{node.name}_bias"))
+    used = {name for node in nodes for name in node.input}
+    initializers = [one for one in graph.initializer if one.name in used]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(initializers)
 
 
 def _name_after_modules(proto: Any) -> None:

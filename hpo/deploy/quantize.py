@@ -6,10 +6,10 @@ the file. What no weight takes part in (norms, softmax, products of attention) s
 
 Weights of linear layers have 7 bits (`reduce_range`): x86 processors without VNNI add pairs of products in 16
 bits, which 8 bits overflow without a sign of it
-(https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html). So a model computes everywhere
-what it was scored with, at the same speed; unsigned weights of 8 bits, which do not overflow either, take 1.6
-times as long. With MiniLM, against 8 bits, the error of the logits relative to their spread grows from 0.12 to
-0.13 per channel, from 0.4 to 0.5 per tensor.
+(https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html). So a model computes what it
+was scored with everywhere, at the same speed; unsigned weights of 8 bits, which do not overflow either, take
+1.6 times as long. With MiniLM, against 8 bits, the error of the logits relative to their spread grows from
+0.12 to 0.13 per channel, from 0.4 to 0.5 per tensor.
 """
 
 from __future__ import annotations
@@ -152,9 +152,8 @@ def _write_graph(
     embeddings = [node for layer in chosen if layer.is_embedding for node in layer.nodes]
     linears = [node for layer in chosen if not layer.is_embedding for node in layer.nodes]
     of_linears = {
-        "op_types_to_quantize": ["MatMul", "Gemm"],
-        # The dynamic mode makes a MatMul of each Gemm and names it so.
-        "nodes_to_quantize": [*linears, *(f"{node}_MatMul" for node in linears)],
+        "op_types_to_quantize": ["MatMul"],
+        "nodes_to_quantize": linears,
         "per_channel": mode.per_channel,
         "reduce_range": True,
         "weight_type": QuantType.QInt8,
@@ -168,13 +167,13 @@ def _write_graph(
                 add_pre_process_metadata(graph)
             if linears and mode.static:
                 quantize_static(
-                    graph,
+                    _inputs_apart(graph, linears),
                     step,
                     _Reader(batches),
                     activation_type=QuantType.QUInt8,
                     extra_options={
                         "MatMulConstBOnly": True,
-                        "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"],
+                        "OpTypesToExcludeOutputQuantization": ["MatMul"],
                         "CalibMaxIntermediateOutputs": 8,  # batches whose ranges are held at a time
                     },
                     **of_linears,
@@ -187,6 +186,28 @@ def _write_graph(
                 f"{shorten(str(error), 200)}). Keep the layers it names in fp32."
             ) from error
         file.write_bytes(step.read_bytes())
+
+
+def _inputs_apart(graph: Any, nodes: Collection[str]) -> Any:
+    """Give the inputs of these nodes names of their own, by an Identity that onnxruntime drops when it runs.
+
+    A tensor's range would be put upon all that take it: the residual sum after a layer, layers kept in fp32.
+    """
+    from onnx import helper
+
+    given: dict[str, str] = {}
+    apart = []
+    for node in graph.graph.node:
+        if node.name in nodes:
+            name = node.input[0]
+            if name not in given:
+                given[name] = f"{name}_of_layers"
+                apart.append(helper.make_node("Identity", [name], [given[name]], given[name]))
+            node.input[0] = given[name]
+        apart.append(node)
+    del graph.graph.node[:]
+    graph.graph.node.extend(apart)
+    return graph
 
 
 def _read_graph(source: Path) -> Any:

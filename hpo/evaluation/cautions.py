@@ -27,7 +27,8 @@ def task_warnings(
         rows = "Only 1 row is" if num_rows == 1 else f"Only {num_rows} rows are"
         warnings.append(f"{rows} annotated: the intervals are too narrow, and the figures say little.")
     is_label = task.kind in ("single_label", "multi_label")
-    everything = [one for one in classes if is_label and one.num_predicted == num_rows > one.support]
+    is_by_row = is_label or task.kind == "span_extraction"
+    everything = [one for one in classes if is_by_row and one.num_predicted == num_rows > one.support]
     predicted = sum(one.num_predicted for one in classes)
     at = "" if threshold is None else f" at the threshold {threshold:.3g}"
     item = "class" if is_label else "span"
@@ -48,7 +49,7 @@ def task_warnings(
     rare = [one.name for one in classes if 0 < one.support < FEW_ROWS_OF_A_CLASS]
     if rare:
         has = "has" if len(rare) == 1 else "have"
-        what = "rows" if is_label else "spans"
+        what = "rows" if is_by_row else "spans"
         few = f"fewer than {FEW_ROWS_OF_A_CLASS} {what}"
         warnings.append(f"{_names(rare)} {has} {few}: figures of so few are mostly chance.")
     absent = [one.name for one in classes if not one.support]

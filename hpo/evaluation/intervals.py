@@ -9,7 +9,7 @@ does not say: how far another seed of the training would move it, nor how the mo
 kind. Examples count as independent: where many come of one source, the interval is too narrow.
 
 A percentile interval is not corrected for bias or skewness (as BCa is) and is too narrow for few rows: a mean
-of 20 rows is covered by about 92 % of the 95 % intervals. F1 over rare classes is biased downwards in
+of 20 rows is covered by about 93 % of the 95 % intervals. F1 over rare classes is biased downwards in
 resamples, so its value may lie near the upper bound, or above. Where a metric is the same for all
 resamples, as one of perfect predictions is, the interval has no width, and that is no proof of perfection.
 A resample in which a metric is not defined has no part in its interval.

@@ -241,13 +241,7 @@ class TrainedModel(nn.Module):
 
         logits = self.logits(split, max_tokens=max_tokens, on_batch=on_batch)
         self._check_finite(logits)
-        labels, _ = decode_tasks(self.tasks, logits, split, self.decisions or _defaults(self.tasks))
-        predictions: list[Prediction] = [{} for _ in split.examples]
-        for task in self.tasks:
-            of_task = _task_predictions(task, logits[task.name], split, labels[task.name])
-            for prediction, found in zip(predictions, of_task, strict=True):
-                prediction[task.name] = found
-        return predictions
+        return predictions_of(self.tasks, logits, split, self.decisions or _defaults(self.tasks))
 
     def logits(
         self,
@@ -276,9 +270,10 @@ class TrainedModel(nn.Module):
     def _check_finite(self, logits: Mapping[str, NDArray[np.float32]]) -> None:
         broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
         if broken:
+            is_onnx = isinstance(self.network, OnnxNetwork)
+            hint = "Use its PyTorch export." if is_onnx else "Load it with another precision, such as fp32."
             raise RunError(
-                f"the model's logits are not finite in {self.precision}. Tasks: {', '.join(broken)}. "
-                "Load it with another precision, such as fp32."
+                f"the model's logits are not finite in {self.precision}. Tasks: {', '.join(broken)}. {hint}"
             )
 
     def _mixed_precision(self) -> MixedPrecision:
@@ -360,6 +355,22 @@ def _precision_for(device: DeviceInfo, trained: str, asked: str | None) -> Preci
 
 def _defaults(tasks: Sequence[Task]) -> dict[str, DecodingThresholds]:
     return {task.name: DecodingThresholds() for task in tasks}
+
+
+def predictions_of(
+    tasks: Sequence[Task],
+    logits: Mapping[str, NDArray[np.float32]],
+    split: TokenizedSplit,
+    decisions: Mapping[str, DecodingThresholds],
+) -> list[Prediction]:
+    """What the finite `logits` of `predict_logits` say of each example of the split, in its order."""
+    labels, _ = decode_tasks(tasks, logits, split, decisions)
+    predictions: list[Prediction] = [{} for _ in split.examples]
+    for task in tasks:
+        of_task = _task_predictions(task, logits[task.name], split, labels[task.name])
+        for prediction, found in zip(predictions, of_task, strict=True):
+            prediction[task.name] = found
+    return predictions
 
 
 def _task_predictions(

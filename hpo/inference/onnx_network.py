@@ -80,6 +80,11 @@ class OnnxNetwork(nn.Module):
         """Those of `INPUTS` that the graph takes."""
         return self._inputs
 
+    @property
+    def session_options(self) -> Any:
+        """What onnxruntime runs the graph with."""
+        return self._session.get_session_options()
+
     def check_precision(self, precision: str | None) -> None:
         """Raise ModelError where another precision than the graph's is asked for."""
         if precision not in (None, self.settings.precision):
@@ -169,6 +174,8 @@ def load_onnx(
     Raises ModelError where the folder is no intact one, or onnxruntime is not installed.
     """
     content = read_metadata(directory)
+    if content["runtime"] != "onnx":
+        raise ModelError(f"{directory} must be an ONNX export, but it is one of {content['runtime']}.")
     tasks, settings = read_settings(directory, content)
     try:
         onnx_settings = OnnxSettings(**content["onnx"])

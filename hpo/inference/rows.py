@@ -2,7 +2,9 @@
 
 A predicted row has the form of a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `scores: {task: {class: probability}}`, so it can be read as data again. In a table each task has a column of
-its own: `labels.<task>`, `spans.<task>`, `scores.<task>`.
+its own: `labels.<task>`, `spans.<task>`, `scores.<task>`; beside them `segments`, where the model takes a
+pair of them. Beside the predictions of a split of a data set stands the truth: `truth: {labels, spans}`, in a
+table `truth.<task>`.
 
 A file is written under another name and renamed when it is whole: it is there whole or not at all.
 """
@@ -14,10 +16,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hpo.config.data_config import ColumnsConfig
+from hpo.config.data_config import ColumnsConfig, CsvConfig
 from hpo.data.examples import SPAN_KINDS, Example
 from hpo.data.progress import logged
 from hpo.data.sources import nearest_file, text_rows
@@ -39,9 +42,11 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     if not path.is_file():
         raise DataError(f"{path}: no such file.{nearest_file(path)}")
     columns = ColumnsConfig.model_validate({key: of for key, of in model.settings.columns.items() if of})
+    if model.settings.windowing.pair_segments:
+        columns = columns.model_copy(update={"segments": columns.segments or "segments"})
     examples: list[Example] = []
     bad: list[str] = []
-    rows = text_rows(path, columns)
+    rows = text_rows(path, columns, CsvConfig.model_validate(model.settings.csv))
     for number, row in enumerate(logged(rows, f"reading {path}"), start=1):
         example, problems = (
             (None, list(row.problems)) if row.problems else model.example(row.row, f"row-{number}")
@@ -80,6 +85,19 @@ def predicted_row(example: Example, prediction: Prediction) -> Row:
     return row
 
 
+def truth_of(example: Example, tasks: Sequence[Task]) -> Row:
+    """The truth of an example for `predicted_row`, of the tasks that it is annotated for.
+
+    Of the span names of such a task each has its spans, maybe none.
+    """
+    annotated = [task for task in tasks if task.name in example.annotated]
+    names = dict.fromkeys(name for task in annotated if task.kind in SPAN_KINDS for name in task.labels)
+    return {
+        "labels": {task.name: example.labels[task.name] for task in annotated if task.kind not in SPAN_KINDS},
+        "spans": {name: [list(span) for span in example.spans.get(name, ())] for name in names},
+    }
+
+
 def check_output(path: Path) -> None:
     """Raise InputError where a file of predictions cannot be written to `path`."""
     if path.suffix.lower() not in _WRITERS:
@@ -92,16 +110,20 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def predictions_file(path: Path, tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def predictions_file(
+    path: Path, tasks: Sequence[Task], pair: Sequence[str] = (), *, with_truth: bool = False
+) -> Iterator[WriteRows]:
     """What writes predicted rows to a file, by its suffix; without an error in the block it appears then.
 
+    `pair` are the segments that the rows have; `with_truth` says that each has the key `truth` (`truth_of`).
     Raises InputError where it cannot be written.
     """
     check_output(path)
+    table = _Table(_columns(tasks, with_truth), tuple(pair))
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         try:
-            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, tasks) as write:
+            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, table) as write:
                 yield write
             unfinished.replace(path)
         except OSError as error:
@@ -115,71 +137,91 @@ def json_line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
+@dataclass(frozen=True)
+class _Table:
+    """What a table has beside id and text."""
+
+    columns: dict[str, Task]
+    """Of tasks, and the task of each."""
+    pair: tuple[str, ...]
+    """The segments in the column `segments`; without any there is none."""
+
+    def cells(self, row: Row) -> Row:
+        """A predicted row as cells, in the order of the columns."""
+        cells: Row = {"id": row["id"], "text": row["text"]}
+        if self.pair:
+            cells["segments"] = {name: row["segments"][name] for name in self.pair}
+        for column, task in self.columns.items():
+            kind = column.partition(".")[0]
+            of_row = row["truth"] if kind == "truth" else row
+            if task.kind in SPAN_KINDS:
+                found = {name: of_row["spans"][name] for name in task.labels if name in of_row["spans"]}
+                cells[column] = found if found or kind != "truth" else None
+            elif kind == "truth":
+                cells[column] = of_row["labels"].get(task.name)
+            else:
+                cells[column] = row[kind][task.name]
+        return cells
+
+
 @contextmanager
-def _jsonl(file: IO[bytes], _tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _jsonl(file: IO[bytes], _table: _Table) -> Iterator[WriteRows]:
     yield lambda rows: file.writelines(f"{json_line(row)}\n".encode() for row in rows)
 
 
 @contextmanager
-def _csv(file: IO[bytes], tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _csv(file: IO[bytes], table: _Table) -> Iterator[WriteRows]:
     import io
 
     text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-    writer = csv.DictWriter(text, ["id", "text", *_columns(tasks)])
+    writer = csv.DictWriter(text, ["id", "text", *(["segments"] if table.pair else []), *table.columns])
     writer.writeheader()
 
     def cell(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
 
     def write(rows: Iterable[Row]) -> None:
-        writer.writerows({key: cell(value) for key, value in _cells(row, tasks).items()} for row in rows)
+        writer.writerows({key: cell(value) for key, value in table.cells(row).items()} for row in rows)
 
     yield write
     text.detach()
 
 
 @contextmanager
-def _parquet(file: IO[bytes], tasks: Sequence[Task]) -> Iterator[WriteRows]:
+def _parquet(file: IO[bytes], table: _Table) -> Iterator[WriteRows]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     spans = pa.list_(pa.list_(pa.int64(), 2))
     types: dict[str, Any] = {"id": pa.string(), "text": pa.string()}
-    for column, task in _columns(tasks).items():
+    if table.pair:
+        types["segments"] = pa.struct([(name, pa.list_(pa.int64(), 2)) for name in table.pair])
+    for column, task in table.columns.items():
         kind = column.partition(".")[0]
-        if kind == "labels":
+        if kind != "scores" and task.kind not in SPAN_KINDS:
             label = pa.float64() if task.kind == "regression" else pa.string()
             types[column] = pa.list_(label) if task.kind == "multi_label" else label
         else:
-            of_name = spans if kind == "spans" else pa.float64()
+            of_name = pa.float64() if kind == "scores" else spans
             types[column] = pa.struct([(name, of_name) for name in task.labels])
     schema = pa.schema(list(types.items()))
     with pq.ParquetWriter(file, schema) as writer:
         yield lambda rows: writer.write_table(
-            pa.Table.from_pylist([_cells(row, tasks) for row in rows], schema=schema)
+            pa.Table.from_pylist([table.cells(row) for row in rows], schema=schema)
         )
 
 
 _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 
 
-def _columns(tasks: Sequence[Task]) -> dict[str, Task]:
-    """The columns of a table beside id and text, and the task of each."""
+def _columns(tasks: Sequence[Task], with_truth: bool) -> dict[str, Task]:
+    """The columns of a table that are of tasks, and the task of each."""
     columns: dict[str, Task] = {}
     for task in tasks:
         kinds = ("spans",) if task.kind in SPAN_KINDS else ("labels", "scores")
         columns |= {
             f"{kind}.{task.name}": task for kind in kinds if kind != "scores" or task.kind != "regression"
         }
+        if with_truth:
+            columns[f"truth.{task.name}"] = task
     return columns
-
-
-def _cells(row: Row, tasks: Sequence[Task]) -> Row:
-    """A predicted row as cells of a table."""
-    cells: Row = {"id": row["id"], "text": row["text"]}
-    for column, task in _columns(tasks).items():
-        if column.startswith("spans."):
-            cells[column] = {name: row["spans"][name] for name in task.labels if name in row["spans"]}
-        else:
-            cells[column] = row[column.partition(".")[0]][task.name]
-    return cells

@@ -28,6 +28,9 @@ from hpo.models.multitask import HeadSettings, MultitaskModel
 
 EXPORT_FORMATS = {"torch": 2, "onnx": 3}
 """The format of hpo.json by runtime."""
+_FILES = ("config.json", "heads.safetensors", "tokenizer.json", "tokenizer_config.json")
+"""Beside hpo.json and the encoder's weights, of which large ones are several. Without the last, transformers
+would guess at a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,9 @@ class ExportSettings:
     batch_tokens: int = 8192
     """Tokens of one batch, padding included, in the study's evaluations."""
     columns: Mapping[str, str | None] = field(default_factory=dict)
-    """Where the study's tables have `id` and `text`."""
+    """Where the study's tables have `id`, `text` and `segments`."""
+    csv: Mapping[str, str | None] = field(default_factory=dict)
+    """How the study's csv files are written: its `data.csv`."""
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """The keys of a `DecodingThresholds` of each task."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +98,7 @@ def new_folder(directory: Path, marker: str = "hpo.json") -> Iterator[Path]:
         staging.mkdir(parents=True)
     except OSError as error:
         raise ModelError(
-            f"{directory}: an export needs a folder that may be made, but {shorten(str(error), 200)}."
+            f"{directory}: an export needs a folder that may be made, but: {error.strerror}."
         ) from error
     try:
         yield staging
@@ -124,13 +129,19 @@ def write_metadata(folder: Path, content: Mapping[str, Any], card: str) -> None:
 
 def check_export_folder(directory: Path, marker: str = "hpo.json") -> None:
     """Raise ModelError unless `directory` is free, or holds an earlier `marker`, and can be written."""
-    above = next(path for path in directory.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise ModelError(f"{directory}: an export needs a folder that may be made, but {above} is none.")
-    if directory.exists() and not directory.is_dir():
-        raise ModelError(f"{directory}: an export needs a folder that may be made, but this is a file.")
-    if directory.exists() and any(directory.iterdir()) and not (directory / marker).is_file():
-        raise ModelError(f"{directory}: an export needs a folder of its own, but this one holds other files.")
+    try:
+        above = next(path for path in directory.absolute().parents if path.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            problem = f"a folder that may be made, but {above} is none"
+        elif directory.exists() and not directory.is_dir():
+            problem = "a folder that may be made, but this is a file"
+        elif directory.exists() and any(directory.iterdir()) and not (directory / marker).is_file():
+            problem = "a folder of its own, but this one holds other files"
+        else:
+            return
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        problem = f"a folder that may be made, but: {error.strerror}"
+    raise ModelError(f"{directory}: an export needs {problem}.")
 
 
 def load_exported(
@@ -147,6 +158,9 @@ def load_exported(
     content = read_metadata(directory)
     if content["runtime"] != "torch":
         raise ModelError(f"{directory} must hold torch's weights, but it is an ONNX export. Use `hpo.load`.")
+    for name in _FILES:
+        if not (directory / name).is_file():
+            raise ModelError(not_intact(directory, f"there is no {name}"))
     tasks, settings = read_settings(directory, content)
     try:
         heads = load_file(directory / "heads.safetensors")
@@ -199,6 +213,7 @@ def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Tas
     """Tasks and settings in the `content` of the folder's hpo.json. Raises ModelError where it lacks them."""
     try:
         tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in content["tasks"]]
+        content = {"csv": {}, **content}  # of exports that were written before it was a setting
         given = {one.name: content[one.name] for one in fields(ExportSettings)}
         pair = given["windowing"]["pair_segments"]
         given["windowing"] = Windowing(

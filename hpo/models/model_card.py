@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +83,21 @@ def model_card(
         tasks=tasks,
         windowing=windowing,
         scores=provenance.get("scores", {}),
+        intervals=provenance.get("intervals"),
+        interval=partial(_interval, provenance),
         facts=_facts(provenance),
         cell=_cell,
         graph=graph,
+        quoted=json.dumps,
     )
     return f"{str(card).strip()}\n"
+
+
+def _interval(provenance: Mapping[str, Any], split: str, task: str, metric: str) -> str:
+    """A cell with the interval of a score, and what ends it."""
+    ends = provenance.get("intervals", {}).get(split, {}).get(task, {}).get(metric)
+    known = ends is not None and None not in ends
+    return f" {ends[0]:.4f} to {ends[1]:.4f} |" if known else " – |"
 
 
 def _facts(provenance: Mapping[str, Any]) -> dict[str, str]:

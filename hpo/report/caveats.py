@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import pandas as pd
 
 from hpo.config.study_config import MEASURED_METRICS
 from hpo.outcome import Outcome
+from hpo.report.search_caution import search_warnings
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.study.study_record import StudyRecord, complete_trials
 
@@ -26,6 +28,7 @@ def caveats(tables: StudyTables) -> list[Notice]:
     """The notices of this study, most serious first."""
     return [
         *_precision_caveats(tables.trials),
+        *_not_told_apart(tables.record),
         *_not_run(tables.undrawn),
         *_speed_caveats(tables),
         *_lost_text(tables.record),
@@ -63,6 +66,15 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
             f"{_trials(degraded)}: the compatibility check found larger errors than usual against fp32 "
             f"({_on_devices(degraded)}).",
             "Look at `compatibility` in the trial's telemetry before trusting a small difference in metric.",
+        )
+
+
+def _not_told_apart(record: StudyRecord) -> Iterator[Notice]:
+    for text in search_warnings(record):
+        yield Notice(
+            text,
+            f"Compare the best on new seeds (`hpo compare {shlex.quote(record.name)} --configurations`), or "
+            "evaluate on more rows.",
         )
 
 

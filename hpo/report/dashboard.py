@@ -4,13 +4,19 @@ The dashboard reads, writes and deletes studies without authentication. It liste
 another address is asked for (a container's own network), and answers only requests that name this server as
 their host: a page on another site that points its own name at 127.0.0.1 (DNS rebinding) gets nothing. It runs
 inside our process because `optuna-dashboard URL` would show the database's password in the process list.
+
+Artifacts come from the dashboard's own address, where a script could do what its user can. So all that is not
+the dashboard itself is answered with a policy under which a browser gives it no script and no part in that
+address, whatever it holds; and nothing can be uploaded.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -20,9 +26,12 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from hpo.errors import InputError
 from hpo.outcome import Outcome
 from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
+from hpo.report.artifacts import DashboardFiles
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
 from hpo.report.compared import configuration_table, precision_table
+from hpo.report.detailed_page import HEADING
+from hpo.report.detailed_tables import detailed_evaluations, headline
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.tables import StudyTables, precision_comparison
@@ -30,6 +39,8 @@ from hpo.report.verdicts import device_table, kept_apart, sentences, untrained, 
 from hpo.study.storage import open_storage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import optuna
     import pandas as pd
 
@@ -39,6 +50,13 @@ LOOPBACK = "127.0.0.1"
 
 NOTE_END = "*Above is written by `hpo` and replaced each time; what you write below this line is kept.*"
 
+_OWN_PATHS = ("/api/", "/csv/", "/dashboard", "/static/")
+"""What the dashboard's paths begin with. In that of an artifact may be bytes that the dashboard drops."""
+_ARTIFACT_HEADERS = [
+    ("Content-Security-Policy", "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:"),
+    ("X-Content-Type-Options", "nosniff"),
+]
+
 MAX_HOVER_POINTS = 500
 """The dashboard's charts are rows of 2 KB in the database; beyond this many points they carry no texts."""
 
@@ -46,10 +64,13 @@ MAX_TIMELINE_ROWS = 16
 """A chart's place in the dashboard has one size; more rows would not be readable in it."""
 
 
-def publish(study: optuna.Study, record: StudyRecord) -> None:
+def publish(
+    study: optuna.Study, record: StudyRecord, pages: Mapping[tuple[int, str], str] | None = None
+) -> None:
     """Put the metric names, our note and our charts into the study, over those published before.
 
-    What a person wrote into the study's note stays, below ours.
+    `pages` are those that `publish_artifacts` has published, which the note leads to. What a person wrote
+    into the study's note stays, below ours.
     """
     from optuna_dashboard import get_note, save_note, save_plotly_graph_object
 
@@ -60,7 +81,7 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
         study.set_metric_names(list(record.metric_names))
     before = get_note(study)
     theirs = before.partition(NOTE_END)[2] if NOTE_END in before else before
-    save_note(study, f"{study_note(tables)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
+    save_note(study, f"{study_note(tables, pages)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
     for chart in all_charts(tables, MAX_TIMELINE_ROWS):
         figure = plotly_figure(chart)
         if sum(len(series.x) for series in chart.series) > MAX_HOVER_POINTS:
@@ -68,7 +89,7 @@ def publish(study: optuna.Study, record: StudyRecord) -> None:
         save_plotly_graph_object(study, figure, graph_object_id=chart.key)
 
 
-def study_note(tables: StudyTables) -> str:
+def study_note(tables: StudyTables, pages: Mapping[tuple[int, str], str] | None = None) -> str:
     """The best trials, the table by precision and how to read it, in Markdown."""
     record = tables.record
     lines = [f"# {_escape(record.name)}", ""]
@@ -95,6 +116,13 @@ def study_note(tables: StudyTables) -> str:
         lines += [f"  Precision: {_escape(precision_facts(trial))}"]
     if not tables.best:
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
+    if detailed := detailed_evaluations(tables):
+        lines += ["", f"## {HEADING}", ""]
+        for one in detailed:
+            page = (pages or {}).get((one.trial_number, one.split))
+            more = f" [All of it]({page})" if page else ""
+            lines += [f"- Trial {one.trial_number} on {_escape(headline(one))}.{more}"]
+            lines += [f"  - {_escape(text)}" for text in one.warnings]
     lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(tables)), ""]
     if told := pooling(tables):
         lines += ["## On each kind of device", "", *(f"- {_escape(sentence)}" for sentence in told), ""]
@@ -140,8 +168,12 @@ class _Handler(WSGIRequestHandler):
         """Requests are not news."""
 
 
-def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIServer:
+def dashboard_server(
+    storage_url: str, port: int, host: str = LOOPBACK, runs_dir: Path | None = None
+) -> WSGIServer:
     """A server that listens on the IPv4 address `host` and does not yet serve; port 0 takes a free one.
+
+    Artifacts are read from `runs_dir`; None: there are none.
 
     Raises StorageError when the database cannot be used, InputError when the address cannot be bound.
     """
@@ -154,13 +186,17 @@ def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIS
             f"--host must be an IPv4 address of this machine, or 0.0.0.0 for all of them, but got `{host}`."
         ) from None
     storage = open_storage(storage_url, create=False)
-    app = wsgi(storage.optuna)
+    app = wsgi(storage.optuna, artifact_store=DashboardFiles(runs_dir) if runs_dir else None)
 
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
-        if is_own_name(environ.get("HTTP_HOST", "")):
+        path, method = environ.get("PATH_INFO", ""), environ["REQUEST_METHOD"]
+        if not is_own_name(environ.get("HTTP_HOST", "")):
+            return _refuse(start_response, "This server is asked for under a name that is not its own.")
+        if path.startswith("/api/artifacts/") and method != "GET":
+            return _refuse(start_response, "Artifacts are made by hpo and change with the study alone.")
+        if path.startswith(_OWN_PATHS):
             return app(environ, start_response)
-        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
-        return [b"This server is asked for under a name that is not its own.\n"]
+        return app(environ, _sandboxed(start_response))
 
     try:
         return make_server(host, port, guarded, server_class=_Server, handler_class=_Handler)
@@ -170,6 +206,21 @@ def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIS
             f"the dashboard must be able to listen on {host}:{port}, but: {error.strerror}. "
             "Choose another --port or --host."
         ) from error
+
+
+def _refuse(start_response: Any, reason: str) -> list[bytes]:
+    start_response("403 Forbidden", [("Content-Type", "application/json")])
+    return [json.dumps({"reason": reason}).encode()]
+
+
+def _sandboxed(start_response: Any) -> Any:
+    """Answers with the policy of artifacts, which other sites may not read either."""
+
+    def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+        kept = [(name, value) for name, value in headers if name.lower() != "access-control-allow-origin"]
+        return start_response(status, kept + _ARTIFACT_HEADERS, *rest)
+
+    return start
 
 
 def is_own_name(header: str) -> bool:

@@ -101,7 +101,7 @@ def sentences(found: Stored) -> list[str]:
     return [*said, *found["notes"]]
 
 
-def headline(found: Stored) -> str:
+def verdict(found: Stored) -> str:
     """What to use, in one sentence."""
     best = found["artifacts"][found["chosen"]]
     size = found["batch_size"]

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hpo.report.deployed import (
-    headline,
     latency_charts,
     latency_table,
     quality_table,
     sentences,
     task_table,
     threads,
+    verdict,
 )
 from hpo.report.page import plot, render
 
@@ -30,7 +30,7 @@ def deployment_html(found: Mapping[str, Any], model: str) -> str:
             f"Timed on {device['name']} ({', '.join(device['features'])}), {threads(found)}.",
             f"{versions}. Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         ],
-        headline=headline(found),
+        verdict=verdict(found),
         model=model,
         sentences=sentences(found),
         charts=[(chart, plot(chart)) for chart in latency_charts(found)],

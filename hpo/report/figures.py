@@ -66,13 +66,15 @@ LEGEND_WIDTH = 40
 PNG_WIDTH = 100
 """Characters of a line of a PNG's legend."""
 GRID_COLOR, AXIS_COLOR, TEXT_COLOR = "#E3E6EA", "#9AA4AF", "#22272E"
+CELL_COLOR = "#EEF3F7"
+"""Of a cell whose shade is 0."""
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
 MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points, a line, a staircase, horizontal bars, or the name as a text at each point.
+    """Points, a line, a staircase, horizontal bars, cells of a matrix, or the name as a text at each point.
 
     Series of one name share a legend entry.
     """
@@ -82,15 +84,25 @@ class Series:
     x: Sequence[float]
     """The lengths of bars."""
     y: Sequence[float]
-    draw: Literal["points", "line", "steps_after", "steps_before", "bars", "text"] = "points"
+    draw: Literal["points", "line", "steps_after", "steps_before", "bars", "cells", "text"] = "points"
     x_start: Sequence[float] = ()
     """Where bars begin, if not at 0."""
+    shades: Sequence[float] = ()
+    """How dark each cell is, 0 to 1; `x` and `y` are its whole-numbered column and row."""
+    texts: Sequence[str] = ()
+    """What stands in each cell."""
     markers: tuple[str, str] = ("circle", "o")
     hover: Sequence[str] = ()
     """Plain text about each point."""
     dashed: bool = False
     with_markers: bool = False
     in_legend: bool = True
+
+
+def interval_line(name: str, color: str, x: Sequence[float], y: Sequence[float]) -> Series:
+    """An interval from one point to another, across or upright, with a cap at both ends."""
+    caps = ("line-ns-open", "|") if y[0] == y[1] else ("line-ew-open", "_")
+    return Series(name, color, x, y, "line", markers=caps, with_markers=True, in_legend=False)
 
 
 @dataclass(frozen=True)
@@ -168,6 +180,8 @@ def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
     if series.draw == "bars":
         bars = {"type": "bar", "orientation": "h", "base": list(series.x_start) or None, "width": bar_width}
         return trace | bars | {"marker": {"color": series.color}}
+    if series.draw == "cells":
+        return {"type": "heatmap", "name": trace["name"], **_plotly_cells(series)}
     if series.draw == "text":
         return trace | {
             "mode": "text",
@@ -187,6 +201,23 @@ def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
         "marker": marker,
         "line": line,
     }
+
+
+def _plotly_cells(series: Series) -> dict[str, Any]:
+    """Cells that are not named stay empty."""
+    columns, rows = int(max(series.x)) + 1, int(max(series.y)) + 1
+    grids: dict[str, list[list[Any]]] = {
+        "z": [[None] * columns for _ in range(rows)],
+        "text": [[""] * columns for _ in range(rows)],
+        "hovertext": [[""] * columns for _ in range(rows)],
+    }
+    for at, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
+        grids["z"][int(y)][int(x)] = series.shades[at]
+        grids["text"][int(y)][int(x)] = html.escape(series.texts[at])
+        grids["hovertext"][int(y)][int(x)] = html.escape(series.hover[at]).replace("\n", "<br>")
+    look = {"colorscale": [[0, CELL_COLOR], [1, series.color]], "zmin": 0, "zmax": 1, "showscale": False}
+    gaps = {"xgap": 1, "ygap": 1, "hoverongaps": False, "hoverinfo": "text", "texttemplate": "%{text}"}
+    return grids | look | gaps
 
 
 def _whole_axis(chart: Chart) -> dict[str, Any]:
@@ -255,6 +286,8 @@ def _draw(axes: Any, series: Series, bar_width: float) -> None:
     look: dict[str, Any] = {"label": series.name if series.in_legend else None, "color": series.color}
     if series.draw == "bars":
         axes.barh(series.y, series.x, left=series.x_start or 0, height=bar_width, **look)
+    elif series.draw == "cells":
+        _draw_cells(axes, series)
     elif series.draw == "text":
         for x, y in zip(series.x, series.y, strict=True):
             axes.text(x, y, series.name, color=series.color, ha="center", va="center")
@@ -265,3 +298,14 @@ def _draw(axes: Any, series: Series, bar_width: float) -> None:
         look |= {"marker": series.markers[1], "markersize": 4} if series.with_markers else {}
         look |= {"linestyle": "--" if series.dashed else "-", "drawstyle": MATPLOTLIB_STEPS[series.draw]}
         axes.plot(series.x, series.y, linewidth=1.5, **look)
+
+
+def _draw_cells(axes: Any, series: Series) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Rectangle
+
+    colors = LinearSegmentedColormap.from_list(series.name, [CELL_COLOR, series.color])(series.shades)
+    for x, y, shade, color, text in zip(series.x, series.y, series.shades, colors, series.texts, strict=True):
+        axes.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, color=color, linewidth=0))
+        ink = "white" if shade > 0.55 else TEXT_COLOR
+        axes.text(x, y, text, color=ink, ha="center", va="center", fontsize=8)

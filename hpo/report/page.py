@@ -6,20 +6,19 @@ and trials (names, parameters, error messages) is escaped.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections import Counter
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.caveats import caveats
 from hpo.report.compared import configuration_table, precision_table
+from hpo.report.detailed_page import HEADING, evaluation
+from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
     format_bytes,
@@ -38,6 +37,7 @@ from hpo.report.tables import (
     searched_parameters,
     task_metrics_table,
 )
+from hpo.report.templates import fill
 from hpo.report.verdicts import device_table, kept_apart, sentences, untrained, verdict_table
 
 if TYPE_CHECKING:
@@ -71,6 +71,11 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         front=pd.DataFrame([{"trial": ""} | card for card in cards]),
         best=[_trial(tables.record, trial, study_file) for trial in tables.best],
         study_file=study_file,
+        detailed_heading=HEADING,
+        detailed=[
+            evaluation(one, lambda chart: (chart, plot(chart))) for one in detailed_evaluations(tables)
+        ],
+        evaluate_command=f"hpo best {shlex.quote(study_file or tables.record.name)} --evaluate test",
         caveats=caveats(tables),
         precisions=precision_comparison(tables),
         pooling=pooling(tables),
@@ -158,15 +163,7 @@ def render(template: str, **values: Any) -> str:
     """A page from a template of this folder, with plotly.js inside."""
     from plotly.offline import get_plotlyjs
 
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters["inline"] = _inline
-    return templates.get_template(template).render(plotly=Markup(get_plotlyjs()), **values)
+    return fill(template, plotly=Markup(get_plotlyjs()), **values)
 
 
 def plot(chart: Chart) -> Markup:
@@ -198,8 +195,3 @@ def _all_trials(tables: StudyTables) -> pd.DataFrame:
 
 def _cell(value: Any) -> str:
     return format_number(value) if value is None or isinstance(value, float) else str(value)
-
-
-def _inline(text: Any) -> Markup:
-    """Escaped, then `code` between backticks, as messages of this package write it."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(str(text)))))

@@ -13,17 +13,19 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pandas as pd
-
 from hpo.errors import RunError
 from hpo.report.charts import CHART_KEYS, all_charts
+from hpo.report.detailed_charts import charts_of, is_detailed_key
+from hpo.report.detailed_tables import csv_tables, detailed_evaluations
 from hpo.report.figures import png
 from hpo.report.numerics_chart import numerics_table
 from hpo.report.page import report_html
-from hpo.report.tables import StudyTables, task_metrics_table
+from hpo.report.tables import StudyTables
 from hpo.report.verdicts import verdict_table
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from hpo.study.study_record import StudyRecord
 
 
@@ -35,7 +37,8 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
     """
     tables = StudyTables(record)
     charts = all_charts(tables)
-    pictures = {chart.key: chart for chart in charts if not chart.absent}
+    detailed = [chart for one in detailed_evaluations(tables) for chart in charts_of(one)]
+    pictures = {chart.key: chart for chart in [*charts, *detailed] if not chart.absent}
     try:
         for folder in (out_dir, out_dir / "figures", out_dir / "tables"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +48,7 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
             write_whole(out_dir / "figures" / f"{key}.png", png(chart))
         for old in (out_dir / "figures").glob("*.png"):
             key = old.stem.rstrip("_0123456789").removesuffix("_device")
-            if old.stem not in pictures and key in CHART_KEYS:
+            if old.stem not in pictures and (key in CHART_KEYS or is_detailed_key(old.stem)):
                 old.unlink()
         path = out_dir / "report.html"
         write_whole(path, report_html(tables, charts, study_file).encode())
@@ -59,17 +62,15 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
 
 def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
     """The report's CSV tables by file name (without `.csv`)."""
-    nothing = pd.DataFrame(columns=["task", "metric", "value", "number"])
-    metrics = [task_metrics_table(trial).assign(number=trial.number) for trial in tables.best]
     return {
         "precision": tables.by_precision,
         "trials": tables.trials,
         "evaluations": tables.evaluations,
         "numerics": numerics_table(tables),
-        "best_task_metrics": pd.concat(metrics) if metrics else nothing,
         "verdicts": verdict_table(tables),
         "importances": tables.importances.table,
         "not_complete": tables.not_complete,
+        **csv_tables(tables),
     }
 
 

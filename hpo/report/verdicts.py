@@ -10,7 +10,7 @@ import pandas as pd
 from hpo.config.comparison import REFERENCE
 from hpo.outcome import Outcome
 from hpo.report.compared import ratio
-from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series
+from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series, interval_line
 from hpo.report.formats import format_interval
 from hpo.report.tables import ON, StudyTables
 from hpo.study.study_record import is_number
@@ -106,7 +106,7 @@ def forest(tables: StudyTables) -> Chart:
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
         text = f"{_name(row)}: {format_interval(row['difference'], row['low'], row['high'], sign='+')} points"
         place = [position, position]
-        series.append(_interval(row["precision"], color, [row["low"], row["high"]], place))
+        series.append(interval_line(row["precision"], color, [row["low"], row["high"]], place))
         point = [row["difference"]], [position]
         series.append(Series(row["precision"], color, *point, markers=markers, hover=[text], in_legend=False))
     return Chart(
@@ -147,10 +147,10 @@ def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str
         x, y = row["speed_ratio"], row["difference"]
         text = f"{row['precision']}: {x:.2f} times as fast, {y:+.2f} points"
         series.append(Series(row["precision"], color, [x], [y], markers=markers, hover=[text]))
-        series.append(_interval(row["precision"], color, [x, x], [row["low"], row["high"]]))
+        series.append(interval_line(row["precision"], color, [x, x], [row["low"], row["high"]]))
         if is_number(row["speed_ratio_low"]):
             ends = [row["speed_ratio_low"], row["speed_ratio_high"]]
-            series.append(_interval(row["precision"], color, ends, [y, y]))
+            series.append(interval_line(row["precision"], color, ends, [y, y]))
     return Chart(
         key,
         title,
@@ -159,11 +159,6 @@ def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str
         series=series,
         caption="The same configurations and seeds under each precision.",
     )
-
-
-def _interval(precision: str, color: str, x: Sequence[float], y: Sequence[float]) -> Series:
-    caps = ("line-ns-open", "|") if y[0] == y[1] else ("line-ew-open", "_")
-    return Series(precision, color, x, y, "line", markers=caps, with_markers=True, in_legend=False)
 
 
 def _rows(tables: StudyTables) -> list[Mapping[str, Any]]:

@@ -20,6 +20,7 @@ from optuna.trial import TrialState
 
 from hpo.outcome import Outcome
 from hpo.study import schema
+from hpo.study.detailed_evaluations import read_detailed_evaluations
 from hpo.study.process import is_alive
 from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
 
@@ -111,6 +112,7 @@ def _read_trials(
     for row in of_trials(models.TrialUserAttributeModel, "trial_user_attribute_id"):
         attributes[row.trial_id][row.key] = json.loads(row.value_json)
     evaluations = _read_evaluations(connection, name)
+    detailed = read_detailed_evaluations(connection, name)
 
     records = []
     query = sa.select(trials).where(trials.c.study_id == study_id)
@@ -139,6 +141,7 @@ def _read_trials(
                 telemetry=own.pop("telemetry", {}),
                 attributes=own,
                 evaluations=evaluations[row.number],
+                detailed=detailed.get(row.number, {}),
             )
         )
     return records

@@ -35,6 +35,7 @@ from hpo.study.checkpoint_folders import note_database
 from hpo.study.database import check_folder
 from hpo.study.deaths import last_saved_step
 from hpo.study.device_sampler import WorkerDevice
+from hpo.study.final_evaluation import evaluate_best
 from hpo.study.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.storage import Storage, open_storage
 from hpo.study.study_record import StudyRecord
@@ -259,7 +260,8 @@ def run_study(
 ) -> RunSummary:
     """Run the study's trials on this machine until its budget is used up or `stop` is set.
 
-    Where the study is not open, or is paused or cancelled meanwhile, it `ended` as `halted`.
+    Where the study is not open, or is paused or cancelled meanwhile, it `ended` as `halted`. After its last
+    trial the best one is evaluated in detail (`evaluate_best`).
 
     Args:
         places: of `plan_workers`, where the trials run in processes of their own, `hpo worker STUDY`.
@@ -324,6 +326,8 @@ def run_study(
     )
     if artifacts is not None:
         artifacts.settle(LEAVE_SECONDS if stop.is_set() else FINISH_SECONDS)
+    if summary.ended in ("finished", "yielded") and config.comparison is None:
+        evaluate_best(executor, storage, folder, stop)
     return summary
 
 

@@ -75,6 +75,16 @@ evaluations = sa.Table(
     sa.Column("numerics", sa.Text),  # JSON
 )
 
+detailed_evaluations = sa.Table(
+    "hpo_detailed_evaluations",
+    metadata,
+    sa.Column("study", _NAME, primary_key=True),
+    sa.Column("trial_number", sa.Integer, primary_key=True),
+    sa.Column("split", sa.String(16), primary_key=True),
+    sa.Column("document", sa.Text, nullable=False),  # JSON
+    sa.Column("created", sa.Float, nullable=False),
+)
+
 compat = sa.Table(
     "hpo_compat",
     metadata,

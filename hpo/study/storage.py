@@ -38,7 +38,7 @@ from hpo.study.database import exclusive, explain, is_outage, open_database, red
 from hpo.study.process import is_alive, this_machine
 from hpo.study.reader import COMPARISON_ATTR, read_study
 from hpo.study.resize import resize_study
-from hpo.study.schema import compat, evaluations, slots, studies, workers
+from hpo.study.schema import compat, detailed_evaluations, evaluations, slots, studies, workers
 from hpo.study.study_record import StudyRecord
 from hpo.study.trial_storage import TrialStorage
 
@@ -197,8 +197,9 @@ class Storage:
             row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
             if row is not None and row.token != token:
                 # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
-                for column in (studies.c.name, slots.c.study, evaluations.c.study):
-                    connection.execute(sa.delete(column.table).where(column == config.name))
+                connection.execute(sa.delete(studies).where(studies.c.name == config.name))
+                for table in (slots, evaluations, detailed_evaluations):
+                    connection.execute(sa.delete(table).where(table.c.study == config.name))
                 row = None
             if row is None:
                 if token is None and study.get_trials(deepcopy=False):

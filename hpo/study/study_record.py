@@ -57,6 +57,8 @@ class TrialRecord:
     distributions: dict[str, BaseDistribution] = field(default_factory=dict)
     """Optuna's, of each of the `params`."""
     evaluations: list[EvaluationRow] = field(default_factory=list)
+    detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
 
 
 @dataclass(frozen=True)

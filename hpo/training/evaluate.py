@@ -72,12 +72,17 @@ def score_logits(
     Without `decisions` (thresholds and the like) they are chosen on this split, to maximise
     `decision_metrics`. Raises Nonfinite when logits are NaN or infinite.
     """
+    check_finite(logits)
+    predictions, chosen = decode_tasks(tasks, logits, split, decisions, decision_metrics)
+    return {task.name: score(task, predictions[task.name], split.examples) for task in tasks}, chosen
+
+
+def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:
+    """Raise Nonfinite when logits are NaN or infinite."""
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
         what = f"logits were not finite in evaluation. Tasks: {', '.join(broken)}."
         raise Nonfinite(what, in_evaluation=True)
-    predictions, chosen = decode_tasks(tasks, logits, split, decisions, decision_metrics)
-    return {task.name: score(task, predictions[task.name], split.examples) for task in tasks}, chosen
 
 
 def predict_logits(

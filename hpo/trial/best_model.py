@@ -1,14 +1,23 @@
-"""The model that a trial left behind: its best checkpoint, scored on a split or exported."""
+"""The model that a trial left behind: its best checkpoint, evaluated on a split or exported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
+from hpo.data.tasks import Task
+from hpo.data.tokenized_split import TokenizedSplit
 from hpo.errors import DataError, RunError, Unsupported, did_you_mean
+from hpo.evaluation.detailed import DetailedEvaluation, detailed_evaluation
+from hpo.inference.model import predictions_of
+from hpo.inference.rows import Row, predicted_row, truth_of
 from hpo.models.export import ExportSettings, export_model
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
@@ -17,40 +26,82 @@ from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.training.checkpoint import best_checkpoint
 from hpo.training.decoding import DecodingThresholds
-from hpo.training.evaluate import evaluate
+from hpo.training.evaluate import check_finite, predict_logits, score_logits
 from hpo.trial.executor import Executor
 from hpo.trial.provenance import TrialSource, provenance
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 
+DECIDED_ON = "validation"
+"""The split on which a trial chooses its thresholds."""
+
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, dict[str, DecodingThresholds]]
 
 
-def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
-    """{task: {metric: value}} of a trial's best checkpoint, with the decisions chosen on validation.
+@dataclass(frozen=True)
+class SplitLogits:
+    """What a trial's best checkpoint says of a split."""
 
-    Scored under the trial's precision. Raises RunError when the checkpoint is gone or damaged, DataError when
-    there is no such split, Unsupported when this device cannot run the precision.
+    name: str
+    split: TokenizedSplit
+    tasks: tuple[Task, ...]
+    logits: Mapping[str, NDArray[np.float32]]
+    decisions: Mapping[str, DecodingThresholds]
+    """Chosen on validation."""
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """{task: {metric: value}}. Raises Nonfinite."""
+        return score_logits(self.logits, self.split, self.tasks, self.decisions)[0]
+
+    def detailed(self) -> DetailedEvaluation:
+        """Metrics with intervals, classes, calibration and the worst errors. Raises Nonfinite."""
+        check_finite(self.logits)
+        return detailed_evaluation(
+            self.tasks, self.logits, self.split, self.decisions, split_name=self.name, decided_on=DECIDED_ON
+        )
+
+    def predicted_rows(self) -> Iterator[Row]:
+        """One row an example in the form of a data row, with scores and the truth."""
+        predictions = predictions_of(self.tasks, self.logits, self.split, self.decisions)
+        for example, prediction in zip(self.split.examples, predictions, strict=True):
+            yield {**predicted_row(example, prediction), "truth": truth_of(example, self.tasks)}
+
+
+def split_logits(
+    executor: Executor, folder: Path, split: str, on_batch: Callable[[], None] = lambda: None
+) -> SplitLogits:
+    """The logits of a trial's best checkpoint on a split, under the trial's precision.
+
+    `on_batch` runs before each batch; what it raises ends this. Raises RunError when the checkpoint is gone
+    or damaged, DataError when there is no such split, Unsupported when this device cannot run the precision.
     """
     splits = executor.dataset.splits
     if split not in splits:
         raise DataError(f"there is no split {split!r}.{did_you_mean(split, list(splits))}")
-    return _score(executor, _best_model(executor, folder), split)
+    return _predict(executor, _best_model(executor, folder), split, on_batch)
 
 
-def _score(executor: Executor, best: _BestModel, split: str) -> dict[str, dict[str, float]]:
+def _predict(
+    executor: Executor, best: _BestModel, split: str, on_batch: Callable[[], None] = lambda: None
+) -> SplitLogits:
     model, config, precision, decisions = best
     resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
+    tokens = executor.tokens(split, config)
     with backend_flags(precision, config.amp):
-        metrics, _ = evaluate(
+        logits = predict_logits(
             model,
-            executor.tokens(split, config),
+            tokens,
             executor.tasks,
             MixedPrecision(precision, config.amp, executor.device),
             executor.study.evaluation.batch_tokens,
             executor.pad_id(config),
-            decisions,
+            on_batch=on_batch,
         )
-    return metrics
+    return SplitLogits(split, tokens, executor.tasks, logits, decisions)
+
+
+def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
+    """{task: {metric: value}} of `split_logits`."""
+    return split_logits(executor, folder, split).metrics()
 
 
 def with_test_metrics(executor: Executor, folder: Path, result: TrialResult) -> TrialResult:
@@ -73,16 +124,17 @@ def export_checkpoint(
     """Write a trial's best checkpoint as a folder that transformers and this package load.
 
     Where the data have a test split, the folder tells the scores on it: those of the trial's record, or else,
-    with `score_test`, computed here, if this device can run the precision.
+    with `score_test`, computed here with their intervals, if this device can run the precision.
 
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """
     best = _best_model(executor, folder)
     model, config, precision, decisions = best
-    scores = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
-    if score_test and scores["test"] is None and "test" in executor.dataset.splits:
+    is_scored = "test" in trial.detailed or trial.telemetry.get("test_metrics") is not None
+    if score_test and not is_scored and "test" in executor.dataset.splits:
         with suppress(Unsupported):
-            scores["test"] = _score(executor, best, "test")
+            detailed = _predict(executor, best, "test").detailed().as_json()
+            trial = replace(trial, detailed={**trial.detailed, "test": detailed})
     data = executor.study.data
     settings = ExportSettings(
         windowing=executor.windowing(config),
@@ -91,9 +143,10 @@ def export_checkpoint(
         float32_parts=tuple(config.float32_parts),
         tf32=bool(config.amp.tf32),
         batch_tokens=executor.study.evaluation.batch_tokens,
-        columns={"id": data.columns.id, "text": data.columns.text},
+        columns=data.columns.model_dump(include={"id", "text", "segments"}),
+        csv=data.csv.model_dump(),
         decisions=decisions,
-        provenance=provenance(executor, config, trial, {name: of for name, of in scores.items() if of}),
+        provenance=provenance(executor, config, trial),
     )
     return export_model(model, executor.tokenizer(config), out_dir, settings)
 

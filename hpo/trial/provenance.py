@@ -40,12 +40,12 @@ class TrialSource:
     """None: of `hpo train`, which has no study in a database."""
     params: Mapping[str, Any] = field(default_factory=dict)
     telemetry: Mapping[str, Any] = field(default_factory=dict)
+    detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Its stored detailed evaluations by split, as JSON."""
 
 
-def provenance(
-    executor: Executor, config: TrialConfig, trial: TrialSource, scores: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The record as plain containers; `scores` is {split: {task: {metric: value}}}."""
+def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> dict[str, Any]:
+    """The record as plain containers."""
     study = executor.study
     dataset, precision = executor.dataset, trial.telemetry.get("precision", {})
     settings = config.model_dump(mode="json", exclude=set(_ELSEWHERE), exclude_none=True)
@@ -54,7 +54,7 @@ def provenance(
         "trial": trial.number,
         "parameters": {name: value for name, value in trial.params.items() if name != "encoder"},
         "settings": {name: value for name, value in settings.items() if value not in ({}, [])},
-        "scores": scores,
+        **_scores(trial),
         "precision": {
             "requested": config.fp_precision,
             **{key: precision.get(key) for key in ("effective", "support", "float32_parts", "observed")},
@@ -70,6 +70,21 @@ def provenance(
     }
     plain: dict[str, Any] = json_safe(record)
     return plain
+
+
+def _scores(trial: TrialSource) -> dict[str, Any]:
+    """`scores` {split: {task: {metric: value}}} and, of splits that were evaluated in detail, `intervals`
+    {split: {task: {metric: [low, high]}}}."""
+    of_trial = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
+    scores: dict[str, Any] = {split: of_tasks for split, of_tasks in of_trial.items() if of_tasks}
+    intervals: dict[str, Any] = {}
+    for split, document in trial.detailed.items():
+        metrics = {task: found["metrics"] for task, found in document["tasks"].items()}
+        scores[split], intervals[split] = (
+            {task: {metric: pick(of) for metric, of in found.items()} for task, found in metrics.items()}
+            for pick in (lambda of: of["value"], lambda of: [of["low"], of["high"]])
+        )
+    return {"scores": scores, "intervals": intervals}
 
 
 def _versions() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 import pytest
 from browser import page_that_fits
 from command_line import hpo_command, ok
+from every_kind import PAIR_TASKS, pair_row
+from jsonl_sets import write_set
 from plotly.offline import get_plotlyjs
 from tiny import write_study
+from tiny_encoders import save_encoder
+from tiny_tokenizers import tiny_tokenizer
 
 HOSTILE = "<img src=x onerror='window.hacked=1'>"
 CLASSES = ["freundlich", HOSTILE, *(f"Klasse {n}" for n in range(32))]
@@ -113,6 +118,23 @@ def test_check_refuses_bad_data(tmp_path: Path) -> None:
     assert (finished.exit_code, finished.out) == (2, "")
     assert "train.csv: has no column `Note`" in finished.err
     assert not (tmp_path / "runs/tiny/report/data.html").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_pair_that_the_tokenizer_would_join_is_refused(command: str, tmp_path: Path) -> None:
+    encoder = save_encoder(tmp_path / "encoder")
+    tiny_tokenizer("bare").save_pretrained(encoder)
+    tasks = {"verdict": PAIR_TASKS["verdict"]}
+    rng = random.Random(0)
+    rows = [{**pair_row(number, rng), "spans": {}} for number in range(40)]
+    write_set(tmp_path / "data", tasks, train=rows)
+    data = {"source": "jsonl", "path": "data", "pair_segments": ["question", "context"]}
+    write_study(tmp_path, data=data, model={"encoder": str(encoder)})
+    finished = hpo_command(tmp_path, command, "tiny.yaml")
+    assert finished.exit_code == 2
+    (error,) = [line for line in finished.err.splitlines() if "Error: " in line]
+    assert error.startswith("Error: data.pair_segments: the tokenizer must put a special token between")
+    assert finished.err.endswith(f"{error}\n")
 
 
 def test_run_says_what_is_grave_in_new_data(tmp_path: Path) -> None:

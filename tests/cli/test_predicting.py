@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import huggingface_hub.constants
 import pytest
 from command_line import ROOT, Finished, hpo_command, ok
 from readme import README
 
+import hpo
 from hpo.config.study_config import load_study
 from hpo.data.dataset import DataSet, load_data
 from hpo.training.metrics import score
@@ -27,6 +30,15 @@ def exported(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": example.id, "text": example.text} for example in data_of(folder).splits["test"]]
     (folder / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
+
+
+@pytest.fixture(scope="session")
+def graph(exported: Path) -> str:
+    """The name of the ONNX export of the same model, beside it."""
+    import hpo
+    from hpo.deploy.onnx_export import export_onnx
+
+    return export_onnx(hpo.load(exported / "model", device="cpu"), exported / "graph").name
 
 
 def data_of(folder: Path) -> DataSet:
@@ -138,6 +150,64 @@ def test_what_is_refused(exported: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "older", "torn"]
 
 
+def test_an_onnx_export_predicts_the_same(exported: Path, graph: str) -> None:
+    wanted, found = (
+        rows_of(ok(hpo_command(exported, "predict", folder, "test.jsonl")).out) for folder in ("model", graph)
+    )
+    for one, other in zip(wanted, found, strict=True):
+        assert one["spans"] == other["spans"]
+        assert one["scores"].keys() == other["scores"].keys()
+        for task, scores in one["scores"].items():
+            assert other["scores"][task] == pytest.approx(scores, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["model", "graph"])
+def test_broken_exports_of_both_kinds(exported: Path, graph: str, kind: str, tmp_path: Path) -> None:
+    weights = {"model": "model.safetensors", "graph": "model.onnx"}[kind]
+    assert (exported / graph / "model.onnx").exists()
+    content = json.loads((exported / kind / "hpo.json").read_text())
+    cases: list[tuple[str, bytes | None, str]] = [
+        (weights, (exported / kind / weights).read_bytes()[:-100], "broken"),
+        (weights, b"", "broken"),
+        (weights, None, "broken"),
+        ("tokenizer.json", None, "broken"),
+        ("hpo.json", json.dumps(content | {"format": 9}).encode(), "Use the version of hpo that wrote it."),
+        ("hpo.json", b"[]", "but it has None. Use the version of hpo that wrote it."),
+        ("hpo.json", b"{", "must be a whole folder"),
+    ]
+    out = tmp_path / "out.jsonl"
+    for name, replacement, message in cases:
+        broken = Path(shutil.copytree(exported / kind, tmp_path / "broken"))
+        (broken / name).unlink()
+        if replacement is not None:
+            (broken / name).write_bytes(replacement)
+        refused(hpo_command(exported, "predict", str(broken), "test.jsonl", "--output", str(out)), message)
+        shutil.rmtree(broken)
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_an_onnx_export_refuses(exported: Path, graph: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    cases = [
+        (("--precision", "bf16"), "its precision must be that, but got 'bf16'"),
+        (("--output", "/dev/null/out.csv"), "/dev/null is no folder"),
+    ]
+    for options, message in cases:
+        refused(hpo_command(exported, "predict", graph, "test.jsonl", *options), message)
+    finished = hpo_command(exported, "predict", graph, str(tmp_path / "empty.txt"))
+    refused(finished, "must hold at least one text, but is empty.")
+
+
+@pytest.mark.parametrize("kind", ["model", "graph"])
+def test_a_text_of_a_million_characters(exported: Path, graph: str, kind: str, tmp_path: Path) -> None:
+    assert graph == "graph"
+    texts = tmp_path / "texts.txt"
+    texts.write_text(("I sleep badly. " * 66_667)[:1_000_000])
+    finished = ok(hpo_command(exported, "predict", kind, str(texts)))
+    assert len(rows_of(finished.out)) == 1
+    assert "1 of 1 texts are longer than 64 tokens and lose their end, as in training" in finished.err
+
+
 def test_a_study_without_a_model(tmp_path: Path, exported: Path) -> None:
     finished = hpo_command(tmp_path, "predict", "nothing", str(exported / "test.jsonl"))
     assert finished.exit_code == 2
@@ -158,6 +228,51 @@ def test_train_exports_a_model_too(exported: Path, tmp_path: Path) -> None:
     assert provenance["scores"]["validation"] == record["telemetry"]["metrics"]
     assert len(rows_of(ok(hpo_command(exported, "predict", str(out), "test.jsonl")).out)) == 24
     refused(hpo_command(exported, "train", "tiny.yaml", "--export", "/dev/null/x"), "/dev/null is none")
+
+
+NEEDED = (
+    *("config.json", "heads.safetensors", "hpo.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json"),
+)
+NOT_NEEDED = ("README.md",)
+
+
+def test_the_files_of_an_export_are_known(exported: Path) -> None:
+    names = {file.name for file in (exported / "model").iterdir()}
+    assert names == {*NEEDED, *NOT_NEEDED}
+
+
+@pytest.mark.parametrize("lost", NEEDED)
+def test_a_file_that_an_export_lacks_is_named(lost: str, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported / "model", tmp_path / "model")
+    (tmp_path / "model" / lost).unlink()
+    finished = hpo_command(exported, "predict", str(tmp_path / "model"), "test.jsonl")
+    refused(finished, lost)
+    assert "written by `hpo best --export`" in finished.err
+
+
+@pytest.mark.parametrize("lost", NOT_NEEDED)
+def test_what_only_people_read_may_be_left_out(lost: str, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported / "model", tmp_path / "model")
+    (tmp_path / "model" / lost).unlink()
+    found = ok(hpo_command(exported, "predict", str(tmp_path / "model"), "test.jsonl"))
+    assert found.out == ok(hpo_command(exported, "predict", "model", "test.jsonl")).out
+
+
+def test_an_export_is_read_without_a_request(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def refuse(*arguments: object, **_: object) -> NoReturn:
+        asked.append(arguments)
+        raise OSError("no network in this test")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    ok(hpo_command(exported, "predict", "model", "test.jsonl"))
+    hpo.load(exported / "model").predict(["I sleep badly."])
+    assert asked == []
 
 
 def test_an_export_needs_nothing_of_the_study(exported: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from jsonl_sets import load, load_set, write_set
+from pydantic import ValidationError
 
 from hpo.config.data_config import DataConfig
 from hpo.data.dataset import DataSet
@@ -31,6 +32,7 @@ LINES: list[dict[str, Any]] = [
         "text": 'Ann works\nin Rome, "she" says',
         "labels": {"tone": "calm", "topics": ["work"], "grade": 1.5},
         "spans": {"person": [[0, 3]], "place": [[13, 17]], "reply": [[4, 9]], "work": [[0, 9]]},
+        "segments": {"who": [0, 3], "rest": [4, 29]},
     },
     {"id": "b", "text": "nothing", "labels": {"tone": "angry", "topics": [], "grade": -2.0}, "spans": {}},
     {"id": "c", "text": "not annotated", "labels": {}},
@@ -38,6 +40,7 @@ LINES: list[dict[str, Any]] = [
 COLUMNS = {
     "id": "key",
     "text": "body",
+    "segments": "parts",
     "labels": {"tone": "tone", "topics": "topics", "grade": "grade"},
     "spans": {"person": "person", "place": "place", "answer": "reply", "proof": "proof"},
 }
@@ -50,13 +53,18 @@ def cells(line: dict[str, Any]) -> dict[str, Any]:
     for name in ("person", "place", "reply"):
         row[name] = None if spans is None else spans.get(name, [])
     work = {"work"} & (spans or {}).keys()
+    row["parts"] = line.get("segments")
     row["proof"] = None if spans is None else json.dumps({name: spans[name] for name in work})
     return row
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     """Empty cells where there is nothing, JSON for lists."""
-    texts = [{key: json.dumps(v) if isinstance(v, list) else v for key, v in row.items()} for row in rows]
+
+    def cell(value: Any) -> Any:
+        return json.dumps(value) if isinstance(value, list | dict) else value
+
+    texts = [{key: cell(value) for key, value in row.items()} for row in rows]
     pd.DataFrame(texts).to_csv(path, index=False)
 
 
@@ -89,6 +97,12 @@ def one_csv(folder: Path, header: str, *rows: str, tasks: dict[str, Any], **colu
     for split in ("train", "validation"):
         (folder / f"{split}.csv").write_text("\n".join([header, *rows]) + "\n")
     return load_set(folder, "csv", tasks=tasks, columns=columns)
+
+
+def test_a_table_of_pairs_needs_the_column_of_segments() -> None:
+    pair = {"pair_segments": ["who", "rest"], "tasks": TASKS, "path": "x"}
+    with pytest.raises(ValidationError, match=r"columns\.segments\s+must be given for `pair_segments`\."):
+        load(source="csv", columns={"labels": {"tone": "tone"}}, **pair)
 
 
 def test_several_classes_may_be_joined_by_bars(tmp_path: Path) -> None:

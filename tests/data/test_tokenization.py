@@ -297,6 +297,14 @@ def test_a_tokenizer_without_a_place_for_no_answer_is_refused() -> None:
         tokenize_split([example("a")], [ANSWER], tiny_tokenizer("suffix_only"), Windowing(16))
 
 
+def test_a_tokenizer_that_puts_nothing_between_the_segments_is_refused() -> None:
+    message = r"data.pair_segments: .* between two segments, .* but \w+ puts none. Choose an encoder"
+    with pytest.raises(ModelError, match=message):
+        tokenize_split(
+            [pair_example("a", "b")], [], tiny_tokenizer("bare"), Windowing(16, pair_segments=PAIR)
+        )
+
+
 # Real sets
 
 

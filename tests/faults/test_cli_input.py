@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import huggingface_hub.constants
 import pytest
-from command_line import Finished, hpo_command, ok, stored
+from command_line import Finished, finish, hpo_command, ok, start_hpo, stored
 from jsonl_sets import write_set
 from tiny import write_study
 
@@ -100,3 +102,55 @@ def test_full_disk_during_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
     assert trial.outcome == "complete"
     problem = trial.telemetry["checkpoint_problems"][0]
     assert "could not be written: [Errno 28] No space left on device. Free some space" in problem
+
+
+# An encoder of the hub, which is out of reach
+
+
+@pytest.fixture
+def hub_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """A study of an encoder that no cache holds; the list is of the connections that were tried."""
+    tried: list[tuple[object, ...]] = []
+
+    def refuse(*arguments: object, **_: object) -> NoReturn:
+        tried.append(arguments)
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    write_study(tmp_path, model={"encoder": "someone/tiny"})
+    return tried
+
+
+@pytest.mark.parametrize("command", ["check", "run", "init", "worker", "train", "verify"])
+@pytest.mark.parametrize("is_offline", [True, False])
+def test_a_hub_out_of_reach(
+    command: str,
+    is_offline: bool,
+    hub_study: list[tuple[object, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", is_offline)
+    finished = hpo_command(tmp_path, command, "tiny.yaml")
+    why = (
+        "HF_HUB_OFFLINE forbids asking" if is_offline else r"the hub could not be reached \(.*\)\. Check the"
+    )
+    check_refused(
+        tmp_path, finished, rf"`someone/tiny` is no folder .* not in the Hugging Face cache, and .*{why}"
+    )
+    assert finished.err.splitlines()[-1].startswith("Error: ")
+    assert (hub_study == []) == is_offline
+    assert len(hub_study) <= 1, "retries take long"
+
+
+def test_the_variable_that_forbids_asking_the_hub(tmp_path: Path) -> None:
+    """With the real command, since the hub's client reads its variables when it is imported."""
+    write_study(tmp_path, model={"encoder": "someone/tiny"})
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    finished = finish(start_hpo(tmp_path, "run", "tiny.yaml", **variables))
+    check_refused(
+        tmp_path, finished, "HF_HUB_OFFLINE forbids asking the hub. Unset it, or name a local folder"
+    )
+    assert finished.err.count("\n") <= 3

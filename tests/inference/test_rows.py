@@ -18,7 +18,7 @@ from hpo.data.examples import Example, RowChecker
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import DataError, InputError
 from hpo.inference.model import PredictedSpan, Prediction, TaskPrediction, TrainedModel
-from hpo.inference.rows import check_output, predicted_row, predictions_file, read_examples
+from hpo.inference.rows import check_output, predicted_row, predictions_file, read_examples, truth_of
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings
 
@@ -41,9 +41,13 @@ ROW: dict[str, Any] = {
 }
 
 
-def trained(pair: tuple[str, str] | None = None, **columns: str) -> TrainedModel:
+def trained(
+    pair: tuple[str, str] | None = None, form: dict[str, str | None] | None = None, **columns: str
+) -> TrainedModel:
     windowing = Windowing(16, pair_segments=pair)
-    settings = ExportSettings(windowing=windowing, attention="sdpa", precision="fp32", columns=columns)
+    settings = ExportSettings(
+        windowing=windowing, attention="sdpa", precision="fp32", columns=columns, csv=form or {}
+    )
     return TrainedModel(make_model(), load_tokenizer("minilm"), settings)
 
 
@@ -68,6 +72,64 @@ def write_twice(path: Path) -> None:
     with predictions_file(path, KIND_TASKS) as write:
         write([ROW])
         write([{**ROW, "id": "2"}])
+
+
+def known_to_be(labels: dict[str, Any], spans: dict[str, list[tuple[int, int]]], *annotated: str) -> Example:
+    return Example("1", EXAMPLE.text, labels, spans, annotated=frozenset(annotated))
+
+
+TRUTH = known_to_be(
+    {"single": "c", "multi": ["a", "b"], "number": 2.5},
+    {"x": [(0, 4)], "a": [(5, 7), (8, 12)]},
+    *("single", "multi", "number", "joint", "evidence"),
+)
+
+
+def test_truth_is_of_the_tasks_that_a_row_is_annotated_for() -> None:
+    tasks = [task for task in KIND_TASKS if task.name in ("single", "multi", "overlapping", "evidence")]
+    found = truth_of(known_to_be({"single": "c"}, {}, "single", "evidence"), tasks)
+    assert found == {"labels": {"single": "c"}, "spans": {"a": [], "b": []}}
+    assert truth_of(known_to_be({}, {}), tasks) == {"labels": {}, "spans": {}}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_truth_stands_beside_the_predictions(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"out.{suffix}"
+    unknown = known_to_be({}, {})
+    rows = [{**ROW, "truth": truth_of(example, KIND_TASKS)} for example in (TRUTH, unknown)]
+    with predictions_file(path, KIND_TASKS, with_truth=True) as write:
+        write(rows)
+    if suffix == "jsonl":
+        assert [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] == rows
+        return
+    if suffix == "csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            first, second = csv.DictReader(file)
+        plain = ("id", "text", "labels.single", "truth.single")
+        first, second = (
+            {key: cell if key in plain or not cell else json.loads(cell) for key, cell in row.items()}
+            for row in (first, second)
+        )
+        nothing = ""
+    else:
+        first, second = pq.read_table(path).to_pylist()
+        nothing = None
+    assert (first["labels.single"], first["truth.single"]) == ("b", "c")
+    assert (first["truth.multi"], first["truth.number"]) == (["a", "b"], 2.5)
+    assert first["truth.evidence"] == {"a": [[5, 7], [8, 12]], "b": []}
+    assert first["truth.answer"] == nothing
+    truths = {key: cell for key, cell in second.items() if key.startswith("truth.")}
+    assert truths == {f"truth.{task.name}": nothing for task in KIND_TASKS}
+    assert [key for key in first if "truth" not in key] == list(table_columns(tmp_path, suffix))
+
+
+def table_columns(folder: Path, suffix: str) -> list[str]:
+    """Those of a table without truth."""
+    write_twice(folder / f"plain.{suffix}")
+    if suffix == "parquet":
+        return list(pq.read_table(folder / f"plain.{suffix}").column_names)
+    with (folder / f"plain.{suffix}").open(encoding="utf-8", newline="") as file:
+        return next(csv.reader(file))
 
 
 def test_jsonl(tmp_path: Path) -> None:
@@ -181,6 +243,58 @@ def test_tables_of_texts(tmp_path: Path) -> None:
     )
 
 
+RUSSIAN = "Очень долго ждал"
+
+
+@pytest.mark.parametrize(
+    ("form", "encoding", "content", "warned"),
+    [
+        # What the study gave is used, which no guess would find.
+        ({"delimiter": "#", "encoding": "cp1251"}, "cp1251", f"id#text\na#{RUSSIAN}\n", None),
+        ({"encoding": "utf-16-le"}, "utf-16-le", f"id,text\na,{RUSSIAN}\n", None),
+        ({"encoding": "utf-8"}, "utf-8-sig", f"id,text\na,{RUSSIAN}\n", None),
+        # Another program wrote the new file.
+        ({"delimiter": "#"}, "utf-8", f"id;text\na;{RUSSIAN}\n", "read with `;`"),
+        ({"encoding": "cp1251"}, "utf-8", f"id,text\na,{RUSSIAN}\n", "decoded as utf-8"),
+        ({"encoding": "cp1251"}, "utf-8-sig", f"id,text\na,{RUSSIAN}\n", "decoded as utf-8"),
+        ({"encoding": "cp1252"}, "utf-16", f"id,text\na,{RUSSIAN}\n", "decoded as utf-16"),
+        (
+            {"delimiter": ";", "encoding": "shift_jis"},
+            "utf-8",
+            f"id,text\na,{RUSSIAN}\n",
+            "read with `,`, decoded as utf-8",
+        ),
+        # An encoding that is given stays where the delimiter alone is another.
+        ({"delimiter": ";", "encoding": "cp1251"}, "cp1251", f"id,text\na,{RUSSIAN}\n", "read with `,`"),
+    ],
+)
+def test_a_csv_file_is_read_as_those_of_the_study_unless_it_is_written_otherwise(
+    form: dict[str, str | None],
+    encoding: str,
+    content: str,
+    warned: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_bytes(content.encode(encoding))
+    examples, bad = read_examples(path, trained(form=form))
+    assert [(example.id, example.text) for example in examples] == [("a", RUSSIAN)]
+    assert not bad
+    unlike = f"{path}: {warned}, unlike the study's files (its `data.csv`)"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == (
+        [unlike] if warned else []
+    )
+
+
+def test_a_csv_file_that_can_be_read_neither_way(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_bytes(f"id#body\na#{RUSSIAN}\n".encode("cp1251"))
+    model = trained(form={"delimiter": "#", "encoding": "cp1251"})
+    with pytest.raises(DataError, match=r"has no column `text`.*read with `#`; `data.csv.delimiter` sets it"):
+        read_examples(path, model)
+
+
 @pytest.mark.parametrize("name", ["texts.txt", "texts.jsonl", "texts.csv", "texts.parquet"])
 def test_files_that_are_none(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
@@ -194,10 +308,59 @@ def test_files_that_are_none(tmp_path: Path, name: str) -> None:
         read(path)
 
 
+PAIRED = '{"id": "1", "text": "a b", "segments": {"q": [0, 1], "c": [2, 3]}}\n'
+
+
 def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
-    path.write_text('{"text": "a b", "segments": {"q": [0, 1], "c": [2, 3]}}\n{"text": "a b"}\n')
+    path.write_text(PAIRED + '{"text": "a b"}\n')
     examples, bad = read_examples(path, trained(("q", "c")))
     assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
     assert "`segments` must have `q`" in bad[0]
     assert ColumnsConfig().text == "text"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_predictions_of_pairs_can_be_read_again(suffix: str, tmp_path: Path) -> None:
+    model = trained(("q", "c"))
+    (tmp_path / "texts.jsonl").write_text(PAIRED)
+    examples, _ = read_examples(tmp_path / "texts.jsonl", model)
+    out = tmp_path / f"out.{suffix}"
+    with predictions_file(out, KIND_TASKS, ("q", "c")) as write:
+        write(predicted_row(example, PREDICTION) for example in examples)
+    again, bad = read_examples(out, model)
+    assert not bad
+    assert [(one.id, one.text, dict(one.segments)) for one in again] == [
+        ("1", "a b", {"q": (0, 1), "c": (2, 3)})
+    ]
+
+
+def test_pairs_in_tables_of_the_study_s_own_column(tmp_path: Path) -> None:
+    path = tmp_path / "texts.csv"
+    path.write_text(
+        'text;parts\na b;"{""q"": [0, 1], ""c"": [2, 3]}"\na b;"{""q"": [0, 1]}"\na b;\na b;{q\na b;3\n'
+    )
+    examples, bad = read_examples(path, trained(("q", "c"), segments="parts"))
+    assert [dict(example.segments) for example in examples] == [{"q": (0, 1), "c": (2, 3)}]
+    assert [line.removeprefix(f"{path}:")[:1] for line in bad] == ["3", "4", "5", "6"]
+    assert "`segments` must have `c` (data.pair_segments names it)" in bad[0]
+    assert "column parts must be JSON" in bad[2]
+    assert "`segments` must be an object of name: [start, end], but got 3" in bad[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "came"),
+    [
+        ("texts.txt", "but lines of text have none"),
+        ("texts.csv", "but the columns are id, text"),
+        ("texts.parquet", "but the columns are id, text"),
+    ],
+)
+def test_a_file_that_can_have_no_pairs_is_one_clear_error(name: str, came: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("id,text\n1,a b\n")
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"id": [1], "text": ["a b"]}), path)
+    needed = r"`segments`, and tables the column `segments`, with \{name: \[start, end\]\} in characters"
+    with pytest.raises(DataError, match=rf"{name}: the model takes a pair .*{needed} of the text, {came}\."):
+        read_examples(path, trained(("q", "c")))

@@ -9,7 +9,7 @@ from tiny_encoders import KIND_TASKS
 
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import Windowing
-from hpo.models.model_card import model_card
+from hpo.models.model_card import GraphFacts, model_card
 
 PROVENANCE: dict[str, Any] = {
     "study": "complaints",
@@ -55,6 +55,34 @@ def test_a_person_reads_where_it_comes_from() -> None:
         '    prediction["evidence"].spans',
     ):
         assert line in card, line
+
+
+def test_scores_of_a_detailed_evaluation_have_their_interval() -> None:
+    intervals = {"test": {"joint": {"span_f1": [0.125, 0.375], "f1_macro": [None, None]}}}
+    card = model_card(KIND_TASKS, Windowing(128), {**PROVENANCE, "intervals": intervals})
+    for line in (
+        "| split | task | metric | value | 95 % interval |\n| --- | --- | --- | --- | --- |",
+        "| test | joint | span_f1 | 0.2500 | 0.1250 to 0.3750 |",
+        "| validation | single | f1_macro | 0.5000 | – |",
+    ):
+        assert line in card, line
+    assert "interval" not in model_card(KIND_TASKS, Windowing(128), {**PROVENANCE, "intervals": {}})
+
+
+def test_the_card_of_an_onnx_export_says_what_it_is() -> None:
+    facts = GraphFacts("int8", 1, "<pad>")
+    pairs = Windowing(128, pair_segments=("question", "context"))
+    card = model_card(KIND_TASKS, pairs, PROVENANCE, facts)
+    assert ModelCard(card).data.library_name == "onnx"
+    for line in (
+        "This export is an ONNX graph whose layers compute in int8. A text over 128 tokens",
+        'tokenizer.enable_padding(pad_id=1, pad_token="<pad>")',
+        'folder, texts = "complaints-trial-7", [("...", "..."), ("...", "...")]',
+        "They are\nthe scores of the trial in PyTorch, not of this graph.",
+    ):
+        assert line in card, line
+    assert "AutoModel" not in card
+    assert "onnx" not in model_card(KIND_TASKS, pairs, PROVENANCE)
 
 
 def test_names_are_no_markup() -> None:

@@ -5,7 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from study_records import fake_record, fake_tables, fake_trial, tables_of
+from detailed_documents import document
+from study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
 
 from hpo.report.caveats import Notice, caveats
 from hpo.study.study_record import TrialRecord
@@ -121,3 +122,17 @@ def test_precisions_that_no_trial_ran_are_said() -> None:
     said = texts([fake_trial(0, "fp32")])
     assert "Not run here: tf32, fp16. `tf32` needs CUDA with compute capability >= 8.0" in said
     assert "No trial drew bf16." in said
+
+
+def test_trials_that_the_interval_does_not_tell_apart_are_named() -> None:
+    """The interval of the score is 0.06 wide."""
+    values = [(0.72,), (0.68,), (0.5,)]
+    trials = [with_values(number, value) for number, value in enumerate(values)]
+    assert "cannot tell them apart" not in texts(trials)
+    trials[0] = dataclasses.replace(trials[0], detailed={"validation": document({}, "validation")})
+    (found,) = (one for one in caveats(tables_of(trials, name="my study")) if "cannot tell" in one.text)
+    assert found.text == (
+        "The interval of score on validation is 0.06 wide; 2 of 3 complete trials lie within that of the "
+        "best, so the search cannot tell them apart."
+    )
+    assert "(`hpo compare 'my study' --configurations`)" in found.advice

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import dataclasses
 import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import optuna
 import pytest
 from browser import open_chromium
+from detailed_documents import every_kind
 from optuna_dashboard import get_note, save_note
 from study_records import fake_record, fake_tables, fake_trial, record_of, tables_of
 
@@ -30,9 +33,9 @@ def study(sqlite_url: str) -> Iterator[optuna.Study]:
 
 
 @contextmanager
-def serving(url: str, host: str = LOOPBACK) -> Iterator[int]:
+def serving(url: str, host: str = LOOPBACK, runs_dir: Path | None = None) -> Iterator[int]:
     """The port of a dashboard that answers."""
-    server = dashboard_server(url, 0, host)
+    server = dashboard_server(url, 0, host, runs_dir)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -71,6 +74,16 @@ def test_note_names_the_best_and_what_limits_it() -> None:
     assert "trained with one seed only" in note
     assert "27 of 40 trials are complete" in note
     assert "None yet: 1 trials, none complete." in study_note(tables_of([fake_trial(0, "fp32", "failed")]))
+
+
+def test_note_has_the_headline_and_the_warnings_of_detailed_evaluations() -> None:
+    trial = dataclasses.replace(fake_trial(6, "fp32"), detailed={"test": every_kind()})
+    note = study_note(tables_of([trial]), {(6, "test"): "/artifacts/1/2/3"}).replace("\u00a0", " ")
+    assert (
+        "- Trial 6 on test, 500 rows: score 0.712 \\[0.682, 0.742\\]. [All of it](/artifacts/1/2/3)" in note
+    )
+    assert "  - tags: The class \\`rude\\` is true in 12 rows of test and never predicted." in note
+    assert "What the best model" not in study_note(fake_tables())
 
 
 def test_names_in_the_note_are_text() -> None:

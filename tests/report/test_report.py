@@ -52,7 +52,8 @@ def test_a_report_is_one_page_with_its_pictures_and_tables(full_report: Path) ->
     assert figures == set(CHART_KEYS) - {"objectives"} - others
     tables = {file.stem: pd.read_csv(file) for file in (full_report.parent / "tables").glob("*.csv")}
     names = {"best_task_metrics", "evaluations", "importances", "not_complete", "numerics", "precision"}
-    assert tables.keys() == names | {"trials", "verdicts"}
+    of_detailed = {"classes", "confusions", "calibration", "worst_errors"}
+    assert tables.keys() == names | of_detailed | {"trials", "verdicts"}
     by_precision = StudyTables(fake_record()).by_precision
     pd.testing.assert_frame_equal(tables["precision"], by_precision, check_dtype=False)
     assert len(tables["trials"]) == 40

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-from old_tables import make_v1, make_v2
+from old_tables import make_v1, make_v2, make_v3
 from worker_process import study
 
 from hpo.errors import StorageError
+from hpo.study.detailed_evaluations import store_detailed_evaluation
 from hpo.study.migrations import differences, newest_version, stored_version
 from hpo.study.storage import open_storage
 
@@ -38,6 +39,19 @@ def test_evaluations_of_the_second_version_have_no_numerics(storage_url: str) ->
         assert differences(connection) == {}
         ((evaluation,),) = (trial.evaluations for trial in storage.read_study("tiny").trials)
     assert (evaluation.step, evaluation.metrics, evaluation.numerics) == (40, {"score": 0.5}, None)
+
+
+def test_trials_of_the_third_version_have_no_detailed_evaluation(storage_url: str) -> None:
+    make_v3(storage_url)
+    with pytest.raises(StorageError, match=r"of an earlier hpo \(v3\). `hpo doctor --fix` moves them up"):
+        open_storage(storage_url, create=False)
+    with open_storage(storage_url) as storage, storage.engine.connect() as connection:
+        assert stored_version(connection) == newest_version()
+        assert differences(connection) == {}
+        assert [trial.detailed for trial in storage.read_study("tiny").trials] == [{}]
+        document = {"split": "test", "num_examples": 3}
+        assert store_detailed_evaluation(storage, "tiny", storage.study_token("tiny"), 0, document)
+        assert [trial.detailed for trial in storage.read_study("tiny").trials] == [{"test": document}]
 
 
 @pytest.mark.parametrize("create", [True, False])

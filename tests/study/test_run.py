@@ -208,7 +208,9 @@ def test_only_skip_leaves_out_what_is_searched(
 ) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(run_module, "probe_device", lambda _: CPU)
-    monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(
+        run_module, "run_worker", lambda *_, **options: given.update(options) or RunSummary("stopped")
+    )
     config = searching("fp32", "bf16", on_unsupported=on_unsupported)
     with open_study(config, sqlite_url, tmp_path) as opened:
         assert opened.left_out.keys() == ({"bf16"} if on_unsupported == "skip" else set())
@@ -354,7 +356,9 @@ def test_sampler_knows_the_memory_of_its_worker(
     given: dict[str, Any] = {}
     monkeypatch.setenv(WORKERS_ON_DEVICE, num_workers)
     monkeypatch.setattr(run_module, "probe_device", lambda _: GPU)
-    monkeypatch.setattr(run_module, "run_worker", lambda *_, **options: given.update(options))
+    monkeypatch.setattr(
+        run_module, "run_worker", lambda *_, **options: given.update(options) or RunSummary("stopped")
+    )
     config = study(1, search_space={})
     with open_study(config, sqlite_url, tmp_path) as opened:
         run_study(opened, stop=Stop())
@@ -379,3 +383,23 @@ def test_several_workers_are_processes(
         summary = run_study(opened, places, stop=Stop())
     assert given == [tmp_path / "tiny.yaml", tmp_path / "runs", places]
     assert summary == RunSummary("elsewhere", elsewhere=("bf16",))
+
+
+@pytest.mark.usefixtures("executors")
+@pytest.mark.parametrize("ended", ["finished", "yielded", "stopped", "timeout", "elsewhere", "halted"])
+@pytest.mark.parametrize("is_companion", [False, True])
+def test_who_may_have_run_the_last_trial_evaluates_the_best(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: Any, is_companion: bool
+) -> None:
+    evaluated: list[str] = []
+    monkeypatch.setattr(run_module, "run_worker", lambda *_, **__: RunSummary(ended))
+    monkeypatch.setattr(
+        run_module, "evaluate_best", lambda executor, *_: evaluated.append(executor.study.name)
+    )
+    with open_study(study(1, search_space={}), sqlite_url, tmp_path) as opened:
+        if is_companion:
+            config = opened.config.model_copy(update={"comparison": SimpleNamespace()})
+            opened = replace(opened, config=config)
+        assert run_study(opened, stop=Stop()).ended == ended
+    expected = ended in ("finished", "yielded") and not is_companion
+    assert evaluated == (["tiny"] if expected else [])

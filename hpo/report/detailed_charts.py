@@ -1,0 +1,247 @@
+"""The charts of a detailed evaluation: intervals of metrics, classes, confusions, calibration."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpo.config.study_config import SMALLER_IS_BETTER
+from hpo.report.detailed_tables import Detailed, interval_text, intervals, off_diagonal, sorted_classes
+from hpo.report.figures import TICK_WIDTH, Chart, Series, interval_line
+from hpo.report.formats import format_number
+from hpo.study.study_record import is_number
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6B6B6B"
+
+MAX_CLASSES = 30
+"""With more, the chart has the classes of the lowest F1, and the most frequent confusions are bars."""
+MAX_WRITTEN = 12
+"""Of more classes, the cells of a matrix have no numbers in them."""
+MAX_PAIRS = 20
+
+_KEY = re.compile(r"(intervals|classes|confusion|calibration)_[a-z]+_trial_\d+(_task_\d+)?")
+
+
+def is_detailed_key(key: str) -> bool:
+    """Whether a chart of that key is one of these."""
+    return _KEY.fullmatch(key) is not None
+
+
+def task_charts(one: Detailed, task: str) -> list[Chart]:
+    """The charts of a task, those that there is something to draw for."""
+    found = one.tasks[task]
+    place = f"{one.name}_task_{list(one.tasks).index(task) + 1}"
+    charts = (
+        classes_chart(found, f"classes_{place}", task),
+        confusion_chart(found, f"confusion_{place}", task),
+        calibration_chart(found, f"calibration_{place}", task),
+    )
+    return [chart for chart in charts if chart is not None]
+
+
+def charts_of(one: Detailed) -> list[Chart]:
+    """Every chart of a detailed evaluation, in the order of the page."""
+    first = intervals_chart(one)
+    return [*([first] if first else []), *(chart for task in one.tasks for chart in task_charts(one, task))]
+
+
+def intervals_chart(one: Detailed) -> Chart | None:
+    """The metrics with their intervals, the first on top; None: there is none to draw."""
+    rows = [row for row in intervals(one) if is_number(row["value"])]
+    shown = [row for row in rows if row["metric"] not in SMALLER_IS_BETTER][::-1]
+    if not shown:
+        return None
+    series: list[Series] = []
+    for at, row in enumerate(shown):
+        name = f"{row['task'] or 'all tasks'} {row['metric']}"
+        if is_number(row["low"]) and is_number(row["high"]):
+            series.append(interval_line(name, BLUE, [row["low"], row["high"]], [at, at]))
+        text = f"{name}: {interval_text(row)}"
+        series.append(Series(name, BLUE, [row["value"]], [at], hover=[text], in_legend=False))
+    caption = "The dot is the value, the line its interval."
+    if len(shown) < len(rows):
+        caption += " Errors, in the unit of what is predicted, are in the table alone."
+    return Chart(
+        f"intervals_{one.name}",
+        f"Metrics of trial {one.trial_number} on {one.split}",
+        x_label="value of the metric",
+        series=series,
+        y_ticks=[" ".join(filter(None, (row["task"], row["metric"]))) for row in shown],
+        caption=caption,
+        height=90 + 30 * len(shown),
+    )
+
+
+def classes_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
+    """F1 of each class as a bar, with precision and recall as marks; the lowest F1 on top."""
+    known = [one for one in sorted_classes(found) if is_number(one["f1"])]
+    shown = sorted(known, key=lambda one: one["f1"])[:MAX_CLASSES][::-1]
+    if not shown:
+        return None
+    places = list(range(len(shown)))
+    hover = [
+        f"{one['name']}\n"
+        + ", ".join(f"{name} {format_number(one[name])}" for name in ("f1", "precision", "recall"))
+        + f"\n{format_number(one['support'])} true, {format_number(one['num_predicted'])} predicted"
+        for one in shown
+    ]
+    series = [Series("F1", "#9CC7E3", [one["f1"] for one in shown], places, "bars", hover=hover)]
+    for name, color, markers in (
+        ("precision", ORANGE, ("triangle-up", "^")),
+        ("recall", GREEN, ("square", "s")),
+    ):
+        at = [place for place in places if is_number(shown[place][name])]
+        values = [shown[place][name] for place in at]
+        told = [hover[place] for place in at]
+        series.append(Series(name, color, values, at, markers=markers, hover=told))
+    names = [f"{one['name']} ({format_number(one['support'])})" for one in shown]
+    num = len(found["classes"])
+    which = f"The {len(shown)} lowest F1 of {num} classes" if len(shown) < num else "By F1, the lowest first"
+    return Chart(
+        key,
+        f"{task}: F1 by class",
+        x_label="F1, precision, recall",
+        series=series,
+        y_ticks=names,
+        caption=f"{which}; in brackets the number of true ones.",
+        height=120 + _row_height(names) * len(names),
+    )
+
+
+def confusion_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
+    """Which class is predicted where which is true: a matrix, or of many classes the most frequent pairs."""
+    confusion = found["confusion"]
+    if not confusion or not confusion["counts"]:
+        return None
+    is_matrix = len(confusion["labels"]) <= MAX_CLASSES
+    return _matrix(found, key, task) if is_matrix else _pairs(found, key, task)
+
+
+def _matrix(found: Mapping[str, Any], key: str, task: str) -> Chart:
+    labels, counts = found["confusion"]["labels"], found["confusion"]["counts"]
+    supports = _supports(found)
+    cells = [
+        (true, said, count, count / max(supports[labels[true]], count, 1)) for true, said, count in counts
+    ]
+    last = len(labels) - 1
+    several = found["kind"] == "multi_label"
+    hover = [
+        f"true {labels[true]}, predicted {labels[said]}\n"
+        f"{format_number(count)} rows, {share:.0%} of those where {labels[true]} holds"
+        for true, said, count, share in cells
+    ]
+    names = [f"{index} {label}" for index, label in enumerate(labels, 1)][::-1]
+    is_small = len(labels) <= MAX_WRITTEN
+    matrix = Series(
+        "rows",
+        BLUE,
+        [said for _, said, *_ in cells],
+        [last - true for true, *_ in cells],
+        "cells",
+        shades=[share for *_, share in cells],
+        texts=[format_number(count) if is_small else "" for *_, count, _ in cells],
+        hover=hover,
+        in_legend=False,
+    )
+    what = (
+        "Rows in which the class of the line holds and that of the column is predicted; a row may count in "
+        "several cells."
+        if several
+        else "Rows of the class of the line that were predicted as that of the column."
+    )
+    return Chart(
+        key,
+        f"{task}: {'true and predicted together' if several else 'confusion'}",
+        x_label="predicted",
+        y_label="true",
+        series=[matrix],
+        x_ticks=[str(index) for index in range(1, len(labels) + 1)],
+        y_ticks=names,
+        caption=f"{what} Dark: a large share of the line's rows. Empty: none.",
+        height=120 + _row_height(names) * len(names),
+    )
+
+
+def _pairs(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
+    pairs, supports = off_diagonal(found), _supports(found)
+    shown = pairs[:MAX_PAIRS][::-1]
+    if not shown:
+        return None
+    hover = [
+        f"true {true}, predicted {said}\n{format_number(count)} rows of {format_number(supports[true])}"
+        for true, said, count in shown
+    ]
+    names = [f"{true} → {said}" for true, said, _ in shown]
+    several = found["kind"] == "multi_label"
+    what = "predicted together with another class that holds" if several else "taken for another"
+    return Chart(
+        key,
+        f"{task}: what is most often {what}",
+        x_label="rows",
+        series=[
+            Series("rows", ORANGE, [count for *_, count in shown], list(range(len(shown))), "bars",
+                   hover=hover, in_legend=False)
+        ],
+        y_ticks=names,
+        caption=f"True → predicted: the {len(shown)} most frequent of {len(pairs)} pairs of "
+        f"{len(found['confusion']['labels'])} classes.",
+        height=110 + _row_height(names) * len(names),
+    )  # fmt: skip
+
+
+def _row_height(names: Sequence[str]) -> int:
+    """Pixels, so that the longest of the names, wrapped, does not run into the next."""
+    return 12 + 14 * max(len(textwrap.wrap(name, TICK_WIDTH)) for name in names)
+
+
+def _supports(found: Mapping[str, Any]) -> Mapping[str, int]:
+    """Rows of each class; where the classes do not say it, those of the matrix."""
+    known = {one["name"]: one["support"] for one in found["classes"] if is_number(one["support"])}
+    labels: Sequence[str] = found["confusion"]["labels"]
+    counted: Counter[str] = Counter()
+    for true, _, count in found["confusion"]["counts"]:
+        counted[labels[true]] += count
+    return counted | known
+
+
+def calibration_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None:
+    """For each bin of probability, what the model said and how often it was true."""
+    calibration = found["calibration"]
+    bins = [one for one in (calibration or {}).get("bins", ()) if one["count"]][::-1]
+    if not bins:
+        return None
+    places = list(range(len(bins)))
+    hover = [
+        f"probability {one['low']:.2f} to {one['high']:.2f}: {format_number(one['count'])}\n"
+        f"mean probability {format_number(one['confidence'])}, true {format_number(one['frequency'])}"
+        for one in bins
+    ]
+
+    def known(name: str) -> tuple[list[float], list[int], list[str]]:
+        at = [place for place in places if is_number(bins[place][name])]
+        return [bins[place][name] for place in at], at, [hover[place] for place in at]
+
+    frequencies, rows, told = known("frequency")
+    confidences, marks, marked = known("confidence")
+    of = (
+        "every class of every row against its being true"
+        if found["kind"] == "multi_label"
+        else "the predicted class against its being right"
+    )
+    ece = f"Expected calibration error {format_number(calibration['ece'])}. "
+    return Chart(
+        key,
+        f"{task}: reliability",
+        x_label="share",
+        series=[
+            Series("how often true", "#9CC7E3", frequencies, rows, "bars", hover=told),
+            Series("mean probability", ORANGE, confidences, marks, markers=("diamond", "D"), hover=marked),
+        ],
+        y_ticks=[f"{one['low']:.2f}–{one['high']:.2f}, n = {format_number(one['count'])}" for one in bins],
+        caption=f"{ece if is_number(calibration['ece']) else ''}Probability of {of}, by its size (n: how "
+        "many). A bar that ends before its mark: the model is surer than it is right.",
+        height=130 + 28 * len(bins),
+    )

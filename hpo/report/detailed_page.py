@@ -1,0 +1,121 @@
+"""What the best model gets right and wrong: a section of the report, and a page that stands alone.
+
+That page is for the dashboard, which serves it from its own address: it has no script, its charts are
+pictures in it, and its policy lets it load and run nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from markupsafe import Markup
+
+from hpo.data.examples import SPAN_KINDS
+from hpo.report.detailed_charts import intervals_chart, task_charts
+from hpo.report.detailed_tables import (
+    Detailed,
+    classes_text,
+    metrics_text,
+    num_rows,
+)
+from hpo.report.figures import Chart
+from hpo.report.formats import format_number
+from hpo.report.marked import LOOKS, marked_labels, marked_text
+from hpo.report.templates import fill
+from hpo.study.study_record import is_number
+
+HEADING = "What the best model gets right and wrong"
+
+_MEANINGS = {
+    "missed": "true only",
+    "spurious": "predicted only",
+    "both": "true and predicted",
+}
+
+Drawn = tuple[Chart, Markup]
+
+
+def standalone_page(one: Detailed, study: str, pictures: Mapping[str, bytes]) -> str:
+    """The page of one detailed evaluation; `pictures` are its charts as PNG, by their keys."""
+
+    def drawn(chart: Chart) -> Drawn:
+        data = base64.b64encode(pictures[chart.key]).decode()
+        picture = Markup('<img alt="{}" src="data:image/png;base64,{}">').format(chart.title, data)
+        return replace(chart, title=""), picture  # which the picture has in it
+
+    return fill("detailed_page.html.j2", name=study, heading=HEADING, one=evaluation(one, drawn))
+
+
+def evaluation(one: Detailed, draw: Callable[[Chart], Drawn]) -> dict[str, Any]:
+    """What the template shows of a detailed evaluation; `draw` gives a chart with its place in the page."""
+    first = intervals_chart(one)
+    return {
+        "title": f"Trial {one.trial_number} on {one.split}: {num_rows(one)}",
+        "about": _about(one),
+        "warnings": one.warnings,
+        "metrics": metrics_text(one),
+        "charts": [draw(first)] if first else [],
+        "tasks": [
+            _task(task, found, [draw(chart) for chart in task_charts(one, task)])
+            for task, found in one.tasks.items()
+        ],
+    }
+
+
+def _about(one: Detailed) -> str:
+    document = one.document
+    lines = []
+    if is_number(document["num_resamples"]) and is_number(document["level"]):
+        lines.append(
+            f"Intervals of {document['level']:.0%}: percentile bootstrap over the rows, "
+            f"{format_number(document['num_resamples'])} resamples. They say how far chance in the choice of "
+            "rows goes, and nothing of other seeds."
+        )
+    if document["decided_on"]:
+        flattering = ", so the scores here are flattering" if document["decided_on"] == one.split else ""
+        lines.append(f"Thresholds were chosen on {document['decided_on']}{flattering}.")
+    return " ".join(lines)
+
+
+def _task(name: str, found: Mapping[str, Any], charts: list[Drawn]) -> dict[str, Any]:
+    threshold = found["threshold"]
+    facts = [f"{format_number(found['num_rows'])} rows have the truth."]
+    facts += [f"Threshold {format_number(threshold)}."] if is_number(threshold) else []
+    num = len(found["classes"] or ())
+    facts += [f"{num} class{'es, the most frequent first' if num > 1 else ''}."] if num else []
+    worst = found["worst"] or ()
+    in_spans = found["kind"] in SPAN_KINDS
+    legend = [(look, sign, _MEANINGS[look]) for look, sign in LOOKS.items()]
+    if in_spans and _has_names(found):
+        legend.append(("mixed", "− +", "several spans, each with its sign"))
+    return {
+        "name": name,
+        "title": f"{name} ({found['kind']})",
+        "about": " ".join(facts),
+        "classes": classes_text(found),
+        "charts": charts,
+        "legend": [] if found["kind"] == "regression" else legend,
+        "worst": [_error(found, row) for row in worst],
+    }
+
+
+def _error(found: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    text, kind = row["text"] or "", found["kind"]
+    shown: dict[str, Any] = {"id": row["id"], "loss": format_number(row["loss"]), "text": text}
+    if kind in SPAN_KINDS:
+        sides = [row[side] or [] for side in ("truth", "predicted")]
+        exact = sum(span in sides[1] for span in sides[0])
+        answer = f"· {len(sides[0])} true, {len(sides[1])} predicted, {exact} of them the same spans"
+        return shown | {"text": marked_text(text, *sides, named=_has_names(found)), "answer": answer}
+    if kind == "regression":
+        numbers = [format_number(row[side]) for side in ("truth", "predicted")]
+        return shown | {"answer": "· true {}, predicted {}".format(*numbers)}
+    return shown | {"answer": marked_labels(row["truth"], row["predicted"])}
+
+
+def _has_names(found: Mapping[str, Any]) -> bool:
+    """Whether the spans of a task have different names."""
+    return len(found["classes"] or ()) > 1

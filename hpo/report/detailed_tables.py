@@ -1,0 +1,213 @@
+"""Detailed evaluations of the best trials as tables: what a model gets right and wrong.
+
+What is not known is None in a document (`hpo.evaluation`), NaN or empty in a table and a dash on the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from hpo.report.formats import format_interval, format_number
+from hpo.report.tables import task_metrics_table
+from hpo.study.study_record import is_number
+
+if TYPE_CHECKING:
+    from hpo.report.tables import StudyTables
+    from hpo.study.study_record import TrialRecord
+
+SPLITS = ("test", "validation", "train")
+"""In the order of the page: what the search has not seen comes first."""
+
+_WHERE = ("number", "split", "task")
+"""The first columns of every CSV table; `number` is the trial's."""
+_CLASS = ("class", "precision", "recall", "f1", "support", "predicted", "threshold")
+
+
+@dataclass(frozen=True)
+class Detailed:
+    """The detailed evaluation of one trial on one split."""
+
+    trial_number: int
+    split: str
+    document: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Unique in a study; letters, digits and `_`."""
+        return f"{self.split}_trial_{self.trial_number}"
+
+    @property
+    def tasks(self) -> Mapping[str, Mapping[str, Any]]:
+        """The task's part of the document by its name."""
+        found: Mapping[str, Mapping[str, Any]] = self.document["tasks"]
+        return found
+
+    @property
+    def warnings(self) -> list[str]:
+        """Those of all tasks, each with the task's name before it."""
+        return [f"{task}: {text}" for task, found in self.tasks.items() for text in found["warnings"] or ()]
+
+
+def detailed_evaluations(tables: StudyTables) -> list[Detailed]:
+    """Of the best trials, the best first."""
+    return [one for trial in tables.best for one in evaluations_of(trial)]
+
+
+def evaluations_of(trial: TrialRecord) -> list[Detailed]:
+    """Of one trial, in the order of `SPLITS`, then others."""
+    splits = sorted(trial.detailed, key=lambda split: ((*SPLITS, split).index(split), split))
+    return [Detailed(trial.number, split, trial.detailed[split]) for split in splits]
+
+
+def intervals(one: Detailed) -> list[dict[str, Any]]:
+    """The score and every metric of every task: `task`, `metric`, `value`, `low`, `high`; the score's task is
+    empty."""
+    score = one.document["score"]
+    rows = [{"task": "", "metric": "score", **score}] if score else []
+    return rows + [
+        {"task": task, "metric": metric, **interval}
+        for task, found in one.tasks.items()
+        for metric, interval in found["metrics"].items()
+    ]
+
+
+def interval_text(row: Mapping[str, Any]) -> str:
+    """0.821 [0.790, 0.848]."""
+    return format_interval(row["value"], row["low"], row["high"], digits=3)
+
+
+def headline(one: Detailed) -> str:
+    """`test, 500 rows: score 0.821 [0.790, 0.848]`; without a score, the first metric of each task."""
+    rows = intervals(one)
+    shown = [row for row in rows if not row["task"]]
+    shown = shown or list({row["task"]: row for row in reversed(rows)}.values())[::-1]
+    values = ", ".join(f"{' '.join(filter(None, _name(row)))} {interval_text(row)}" for row in shown)
+    return f"{one.split}, {num_rows(one)}: {values}"
+
+
+def _name(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["task"], row["metric"]
+
+
+def num_rows(one: Detailed) -> str:
+    """`500 rows`."""
+    count = one.document["num_examples"]
+    return f"{format_number(count)} row{'' if count == 1 else 's'}"
+
+
+def metrics_text(one: Detailed) -> pd.DataFrame:
+    """`intervals` for people: task, metric, value with its interval."""
+    level = one.document["level"]
+    interval = f"value [{level:.0%}]" if is_number(level) else "value [interval]"
+    rows = [(row["task"] or "all tasks", row["metric"], interval_text(row)) for row in intervals(one)]
+    return pd.DataFrame(rows, columns=["task", "metric", interval])
+
+
+def sorted_classes(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The classes of a task, the most frequent first; of equally frequent ones that of the lower F1."""
+    return sorted(
+        found["classes"] or (),
+        key=lambda one: (-(one["support"] or 0), one["f1"] if is_number(one["f1"]) else 2.0),
+    )
+
+
+def classes_text(found: Mapping[str, Any]) -> pd.DataFrame:
+    """The table of a task's classes for people."""
+    rows = [
+        [
+            one["name"],
+            *(f"{one[name]:.3f}" if is_number(one[name]) else "–" for name in ("precision", "recall", "f1")),
+            format_number(one["support"]),
+            format_number(one["num_predicted"]),
+            format_number(found["threshold"]),
+        ]
+        for one in sorted_classes(found)
+    ]
+    table = pd.DataFrame(rows, columns=list(_CLASS))
+    return table if is_number(found["threshold"]) else table.drop(columns="threshold")
+
+
+def off_diagonal(found: Mapping[str, Any]) -> list[tuple[str, str, int]]:
+    """(true class, predicted class, rows) of two different classes, the most frequent first."""
+    confusion = found["confusion"]
+    if not confusion:
+        return []
+    labels = confusion["labels"]
+    pairs = [(labels[true], labels[said], count) for true, said, count in confusion["counts"] if true != said]
+    return sorted(pairs, key=lambda pair: -pair[2])
+
+
+def csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
+    """`classes`, `confusions`, `calibration`, `worst_errors` and `best_task_metrics`, by name."""
+    every = detailed_evaluations(tables)
+    return {
+        "classes": _table(every, _classes, _CLASS),
+        "confusions": _table(every, _confusions, ("true", "predicted", "count")),
+        "calibration": _table(every, _calibration, ("low", "high", "confidence", "frequency", "count")),
+        "worst_errors": worst_errors(every),
+        "best_task_metrics": _metrics(tables, every),
+    }
+
+
+def worst_errors(every: Sequence[Detailed]) -> pd.DataFrame:
+    """One row for each: lists are JSON."""
+    return _table(every, _worst, ("id", "loss", "truth", "predicted", "text"))
+
+
+def _table(every: Sequence[Detailed], rows_of: Any, columns: Sequence[str]) -> pd.DataFrame:
+    rows = [
+        (one.trial_number, one.split, task, *row)
+        for one in every
+        for task, found in one.tasks.items()
+        for row in rows_of(found)
+    ]
+    return pd.DataFrame(rows, columns=[*_WHERE, *columns])
+
+
+def _classes(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for one in sorted_classes(found):
+        shares = (one[name] for name in ("name", "precision", "recall", "f1"))
+        yield (*shares, one["support"], one["num_predicted"], found["threshold"])
+
+
+def _confusions(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    if confusion := found["confusion"]:
+        labels = confusion["labels"]
+        for true, predicted, count in confusion["counts"]:
+            yield labels[true], labels[predicted], count
+
+
+def _calibration(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for one in (found["calibration"] or {}).get("bins", ()):
+        yield tuple(one[name] for name in ("low", "high", "confidence", "frequency", "count"))
+
+
+def _worst(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    for one in found["worst"] or ():
+        said = (_as_text(one[name]) for name in ("truth", "predicted"))
+        yield one["id"], one["loss"], *said, one["text"]
+
+
+def _as_text(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+
+
+def _metrics(tables: StudyTables, every: Sequence[Detailed]) -> pd.DataFrame:
+    """Every metric of the best trials on each split that they were evaluated on.
+
+    Those of the search are of the split `validation`, without intervals unless it was evaluated in detail.
+    """
+    columns = ["task", "metric", "value", "low", "high", "split", "number"]
+    rows = [row | {"split": one.split, "number": one.trial_number} for one in every for row in intervals(one)]
+    searched = [
+        row | {"split": "validation", "number": trial.number}
+        for trial in tables.best
+        if "validation" not in trial.detailed
+        for row in task_metrics_table(trial).to_dict("records")
+    ]
+    return pd.DataFrame([*searched, *rows], columns=columns)

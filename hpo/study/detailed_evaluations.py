@@ -1,0 +1,50 @@
+"""Detailed evaluations in the study's database: of the best trials, one document a split."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from hpo.json_safe import json_safe
+from hpo.study.schema import detailed_evaluations, studies
+
+if TYPE_CHECKING:
+    from hpo.study.storage import Storage
+
+
+def read_detailed_evaluations(connection: sa.Connection, name: str) -> dict[int, dict[str, dict[str, Any]]]:
+    """The documents of the study `name` by the number of the trial and the split."""
+    query = sa.select(detailed_evaluations).where(detailed_evaluations.c.study == name)
+    found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in connection.execute(query.order_by(detailed_evaluations.c.split)):
+        found[row.trial_number][row.split] = json.loads(row.document)
+    return found
+
+
+def store_detailed_evaluation(
+    storage: Storage, name: str, token: str, trial_number: int, document: Mapping[str, Any]
+) -> bool:
+    """Keep a detailed evaluation with its trial, in place of an earlier one of that split.
+
+    `token` is that of the study (`Storage.study_token`) from before the evaluation, so that none is stored
+    with a study of the same name that was made meanwhile. Returns whether it was stored.
+    """
+    table = detailed_evaluations
+    key = {"study": name, "trial_number": trial_number, "split": document["split"]}
+    text = json.dumps(json_safe(document))
+
+    def store() -> bool:
+        with storage.engine.begin() as connection:
+            # Written first, so that nobody deletes the study, or stores the same, meanwhile.
+            here = sa.update(studies).where(studies.c.name == name, studies.c.token == token)
+            if not connection.execute(here.values(token=token)).rowcount:
+                return False
+            connection.execute(sa.delete(table).where(*(table.c[of] == value for of, value in key.items())))
+            connection.execute(sa.insert(table).values(**key, document=text, created=storage.now))
+        return True
+
+    return storage.persist(store)

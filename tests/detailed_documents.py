@@ -1,0 +1,175 @@
+"""Made-up detailed evaluations in the form that a study stores. No number here was measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def interval(value: float | None, half: float = 0.03) -> dict[str, float | None]:
+    return {
+        "value": value,
+        "low": None if value is None else value - half,
+        "high": None if value is None else value + half,
+    }
+
+
+def class_row(name: str, hits: int, support: int, num_predicted: int) -> dict[str, Any]:
+    """From the counts, as scikit-learn with `zero_division=0`; None where there is neither."""
+    known = bool(support or num_predicted)
+    return {
+        "name": name,
+        "precision": hits / max(num_predicted, 1) if known else None,
+        "recall": hits / max(support, 1) if known else None,
+        "f1": 2 * hits / max(support + num_predicted, 1) if known else None,
+        "support": support,
+        "num_predicted": num_predicted,
+    }
+
+
+def error(id_: str, text: str, truth: Any, predicted: Any, loss: float | None = 1.0) -> dict[str, Any]:
+    return {"id": id_, "text": text, "truth": truth, "predicted": predicted, "loss": loss}
+
+
+def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) -> dict[str, Any]:
+    """A task of a document; what is not given is not known."""
+    return {
+        "kind": kind,
+        "num_rows": 480,
+        "metrics": {name: interval(value) for name, value in metrics.items()},
+        "threshold": None,
+        "classes": [],
+        "confusion": None,
+        "calibration": None,
+        "worst": [],
+        "warnings": [],
+        **parts,
+    }
+
+
+def document(tasks: Mapping[str, Any], split: str = "test", **parts: Any) -> dict[str, Any]:
+    return {
+        "split": split,
+        "num_examples": 500,
+        "decided_on": "validation",
+        "num_resamples": 1000,
+        "level": 0.95,
+        "score": interval(0.712),
+        "tasks": dict(tasks),
+        **parts,
+    }
+
+
+def single_label(names: Sequence[str], seed: int = 0, **parts: Any) -> dict[str, Any]:
+    """A task of these classes whose confusions fit its classes."""
+    draw = random.Random(seed)
+    counts = {(true, true): draw.randint(20, 60) for true in range(len(names))}
+    for true in range(len(names)):
+        for said in draw.sample(range(len(names)), min(3, len(names))):
+            if said != true:
+                counts[true, said] = draw.randint(1, 15)
+    rows = [
+        class_row(
+            name,
+            counts[at, at],
+            sum(count for (true, _), count in counts.items() if true == at),
+            sum(count for (_, said), count in counts.items() if said == at),
+        )
+        for at, name in enumerate(names)
+    ]
+    confusion = {"labels": list(names), "counts": [[*pair, count] for pair, count in sorted(counts.items())]}
+    given = {"classes": rows, "confusion": confusion, "calibration": calibration(seed), **parts}
+    return task_document("single_label", {"f1_macro": 0.71, "f1_micro": 0.74, "accuracy": 0.74}, **given)
+
+
+def calibration(seed: int = 0) -> dict[str, Any]:
+    draw = random.Random(seed)
+    bins = []
+    for at in range(15):
+        low, high = at / 15, (at + 1) / 15
+        count = draw.randint(0, 90) if at > 2 else 0
+        middle = (low + high) / 2 if count else None
+        frequency = None if middle is None else max(0.0, min(1.0, middle - draw.uniform(0, 0.15)))
+        bins.append({"low": low, "high": high, "confidence": middle, "frequency": frequency, "count": count})
+    return {"ece": 0.061, "bins": bins}
+
+
+TEXT = (
+    "The parcel came two weeks late, and when I finally opened it the screen was broken in three places.\n"
+    "I have asked for my money back <twice> & nobody answers."
+)
+
+
+def every_kind() -> dict[str, Any]:
+    """One task of each kind, with classes that nobody predicts, overlapping spans and warnings."""
+    classes = ("delivery", "quality", "price & service", "a class with a very long name that must be wrapped")
+    topics = single_label(
+        classes,
+        worst=[error(f"row-{at}", TEXT, "delivery", classes[1 + at % 3], 4.0 - at / 10) for at in range(6)],
+        warnings=["The class `price & service` has 3 rows of test, fewer than 10: its figures are noise."],
+    )
+    tags = task_document(
+        "multi_label",
+        {"f1_macro": 0.52, "f1_micro": 0.61, "exact_match": 0.33},
+        threshold=0.41,
+        classes=[
+            class_row("late", 40, 50, 55),
+            class_row("broken", 22, 30, 28),
+            class_row("rude", 0, 12, 0),
+            class_row("never seen", 0, 0, 0),
+        ],
+        confusion={
+            "labels": ["late", "broken", "rude", "never seen"],
+            "counts": [[0, 0, 40], [0, 1, 6], [1, 1, 22], [1, 0, 9], [2, 0, 5]],
+        },
+        calibration=calibration(1),
+        worst=[
+            error("row-9", TEXT, ["late", "broken"], ["broken", "rude"], 5.2),
+            error("row-10", TEXT, [], ["late"], 3.1),
+            error("row-11", TEXT, ["rude"], [], 2.7),
+        ],
+        warnings=["The class `rude` is true in 12 rows of test and never predicted."],
+    )
+    spans = task_document(
+        "token_classification",
+        {"span_f1": 0.48, "span_overlap_f1": 0.63},
+        classes=[class_row("delay", 30, 50, 44), class_row("damage", 12, 20, 31)],
+        worst=[
+            error(
+                "row-3",
+                TEXT,
+                [["delay", 11, 30], ["damage", 67, 97]],
+                [["delay", 15, 30], ["damage", 78, 84]],
+            ),
+            error("row-4", TEXT, [["delay", 4, 30]], [["damage", 20, 46]]),
+            error("row-5", TEXT, [["delay", 0, 30], ["damage", 11, 50]], [["delay", 0, 30]]),
+            error("row-6", TEXT, [], [["damage", 130, 142]]),
+        ],
+    )
+    answer = task_document(
+        "span_extraction",
+        {"span_f1": 0.58, "exact_match": 0.44},
+        classes=[class_row("answer", 30, 50, 44)],
+        worst=[error("row-7", TEXT, [["answer", 15, 24]], [["answer", 11, 30]])],
+    )
+    stars = task_document(
+        "regression",
+        {"r2": 0.41, "mae": 0.83, "rmse": 1.1},
+        worst=[error("row-8", TEXT, 1.0, 4.27, 3.27)],
+    )
+    return document({"topic": topics, "tags": tags, "phrases": spans, "why": answer, "stars": stars})
+
+
+def nothing_known() -> dict[str, Any]:
+    """None wherever a document may have it."""
+    classes = [class_row("a", 0, 0, 0), class_row("b", 0, 0, 0)]
+    bins = [{"low": 0.0, "high": 1.0, "confidence": None, "frequency": None, "count": 0}]
+    tasks = {
+        "empty": task_document("multi_label", {"f1_macro": None}, classes=classes, num_rows=0,
+                               confusion={"labels": ["a", "b"], "counts": []},
+                               calibration={"ece": None, "bins": bins}),
+        "number": task_document("regression", {"r2": None},
+                                worst=[error("1", "", None, None, None)]),
+    }  # fmt: skip
+    return document(tasks, score=None, decided_on=None, num_resamples=None, level=None)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
+from hpo.evaluation.cautions import search_warning, task_warnings
+from hpo.evaluation.classes import class_figures
+from hpo.evaluation.intervals import Interval
+from hpo.training.metrics import row_statistics
+
+SINGLE = Task("t", "single_label", ("a", "b", "c"))
+MULTI = Task("t", "multi_label", ("a", "b", "c"))
+
+
+def warned(task: Task, truth: list[Any], predicted: list[Any], threshold: float | None = None) -> list[str]:
+    """Spans are given as one span a row, or none."""
+    rows = []
+    for label in truth:
+        is_label = task.kind in ("single_label", "multi_label", "regression")
+        spans = {} if is_label or not label else {label[0][0]: [label[0][1:]]}
+        rows.append(Example("", "a text", {"t": label}, spans, annotated=frozenset("t")))
+    statistics = row_statistics(task, predicted, rows)
+    return list(task_warnings(statistics, class_figures(statistics), threshold))
+
+
+def test_an_ordinary_evaluation_has_none() -> None:
+    truth = ["a", "b", "c"] * 20
+    assert warned(SINGLE, truth, truth[1:] + truth[:1]) == []
+    sets = [["a"], ["b"], ["c"], []] * 20
+    assert warned(MULTI, sets, sets[1:] + sets[:1], 0.5) == []
+    assert warned(Task("t", "regression"), [1.0] * 30, [2.0] * 30) == []
+    answers = [[("answer", 0, 1)], []] * 20
+    assert warned(Task("t", "span_extraction", ("answer",)), answers, answers) == []
+
+
+def test_a_threshold_that_predicts_everything_or_nothing() -> None:
+    truth = [["a"], ["b"], ["c"], []] * 20
+    assert warned(MULTI, truth, [["a", "b", "c"]] * 80, 0.0009) == [
+        "Every class is predicted in every row at the threshold 0.0009."
+    ]
+    assert warned(MULTI, truth, [[]] * 80, 0.5) == ["No class is predicted in any row at the threshold 0.5."]
+    assert warned(MULTI, truth, [["a", "b"], ["a", "c"]] * 40, 0.25) == [
+        "`a` is predicted in every row at the threshold 0.25."
+    ]
+    # What holds in every row may be predicted there.
+    assert warned(MULTI, [["a", "b", "c"]] * 40, [["a", "b", "c"]] * 40, 0.5) == []
+
+
+def test_classes_that_are_never_predicted_or_always() -> None:
+    assert warned(SINGLE, ["a", "b", "c"] * 20, ["a"] * 60) == [
+        "`b`, `c` occur but are never predicted.",
+        "`a` is predicted in every row.",
+    ]
+    slots = Task("t", "token_classification", ("a", "b"))
+    truth = [[("a", 0, 1)], [("b", 0, 1)]] * 20
+    assert warned(slots, truth, [[("a", 0, 1)]] * 40) == ["`b` occurs but is never predicted."]
+    assert warned(slots, truth, [[]] * 40) == ["No span is predicted in any row."]
+    answer = Task("t", "span_extraction", ("answer",))
+    answers = [[("answer", 0, 1)], []] * 20
+    assert warned(answer, answers, [[("answer", 0, 1)]] * 40) == ["`answer` is predicted in every row."]
+
+
+def test_few_rows_and_classes_that_are_missing() -> None:
+    assert warned(SINGLE, ["a", "b"] * 5, ["b", "a"] * 5) == [
+        "Only 10 rows are annotated: the intervals are too narrow, and the figures say little.",
+        "`a`, `b` have fewer than 10 rows: figures of so few are mostly chance.",
+        "`c` does not occur in this split.",
+    ]
+    assert warned(SINGLE, ["a"], ["a"])[0].startswith("Only 1 row is annotated: ")
+    assert warned(SINGLE, [], []) == [
+        "No row of this split is annotated for t: there is nothing to evaluate."
+    ]
+    many = Task("t", "single_label", tuple("abcdefgh"))
+    assert warned(many, ["a"] * 30, ["a"] * 30) == [
+        "`b`, `c`, `d`, `e`, `f` and 2 more do not occur in this split."
+    ]
+
+
+def test_a_prediction_that_is_not_finite() -> None:
+    assert warned(Task("t", "regression"), [1.0] * 30, [2.0] * 29 + [float("inf")]) == [
+        "Some predictions are not finite, so there is no metric."
+    ]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_interval_that_is_wider_than_what_the_search_found(sign: int) -> None:
+    direction = "maximize" if sign == 1 else "minimize"
+    values = [sign * value for value in (0.70, 0.74, 0.79, 0.80, 0.50)]
+    wide = Interval(0.75, 0.7195, 0.7805)
+    assert search_warning("score", "test", wide, values, direction) == (
+        "The interval of score on test is 0.061 wide; 3 of 5 complete trials lie within that of the best, "
+        "so the search cannot tell them apart."
+    )
+    assert search_warning("score", "test", Interval(0.75, 0.748, 0.752), values, direction) is None
+    assert search_warning("score", "test", wide, values[:1], direction) is None
+    assert search_warning("score", "test", wide, [], direction) is None

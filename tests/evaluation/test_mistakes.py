@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
+from hpo.evaluation.mistakes import MAX_CHARACTERS, worst_mistakes
+
+LABELS = ("a", "b", "c")
+SLOTS = Task("t", "token_classification", LABELS)
+ANSWER = Task("t", "span_extraction", ("answer",))
+
+
+def example(row_id: str, truth: Any = None, text: str = "a text", **fields: Any) -> Example:
+    return Example(row_id, text, {"t": truth}, fields.pop("spans", {}), annotated=frozenset("t"), **fields)
+
+
+def test_the_class_that_was_thought_least_likely_is_the_worst() -> None:
+    p_NC = np.array([[0.6, 0.3, 0.1], [0.6, 0.1, 0.3], [0.9, 0.1, 0.0], [0.5, 0.0, 0.5], [0.6, 0.3, 0.1]])
+    rows = [example(str(i), truth) for i, truth in enumerate("bbabb")]
+    found = worst_mistakes(Task("t", "single_label", LABELS), ["a"] * 5, rows, p_NC)
+    assert [(one.id, one.truth, one.predicted) for one in found] == [
+        ("3", "b", "a"),
+        ("1", "b", "a"),
+        ("0", "b", "a"),
+        ("4", "b", "a"),
+    ]
+    assert [one.loss for one in found[1:]] == pytest.approx([-math.log(p) for p in (0.1, 0.3, 0.3)])
+    assert math.isfinite(found[0].loss)
+
+
+def test_the_loss_of_several_classes_is_the_sum_of_their_cross_entropies() -> None:
+    p_NC = np.array([[0.9, 0.2, 0.4], [0.9, 0.8, 0.1], [1.0, 0.0, 0.0]])
+    rows = [example("0", ["c", "a"]), example("1", ["b"]), example("2", ["a"])]
+    found = worst_mistakes(Task("t", "multi_label", LABELS), [["a"], ["a", "b"], ["a"]], rows, p_NC)
+    assert [(one.id, one.truth, one.predicted) for one in found] == [
+        ("1", ["b"], ["a", "b"]),
+        ("0", ["a", "c"], ["a"]),
+    ]
+    losses = [-math.log(0.1 * 0.8 * 0.9), -math.log(0.9 * 0.8 * 0.4)]
+    assert [one.loss for one in found] == pytest.approx(losses)
+
+
+def test_numbers_are_sorted_by_their_distance() -> None:
+    rows = [example(str(i), float(i)) for i in range(4)]
+    found = worst_mistakes(Task("t", "regression"), [0.0, 3.0, 1.0, float("nan")], rows, None)
+    assert [(one.id, one.truth, one.predicted, one.loss) for one in found] == [
+        ("1", 1.0, 3.0, 2.0),
+        ("2", 2.0, 1.0, 1.0),
+    ]
+
+
+def test_missed_and_spurious_spans_are_counted() -> None:
+    rows = [
+        example("0", spans={"a": [(0, 1)]}),
+        example("1", spans={"a": [(0, 1)], "b": [(2, 6)]}),
+        example("2"),
+        example("3"),
+    ]
+    predicted = [[("a", 0, 1)], [("c", 2, 6), ("a", 0, 1)], [("a", 2, 4)], []]
+    found = worst_mistakes(SLOTS, predicted, rows, None)
+    assert [(one.id, one.loss) for one in found] == [("1", 2.0), ("2", 1.0)]
+    assert found[0].truth == [["a", 0, 1], ["b", 2, 6]]
+    assert found[0].predicted == [["a", 0, 1], ["c", 2, 6]]
+
+
+def test_an_accepted_answer_is_no_mistake() -> None:
+    text = "one two three"
+    fields: dict[str, Any] = {
+        "spans": {"answer": [(0, 3)]},
+        "alt_spans": {"answer": [(0, 3), (4, 7)]},
+        "text": text,
+    }
+    rows = [example(str(i), **fields) for i in range(3)] + [example("3", text=text), example("4", text=text)]
+    predicted = [[("answer", 4, 7)], [("answer", 4, 13)], [], [("answer", 0, 3)], []]
+    found = worst_mistakes(ANSWER, predicted, rows, None)
+    assert [(one.id, one.truth, one.predicted, one.loss) for one in found] == [
+        ("1", [["answer", 0, 3]], [["answer", 4, 13]], 2.0),
+        ("2", [["answer", 0, 3]], [], 1.0),
+        ("3", [], [["answer", 0, 3]], 1.0),
+    ]
+
+
+def test_a_long_text_is_shown_around_its_first_wrong_span() -> None:
+    text = "".join(chr(ord("a") + i % 26) for i in range(5000))
+    rows = [example("0", text=text, spans={"a": [(10, 20), (3000, 3050), (3100, 4900)]})]
+    (one,) = worst_mistakes(SLOTS, [[("a", 10, 20), ("b", 3000, 3050), ("a", 3100, 4900)]], rows, None)
+    assert len(one.text) == MAX_CHARACTERS
+    (name, start, end), (cut_name, cut_start, cut_end) = one.truth
+    assert (name, one.text[start:end]) == ("a", text[3000:3050])
+    assert cut_name == "a"
+    assert cut_end == MAX_CHARACTERS
+    assert text.startswith(one.text[cut_start:], 3100)
+    assert one.predicted[0] == ["b", start, end]
+    (last,) = worst_mistakes(SLOTS, [[("a", 4995, 5000)]], [example("0", text=text)], None)
+    ((name, start, end),) = last.predicted
+    assert last.text[start:end] == text[4995:]
+    (plain,) = worst_mistakes(Task("t", "regression"), [1.0], [example("0", 2.0, text)], None)
+    assert plain.text == text[:MAX_CHARACTERS]
+
+
+def test_at_most_twenty_are_shown() -> None:
+    rows = [example(str(i), float(i)) for i in range(30)]
+    found = worst_mistakes(Task("t", "regression"), [-1.0] * 30, rows, None)
+    assert [one.id for one in found] == [str(i) for i in range(29, 9, -1)]
+    assert worst_mistakes(SLOTS, [], [], None) == ()

@@ -1,0 +1,243 @@
+"""A model of an ONNX export in use: as that of PyTorch, and clear where it cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_onnx import TEXTS, probabilities, random_batch
+
+import hpo
+from hpo.deploy.onnx_export import export_onnx
+from hpo.errors import DataError, InputError, ModelError, RunError
+from hpo.inference import model as inference
+from hpo.inference.model import TrainedModel
+from hpo.inference.onnx_network import OnnxNetwork
+from hpo.models.export import load_exported
+
+FORBIDDEN = """
+import sys
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("hpo", "torch", "transformers"):
+            raise ImportError(f"{name} is not to be imported")
+sys.meta_path.insert(0, Forbid())
+"""
+
+
+@pytest.fixture
+def folder(tiny_exports: Path) -> Path:
+    """With the exports `torch` and `onnx` of one model."""
+    return tiny_exports
+
+
+@pytest.fixture
+def model(folder: Path) -> TrainedModel:
+    return hpo.load(folder / "torch", device="cpu")
+
+
+@pytest.fixture
+def graph(folder: Path) -> TrainedModel:
+    return hpo.load(folder / "onnx", device="cpu")
+
+
+def network(graph: TrainedModel) -> OnnxNetwork:
+    assert isinstance(graph.network, OnnxNetwork)
+    return graph.network
+
+
+def copied(folder: Path, tmp_path: Path, **changes: Any) -> Path:
+    """A copy of the ONNX export with other content of hpo.json."""
+    out = Path(shutil.copytree(folder / "onnx", tmp_path / "copy"))
+    content = json.loads((out / "hpo.json").read_text())
+    (out / "hpo.json").write_text(json.dumps(content | changes))
+    return out
+
+
+def test_predictions_are_those_of_pytorch(model: TrainedModel, graph: TrainedModel) -> None:
+    assert graph.tasks == model.tasks
+    assert graph.settings == model.settings
+    assert graph.decisions == model.decisions
+    texts = list(TEXTS) * 3
+    for wanted, found in zip(model.predict(texts), graph.predict(texts), strict=True):
+        for name, one in wanted.items():
+            assert found[name].scores == pytest.approx(one.scores, abs=1e-5)
+            assert found[name].spans == one.spans
+            if name == "number":
+                assert found[name].label == pytest.approx(one.label, abs=1e-4)
+            else:
+                assert found[name].label == one.label
+
+
+def test_the_order_and_the_batches_change_nothing(graph: TrainedModel) -> None:
+    together, alone = probabilities(graph), probabilities(graph, TEXTS[::-1], max_tokens=1)
+    np.testing.assert_allclose(alone[::-1], together, atol=1e-6)
+
+
+def test_forward_is_that_of_pytorch(model: TrainedModel, graph: TrainedModel) -> None:
+    batch = graph.tokenizer(list(TEXTS[:2]), padding=True, return_tensors="pt")
+    output = graph(**batch)
+    assert isinstance(output, inference.MultitaskOutput)
+    without = graph(batch["input_ids"][1:]).logits
+    wanted = model(batch["input_ids"][1:]).logits
+    for name, logits in output.logits.items():
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(without[name], wanted[name], atol=1e-4, rtol=0)
+        torch.testing.assert_close(logits[1:], wanted[name], atol=1e-4, rtol=0)
+
+
+def test_device_and_precision(graph: TrainedModel, folder: Path, tmp_path: Path) -> None:
+    assert (graph.device, graph.precision) == (torch.device("cpu"), "fp32")
+    assert graph.use("cpu").use("auto", "fp32").to("cpu") is graph
+    message = "is an ONNX export in fp32: its precision must be that, but got 'bf16'"
+    for refused in (lambda: graph.use("cpu", "bf16"), lambda: hpo.load(folder / "onnx", precision="bf16")):
+        with pytest.raises(ModelError, match=message):
+            refused()
+    with pytest.raises(InputError, match="device must be auto, cpu, cuda or cuda:N"):
+        graph.use("tpu")
+    with pytest.raises(ModelError, match="an ONNX export, whose weights cannot be cast"):
+        graph.half()
+    assert (graph.precision, graph(*random_batch((3,))).logits["single"].dtype) == ("fp32", torch.float32)
+    with pytest.raises(ModelError, match="an ONNX export, whose attention is fixed"):
+        hpo.load(folder / "onnx", attention="eager")
+    # The trial's precision says nothing of the graph's.
+    assert hpo.load(copied(folder, tmp_path, precision="bf16")).precision == "fp32"
+
+
+def test_without_the_provider_of_cuda(graph: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnxruntime
+
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    monkeypatch.setattr(OnnxNetwork, "device", torch.device("cuda:0"))
+    with pytest.raises(ModelError, match="needs onnxruntime's CUDAExecutionProvider, but this onnxruntime"):
+        OnnxNetwork(network(graph).file, graph.tasks, network(graph).settings)
+
+
+def test_threads_are_those_of_pytorch(graph: TrainedModel) -> None:
+    own = OnnxNetwork(network(graph).file, graph.tasks, network(graph).settings, num_threads=3)
+    before = torch.get_num_threads()
+    try:
+        for wanted in (1, 2):
+            torch.set_num_threads(wanted)
+            graph(*random_batch((3,)))
+            assert network(graph).session_options.intra_op_num_threads == wanted
+            own(*random_batch((3,)))
+            assert own.session_options.intra_op_num_threads == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ids_beyond_the_vocabulary(graph: TrainedModel) -> None:
+    with pytest.raises(RunError, match=r"onnxruntime could not run .*model\.onnx: "):
+        graph(torch.tensor([[10**6]]))
+
+
+def test_without_onnxruntime(folder: Path, model: TrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ModelError, match=r"needs onnxruntime, .*pip install 'hpo\[onnx\]'"):
+        hpo.load(folder / "onnx")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ModelError, match=r"needs onnxscript, .*pip install 'hpo\[onnx\]'"):
+        export_onnx(model, folder / "other")
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "hpo.json", "tokenizer.json"])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_torn_or_missing_file(folder: Path, tmp_path: Path, name: str, is_gone: bool) -> None:
+    file = copied(folder, tmp_path) / name
+    content = file.read_bytes()
+    file.unlink()
+    if not is_gone:
+        file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ModelError) as refused:
+        hpo.load(file.parent)
+    assert str(file.parent) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_graph_that_does_not_fit(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "onnx" / "hpo.json").read_text())
+    for tasks in (
+        content["tasks"][1:],
+        [{**content["tasks"][0], "labels": ["a", "b"]}, *content["tasks"][1:]],
+    ):
+        with pytest.raises(
+            ModelError, match=r"must take input_ids, .* and give logits_.*, as hpo\.json says"
+        ):
+            hpo.load(copied(folder, tmp_path, tasks=tasks))
+        shutil.rmtree(tmp_path / "copy")
+    other = copied(folder, tmp_path)
+    import onnx
+
+    graph = onnx.load(other / "model.onnx")
+    graph.graph.input[0].name = "ids"
+    for node in graph.graph.node:
+        node.input[:] = ["ids" if name == "input_ids" else name for name in node.input]
+    onnx.save(graph, other / "model.onnx")
+    with pytest.raises(ModelError, match="but takes ids, attention_mask, token_type_ids and gives logits_"):
+        hpo.load(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, r"must have format 3, but it has 2\. Export it again with `hpo deploy`"),
+        ({"format": 4}, r"must have format 3, but it has 4\. Use the version of hpo that wrote it"),
+        ({"runtime": "tvm"}, "must have a runtime of torch, onnx, but it has 'tvm'"),
+        ({"onnx": {"precision": "fp32", "colour": "red"}}, "must be a whole folder written by"),
+        ({"onnx": None}, "must be a whole folder written by"),
+        ({"tasks": 3}, "must be a whole folder written by"),
+    ],
+)
+def test_an_export_of_another_version(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        hpo.load(copied(folder, tmp_path, **changes))
+
+
+def test_it_is_not_taken_for_an_export_of_pytorch(folder: Path) -> None:
+    with pytest.raises(ModelError, match="must hold torch's weights, but it is an ONNX export"):
+        load_exported(folder / "onnx")
+
+
+def test_texts_of_no_and_of_a_million_characters(graph: TrainedModel) -> None:
+    assert graph.predict([]) == []
+    with pytest.raises(DataError, match=r"texts\[0\]: `text` is empty"):
+        graph.predict([""])
+    (prediction,) = graph.predict([("late again " * 90_910)[:1_000_000]])
+    assert sum(prediction["single"].scores.values()) == pytest.approx(1)
+
+
+def test_the_script_of_the_card_needs_neither_pytorch_nor_hpo(
+    graph: TrainedModel, folder: Path, tmp_path: Path
+) -> None:
+    card = (folder / "onnx" / "README.md").read_text()
+    (script,) = re.findall(r"```python\n(import json\n.*?)```", card, re.DOTALL)
+    assert len(script.splitlines()) <= 26
+    texts = list(TEXTS[:2])
+    shutil.copytree(folder / "onnx", tmp_path / "complaints-trial-7")
+    assert 'folder, texts = "complaints-trial-7", ["...", "..."]' in script
+    script = script.replace('["...", "..."]', repr(texts))
+    show = "import pickle; pickle.dump(results, open('results.pkl', 'wb'))"
+    subprocess.run(
+        [sys.executable, "-I", "-c", f"{FORBIDDEN}\n{script}\n{show}"], cwd=tmp_path, check=True, timeout=120
+    )
+    results = np.load(tmp_path / "results.pkl", allow_pickle=True)
+    batch = graph.tokenizer(texts, padding=True, return_tensors="pt")
+    logits = graph(**batch).logits
+    for number, wanted in enumerate(graph.predict(texts)):
+        assert results["single"][number] == pytest.approx(wanted["single"].scores, abs=1e-6)
+        assert results["multi"][number] == wanted["multi"].label
+        assert results["number"][number] == pytest.approx(wanted["number"].label, abs=1e-6)
+        for name in ("joint", "overlapping", "answer", "evidence"):
+            np.testing.assert_allclose(results[name][number], logits[name][number], atol=1e-6)
+    assert sorted(map(len, results["multi"])) != [0, 0], "some class is above its threshold"

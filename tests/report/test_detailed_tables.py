@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pandas as pd
+import pytest
+from detailed_documents import class_row, document, error, every_kind, nothing_known, task_document
+from study_records import fake_trial, tables_of, with_values
+
+from hpo.report.detailed_tables import (
+    Detailed,
+    classes_text,
+    csv_tables,
+    detailed_evaluations,
+    headline,
+    metrics_text,
+    off_diagonal,
+)
+from hpo.report.tables import StudyTables
+
+
+def tables_with(*documents: dict[str, object]) -> StudyTables:
+    """Of a study whose best trial, number 6, has these detailed evaluations."""
+    by_split = {str(one["split"]): one for one in documents}
+    return tables_of([dataclasses.replace(fake_trial(6, "fp32"), detailed=by_split)])
+
+
+def test_only_the_best_are_shown_and_what_the_search_has_not_seen_first() -> None:
+    found = {split: document({}, split) for split in ("train", "validation", "test")}
+    best = dataclasses.replace(with_values(0, (0.9,)), detailed=found)
+    other = dataclasses.replace(with_values(1, (0.1,)), detailed=found)
+    shown = detailed_evaluations(tables_of([best, other]))
+    assert [(one.trial_number, one.split) for one in shown] == [(0, "test"), (0, "validation"), (0, "train")]
+    front = tables_of(
+        [dataclasses.replace(best, values=(0.9, 2.0)), dataclasses.replace(other, values=(0.1, 1.0))],
+        metric_names=("score", "seconds"),
+        directions=("maximize", "minimize"),
+    )
+    assert [one.trial_number for one in detailed_evaluations(front)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_csv_tables_hold_the_document() -> None:
+    found = csv_tables(tables_with(every_kind()))
+    classes = found["classes"]
+    late = classes[classes["class"].eq("late")].iloc[0]
+    assert list(late) == [6, "test", "tags", "late", 40 / 55, 0.8, 80 / 105, 50, 55, 0.41]
+    never = classes[classes["class"].eq("never seen")].iloc[0]
+    assert pd.isna([never["precision"], never["recall"], never["f1"]]).all()
+    confusions = found["confusions"]
+    tags = confusions[confusions["task"].eq("tags")][["true", "predicted", "count"]]
+    assert ["broken", "late", 9] in tags.to_numpy().tolist()
+    assert found["calibration"].groupby("task").size().to_dict() == {"tags": 15, "topic": 15}
+    worst = found["worst_errors"].set_index("id")
+    assert json.loads(worst.loc["row-6", "predicted"]) == [["damage", 130, 142]]
+    assert worst.loc["row-0", "truth"] == "delivery"
+    assert worst.loc["row-8", "predicted"] == 4.27
+    metrics = found["best_task_metrics"]
+    mae = metrics[metrics["metric"].eq("mae")].iloc[0]
+    assert (mae["task"], mae["split"], mae["number"]) == ("stars", "test", 6)
+    assert (mae["value"], mae["low"], mae["high"]) == pytest.approx((0.83, 0.8, 0.86))
+    searched = metrics[metrics["split"].eq("validation")]
+    assert set(searched["task"]) == {"criteria", "evidence"}
+    assert searched["low"].isna().all()
+
+
+def test_metrics_of_the_search_give_way_to_the_same_with_intervals() -> None:
+    found = csv_tables(tables_with(document({}, "validation")))["best_task_metrics"]
+    assert found[["metric", "split"]].to_numpy().tolist() == [["score", "validation"]]
+
+
+def test_tables_of_nothing_have_their_columns() -> None:
+    found = csv_tables(tables_of([]))
+    assert list(found["worst_errors"]) == [
+        "number",
+        "split",
+        "task",
+        "id",
+        "loss",
+        "truth",
+        "predicted",
+        "text",
+    ]
+    assert list(found["best_task_metrics"]) == ["task", "metric", "value", "low", "high", "split", "number"]
+    assert all(table.empty for table in found.values())
+
+
+def test_classes_for_people_begin_with_the_most_frequent() -> None:
+    rows = [class_row("rare", 1, 2, 1), class_row("weak", 1, 9, 9), class_row("strong", 9, 9, 9)]
+    found = task_document("multi_label", {}, classes=[*rows, class_row("absent", 0, 0, 0)], threshold=0.41)
+    table = classes_text(found)
+    assert list(table["class"]) == ["weak", "strong", "rare", "absent"]
+    assert list(table.iloc[0]) == ["weak", "0.111", "0.111", "0.111", "9", "9", "0.41"]
+    assert list(table.iloc[-1]) == ["absent", "–", "–", "–", "0", "0", "0.41"]
+    assert "threshold" not in classes_text({**found, "threshold": None})
+
+
+def test_the_headline_is_the_score_or_the_first_metric_of_each_task() -> None:
+    tasks = every_kind()["tasks"]
+    told = headline(Detailed(6, "test", document(tasks))).replace("\u00a0", " ")
+    assert told == "test, 500 rows: score 0.712 [0.682, 0.742]"
+    two = {name: tasks[name] for name in ("tags", "stars")}
+    told = headline(Detailed(6, "test", document(two, score=None, num_examples=1))).replace("\u00a0", " ")
+    assert told == "test, 1 row: tags f1_macro 0.520 [0.490, 0.550], stars r2 0.410 [0.380, 0.440]"
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    one = Detailed(6, "test", nothing_known())
+    assert metrics_text(one).to_numpy().tolist() == [["empty", "f1_macro", "–"], ["number", "r2", "–"]]
+    assert headline(one) == "test, 500 rows: empty f1_macro –, number r2 –"
+
+
+def test_confusions_are_of_two_classes_and_sorted() -> None:
+    confusion = {"labels": ["a", "b"], "counts": [[0, 0, 9], [0, 1, 2], [1, 0, 5]]}
+    found = task_document("single_label", {}, confusion=confusion, worst=[error("1", "", "a", "b")])
+    assert off_diagonal(found) == [("b", "a", 5), ("a", "b", 2)]
+    assert off_diagonal(task_document("regression", {})) == []
+
+
+def test_warnings_name_their_task() -> None:
+    tasks = {"t": task_document("multi_label", {}, warnings=["Nothing is predicted."])}
+    assert Detailed(6, "test", document(tasks)).warnings == ["t: Nothing is predicted."]

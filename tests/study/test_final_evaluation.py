@@ -1,0 +1,194 @@
+"""The detailed evaluation at the end of a study: once, and never to its harm."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+from worker_process import result, study
+
+from hpo.config.search_space import suggest
+from hpo.device import DeviceInfo
+from hpo.errors import InputError, RunError, Unsupported
+from hpo.study import final_evaluation
+from hpo.study.final_evaluation import NUM_TRIALS, evaluate_best
+from hpo.study.leases import Lease
+from hpo.study.storage import Storage, open_storage
+from hpo.study.worker import run_worker
+from hpo.trial import best_model
+
+CPU = DeviceInfo(type="cpu", name="test CPU", torch_version="")
+
+
+@dataclass
+class Evaluating:
+    """A study whose checkpoints are evaluated; `on_batch` is what happens while one is."""
+
+    storage: Storage
+    folder: Path
+    splits: tuple[str, ...] = ("train", "validation", "test")
+    stop: threading.Event = field(default_factory=threading.Event)
+    evaluated: list[tuple[str, str]] = field(default_factory=list)
+    """The folder of the checkpoint and the split, of each that was begun."""
+    on_batch: Callable[[str], None] = lambda _: None
+
+    def run(self) -> None:
+        executor: Any = SimpleNamespace(
+            study=SimpleNamespace(name="tiny"),
+            dataset=SimpleNamespace(splits=dict.fromkeys(self.splits)),
+            device=CPU,
+        )
+        evaluate_best(executor, self.storage, lambda number: self.folder / f"trial-{number}", self.stop)
+
+    def split_logits(self, _: Any, folder: Path, split: str, on_batch: Callable[[], None]) -> Any:
+        self.evaluated.append((folder.name, split))
+        self.on_batch(folder.name)
+        on_batch()
+        document = {"split": split, "of": folder.name}
+        return SimpleNamespace(detailed=lambda: SimpleNamespace(as_json=lambda: document))
+
+    @property
+    def stored(self) -> dict[int, Any]:
+        trials = self.storage.read_study("tiny").trials
+        return {trial.number: trial.detailed for trial in trials if trial.detailed}
+
+
+@pytest.fixture
+def evaluating(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[Evaluating]:
+    caplog.set_level(logging.INFO, "hpo")
+    with open_storage(sqlite_url) as storage:
+        found = Evaluating(storage, tmp_path)
+        monkeypatch.setattr(best_model, "split_logits", found.split_logits)
+        yield found
+
+
+def finish(storage: Storage, *values: tuple[float, ...], left: int = 0) -> None:
+    """Run a study whose trials end with these values; `left` are to come."""
+    directions = {"score": "maximize", "peak_memory_bytes": "minimize"}
+    objective = [
+        {"metric": metric, "direction": direction}
+        for metric, direction in list(directions.items())[: len(values[0])]
+    ]
+    config = study(len(values) + left, objective=objective)
+    storage.create_or_resume_study(config)
+
+    def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
+        suggest(config.search_space, trial)
+        if trial.number == len(values):
+            return result("preempted")
+        return result("complete", values=values[trial.number])
+
+    stop = threading.Event()
+    run_worker(config, storage, execute, stop=stop, after_trial=lambda: None if not left else leave(stop))
+
+
+def leave(stop: threading.Event) -> None:
+    stop.set()
+
+
+def test_the_best_trial_is_evaluated_once(evaluating: Evaluating) -> None:
+    finish(evaluating.storage, (0.25,), (0.75,), (0.5,))
+    evaluating.run()
+    evaluating.run()
+    assert evaluating.evaluated == [("trial-1", "test")]
+    assert evaluating.stored == {1: {"test": {"split": "test", "of": "trial-1"}}}
+
+
+def test_on_validation_where_there_is_no_test_split(evaluating: Evaluating) -> None:
+    finish(evaluating.storage, (0.25,))
+    evaluating.splits = ("train", "validation")
+    evaluating.run()
+    assert evaluating.stored == {0: {"validation": {"split": "validation", "of": "trial-0"}}}
+
+
+def test_the_first_trials_of_a_pareto_front(evaluating: Evaluating) -> None:
+    finish(evaluating.storage, (0.1, 1.0), (0.2, 2.0), (0.5, 5.0), (0.4, 4.0), (0.05, 9.0))
+    evaluating.run()
+    assert evaluating.evaluated == [("trial-2", "test"), ("trial-3", "test"), ("trial-1", "test")]
+    assert NUM_TRIALS == 3
+
+
+def test_not_before_the_last_trial(evaluating: Evaluating) -> None:
+    finish(evaluating.storage, (0.25,), left=2)
+    assert evaluating.storage.slot_counts("tiny")["open"] == 2
+    evaluating.run()
+    assert evaluating.evaluated == []
+
+
+def test_of_two_workers_one_evaluates(evaluating: Evaluating) -> None:
+    finish(evaluating.storage, (0.25,))
+    with (evaluating.folder / "evaluation.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        evaluating.run()
+        assert evaluating.evaluated == []
+    evaluating.run()
+    assert evaluating.evaluated == [("trial-0", "test")]
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "text"),
+    [
+        (RunError("there is no intact checkpoint"), "INFO", "there is no intact checkpoint"),
+        (Unsupported("`bf16` needs more"), "WARNING", "`bf16` needs more"),
+        (MemoryError("no room"), "WARNING", "MemoryError: no room"),
+        (InputError("no tokenizer"), "WARNING", "no tokenizer"),
+        (ZeroDivisionError("of ours"), "WARNING", "ZeroDivisionError: of ours"),
+    ],
+)
+def test_what_goes_wrong_is_said_and_the_others_are_evaluated(
+    evaluating: Evaluating, caplog: pytest.LogCaptureFixture, error: Exception, level: str, text: str
+) -> None:
+    finish(evaluating.storage, (0.1, 1.0), (0.2, 2.0))
+
+    def fail(name: str) -> None:
+        if name == "trial-1":
+            raise error
+
+    evaluating.on_batch = fail
+    evaluating.run()
+    assert evaluating.stored.keys() == {0}
+    messages = [(record.levelname, record.getMessage()) for record in caplog.records]
+    said = [one for one in messages if "not evaluated" in one[1]]
+    assert said == [(level, f"Trial 1 is not evaluated on test in detail: {text}")]
+
+
+def test_a_stop_ends_it_at_the_next_batch(evaluating: Evaluating, caplog: pytest.LogCaptureFixture) -> None:
+    finish(evaluating.storage, (0.1, 1.0), (0.2, 2.0))
+    evaluating.on_batch = lambda _: evaluating.stop.set()
+    evaluating.run()
+    assert evaluating.evaluated == [("trial-1", "test")], "the other one is not begun"
+    assert evaluating.stored == {}
+    assert "Trial 1 is not evaluated on test in detail: told to stop." in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_or_a_study_that_is_gone(
+    evaluating: Evaluating, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish(evaluating.storage, (0.1,))
+    evaluating.folder = evaluating.folder / "gone"
+    evaluating.run()
+    assert "The best trial is not evaluated in detail: FileNotFoundError" in caplog.text
+    optuna.delete_study(study_name="tiny", storage=evaluating.storage.optuna)
+    evaluating.folder = evaluating.folder.parent
+    evaluating.run()
+    assert "The best trial is not evaluated in detail: The study `tiny`" in caplog.text
+    assert evaluating.evaluated == []
+
+
+def test_it_locks_where_there_are_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with final_evaluation._held(tmp_path / "lock") as is_held:
+        assert is_held

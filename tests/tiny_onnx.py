@@ -1,0 +1,68 @@
+"""Tiny models as exports of PyTorch and of ONNX, and what both compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_encoders import FAMILIES, KIND_TASKS, family_model
+from torch import Tensor
+
+import hpo
+from hpo.data.tokenized_split import Windowing
+from hpo.deploy.onnx_export import export_onnx
+from hpo.inference.model import TrainedModel
+from hpo.models.encoder import load_tokenizer
+from hpo.models.export import ExportSettings, export_model
+from hpo.training.decoding import DecodingThresholds
+
+TEXTS = (
+    "Late again!",
+    "Ann paid too much for the parcel, which came broken.",
+    "late again in Rome and Ann paid too much " * 12,
+)
+DECISIONS = {task.name: vars(DecodingThresholds(threshold=0.45)) for task in KIND_TASKS}
+
+
+def write_torch(
+    folder: Path, family: str = "bert", float32_parts: tuple[str, ...] = (), **heads: Any
+) -> TrainedModel:
+    """The export of a fresh model with a task of every kind, in `folder`, loaded again."""
+    settings = ExportSettings(
+        windowing=Windowing(32, "window", 8),
+        attention=FAMILIES[family][1],
+        precision="fp32",
+        float32_parts=float32_parts,
+        decisions=DECISIONS,
+        provenance={"study": "complaints", "trial": 7, "scores": {"test": {"single": {"f1_macro": 0.5}}}},
+    )
+    model = family_model(family, tasks=KIND_TASKS, max_length=32, **heads)
+    with torch.no_grad():  # so that a logit says something
+        for head in model.heads:
+            for weight in head.parameters():
+                weight.normal_(std=0.5)
+    return hpo.load(export_model(model, load_tokenizer("minilm"), folder, settings), device="cpu")
+
+
+def write_both(
+    folder: Path, family: str = "bert", float32_parts: tuple[str, ...] = (), **heads: Any
+) -> tuple[TrainedModel, TrainedModel]:
+    """Such a model by PyTorch (in `folder`/torch) and by onnxruntime (in `folder`/onnx)."""
+    model = write_torch(folder / "torch", family, float32_parts, **heads)
+    return model, hpo.load(export_onnx(model, folder / "onnx"), device="cpu")
+
+
+def random_batch(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, mask and segments of windows of so many tokens."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    mask_BL = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    ids_BL = torch.randint(30_000, mask_BL.shape, generator=generator) * mask_BL
+    return ids_BL, mask_BL, torch.randint(2, mask_BL.shape, generator=generator) * mask_BL
+
+
+def probabilities(model: TrainedModel, texts: tuple[str, ...] = TEXTS, **options: Any) -> Any:
+    """Of the classes of each text, [texts, classes of all tasks]."""
+    found = model.predict(list(texts), **options)
+    return np.array([[p for task in one.values() for p in task.scores.values()] for one in found])
