@@ -63,6 +63,8 @@ TICK_WIDTH = 22
 """Characters of a line where the y axis holds names; that of a device may be long."""
 LEGEND_WIDTH = 40
 """Likewise of the legend."""
+PNG_WIDTH = 100
+"""Characters of a line of a PNG's legend."""
 GRID_COLOR, AXIS_COLOR, TEXT_COLOR = "#E3E6EA", "#9AA4AF", "#22272E"
 CELL_COLOR = "#EEF3F7"
 """Of a cell whose shade is 0."""
@@ -272,7 +274,8 @@ def png(chart: Chart) -> bytes:
             axes.set_yticks(range(len(chart.y_ticks)), _wrapped(chart.y_ticks))
             axes.set_ylim(-0.6, len(chart.y_ticks) - 0.4)
         handles, labels = axes.get_legend_handles_labels()
-        columns = min(6, max(1, len(labels)))
+        longest = max(map(len, labels), default=0)
+        columns = max(1, min(6, len(labels), PNG_WIDTH // (longest + 5)))
         figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
