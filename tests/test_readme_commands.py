@@ -118,6 +118,13 @@ EXECUTED = {
     "docker/build-and-run": IMAGE,
     "podman run --rm localhost/hpo:cpu --help": IMAGE,
     "docker-compose config": COMPOSE,
+    "hpo deploy STUDY": "tests/cli/test_deploying.py::test_what_int8_ruins_is_refused_and_mended",
+    "hpo best STUDY --evaluate test --predictions FILE": (
+        "tests/cli/test_best.py::test_predictions_are_those_of_predict_with_the_truth"
+    ),
+    "hpo best": "tests/cli/test_best.py::test_best",
+    "hpo best STUDY --evaluate SPLIT": "tests/cli/test_best.py::test_best_stores_what_it_evaluates",
+    "hpo predict": "tests/cli/test_predicting.py::test_predictions_of_the_command_score_as_best_evaluate",
     # Installing, and what is for those who work on the package.
     "make install": "tests/test_readme_commands.py::test_a_second_install_installs_nothing",
     "make test": RECIPE,
@@ -165,6 +172,8 @@ NOT_EXECUTED = {
     "podman unshare chown 10001:10001 docker/secrets/*": "podman of a user who is not root",
     "pip install '.[fp8]'": "downloads",
     "pip install 'hpo[database]'": "downloads",
+    "pip install '.[onnx]'": "downloads",
+    "python tests/benchmarks/deploying.py nlupp": "minutes, and a real set",
     "python tests/benchmarks/batching.py": "minutes",
     "python tests/benchmarks/learning.py same-batches": "minutes, and transformers' Trainer",
     "python tests/benchmarks/learning.py seeds": "minutes, and transformers' Trainer",
