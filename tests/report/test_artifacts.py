@@ -96,7 +96,7 @@ def test_the_best_trial_gets_page_document_errors_and_charts(database: Storage, 
     with store.open_reader(found["test-evaluation.json"]) as file:
         assert json.load(file) == every_kind()
     with store.open_reader(found["test-worst-errors.csv"]) as file:
-        assert file.readline() == b"number,split,task,id,loss,truth,predicted,text\n"
+        assert file.readline() == b"number,split,task,id,loss,truth,predicted,text,text_start\n"
 
 
 def test_published_again_they_take_the_place_of_the_former(database: Storage, tmp_path: Path) -> None:

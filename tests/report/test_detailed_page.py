@@ -80,7 +80,9 @@ def test_the_section_says_what_is_stored(tmp_path: Path) -> None:
     assert "1 true, 1 predicted, 0 of them the same spans" in text
     assert "· true 1, predicted 4.27" in text
     assert '<mark class="missed"><b>−delay</b>came</mark>' in text.replace("came ", "came")
-    assert text.count("several spans, each with its sign") == 1, "the task with one name has no such spans"
+    assert text.count("several spans, each with its sign") == 2
+    assert "and 3 wrong spans outside this excerpt" in text
+    assert '<mark class="mixed"><b>− +</b>' in text, "an answer that is right in part is wrong"
     figures = {file.stem for file in (tmp_path / "figures").iterdir()}
     assert {
         "intervals_test_trial_6",
