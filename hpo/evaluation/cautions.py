@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hpo.evaluation.classes import ClassFigures
-from hpo.evaluation.intervals import Interval
 from hpo.training.metrics import RowStatistics
 
 FEW_ROWS_OF_A_CLASS = 10
@@ -60,24 +60,34 @@ def task_warnings(
 
 
 def search_warning(
-    metric: str, split: str, interval: Interval, values: Sequence[float], direction: str
+    metric: str,
+    split: str,
+    width: float,
+    best: float,
+    others: Sequence[float],
+    num_rows: tuple[int, int] | None = None,
 ) -> str | None:
-    """What the interval of the objective on a split says of the search; None where it tells all trials apart.
+    """What the width of the objective's interval on a split says of the search; None where it tells all
+    trials apart.
 
-    `values` are the objective's of the complete trials, the best one with them, `direction` is `maximize` or
-    `minimize`. Trials nearer to the best than the interval is wide may be as good: their order is that of
-    this sample of texts. (Two trials are scored on the same texts, so a paired interval of their difference
-    would be narrower; the width is what is known without their predictions.)
+    `best` and `others` are the values of the complete trials on validation. `num_rows`, of the split and of
+    validation, is for another split than validation: a width goes with one over the square root of the rows.
+    Trials nearer to the best than the interval is wide may be as good: their order is that of this sample of
+    texts. (Two trials are scored on the same texts, so a paired interval of their difference would be
+    narrower; the width is what is known without their predictions.)
     """
-    if len(values) < 2:
-        return None
-    best = max(values) if direction == "maximize" else min(values)
-    num_near = sum(abs(value - best) <= interval.width for value in values)
-    if num_near < 2:
+    said = f"The interval of {metric} on {split} is {width:.3g} wide"
+    if num_rows is not None and min(num_rows) > 0 and num_rows[0] != num_rows[1]:
+        width *= math.sqrt(num_rows[0] / num_rows[1])
+        said += (
+            f", of {num_rows[0]:,} rows; of the {num_rows[1]:,} of validation it would be about {width:.3g}"
+        )
+    num_near = sum(abs(value - best) <= width for value in others)
+    if not num_near:
         return None
     return (
-        f"The interval of {metric} on {split} is {interval.width:.3g} wide; {num_near} of {len(values)} "
-        "complete trials lie within that of the best, so the search cannot tell them apart."
+        f"{said}; {num_near} of the {len(others)} other complete trials lie within that of the best, so the "
+        "search cannot tell them apart."
     )
 
 

@@ -2,13 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.evaluation.cautions import search_warning, task_warnings
 from hpo.evaluation.classes import class_figures
-from hpo.evaluation.intervals import Interval
 from hpo.training.metrics import row_statistics
 
 SINGLE = Task("t", "single_label", ("a", "b", "c"))
@@ -85,15 +82,22 @@ def test_a_prediction_that_is_not_finite() -> None:
     ]
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_an_interval_that_is_wider_than_what_the_search_found(sign: int) -> None:
-    direction = "maximize" if sign == 1 else "minimize"
-    values = [sign * value for value in (0.70, 0.74, 0.79, 0.80, 0.50)]
-    wide = Interval(0.75, 0.7195, 0.7805)
-    assert search_warning("score", "test", wide, values, direction) == (
-        "The interval of score on test is 0.061 wide; 3 of 5 complete trials lie within that of the best, "
-        "so the search cannot tell them apart."
+def test_an_interval_that_is_wider_than_what_the_search_found() -> None:
+    others = [0.70, 0.74, 0.79, 0.50]
+    assert search_warning("score", "validation", 0.061, 0.80, others) == (
+        "The interval of score on validation is 0.061 wide; 2 of the 4 other complete trials lie within that "
+        "of the best, so the search cannot tell them apart."
     )
-    assert search_warning("score", "test", Interval(0.75, 0.748, 0.752), values, direction) is None
-    assert search_warning("score", "test", wide, values[:1], direction) is None
-    assert search_warning("score", "test", wide, [], direction) is None
+    assert search_warning("score", "test", 0.004, 0.80, others) is None
+    assert search_warning("score", "test", 0.061, 0.80, []) is None
+
+
+def test_an_interval_on_many_rows_says_less_of_few() -> None:
+    others = [0.70, 0.74, 0.79, 0.50]
+    assert search_warning("score", "test", 0.009, 0.80, others, (10_000, 10_000)) is None
+    assert search_warning("score", "test", 0.009, 0.80, others, (10_000, 400)) == (
+        "The interval of score on test is 0.009 wide, of 10,000 rows; of the 400 of validation it would be "
+        "about 0.045; 1 of the 4 other complete trials lie within that of the best, so the search cannot "
+        "tell them apart."
+    )
+    assert search_warning("score", "test", 0.061, 0.80, others, (100, 10_000)) is None
