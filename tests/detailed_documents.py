@@ -29,7 +29,8 @@ def class_row(name: str, hits: int, support: int, num_predicted: int) -> dict[st
 
 
 def error(id_: str, text: str, truth: Any, predicted: Any, loss: float | None = 1.0) -> dict[str, Any]:
-    return {"id": id_, "text": text, "truth": truth, "predicted": predicted, "loss": loss}
+    place = {"text_start": 0, "num_outside": 0}
+    return {"id": id_, "text": text, "truth": truth, "predicted": predicted, "loss": loss, **place}
 
 
 def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) 
         "num_rows": 480,
         "metrics": {name: interval(value) for name, value in metrics.items()},
         "threshold": None,
+        "decisions": {"threshold": parts.get("threshold") or 0.5, "null_offset": 0.0, "merge_gap": 0},
         "classes": [],
         "confusion": None,
         "calibration": None,
@@ -50,6 +52,7 @@ def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) 
 
 def document(tasks: Mapping[str, Any], split: str = "test", **parts: Any) -> dict[str, Any]:
     return {
+        "version": 1,
         "split": split,
         "num_examples": 500,
         "decided_on": "validation",
