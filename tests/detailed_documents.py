@@ -42,6 +42,7 @@ def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) 
         "num_rows": 480,
         "metrics": {name: interval(value) for name, value in metrics.items()},
         "threshold": None,
+        "decisions": {"threshold": parts.get("threshold") or 0.5, "null_offset": 0.0, "merge_gap": 0},
         "classes": [],
         "confusion": None,
         "calibration": None,
@@ -53,6 +54,7 @@ def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) 
 
 def document(tasks: Mapping[str, Any], split: str = "test", **parts: Any) -> dict[str, Any]:
     return {
+        "version": 1,
         "split": split,
         "num_examples": 500,
         "decided_on": "validation",

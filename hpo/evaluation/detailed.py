@@ -1,74 +1,26 @@
-"""The record of a detailed evaluation of one model on one split, and how it is made of logits."""
+"""How the record of a detailed evaluation is made of logits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
-from hpo.evaluation.calibration import Calibration, calibration
+from hpo.evaluation.calibration import calibration
 from hpo.evaluation.cautions import task_warnings
-from hpo.evaluation.classes import ClassFigures, Confusion, class_figures, confusion
+from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
-from hpo.evaluation.mistakes import Mistake, worst_mistakes
+from hpo.evaluation.mistakes import worst_mistakes
+from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, TaskEvaluation
 from hpo.json_safe import json_safe
 from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
-
-
-@dataclass(frozen=True)
-class TaskEvaluation:
-    """One task; what its kind does not have is empty or None."""
-
-    kind: str
-    num_rows: int
-    """Rows that are annotated for the task."""
-    metrics: Mapping[str, Interval]
-    threshold: float | None
-    """Of multi_label and span_per_label: what has a probability above it is predicted."""
-    classes: tuple[ClassFigures, ...]
-    confusion: Confusion | None
-    calibration: Calibration | None
-    worst: tuple[Mistake, ...]
-    warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class DetailedEvaluation:
-    """What a model's predictions on one split tell."""
-
-    split: str
-    num_examples: int
-    decided_on: str
-    """The split on which the thresholds were chosen."""
-    num_resamples: int
-    level: float
-    """Of the intervals; see `hpo.evaluation.intervals`."""
-    score: Interval | None
-    """The mean of the tasks' primary metrics."""
-    tasks: Mapping[str, TaskEvaluation]
-
-    def as_json(self) -> dict[str, Any]:
-        """The record in plain containers; it holds no NaN."""
-        return dict(json_safe(asdict(self)))
-
-    @classmethod
-    def from_json(cls, content: Any) -> DetailedEvaluation:
-        """Undo `as_json`. Raises pydantic's ValidationError for what is no such record."""
-        return _adapter().validate_python(content)
-
-
-@cache
-def _adapter() -> TypeAdapter[DetailedEvaluation]:
-    return TypeAdapter(DetailedEvaluation)
 
 
 @dataclass(frozen=True)
@@ -132,7 +84,7 @@ def detailed_evaluation(
     decisions: Mapping[str, DecodingThresholds],
     *,
     split_name: str,
-    decided_on: str = "validation",
+    decided_on: str = DECIDED_ON,
     num_resamples: int = NUM_RESAMPLES,
 ) -> DetailedEvaluation:
     """`evaluate_predictions` of `predict_split`."""
@@ -146,13 +98,14 @@ def evaluate_predictions(
     predicted: SplitPredictions,
     *,
     split_name: str,
-    decided_on: str = "validation",
+    decided_on: str = DECIDED_ON,
     num_resamples: int = NUM_RESAMPLES,
 ) -> DetailedEvaluation:
     """All that the record holds, with intervals of `num_resamples` resamples of the examples."""
     statistics = predicted.statistics()
     intervals = metric_intervals(statistics, num_resamples=num_resamples)
     return DetailedEvaluation(
+        VERSION,
         split_name,
         len(predicted.examples),
         decided_on,
@@ -182,6 +135,7 @@ def _task_evaluation(
         statistics.num_rows,
         metrics,
         threshold,
+        predicted.decisions[task.name],
         classes,
         confusion(statistics),
         None if probabilities_NC is None else calibration(task, probabilities_NC, examples),

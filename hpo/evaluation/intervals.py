@@ -17,6 +17,7 @@ A resample in which a metric is not defined has no part in its interval.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,15 +39,16 @@ Samples = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """The value of a metric, and the bounds of its interval."""
+    """The value of a metric, and the bounds of its interval; None where the rows give none."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     @property
     def width(self) -> float:
-        return self.high - self.low
+        """Infinite without bounds."""
+        return math.inf if self.low is None or self.high is None else self.high - self.low
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,6 @@ def _intervals(values: _ByTask, samples: _ByTask, level: float) -> MetricInterva
 def _interval(value: float, samples_B: Samples, level: float) -> Interval:
     defined = samples_B[np.isfinite(samples_B)]
     if not len(defined):
-        return Interval(value, value, value)
+        return Interval(value, None, None)
     low, high = np.quantile(defined, [(1 - level) / 2, (1 + level) / 2]).tolist()
     return Interval(value, low, high)

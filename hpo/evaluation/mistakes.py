@@ -37,6 +37,10 @@ class Mistake:
     """A class, a list of classes, a number, or a list of [name, start, end] in `text`."""
     predicted: Any
     loss: float
+    text_start: int = 0
+    """Where `text` begins in the text of the row, in characters."""
+    num_outside: int = 0
+    """Wrong spans, of the truth or predicted, that do not lie in `text` as a whole."""
 
 
 def worst_mistakes(
@@ -107,11 +111,13 @@ def _mistake(task: Task, predicted: Any, example: Example, loss: float) -> Mista
     spans = [_truth(task, example), set(predicted)]
     first = 0
     if max(end for side in spans for _, _, end in side) > MAX_CHARACTERS:
-        wrong = min(start for _, start, _ in spans[0] ^ spans[1])
-        first = max(0, min(wrong - _BEFORE, len(example.text) - MAX_CHARACTERS))
+        first_wrong = min(start for _, start, _ in spans[0] ^ spans[1])
+        first = max(0, min(first_wrong - _BEFORE, len(example.text) - MAX_CHARACTERS))
     text = example.text[first : first + MAX_CHARACTERS]
+    wrong = spans[0] ^ spans[1]
+    outside = sum(start < first or end > first + len(text) for _, start, end in wrong)
     truth, predicted = (_shown(side, first, len(text)) for side in spans)
-    return Mistake(example.id, text, truth, predicted, loss)
+    return Mistake(example.id, text, truth, predicted, loss, first, outside)
 
 
 def _shown(spans: set[Span], first: int, length: int) -> list[list[Any]]:

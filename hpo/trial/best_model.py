@@ -15,7 +15,8 @@ from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.errors import DataError, RunError, Unsupported, did_you_mean
-from hpo.evaluation.detailed import DetailedEvaluation, detailed_evaluation
+from hpo.evaluation.detailed import detailed_evaluation
+from hpo.evaluation.record import DetailedEvaluation
 from hpo.inference.model import predictions_of
 from hpo.inference.rows import Row, predicted_row, truth_of
 from hpo.models.export import ExportSettings, export_model
@@ -30,9 +31,6 @@ from hpo.training.evaluate import check_finite, predict_logits, score_logits
 from hpo.trial.executor import Executor
 from hpo.trial.provenance import TrialSource, provenance
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
-
-DECIDED_ON = "validation"
-"""The split on which a trial chooses its thresholds."""
 
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, dict[str, DecodingThresholds]]
 
@@ -55,9 +53,7 @@ class SplitLogits:
     def detailed(self) -> DetailedEvaluation:
         """Metrics with intervals, classes, calibration and the worst errors. Raises Nonfinite."""
         check_finite(self.logits)
-        return detailed_evaluation(
-            self.tasks, self.logits, self.split, self.decisions, split_name=self.name, decided_on=DECIDED_ON
-        )
+        return detailed_evaluation(self.tasks, self.logits, self.split, self.decisions, split_name=self.name)
 
     def predicted_rows(self) -> Iterator[Row]:
         """One row an example in the form of a data row, with scores and the truth."""
