@@ -119,15 +119,15 @@ def export_checkpoint(
 ) -> Path:
     """Write a trial's best checkpoint as a folder that transformers and this package load.
 
-    Where the data have a test split, the folder tells the scores on it: those of the trial's record, or else,
-    with `score_test`, computed here with their intervals, if this device can run the precision.
+    Where the data have a test split, the folder tells the scores on it: those of the trial's detailed
+    evaluation, or else, with `score_test`, computed here with their intervals, if this device can run the
+    precision.
 
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """
     best = _best_model(executor, folder)
     model, config, precision, decisions = best
-    is_scored = "test" in trial.detailed or trial.telemetry.get("test_metrics") is not None
-    if score_test and not is_scored and "test" in executor.dataset.splits:
+    if score_test and "test" in executor.dataset.splits and "test" not in trial.detailed:
         with suppress(Unsupported):
             detailed = _predict(executor, best, "test").detailed().as_json()
             trial = replace(trial, detailed={**trial.detailed, "test": detailed})

@@ -114,7 +114,8 @@ def test_without_an_evaluation_the_command_that_makes_one_is_named(
     trial = fake_trial(0, "fp32")
     path = write_report(record_of([trial]), tmp_path, study_file)
     assert f"<code>hpo best {said} --evaluate validation</code>" in section(path)
-    trial.telemetry["data"] = {"splits": {"train": 9, "validation": 9, "test": 9}}
+    splits = {"train": 9, "validation": 9, "test": 9}
+    trial.telemetry["data"] = {"num_cut_examples": 0, "num_lost_spans": {}, "splits": splits}
     path = write_report(record_of([trial]), tmp_path, study_file)
     assert f"<code>hpo best {said} --evaluate test</code>" in section(path)
 
