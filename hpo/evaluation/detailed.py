@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
 from hpo.evaluation.mistakes import worst_mistakes
 from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, TaskEvaluation
-from hpo.json_safe import json_safe
 from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
 
@@ -35,28 +35,12 @@ class SplitPredictions:
     probabilities: Mapping[str, NDArray[np.float64]]
     """Of single_label and multi_label tasks: [E, C]."""
 
-    def statistics(self) -> dict[str, RowStatistics]:
+    @cached_property
+    def statistics(self) -> Mapping[str, RowStatistics]:
         """By task: what metrics and intervals are made of."""
         return {
             task.name: row_statistics(task, self.predictions[task.name], self.examples) for task in self.tasks
         }
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """One JSON object an example: its id, and by task what is predicted, the truth where it is annotated,
-        and the classes' probabilities where there are any.
-        """
-        for e, example in enumerate(self.examples):
-            cells = {task.name: self._cell(task, e) for task in self.tasks}
-            yield json_safe({"id": example.id, "tasks": cells})
-
-    def _cell(self, task: Task, e: int) -> dict[str, Any]:
-        example, cell = self.examples[e], {"predicted": self.predictions[task.name][e]}
-        if task.name in example.annotated:
-            spans = [(name, *span) for name in task.labels for span in example.spans.get(name, ())]
-            cell["truth"] = example.labels[task.name] if task.level == "sequence" else spans
-        if task.name in self.probabilities:
-            cell["probabilities"] = dict(zip(task.labels, self.probabilities[task.name][e], strict=True))
-        return cell
 
 
 def predict_split(
@@ -102,7 +86,7 @@ def evaluate_predictions(
     num_resamples: int = NUM_RESAMPLES,
 ) -> DetailedEvaluation:
     """All that the record holds, with intervals of `num_resamples` resamples of the examples."""
-    statistics = predicted.statistics()
+    statistics = predicted.statistics
     intervals = metric_intervals(statistics, num_resamples=num_resamples)
     return DetailedEvaluation(
         VERSION,

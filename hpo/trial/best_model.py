@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,9 @@ from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.errors import DataError, RunError, Unsupported, did_you_mean
-from hpo.evaluation.detailed import detailed_evaluation
+from hpo.evaluation.detailed import SplitPredictions, evaluate_predictions, predict_split
 from hpo.evaluation.record import DetailedEvaluation
-from hpo.inference.model import predictions_of
+from hpo.inference.model import decoded_predictions
 from hpo.inference.rows import Row, predicted_row, truth_of
 from hpo.models.export import ExportSettings, export_model
 from hpo.models.model_parts import set_float32_parts
@@ -27,7 +28,7 @@ from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.training.checkpoint import best_checkpoint
 from hpo.training.decoding import DecodingThresholds
-from hpo.training.evaluate import check_finite, predict_logits, score_logits
+from hpo.training.evaluate import check_finite, predict_logits
 from hpo.trial.executor import Executor
 from hpo.trial.provenance import TrialSource, provenance
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
@@ -46,19 +47,25 @@ class SplitLogits:
     decisions: Mapping[str, DecodingThresholds]
     """Chosen on validation."""
 
+    @cached_property
+    def predicted(self) -> SplitPredictions:
+        """The decoded logits. Raises Nonfinite."""
+        check_finite(self.logits)
+        return predict_split(self.tasks, self.logits, self.split, self.decisions)
+
     def metrics(self) -> dict[str, dict[str, float]]:
         """{task: {metric: value}}. Raises Nonfinite."""
-        return score_logits(self.logits, self.split, self.tasks, self.decisions)[0]
+        return {name: of.scores() for name, of in self.predicted.statistics.items()}
 
     def detailed(self) -> DetailedEvaluation:
         """Metrics with intervals, classes, calibration and the worst errors. Raises Nonfinite."""
-        check_finite(self.logits)
-        return detailed_evaluation(self.tasks, self.logits, self.split, self.decisions, split_name=self.name)
+        return evaluate_predictions(self.predicted, split_name=self.name)
 
     def predicted_rows(self) -> Iterator[Row]:
-        """One row an example in the form of a data row, with scores and the truth."""
-        predictions = predictions_of(self.tasks, self.logits, self.split, self.decisions)
-        for example, prediction in zip(self.split.examples, predictions, strict=True):
+        """One row an example in the form of a data row, with scores and the truth. Raises Nonfinite."""
+        found, examples = self.predicted, self.split.examples
+        predictions = decoded_predictions(self.tasks, found.predictions, found.probabilities, examples)
+        for example, prediction in zip(examples, predictions, strict=True):
             yield {**predicted_row(example, prediction), "truth": truth_of(example, self.tasks)}
 
 

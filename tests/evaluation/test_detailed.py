@@ -126,25 +126,6 @@ def test_the_record_survives_json(evaluation: DetailedEvaluation) -> None:
     assert content["tasks"]["evidence"]["decisions"]["merge_gap"] == 2
 
 
-def test_predictions_are_decoded_once_for_the_record_and_the_file(
-    split: TokenizedSplit, evaluation: DetailedEvaluation
-) -> None:
-    predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
-    assert evaluate_predictions(predicted, split_name="test", num_resamples=200) == evaluation
-    rows = list(predicted.rows())
-    assert [row["id"] for row in rows] == [example.id for example in split.examples]
-    assert rows == json.loads(json.dumps(rows, allow_nan=False))
-    for row, example in zip(rows, split.examples, strict=True):
-        assert {name for name, cell in row["tasks"].items() if "truth" in cell} == example.annotated
-    topic = rows[0]["tasks"]["topic"]
-    assert topic["predicted"] == max(topic["probabilities"], key=topic["probabilities"].get)
-    assert sum(topic["probabilities"].values()) == pytest.approx(1)
-    assert topic["truth"] == split.examples[0].labels["topic"]
-    tags = rows[0]["tasks"]["tags"]
-    assert tags["predicted"] == [name for name, p in tags["probabilities"].items() if p > 0.41]
-    assert "probabilities" not in rows[0]["tasks"]["urgency"]
-
-
 def test_nothing_is_decided_on_the_split_itself(split: TokenizedSplit) -> None:
     predicted = predict_split(TASKS, random_logits(split), split, {})
     assert predicted.decisions == {task.name: DecodingThresholds() for task in TASKS}
