@@ -10,13 +10,22 @@ from hpo.training.metrics import RowStatistics
 
 FEW_ROWS_OF_A_CLASS = 10
 FEW_ROWS = 30
+MOST_ROWS, FAR_ABOVE = 0.95, 1.5
+"""What is predicted in more than this share of the rows, or of the words, and so much oftener than it is
+true, is predicted as if everywhere."""
 _NAMES_SHOWN = 5
 
 
 def task_warnings(
-    statistics: RowStatistics, classes: Sequence[ClassFigures], threshold: float | None
+    statistics: RowStatistics,
+    classes: Sequence[ClassFigures],
+    threshold: float | None,
+    coverage: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[str, ...]:
-    """Of one task on one split; `threshold` is the probability above which it predicts, where it has one."""
+    """Of one task on one split; `threshold` is the probability above which it predicts, where it has one.
+
+    `coverage` are the shares of the words that lie in predicted and in true spans.
+    """
     task, num_rows = statistics.task, statistics.num_rows
     if not num_rows:
         return (f"No row of this split is annotated for {task.name}: there is nothing to evaluate.",)
@@ -46,6 +55,13 @@ def task_warnings(
         verb = "is" if len(everything) == 1 else "are"
         names = _names([one.name for one in everything])
         warnings.append(f"{names} {verb} predicted in every row{at if task.kind == 'multi_label' else ''}.")
+    nearly = [one for one in classes if is_by_row and one not in everything and _is_flooded(one, num_rows)]
+    if nearly:
+        said = ", ".join(f"`{one.name}` in {one.num_predicted:,} (true in {one.support:,})" for one in nearly)
+        warnings.append(f"Nearly every one of the {num_rows:,} rows gets the same prediction{at}: {said}.")
+    found, true = coverage
+    if found > MOST_ROWS and found > FAR_ABOVE * true:
+        warnings.append(f"Predicted spans cover {found:.0%} of the words{at}, true ones {true:.0%}.")
     rare = [one.name for one in classes if 0 < one.support < FEW_ROWS_OF_A_CLASS]
     if rare:
         has = "has" if len(rare) == 1 else "have"
@@ -57,6 +73,11 @@ def task_warnings(
         verb = "does" if len(absent) == 1 else "do"
         warnings.append(f"{_names(absent)} {verb} not occur in this split.")
     return tuple(warnings)
+
+
+def _is_flooded(one: ClassFigures, num_rows: int) -> bool:
+    often = MOST_ROWS * num_rows < one.num_predicted
+    return often and one.num_predicted > FAR_ABOVE * one.support
 
 
 def search_warning(

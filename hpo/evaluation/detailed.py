@@ -21,6 +21,7 @@ from hpo.evaluation.mistakes import worst_mistakes
 from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, TaskEvaluation
 from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
+from hpo.training.span_metrics import word_coverage
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def _task_evaluation(
     has_threshold = task.kind in ("multi_label", "span_per_label")
     threshold = predicted.decisions[task.name].threshold if has_threshold else None
     classes = class_figures(statistics)
+    marks_words = task.kind in ("token_classification", "span_per_label")
+    coverage = word_coverage(task, of_rows, examples) if marks_words else (0.0, 0.0)
     return TaskEvaluation(
         task.kind,
         statistics.num_rows,
@@ -124,5 +127,5 @@ def _task_evaluation(
         confusion(statistics),
         None if probabilities_NC is None else calibration(task, probabilities_NC, examples),
         worst_mistakes(task, of_rows, examples, probabilities_NC),
-        task_warnings(statistics, classes, threshold),
+        task_warnings(statistics, classes, threshold, coverage),
     )

@@ -94,15 +94,14 @@ def truth_of(example: Example, tasks: Sequence[Task]) -> Row:
     """
     annotated = [task for task in tasks if task.name in example.annotated]
     names = dict.fromkeys(name for task in annotated if task.kind in SPAN_KINDS for name in task.labels)
-    return {
+    truth: Row = {
         "labels": {task.name: example.labels[task.name] for task in annotated if task.kind not in SPAN_KINDS},
         "spans": {name: [list(span) for span in example.spans.get(name, ())] for name in names},
-        "alt_spans": {
-            name: [list(span) for span in example.alt_spans[name]]
-            for name in names
-            if name in example.alt_spans
-        },
     }
+    accepted = {name: [list(span) for span in example.alt_spans.get(name, ())] for name in names}
+    if any(accepted.values()):
+        truth["alt_spans"] = {name: spans for name, spans in accepted.items() if spans}
+    return truth
 
 
 def check_output(path: Path) -> None:

@@ -7,6 +7,7 @@ from hpo.data.tasks import Task
 from hpo.evaluation.cautions import search_warning, task_warnings
 from hpo.evaluation.classes import class_figures
 from hpo.training.metrics import row_statistics
+from hpo.training.span_metrics import word_coverage
 
 SINGLE = Task("t", "single_label", ("a", "b", "c"))
 MULTI = Task("t", "multi_label", ("a", "b", "c"))
@@ -20,7 +21,8 @@ def warned(task: Task, truth: list[Any], predicted: list[Any], threshold: float 
         spans = {} if is_label or not label else {label[0][0]: [label[0][1:]]}
         rows.append(Example("", "a text", {"t": label}, spans, annotated=frozenset("t")))
     statistics = row_statistics(task, predicted, rows)
-    return list(task_warnings(statistics, class_figures(statistics), threshold))
+    coverage = word_coverage(task, predicted, rows) if "span" in task.kind else (0.0, 0.0)
+    return list(task_warnings(statistics, class_figures(statistics), threshold, coverage))
 
 
 def test_an_ordinary_evaluation_has_none() -> None:
@@ -58,6 +60,28 @@ def test_classes_that_are_never_predicted_or_always() -> None:
     answer = Task("t", "span_extraction", ("answer",))
     answers = [[("answer", 0, 1)], []] * 20
     assert warned(answer, answers, [[("answer", 0, 1)]] * 40) == ["`answer` is predicted in every row."]
+
+
+def test_a_threshold_that_predicts_nearly_everything() -> None:
+    truth = [["a"], ["b"], ["c"], *[[]] * 7] * 100
+    flooded = [["a", "b"], ["b", "c"], *[["b"]] * 998]
+    (text,) = warned(MULTI, truth, [*flooded[:999], ["c"]], 0.02)
+    assert text == (
+        "Nearly every one of the 1,000 rows gets the same prediction at the threshold 0.02: `b` in 999 (true "
+        "in 100)."
+    )
+    often = [["a"]] * 96 + [["b"]] * 4
+    assert warned(MULTI, often, [["a"]] * 98 + [["b"]] * 2, 0.5)[0].startswith("`b` has fewer than 10 rows")
+
+
+def test_spans_that_cover_nearly_all_words() -> None:
+    evidence = Task("t", "span_per_label", ("a",))
+    truth = [[("a", 0, 1)]] * 40
+    assert warned(evidence, truth, [[("a", 0, 6)]] * 40, 0.01) == [
+        "Predicted spans cover 100% of the words at the threshold 0.01, true ones 50%."
+    ]
+    assert warned(evidence, [[("a", 0, 6)]] * 40, [[("a", 0, 6)]] * 40, 0.5) == []
+    assert warned(evidence, truth, truth, 0.5) == []
 
 
 def test_few_rows_and_classes_that_are_missing() -> None:
