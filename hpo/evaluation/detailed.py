@@ -14,14 +14,13 @@ from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.evaluation.calibration import calibration
-from hpo.evaluation.cautions import task_warnings
+from hpo.evaluation.cautions import cover_warnings, task_warnings
 from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
 from hpo.evaluation.mistakes import worst_mistakes
 from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, TaskEvaluation
 from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
-from hpo.training.span_metrics import word_coverage
 
 
 @dataclass(frozen=True)
@@ -111,21 +110,20 @@ def _task_evaluation(
     examples = [predicted.examples[e] for e in index_N]
     of_rows = [predicted.predictions[task.name][e] for e in index_N]
     probabilities_EC = predicted.probabilities.get(task.name)
-    probabilities_NC = None if probabilities_EC is None else probabilities_EC[index_N]
+    is_whole = len(examples) == len(predicted.examples)
+    probabilities_NC = probabilities_EC if probabilities_EC is None or is_whole else probabilities_EC[index_N]
     has_threshold = task.kind in ("multi_label", "span_per_label")
-    threshold = predicted.decisions[task.name].threshold if has_threshold else None
+    decisions = predicted.decisions[task.name]
     classes = class_figures(statistics)
-    marks_words = task.kind in ("token_classification", "span_per_label")
-    coverage = word_coverage(task, of_rows, examples) if marks_words else (0.0, 0.0)
     return TaskEvaluation(
         task.kind,
         statistics.num_rows,
         metrics,
-        threshold,
-        predicted.decisions[task.name],
+        decisions.threshold if has_threshold else None,
+        decisions,
         classes,
         confusion(statistics),
         None if probabilities_NC is None else calibration(task, probabilities_NC, examples),
         worst_mistakes(task, of_rows, examples, probabilities_NC),
-        task_warnings(statistics, classes, threshold, coverage),
+        (*task_warnings(statistics, classes, decisions), *cover_warnings(task, of_rows, examples, decisions)),
     )

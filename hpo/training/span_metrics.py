@@ -40,18 +40,6 @@ def word_counts(text: str, truth: set[Span], found: Iterable[Span]) -> tuple[int
     return len(true_words & found_words), len(true_words) + len(found_words)
 
 
-def word_coverage(
-    task: Task, predicted: Sequence[Iterable[Span]], examples: Sequence[Example]
-) -> tuple[float, float]:
-    """The shares of all words of the texts that lie in predicted spans, and in true ones, of any name."""
-    found = true = total = 0
-    for spans, example in zip(predicted, examples, strict=True):
-        sides = (_words(example.text, side) for side in (spans, true_spans(task, example)))
-        of_row = [len({place for _, place in side}) for side in sides]
-        found, true, total = found + of_row[0], true + of_row[1], total + len(_WORD.findall(example.text))
-    return found / max(total, 1), true / max(total, 1)
-
-
 def _words(text: str, spans: Iterable[Span]) -> set[tuple[str, int]]:
     """The words that each span shares a character with, told by where they begin."""
     words: set[tuple[str, int]] = set()

@@ -4,10 +4,10 @@ from typing import Any
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.evaluation.cautions import search_warning, task_warnings
+from hpo.evaluation.cautions import cover_warnings, search_warning, task_warnings
 from hpo.evaluation.classes import class_figures
+from hpo.training.decoding import DecodingThresholds
 from hpo.training.metrics import row_statistics
-from hpo.training.span_metrics import word_coverage
 
 SINGLE = Task("t", "single_label", ("a", "b", "c"))
 MULTI = Task("t", "multi_label", ("a", "b", "c"))
@@ -21,8 +21,7 @@ def warned(task: Task, truth: list[Any], predicted: list[Any], threshold: float 
         spans = {} if is_label or not label else {label[0][0]: [label[0][1:]]}
         rows.append(Example("", "a text", {"t": label}, spans, annotated=frozenset("t")))
     statistics = row_statistics(task, predicted, rows)
-    coverage = word_coverage(task, predicted, rows) if "span" in task.kind else (0.0, 0.0)
-    return list(task_warnings(statistics, class_figures(statistics), threshold, coverage))
+    return list(task_warnings(statistics, class_figures(statistics), DecodingThresholds(threshold or 0.5)))
 
 
 def test_an_ordinary_evaluation_has_none() -> None:
@@ -48,6 +47,43 @@ def test_a_threshold_that_predicts_everything_or_nothing() -> None:
     assert warned(MULTI, [["a", "b", "c"]] * 40, [["a", "b", "c"]] * 40, 0.5) == []
 
 
+def test_a_class_that_is_predicted_nearly_everywhere() -> None:
+    truth = [["a"] if n % 10 == 0 else ["b"] for n in range(1000)]
+    many = [["a", "b"]] * 999 + [["b"]]
+    assert warned(MULTI, truth, many, 0.02)[0] == ("`b` is predicted in every row at the threshold 0.02.")
+    assert warned(MULTI, truth, many, 0.02)[1] == (
+        "`a` is predicted in more than 95% of the rows at the threshold 0.02, and true in far fewer."
+    )
+    # Not what is true nearly as often.
+    common = [["a"]] * 700 + [[]] * 300
+    assert warned(MULTI, common, [["a"]] * 960 + [[]] * 40, 0.5) == ["`b`, `c` do not occur in this split."]
+    answer = Task("t", "span_extraction", ("answer",))
+    answers = [[("answer", 0, 1)], []] * 50
+    assert warned(answer, answers, [[("answer", 0, 1)]] * 98 + [[]] * 2) == [
+        "`answer` is predicted in more than 95% of the rows at the null offset 0, and true in far fewer."
+    ]
+
+
+def test_spans_that_cover_the_whole_texts() -> None:
+    text = "one two three four five"
+    rows = [Example("", text, {}, {"a": [(4, 7)]}, annotated=frozenset("t"))] * 40
+    task = Task("t", "span_per_label", ("a", "b"), evidence_for="u")
+    decisions = DecodingThresholds(0.1, merge_gap=5)
+
+    def found(*spans: tuple[str, int, int]) -> list[str]:
+        return list(cover_warnings(task, [list(spans)] * 40, rows, decisions))
+
+    expected = (
+        "Predicted spans cover 100.0% of the words of the texts they are in at the threshold 0.1 and the "
+        "merge gap of 5 tokens; true ones cover 20.0%."
+    )
+    assert found(("a", 0, len(text)), ("b", 0, len(text))) == [expected]
+    assert found(("a", 0, len(text) - 5)) == []
+    assert found() == []
+    rows = [Example("", text, {}, {"a": [(0, len(text))]}, annotated=frozenset("t"))] * 40
+    assert found(("a", 0, len(text))) == []
+
+
 def test_classes_that_are_never_predicted_or_always() -> None:
     assert warned(SINGLE, ["a", "b", "c"] * 20, ["a"] * 60) == [
         "`b`, `c` occur but are never predicted.",
@@ -59,35 +95,16 @@ def test_classes_that_are_never_predicted_or_always() -> None:
     assert warned(slots, truth, [[]] * 40) == ["No span is predicted in any row."]
     answer = Task("t", "span_extraction", ("answer",))
     answers = [[("answer", 0, 1)], []] * 20
-    assert warned(answer, answers, [[("answer", 0, 1)]] * 40) == ["`answer` is predicted in every row."]
-
-
-def test_a_threshold_that_predicts_nearly_everything() -> None:
-    truth = [["a"], ["b"], ["c"], *[[]] * 7] * 100
-    flooded = [["a", "b"], ["b", "c"], *[["b"]] * 998]
-    (text,) = warned(MULTI, truth, [*flooded[:999], ["c"]], 0.02)
-    assert text == (
-        "Nearly every one of the 1,000 rows gets the same prediction at the threshold 0.02: `b` in 999 (true "
-        "in 100)."
-    )
-    often = [["a"]] * 96 + [["b"]] * 4
-    assert warned(MULTI, often, [["a"]] * 98 + [["b"]] * 2, 0.5)[0].startswith("`b` has fewer than 10 rows")
-
-
-def test_spans_that_cover_nearly_all_words() -> None:
-    evidence = Task("t", "span_per_label", ("a",))
-    truth = [[("a", 0, 1)]] * 40
-    assert warned(evidence, truth, [[("a", 0, 6)]] * 40, 0.01) == [
-        "Predicted spans cover 100% of the words at the threshold 0.01, true ones 50%."
+    assert warned(answer, answers, [[("answer", 0, 1)]] * 40) == [
+        "`answer` is predicted in every row at the null offset 0."
     ]
-    assert warned(evidence, [[("a", 0, 6)]] * 40, [[("a", 0, 6)]] * 40, 0.5) == []
-    assert warned(evidence, truth, truth, 0.5) == []
 
 
 def test_few_rows_and_classes_that_are_missing() -> None:
+    few = "figures of so few are mostly chance, and the interval of f1_macro is too narrow"
     assert warned(SINGLE, ["a", "b"] * 5, ["b", "a"] * 5) == [
         "Only 10 rows are annotated: the intervals are too narrow, and the figures say little.",
-        "`a`, `b` have fewer than 10 rows: figures of so few are mostly chance.",
+        f"`a`, `b` have fewer than 10 rows: {few}.",
         "`c` does not occur in this split.",
     ]
     assert warned(SINGLE, ["a"], ["a"])[0].startswith("Only 1 row is annotated: ")
