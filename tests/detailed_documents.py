@@ -28,8 +28,11 @@ def class_row(name: str, hits: int, support: int, num_predicted: int) -> dict[st
     }
 
 
-def error(id_: str, text: str, truth: Any, predicted: Any, loss: float | None = 1.0) -> dict[str, Any]:
-    return {"id": id_, "text": text, "truth": truth, "predicted": predicted, "loss": loss}
+def error(
+    id_: str, text: str, truth: Any, predicted: Any, loss: float | None = 1.0, **parts: Any
+) -> dict[str, Any]:
+    row = {"id": id_, "text": text, "truth": truth, "predicted": predicted, "loss": loss}
+    return row | {"text_start": 0, "num_outside": 0} | parts
 
 
 def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) -> dict[str, Any]:
@@ -39,6 +42,7 @@ def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) 
         "num_rows": 480,
         "metrics": {name: interval(value) for name, value in metrics.items()},
         "threshold": None,
+        "decisions": {"threshold": parts.get("threshold") or 0.5, "null_offset": 0.0, "merge_gap": 0},
         "classes": [],
         "confusion": None,
         "calibration": None,
@@ -50,6 +54,7 @@ def task_document(kind: str, metrics: Mapping[str, float | None], **parts: Any) 
 
 def document(tasks: Mapping[str, Any], split: str = "test", **parts: Any) -> dict[str, Any]:
     return {
+        "version": 1,
         "split": split,
         "num_examples": 500,
         "decided_on": "validation",
@@ -144,7 +149,7 @@ def every_kind() -> dict[str, Any]:
             ),
             error("row-4", TEXT, [["delay", 4, 30]], [["damage", 20, 46]]),
             error("row-5", TEXT, [["delay", 0, 30], ["damage", 11, 50]], [["delay", 0, 30]]),
-            error("row-6", TEXT, [], [["damage", 130, 142]]),
+            error("row-6", TEXT, [], [["damage", 130, 142]], text_start=800, num_outside=3),
         ],
     )
     answer = task_document(

@@ -9,6 +9,7 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from detailed_documents import document, interval
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.storages._rdb import models
 from optuna.trial import TrialState, create_trial
@@ -37,7 +38,8 @@ def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
             evaluate(storage, trial, 2, value, step=20)
             worker.record_outcome(lease, trial, result("complete", values=(value,), telemetry={"a": [1]}))
             token = storage.study_token("tiny")
-            store_detailed_evaluation(storage, "tiny", token, trial.number, {"split": "test", "value": value})
+            found = document({}, score=interval(value))
+            store_detailed_evaluation(storage, "tiny", token, trial.number, found)
         nonfinite = worker.claim()
         assert nonfinite is not None
         trial = worker.open_trial(nonfinite)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -45,7 +44,7 @@ from hpo.cli.options import (
     print_json,
     progress_shown,
 )
-from hpo.errors import HpoError, InputError
+from hpo.errors import HpoError, InputError, RunError, Unsupported
 
 if TYPE_CHECKING:
     from hpo.precision.table import Support
@@ -171,8 +170,7 @@ def best(
     from hpo.cli.detailed_display import print_detailed, print_warning
     from hpo.cli.display import print_best
     from hpo.report.detailed_tables import evaluations_of
-    from hpo.report.search_caution import search_warnings
-    from hpo.study.study_record import best_trials
+    from hpo.study.study_record import best_trials, with_evaluation
 
     if predictions is not None:
         from hpo.inference.rows import check_output
@@ -199,10 +197,13 @@ def best(
                 executor, folder = checkpoint_of(config, database, trials[0].number)
                 if evaluate:
                     used = _evaluate_checkpoint(database, executor, folder, trials[0], evaluate, predictions)
-                    document = used["evaluation"]["detailed"]
-                    trials[0] = replace(trials[0], detailed={**trials[0].detailed, evaluate: document})
-                    others = [trial for trial in record.trials if trial.number != trials[0].number]
-                    record = replace(record, trials=[*others, trials[0]])
+                    record = with_evaluation(record, trials[0].number, used["evaluation"]["detailed"])
+                    trials = best_trials(record)
+                if (export or push) and "test" in set(executor.dataset.splits) - trials[0].detailed.keys():
+                    with suppress(Unsupported):
+                        found = _evaluate_checkpoint(database, executor, folder, trials[0], "test", None)
+                        record = with_evaluation(record, trials[0].number, found["evaluation"]["detailed"])
+                        trials = best_trials(record)
                 used |= _export_checkpoint(executor, folder, trials[0], export, push)
     if as_json:
         print_json(_described(record) | used)
@@ -210,7 +211,7 @@ def best(
         print_best(record)
         if trials and (found := evaluations_of(trials[0])):
             print_detailed(next((one for one in found if one.split == evaluate), found[0]))
-        for text in search_warnings(record):
+        for text in _warnings(record):
             print_warning(text)
         if predictions and trials:
             typer.echo(f"The predictions of trial {trials[0].number} on {evaluate} are in {predictions}.")
@@ -221,9 +222,16 @@ def best(
     raise typer.Exit(0 if trials else 1)
 
 
+def _warnings(record: StudyRecord) -> list[str]:
+    """What to know of the detailed evaluations of a study."""
+    from hpo.report.search_caution import search_warnings
+    from hpo.study.study_record import evaluations_left_out
+
+    return [*search_warnings(record), *map(" ".join, evaluations_left_out(record))]
+
+
 def _described(record: StudyRecord) -> dict[str, Any]:
     """What `best --json` tells of the best trials."""
-    from hpo.report.search_caution import search_warnings
     from hpo.study.study_record import best_trials
 
     return {
@@ -240,7 +248,7 @@ def _described(record: StudyRecord) -> dict[str, Any]:
             for trial in best_trials(record)
         ],
         "comparisons": record.comparisons,
-        "warnings": search_warnings(record),
+        "warnings": _warnings(record),
     }
 
 
@@ -254,7 +262,7 @@ def _evaluate_checkpoint(
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a trial in detail, store that, and write its predictions."""
     from hpo.inference.rows import predictions_file
-    from hpo.study.detailed_evaluations import store_detailed_evaluation
+    from hpo.study.detailed_evaluations import NOT_STORED, store_detailed_evaluation
     from hpo.trial.best_model import split_logits
 
     name = executor.study.name
@@ -264,8 +272,9 @@ def _evaluate_checkpoint(
     evaluation = {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
     found: dict[str, Any] = {"evaluation": evaluation}
     try:
-        store_detailed_evaluation(database, name, token, trial.number, document)
-    except HpoError as error:  # of a user who may only read
+        if not store_detailed_evaluation(database, name, token, trial.number, document):
+            raise RunError(NOT_STORED)
+    except HpoError as error:  # also of a user who may only read
         typer.echo(f"The evaluation is not stored: {error}", err=True)
     if predictions is not None:
         pair = executor.study.data.pair_segments or ()
@@ -290,7 +299,9 @@ def _export_checkpoint(
         return found
     source = TrialSource(trial.number, trial.params, trial.telemetry, trial.detailed)
     with tempfile.TemporaryDirectory(prefix="hpo-export-") as temporary:
-        exported = export_checkpoint(executor, folder, export or Path(temporary, "model"), source)
+        exported = export_checkpoint(
+            executor, folder, export or Path(temporary, "model"), source, score_test=False
+        )
         if export:
             found["export"] = str(export)
         if push:

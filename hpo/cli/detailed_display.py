@@ -17,10 +17,11 @@ from hpo.report.detailed_tables import (
     metrics_text,
     num_rows,
     off_diagonal,
+    outside_text,
     sorted_classes,
 )
 from hpo.report.formats import format_number
-from hpo.report.marked import LOOKS, pieces
+from hpo.report.marked import LOOKS, MEANINGS, pieces
 from hpo.study.study_record import is_number
 
 MAX_CLASSES = 15
@@ -33,11 +34,6 @@ _CONTEXT = 60
 _SPAN, _SIDE = 40, 160
 """Characters of a span, and of all that is true or predicted, that are shown."""
 _STYLES = {"missed": "yellow", "spurious": "red", "both": "green", "mixed": "magenta"}
-_LEGEND = {
-    "missed": "true only",
-    "spurious": "predicted only",
-    "both": "both",
-}
 
 
 def print_detailed(one: Detailed) -> None:
@@ -81,7 +77,7 @@ def _print_task(console: Console, task: str, found: Mapping[str, Any]) -> None:
     has_spans = found["kind"] in SPAN_KINDS
     worst = (found["worst"] or ())[:MAX_ERRORS]
     if worst:
-        legend = f" ({'; '.join(f'{sign} {_LEGEND[look]}' for look, sign in LOOKS.items())})"
+        legend = f" ({'; '.join(f'{sign} {MEANINGS[look]}' for look, sign in LOOKS.items())})"
         print_indented(console, Text(f"worst rows{legend if has_spans else ''}:", style="dim"), 2)
     for row in worst:
         _print_error(console, row, has_spans=has_spans)
@@ -99,8 +95,7 @@ def _print_error(console: Console, row: Mapping[str, Any], *, has_spans: bool) -
     sides = {"true": row["truth"], "predicted": row["predicted"]}
     said = (f"{name} {_named(side, row['text'], has_spans=has_spans)}" for name, side in sides.items())
     print_indented(console, Text(head + "; ".join(said)), 4)
-    spans = (row["truth"], row["predicted"]) if has_spans else ([], [])
-    print_indented(console, _excerpt(row["text"], *spans), 6)
+    print_indented(console, _excerpt(row, has_spans=has_spans), 6)
 
 
 def _named(side: Any, text: str, *, has_spans: bool) -> str:
@@ -112,8 +107,10 @@ def _named(side: Any, text: str, *, has_spans: bool) -> str:
     return format_number(side) if is_number(side) else _plain(str(side or "none"))
 
 
-def _excerpt(text: str, truth: list[Any], predicted: list[Any]) -> Text:
+def _excerpt(row: Mapping[str, Any], *, has_spans: bool) -> Text:
     """A piece of the text, with marks where spans differ (`hpo.report.marked`)."""
+    text = row["text"]
+    truth, predicted = (row[side] if has_spans else [] for side in ("truth", "predicted"))
     shown, length, begin = Text(style="dim"), len(text), 0
     first = min((start for _, start, _ in (*truth, *predicted)), default=0)
     if length > EXCERPT and first > EXCERPT - _CONTEXT:
@@ -124,7 +121,10 @@ def _excerpt(text: str, truth: list[Any], predicted: list[Any]) -> Text:
     for piece in pieces(text[begin:end], *cut, named=False):
         style = _STYLES.get(piece.look, "")
         shown.append(f"[{piece.sign}{_plain(piece.text)}]" if piece.look else _plain(piece.text), style)
-    return shown.append(" ..." if end < length else "")
+    wrong = set(map(tuple, truth)) ^ set(map(tuple, predicted))
+    hidden = sum(stop <= begin or start >= end for _, start, stop in wrong)
+    outside = outside_text(row["num_outside"] + hidden)
+    return shown.append(f" ... {outside}" if outside else " ..." if end < length else "")
 
 
 def _plain(text: str) -> str:

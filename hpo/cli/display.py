@@ -52,7 +52,7 @@ def print_summary(record: StudyRecord) -> None:
     print_best(record)
     if complete_trials(record):
         name = escape(record.name)
-        hints = (f"hpo report {name}", f"hpo dashboard {name}", f"hpo best {name} --evaluate test")
+        hints = (f"hpo report {name}", f"hpo dashboard {name}", f"hpo best {name}")
         console.print(f"[dim]{'   '.join(hints)}[/dim]", soft_wrap=True)
 
 

@@ -103,7 +103,7 @@ def delete(
     """Remove a study from the database, and its checkpoints from where this machine finds them."""
     import sys
 
-    from hpo.report.artifacts import files_folder, remove_files
+    from hpo.report.artifacts import files_folders, remove_files
     from hpo.study.checkpoint_folders import noted_database, remove_checkpoints
     from hpo.study.database import place, storage_url
     from hpo.study.lifecycle import checkpoints_folder, delete_study, set_state, wait_for_workers
@@ -129,9 +129,9 @@ def delete(
             _wait(database, study, "cancelled", timeout)
         noted = noted_database(database)
         stored = _drop_artifacts(database, study, folder, noted)
-        shown = files_folder(database, study, RUNS)
         delete_study(database, study)
-    remove_files(shown)
+    for shown in files_folders(study, RUNS):
+        remove_files(shown)
     there = folder.exists()
     here = remove_checkpoints(folder, noted)
     if as_json:

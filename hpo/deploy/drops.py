@@ -63,24 +63,33 @@ class Scale:
 
 
 def _times(factor: float, of: Interval) -> Interval:
+    value = factor * of.value + 0.0  # no -0
+    if of.low is None or of.high is None:
+        return Interval(value, None, None)
     low, high = sorted((factor * of.low, factor * of.high))
-    return Interval(factor * of.value + 0.0, low + 0.0, high + 0.0)  # no -0
+    return Interval(value, low + 0.0, high + 0.0)
 
 
 def verdict_on(drop: Interval | None, max_drop: float, num_rows: int, unit: str) -> tuple[VerdictName, str]:
-    """The verdict on a drop (None: not finite), and the reason where it is not `as_good`."""
+    """The verdict on a drop (None: not finite), and the reason where it is not `as_good`.
+
+    The interval decides, but never against the drop that was measured, which need not lie in it.
+    """
     if drop is None:
         return "worse", NOT_FINITE
+    if drop.low is None or drop.high is None:
+        return "undecided", f"the drop of {drop.value:+.2f} {unit} has no interval: too few rows have labels."
     interval = f"the drop of {drop.value:+.2f} [{drop.low:+.2f}, {drop.high:+.2f}] {unit}"
     name = decide(-drop.high, -drop.low, max_drop)
-    if name == "as_good":
+    is_beyond = drop.value > max_drop
+    if name == "as_good" and not is_beyond:
         return name, ""
-    if name == "worse":
+    if name == "worse" and is_beyond:
         return name, f"{interval} is beyond --max-drop {max_drop:g}."
     room = abs(max_drop - drop.value)
     width = (drop.high - drop.low) / 2
     needed = ceil(num_rows * (width / room) ** 2) if room > 0 else 0
     more = f"about {needed:,} rows would decide, if it stays so; " if needed > num_rows else ""
-    allowing = ceil(10 * drop.high + 0.5) / 10
+    allowing = ceil(10 * max(drop.high, drop.value) + 0.5) / 10
     beyond = f"may be beyond --max-drop {max_drop:g}: {more}--max-drop {allowing:g} would allow it."
-    return name, f"{interval} {beyond}"
+    return "undecided", f"{interval} {beyond}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +33,10 @@ class Answers:
         """Those of the model."""
         return self.predicted.tasks
 
-    @cached_property
+    @property
     def statistics(self) -> Mapping[str, RowStatistics]:
         """By task: what metrics and intervals are made of."""
-        return self.predicted.statistics()
+        return self.predicted.statistics
 
 
 def answers(model: TrainedModel, split: TokenizedSplit) -> Answers | None:

@@ -24,6 +24,8 @@ from hpo.data.tasks import Task
 from hpo.training.metrics import indicators
 
 NUM_BINS = 15
+_AT_ONCE = 2**20
+"""So many probabilities are put into bins at a time, for the memory."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,16 @@ def calibration(
 
 def calibration_of(probability_M: NDArray[np.float64], is_right_M: NDArray[np.bool_]) -> Calibration:
     """Of M > 0 probabilities, each with whether what it was given to is right."""
-    bin_M = np.clip(np.ceil(probability_M * NUM_BINS).astype(np.intp) - 1, 0, NUM_BINS - 1)
-    count_K = np.bincount(bin_M, minlength=NUM_BINS)
-    divisor_K = np.maximum(count_K, 1)
-    confidence_K = np.bincount(bin_M, weights=probability_M, minlength=NUM_BINS) / divisor_K
-    frequency_K = np.bincount(bin_M, weights=is_right_M, minlength=NUM_BINS) / divisor_K
+    count_K = np.zeros(NUM_BINS, np.intp)
+    confidence_K, frequency_K = np.zeros((2, NUM_BINS))
+    for first in range(0, len(probability_M), _AT_ONCE):
+        p_P, is_right_P = (of[first : first + _AT_ONCE] for of in (probability_M, is_right_M))
+        bin_P = np.clip(np.ceil(p_P * NUM_BINS).astype(np.intp) - 1, 0, NUM_BINS - 1)
+        count_K += np.bincount(bin_P, minlength=NUM_BINS)
+        confidence_K += np.bincount(bin_P, weights=p_P, minlength=NUM_BINS)
+        frequency_K += np.bincount(bin_P, weights=is_right_P, minlength=NUM_BINS)
+    confidence_K /= np.maximum(count_K, 1)
+    frequency_K /= np.maximum(count_K, 1)
     ece = float((count_K * np.abs(confidence_K - frequency_K)).sum() / len(probability_M))
     bins = [
         CalibrationBin(k / NUM_BINS, (k + 1) / NUM_BINS, confidence, frequency, count)

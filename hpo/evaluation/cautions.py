@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from hpo.data.examples import Example
+from hpo.data.tasks import Task
 from hpo.evaluation.classes import ClassFigures
-from hpo.evaluation.intervals import Interval
+from hpo.training.decoding import DecodingThresholds
 from hpo.training.metrics import RowStatistics
+from hpo.training.span_metrics import Span, true_spans, word_counts
 
 FEW_ROWS_OF_A_CLASS = 10
 FEW_ROWS = 30
+NEARLY_ALL = 0.95
+"""Above it, the share of the rows a class is predicted in, or of the words that spans cover, is near 1."""
+FAR_ABOVE = 1.5
+"""What is predicted so many times as often as it is true is predicted far too often."""
 _NAMES_SHOWN = 5
 
 
 def task_warnings(
-    statistics: RowStatistics, classes: Sequence[ClassFigures], threshold: float | None
+    statistics: RowStatistics, classes: Sequence[ClassFigures], decisions: DecodingThresholds
 ) -> tuple[str, ...]:
-    """Of one task on one split; `threshold` is the probability above which it predicts, where it has one."""
+    """Of one task on one split; `decisions` are those that its predictions were made with."""
     task, num_rows = statistics.task, statistics.num_rows
     if not num_rows:
         return (f"No row of this split is annotated for {task.name}: there is nothing to evaluate.",)
@@ -28,30 +36,24 @@ def task_warnings(
         warnings.append(f"{rows} annotated: the intervals are too narrow, and the figures say little.")
     is_label = task.kind in ("single_label", "multi_label")
     is_by_row = is_label or task.kind == "span_extraction"
-    everything = [one for one in classes if is_by_row and one.num_predicted == num_rows > one.support]
-    predicted = sum(one.num_predicted for one in classes)
-    at = "" if threshold is None else f" at the threshold {threshold:.3g}"
+    at = _decided(task, decisions)
     item = "class" if is_label else "span"
-    if classes and not predicted and any(one.support for one in classes):
+    if classes and not any(one.num_predicted for one in classes) and any(one.support for one in classes):
         warnings.append(f"No {item} is predicted in any row{at}.")
-        everything = []
     else:
         unpredicted = [one.name for one in classes if one.support and not one.num_predicted]
         if unpredicted:
             verb = "occurs but is" if len(unpredicted) == 1 else "occur but are"
             warnings.append(f"{_names(unpredicted)} {verb} never predicted.")
-    if everything and task.kind == "multi_label" and predicted == num_rows * len(classes):
-        warnings.append(f"Every class is predicted in every row{at}.")
-    elif everything:
-        verb = "is" if len(everything) == 1 else "are"
-        names = _names([one.name for one in everything])
-        warnings.append(f"{names} {verb} predicted in every row{at if task.kind == 'multi_label' else ''}.")
+    if is_by_row:
+        warnings += _everywhere(task, classes, num_rows, at)
     rare = [one.name for one in classes if 0 < one.support < FEW_ROWS_OF_A_CLASS]
     if rare:
         has = "has" if len(rare) == 1 else "have"
         what = "rows" if is_by_row else "spans"
         few = f"fewer than {FEW_ROWS_OF_A_CLASS} {what}"
-        warnings.append(f"{_names(rare)} {has} {few}: figures of so few are mostly chance.")
+        macro = ", and the interval of f1_macro is too narrow" if "f1_macro" in task.metrics else ""
+        warnings.append(f"{_names(rare)} {has} {few}: figures of so few are mostly chance{macro}.")
     absent = [one.name for one in classes if not one.support]
     if absent:
         verb = "does" if len(absent) == 1 else "do"
@@ -59,25 +61,99 @@ def task_warnings(
     return tuple(warnings)
 
 
-def search_warning(
-    metric: str, split: str, interval: Interval, values: Sequence[float], direction: str
-) -> str | None:
-    """What the interval of the objective on a split says of the search; None where it tells all trials apart.
+def cover_warnings(
+    task: Task,
+    predicted: Sequence[Sequence[Span]],
+    examples: Sequence[Example],
+    decisions: DecodingThresholds,
+) -> tuple[str, ...]:
+    """Whether spans are predicted over nearly all of the texts they are in; of the kinds with many spans."""
+    if task.kind not in ("token_classification", "span_per_label"):
+        return ()
+    texts = [example.text for example in examples]
+    share = _share_covered(predicted, texts)
+    true_share = _share_covered([sorted(true_spans(task, example)) for example in examples], texts)
+    if share <= NEARLY_ALL or share < FAR_ABOVE * true_share:
+        return ()
+    text = f"Predicted spans cover {share:.1%} of the words of the texts they are in"
+    return (f"{text}{_decided(task, decisions)}; true ones cover {true_share:.1%}.",)
 
-    `values` are the objective's of the complete trials, the best one with them, `direction` is `maximize` or
-    `minimize`. Trials nearer to the best than the interval is wide may be as good: their order is that of
-    this sample of texts. (Two trials are scored on the same texts, so a paired interval of their difference
-    would be narrower; the width is what is known without their predictions.)
+
+def _everywhere(task: Task, classes: Sequence[ClassFigures], num_rows: int, at: str) -> list[str]:
+    """Of classes predicted in every row, or in nearly every one and in far fewer true."""
+    every = [one.name for one in classes if one.num_predicted == num_rows > one.support]
+    most = [
+        one.name
+        for one in classes
+        if NEARLY_ALL * num_rows < one.num_predicted < num_rows
+        and one.num_predicted >= FAR_ABOVE * one.support
+    ]
+    warnings = []
+    for names, where, more in (
+        (every, "in every row", ""),
+        (most, f"in more than {NEARLY_ALL:.0%} of the rows", ", and true in far fewer"),
+    ):
+        if names:
+            is_all = task.kind == "multi_label" and len(names) == len(classes) > 1
+            verb = "is" if len(names) == 1 or is_all else "are"
+            subject = "Every class" if is_all else _names(names)
+            warnings.append(f"{subject} {verb} predicted {where}{at}{more}.")
+    return warnings
+
+
+def _decided(task: Task, decisions: DecodingThresholds) -> str:
+    """What a prediction of the task depends on beside the model."""
+    match task.kind:
+        case "multi_label":
+            return f" at the threshold {decisions.threshold:.3g}"
+        case "span_extraction":
+            return f" at the null offset {decisions.null_offset:.3g}"
+        case "span_per_label":
+            gap = f"{decisions.merge_gap} token{'s' * (decisions.merge_gap != 1)}"
+            return f" at the threshold {decisions.threshold:.3g} and the merge gap of {gap}"
+    return ""
+
+
+def _share_covered(spans_of_rows: Sequence[Sequence[Span]], texts: Sequence[str]) -> float:
+    """Of the words of the texts, each taken once for every span name in it."""
+    covered = total = 0
+    for spans, text in zip(spans_of_rows, texts, strict=True):
+        if spans:
+            whole = [(name, 0, len(text)) for name in {name for name, _, _ in spans}]
+            covered += word_counts(text, set(), spans)[1]
+            total += word_counts(text, set(), whole)[1]
+    return covered / max(total, 1)
+
+
+def search_warning(
+    metric: str,
+    split: str,
+    width: float,
+    best: float,
+    others: Sequence[float],
+    num_rows: tuple[int, int] | None = None,
+) -> str | None:
+    """What the width of the objective's interval on a split says of the search; None where it tells all
+    trials apart.
+
+    `best` and `others` are the values of the complete trials on validation. `num_rows`, of the split and of
+    validation, is for another split than validation: a width goes with one over the square root of the rows.
+    Trials nearer to the best than the interval is wide may be as good: their order is that of this sample of
+    texts. (Two trials are scored on the same texts, so a paired interval of their difference would be
+    narrower; the width is what is known without their predictions.)
     """
-    if len(values) < 2:
-        return None
-    best = max(values) if direction == "maximize" else min(values)
-    num_near = sum(abs(value - best) <= interval.width for value in values)
-    if num_near < 2:
+    said = f"The interval of {metric} on {split} is {width:.3g} wide"
+    if num_rows is not None and min(num_rows) > 0 and num_rows[0] != num_rows[1]:
+        width *= math.sqrt(num_rows[0] / num_rows[1])
+        said += (
+            f", of {num_rows[0]:,} rows; of the {num_rows[1]:,} of validation it would be about {width:.3g}"
+        )
+    num_near = sum(abs(value - best) <= width for value in others)
+    if not num_near:
         return None
     return (
-        f"The interval of {metric} on {split} is {interval.width:.3g} wide; {num_near} of {len(values)} "
-        "complete trials lie within that of the best, so the search cannot tell them apart."
+        f"{said}; {num_near} of the {len(others)} other complete trials lie within that of the best, so the "
+        "search cannot tell them apart."
     )
 
 

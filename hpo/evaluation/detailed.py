@@ -1,74 +1,26 @@
-"""The record of a detailed evaluation of one model on one split, and how it is made of logits."""
+"""How the record of a detailed evaluation is made of logits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
-from hpo.evaluation.calibration import Calibration, calibration
-from hpo.evaluation.cautions import task_warnings
-from hpo.evaluation.classes import ClassFigures, Confusion, class_figures, confusion
+from hpo.evaluation.calibration import calibration
+from hpo.evaluation.cautions import cover_warnings, task_warnings
+from hpo.evaluation.classes import class_figures, confusion
 from hpo.evaluation.intervals import LEVEL, NUM_RESAMPLES, Interval, metric_intervals
-from hpo.evaluation.mistakes import Mistake, worst_mistakes
-from hpo.json_safe import json_safe
+from hpo.evaluation.mistakes import worst_mistakes
+from hpo.evaluation.record import DECIDED_ON, VERSION, DetailedEvaluation, TaskEvaluation
 from hpo.training.decoding import DecodingThresholds, class_probabilities, decode_tasks
 from hpo.training.metrics import RowStatistics, row_statistics
-
-
-@dataclass(frozen=True)
-class TaskEvaluation:
-    """One task; what its kind does not have is empty or None."""
-
-    kind: str
-    num_rows: int
-    """Rows that are annotated for the task."""
-    metrics: Mapping[str, Interval]
-    threshold: float | None
-    """Of multi_label and span_per_label: what has a probability above it is predicted."""
-    classes: tuple[ClassFigures, ...]
-    confusion: Confusion | None
-    calibration: Calibration | None
-    worst: tuple[Mistake, ...]
-    warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class DetailedEvaluation:
-    """What a model's predictions on one split tell."""
-
-    split: str
-    num_examples: int
-    decided_on: str
-    """The split on which the thresholds were chosen."""
-    num_resamples: int
-    level: float
-    """Of the intervals; see `hpo.evaluation.intervals`."""
-    score: Interval | None
-    """The mean of the tasks' primary metrics."""
-    tasks: Mapping[str, TaskEvaluation]
-
-    def as_json(self) -> dict[str, Any]:
-        """The record in plain containers; it holds no NaN."""
-        return dict(json_safe(asdict(self)))
-
-    @classmethod
-    def from_json(cls, content: Any) -> DetailedEvaluation:
-        """Undo `as_json`. Raises pydantic's ValidationError for what is no such record."""
-        return _adapter().validate_python(content)
-
-
-@cache
-def _adapter() -> TypeAdapter[DetailedEvaluation]:
-    return TypeAdapter(DetailedEvaluation)
 
 
 @dataclass(frozen=True)
@@ -83,28 +35,12 @@ class SplitPredictions:
     probabilities: Mapping[str, NDArray[np.float64]]
     """Of single_label and multi_label tasks: [E, C]."""
 
-    def statistics(self) -> dict[str, RowStatistics]:
+    @cached_property
+    def statistics(self) -> Mapping[str, RowStatistics]:
         """By task: what metrics and intervals are made of."""
         return {
             task.name: row_statistics(task, self.predictions[task.name], self.examples) for task in self.tasks
         }
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """One JSON object an example: its id, and by task what is predicted, the truth where it is annotated,
-        and the classes' probabilities where there are any.
-        """
-        for e, example in enumerate(self.examples):
-            cells = {task.name: self._cell(task, e) for task in self.tasks}
-            yield json_safe({"id": example.id, "tasks": cells})
-
-    def _cell(self, task: Task, e: int) -> dict[str, Any]:
-        example, cell = self.examples[e], {"predicted": self.predictions[task.name][e]}
-        if task.name in example.annotated:
-            spans = [(name, *span) for name in task.labels for span in example.spans.get(name, ())]
-            cell["truth"] = example.labels[task.name] if task.level == "sequence" else spans
-        if task.name in self.probabilities:
-            cell["probabilities"] = dict(zip(task.labels, self.probabilities[task.name][e], strict=True))
-        return cell
 
 
 def predict_split(
@@ -132,7 +68,7 @@ def detailed_evaluation(
     decisions: Mapping[str, DecodingThresholds],
     *,
     split_name: str,
-    decided_on: str = "validation",
+    decided_on: str = DECIDED_ON,
     num_resamples: int = NUM_RESAMPLES,
 ) -> DetailedEvaluation:
     """`evaluate_predictions` of `predict_split`."""
@@ -146,13 +82,14 @@ def evaluate_predictions(
     predicted: SplitPredictions,
     *,
     split_name: str,
-    decided_on: str = "validation",
+    decided_on: str = DECIDED_ON,
     num_resamples: int = NUM_RESAMPLES,
 ) -> DetailedEvaluation:
     """All that the record holds, with intervals of `num_resamples` resamples of the examples."""
-    statistics = predicted.statistics()
+    statistics = predicted.statistics
     intervals = metric_intervals(statistics, num_resamples=num_resamples)
     return DetailedEvaluation(
+        VERSION,
         split_name,
         len(predicted.examples),
         decided_on,
@@ -173,18 +110,20 @@ def _task_evaluation(
     examples = [predicted.examples[e] for e in index_N]
     of_rows = [predicted.predictions[task.name][e] for e in index_N]
     probabilities_EC = predicted.probabilities.get(task.name)
-    probabilities_NC = None if probabilities_EC is None else probabilities_EC[index_N]
+    is_whole = len(examples) == len(predicted.examples)
+    probabilities_NC = probabilities_EC if probabilities_EC is None or is_whole else probabilities_EC[index_N]
     has_threshold = task.kind in ("multi_label", "span_per_label")
-    threshold = predicted.decisions[task.name].threshold if has_threshold else None
+    decisions = predicted.decisions[task.name]
     classes = class_figures(statistics)
     return TaskEvaluation(
         task.kind,
         statistics.num_rows,
         metrics,
-        threshold,
+        decisions.threshold if has_threshold else None,
+        decisions,
         classes,
         confusion(statistics),
         None if probabilities_NC is None else calibration(task, probabilities_NC, examples),
         worst_mistakes(task, of_rows, examples, probabilities_NC),
-        task_warnings(statistics, classes, threshold),
+        (*task_warnings(statistics, classes, decisions), *cover_warnings(task, of_rows, examples, decisions)),
     )

@@ -8,15 +8,25 @@ What it says: how far the metric of this model would move on another sample of t
 does not say: how far another seed of the training would move it, nor how the model does on texts of another
 kind. Examples count as independent: where many come of one source, the interval is too narrow.
 
-A percentile interval is not corrected for bias or skewness (as BCa is) and is too narrow for few rows: a mean
-of 20 rows is covered by about 93 % of the 95 % intervals. F1 over rare classes is biased downwards in
-resamples, so its value may lie near the upper bound, or above. Where a metric is the same for all
-resamples, as one of perfect predictions is, the interval has no width, and that is no proof of perfection.
-A resample in which a metric is not defined has no part in its interval.
+A percentile interval takes the spread of the resamples for that of other samples of texts. It is exact only
+for many rows, is not corrected for bias or skewness (as BCa is), and is too narrow for few rows: a mean of
+20 rows is covered by about 93 % of the 95 % intervals. Resampling shifts some metrics; an interval that would
+end before the value of its metric is extended to it.
+
+`f1_macro` is the mean over the classes that occur in the split, in every resample: a class that has no part
+in one keeps its F1 of the whole there. So a class of one row adds no width, though its F1 is mostly chance.
+In simulations with classes of about 3, 5, 10 and 20 rows among common ones, 70, 88, 89 and 96 % of the 95 %
+intervals covered `f1_macro` of the population; with nothing but classes of 2 rows, hardly any did.
+
+Where a metric is the same for all resamples, as one of perfect predictions is, the interval has no width, and
+that is no proof of perfection.
+A resample in which a metric is not defined has no part in its interval; there are no bounds where it is
+defined in none, or a task has fewer than two annotated rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,15 +48,16 @@ Samples = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """The value of a metric, and the bounds of its interval."""
+    """The value of a metric, and the bounds of its interval; None where the rows give none."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
     @property
     def width(self) -> float:
-        return self.high - self.low
+        """Infinite without bounds."""
+        return math.inf if self.low is None or self.high is None else self.high - self.low
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,9 @@ def _samples(statistics: Mapping[str, RowStatistics], num_resamples: int) -> _By
     first = 0
     for weights_BE in _resamples(num_examples, num_resamples):
         for name, of in statistics.items():
-            weighted = of.weighted_scores(weights_BE) if samples[name] else {}
+            if of.num_rows < 2 or not samples[name]:
+                continue
+            weighted = of.weighted_scores(weights_BE)
             for metric, values_B in samples[name].items():
                 values_B[first : first + len(weights_BE)] = weighted[metric]
         first += len(weights_BE)
@@ -156,6 +169,6 @@ def _intervals(values: _ByTask, samples: _ByTask, level: float) -> MetricInterva
 def _interval(value: float, samples_B: Samples, level: float) -> Interval:
     defined = samples_B[np.isfinite(samples_B)]
     if not len(defined):
-        return Interval(value, value, value)
+        return Interval(value, None, None)
     low, high = np.quantile(defined, [(1 - level) / 2, (1 + level) / 2]).tolist()
-    return Interval(value, low, high)
+    return Interval(value, min(low, value), max(high, value))

@@ -24,6 +24,8 @@ _BEFORE = 200
 """Characters of a long text that are shown before its first wrong span."""
 _LEAST_PROBABILITY = 1e-15
 """Losses are of probabilities between this and what is as far from 1."""
+_AT_ONCE = 2**20
+"""Losses of rows with so many probabilities are computed at a time, for the memory."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Mistake:
     """A class, a list of classes, a number, or a list of [name, start, end] in `text`."""
     predicted: Any
     loss: float
+    text_start: int = 0
+    """Where `text` begins in the text of the row, in characters."""
+    num_outside: int = 0
+    """Wrong spans, of the truth or predicted, that do not lie in `text` as a whole."""
 
 
 def worst_mistakes(
@@ -70,15 +76,25 @@ def _losses(
     if task.kind == "regression":
         return np.abs(np.array(predicted, np.float64) - np.array(truth, np.float64))
     assert probabilities_NC is not None
-    p_NC = np.clip(probabilities_NC, _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
+    is_single = task.kind == "single_label"
+    both = zip(predicted, truth, strict=True)
+    is_wrong_N = [ours != theirs if is_single else set(ours) != set(theirs) for ours, theirs in both]
+    wrong = np.flatnonzero(is_wrong_N)
+    loss_N = np.zeros(len(truth))
+    rows_at_once = max(1, _AT_ONCE // len(task.labels))
+    for first in range(0, len(wrong), rows_at_once):
+        rows = wrong[first : first + rows_at_once]
+        loss_N[rows] = _cross_entropies(task, probabilities_NC[rows], [truth[n] for n in rows])
+    return loss_N
+
+
+def _cross_entropies(task: Task, p_NC: NDArray[np.float64], truth: Sequence[Any]) -> NDArray[np.float64]:
+    """[N]: of the true class, or summed over the classes."""
+    p_NC = np.clip(p_NC, _LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
     if task.kind == "single_label":
-        index = {label: c for c, label in enumerate(task.labels)}
-        loss_N = -np.log(p_NC[np.arange(len(truth)), [index[label] for label in truth]])
-        is_wrong_N = [ours != theirs for ours, theirs in zip(predicted, truth, strict=True)]
-    else:
-        loss_N = -np.log(np.where(indicators(task, truth), p_NC, 1 - p_NC)).sum(axis=1)
-        is_wrong_N = [set(ours) != set(theirs) for ours, theirs in zip(predicted, truth, strict=True)]
-    return np.where(is_wrong_N, loss_N, 0.0)
+        true_NC = indicators(task, [[label] for label in truth])
+        return np.asarray(-np.log(p_NC[true_NC]))
+    return np.asarray(-np.log(np.where(indicators(task, truth), p_NC, 1 - p_NC)).sum(axis=1))
 
 
 def _truth(task: Task, example: Example) -> set[Span]:
@@ -107,11 +123,13 @@ def _mistake(task: Task, predicted: Any, example: Example, loss: float) -> Mista
     spans = [_truth(task, example), set(predicted)]
     first = 0
     if max(end for side in spans for _, _, end in side) > MAX_CHARACTERS:
-        wrong = min(start for _, start, _ in spans[0] ^ spans[1])
-        first = max(0, min(wrong - _BEFORE, len(example.text) - MAX_CHARACTERS))
+        first_wrong = min(start for _, start, _ in spans[0] ^ spans[1])
+        first = max(0, min(first_wrong - _BEFORE, len(example.text) - MAX_CHARACTERS))
     text = example.text[first : first + MAX_CHARACTERS]
+    wrong = spans[0] ^ spans[1]
+    outside = sum(start < first or end > first + len(text) for _, start, end in wrong)
     truth, predicted = (_shown(side, first, len(text)) for side in spans)
-    return Mistake(example.id, text, truth, predicted, loss)
+    return Mistake(example.id, text, truth, predicted, loss, first, outside)
 
 
 def _shown(spans: set[Span], first: int, length: int) -> list[list[Any]]:

@@ -365,26 +365,38 @@ def predictions_of(
 ) -> list[Prediction]:
     """What the finite `logits` of `predict_logits` say of each example of the split, in its order."""
     labels, _ = decode_tasks(tasks, logits, split, decisions)
-    predictions: list[Prediction] = [{} for _ in split.examples]
-    for task in tasks:
-        of_task = _task_predictions(task, logits[task.name], split, labels[task.name])
-        for prediction, found in zip(predictions, of_task, strict=True):
-            prediction[task.name] = found
-    return predictions
+    probabilities = {
+        task.name: class_probabilities(task, logits[task.name], split)
+        for task in tasks
+        if task.kind in ("single_label", "multi_label")
+    }
+    return list(decoded_predictions(tasks, labels, probabilities, split.examples))
 
 
-def _task_predictions(
-    task: Task, logits: NDArray[np.float32], split: TokenizedSplit, predicted: Sequence[Any]
-) -> Iterator[TaskPrediction]:
-    """One prediction an example."""
-    if task.kind in ("single_label", "multi_label"):
-        probabilities_EC = class_probabilities(task, logits, split).tolist()
-        for label, values in zip(predicted, probabilities_EC, strict=True):
-            yield TaskPrediction(label, dict(zip(task.labels, values, strict=True)))
-    elif task.kind == "regression":
-        for value in predicted:
-            yield TaskPrediction(value)
-    else:
-        for spans, example in zip(predicted, split.examples, strict=True):
-            found = [PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in spans]
-            yield TaskPrediction(spans=found)
+def decoded_predictions(
+    tasks: Sequence[Task],
+    decoded: Mapping[str, Sequence[Any]],
+    probabilities: Mapping[str, NDArray[np.float64]],
+    examples: Sequence[Example],
+) -> Iterator[Prediction]:
+    """One prediction an example.
+
+    Args:
+        decoded: by task, as `hpo.training.decoding.decode_tasks` gives it.
+        probabilities: [E, C] by task of single_label and multi_label.
+    """
+    for e, example in enumerate(examples):
+        prediction: Prediction = {}
+        for task in tasks:
+            found = decoded[task.name][e]
+            if task.name in probabilities:
+                values = probabilities[task.name][e].tolist()
+                prediction[task.name] = TaskPrediction(found, dict(zip(task.labels, values, strict=True)))
+            elif task.kind == "regression":
+                prediction[task.name] = TaskPrediction(found)
+            else:
+                spans = [
+                    PredictedSpan(name, start, end, example.text[start:end]) for name, start, end in found
+                ]
+                prediction[task.name] = TaskPrediction(spans=spans)
+        yield prediction

@@ -4,7 +4,8 @@ A predicted row has the form of a data row (`id`, `text`, `segments`, `labels`, 
 `scores: {task: {class: probability}}`, so it can be read as data again. In a table each task has a column of
 its own: `labels.<task>`, `spans.<task>`, `scores.<task>`; beside them `segments`, where the model takes a
 pair of them. Beside the predictions of a split of a data set stands the truth: `truth: {labels, spans}`, in a
-table `truth.<task>`.
+table `truth.<task>`. Where several answers of a span_extraction task are accepted, `truth` has them all as
+`alt_spans`, and a table has them in the place of the spans.
 
 A file is written under another name and renamed when it is whole: it is there whole or not at all.
 """
@@ -88,14 +89,19 @@ def predicted_row(example: Example, prediction: Prediction) -> Row:
 def truth_of(example: Example, tasks: Sequence[Task]) -> Row:
     """The truth of an example for `predicted_row`, of the tasks that it is annotated for.
 
-    Of the span names of such a task each has its spans, maybe none.
+    Of the span names of such a task each has its spans, maybe none; `alt_spans` has the names of which
+    several are accepted.
     """
     annotated = [task for task in tasks if task.name in example.annotated]
     names = dict.fromkeys(name for task in annotated if task.kind in SPAN_KINDS for name in task.labels)
-    return {
+    truth: Row = {
         "labels": {task.name: example.labels[task.name] for task in annotated if task.kind not in SPAN_KINDS},
         "spans": {name: [list(span) for span in example.spans.get(name, ())] for name in names},
     }
+    accepted = {name: [list(span) for span in example.alt_spans.get(name, ())] for name in names}
+    if any(accepted.values()):
+        truth["alt_spans"] = {name: spans for name, spans in accepted.items() if spans}
+    return truth
 
 
 def check_output(path: Path) -> None:
@@ -155,7 +161,8 @@ class _Table:
             kind = column.partition(".")[0]
             of_row = row["truth"] if kind == "truth" else row
             if task.kind in SPAN_KINDS:
-                found = {name: of_row["spans"][name] for name in task.labels if name in of_row["spans"]}
+                spans = of_row["spans"] | of_row.get("alt_spans", {})
+                found = {name: spans[name] for name in task.labels if name in spans}
                 cells[column] = found if found or kind != "truth" else None
             elif kind == "truth":
                 cells[column] = of_row["labels"].get(task.name)

@@ -84,6 +84,8 @@ def model_card(
         windowing=windowing,
         scores=provenance.get("scores", {}),
         intervals=provenance.get("intervals"),
+        evaluations=provenance.get("evaluations", {}),
+        bounds=lambda score: _bounds(score["low"], score["high"]),
         interval=partial(_interval, provenance),
         facts=_facts(provenance),
         cell=_cell,
@@ -96,8 +98,11 @@ def model_card(
 def _interval(provenance: Mapping[str, Any], split: str, task: str, metric: str) -> str:
     """A cell with the interval of a score, and what ends it."""
     ends = provenance.get("intervals", {}).get(split, {}).get(task, {}).get(metric)
-    known = ends is not None and None not in ends
-    return f" {ends[0]:.4f} to {ends[1]:.4f} |" if known else " – |"
+    return _bounds(*ends) if ends else _bounds(None, None)
+
+
+def _bounds(low: float | None, high: float | None) -> str:
+    return " – |" if low is None or high is None else f" {low:.4f} to {high:.4f} |"
 
 
 def _facts(provenance: Mapping[str, Any]) -> dict[str, str]:

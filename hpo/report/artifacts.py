@@ -72,6 +72,11 @@ class DashboardFiles:
             yield from self._runs_dir.glob(f"*/dashboard-*/{artifact_id}")
 
 
+def files_folders(study: str, runs_dir: Path) -> list[Path]:
+    """Those of all studies that have had the name: a study that is made anew has a token of its own."""
+    return sorted(path for path in (runs_dir / study).glob("dashboard-*") if path.is_dir())
+
+
 def files_folder(database: Storage, study: str, runs_dir: Path) -> Path:
     """Where the dashboard's files of a study are; the token tells it from others of its name."""
     return runs_dir / study / f"dashboard-{database.study_token(study)[:8]}"
@@ -117,6 +122,8 @@ def publish_artifacts(database: Storage, record: StudyRecord, runs_dir: Path) ->
         for path in folder.glob("*"):
             if path.name not in current:
                 path.unlink(missing_ok=True)
+        for other in set(files_folders(record.name, runs_dir)) - {folder}:
+            shutil.rmtree(other)
     except OSError as error:
         raise RunError(
             f"the dashboard's files could not be written to {folder}: {error.strerror or error}. "

@@ -13,7 +13,7 @@ from hpo.config.study_config import MEASURED_METRICS
 from hpo.outcome import Outcome
 from hpo.report.search_caution import search_warnings
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
-from hpo.study.study_record import StudyRecord, complete_trials
+from hpo.study.study_record import StudyRecord, complete_trials, evaluations_left_out
 
 LOW_UTILIZATION = 0.8
 """Below this share of busy time the report says what to raise."""
@@ -29,6 +29,7 @@ def caveats(tables: StudyTables) -> list[Notice]:
     return [
         *_precision_caveats(tables.trials),
         *_not_told_apart(tables.record),
+        *(Notice(*said) for said in evaluations_left_out(tables.record)),
         *_not_run(tables.undrawn),
         *_speed_caveats(tables),
         *_lost_text(tables.record),

@@ -61,7 +61,9 @@ def intervals_chart(one: Detailed) -> Chart | None:
             series.append(interval_line(name, BLUE, [row["low"], row["high"]], [at, at]))
         text = f"{name}: {interval_text(row)}"
         series.append(Series(name, BLUE, [row["value"]], [at], hover=[text], in_legend=False))
-    caption = "The dot is the value, the line its interval."
+    is_known = all(is_number(row["low"]) and is_number(row["high"]) for row in shown)
+    unknown = "" if is_known else "; without a line it is not known"
+    caption = f"The dot is the value, the line its interval{unknown}."
     if len(shown) < len(rows):
         caption += " Errors, in the unit of what is predicted, are in the table alone."
     return Chart(

@@ -20,20 +20,15 @@ from hpo.report.detailed_tables import (
     classes_text,
     metrics_text,
     num_rows,
+    outside_text,
 )
 from hpo.report.figures import Chart
 from hpo.report.formats import format_number
-from hpo.report.marked import LOOKS, marked_labels, marked_text
+from hpo.report.marked import LOOKS, MEANINGS, marked_labels, marked_text
 from hpo.report.templates import fill
 from hpo.study.study_record import is_number
 
 HEADING = "What the best model gets right and wrong"
-
-_MEANINGS = {
-    "missed": "true only",
-    "spurious": "predicted only",
-    "both": "true and predicted",
-}
 
 Drawn = tuple[Chart, Markup]
 
@@ -88,8 +83,8 @@ def _task(name: str, found: Mapping[str, Any], charts: list[Drawn]) -> dict[str,
     facts += [f"{num} class{'es, the most frequent first' if num > 1 else ''}."] if num else []
     worst = found["worst"] or ()
     in_spans = found["kind"] in SPAN_KINDS
-    legend = [(look, sign, _MEANINGS[look]) for look, sign in LOOKS.items()]
-    if in_spans and _has_names(found):
+    legend = [(look, sign, MEANINGS[look]) for look, sign in LOOKS.items()]
+    if in_spans:
         legend.append(("mixed", "− +", "several spans, each with its sign"))
     return {
         "name": name,
@@ -109,6 +104,8 @@ def _error(found: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
         sides = [row[side] or [] for side in ("truth", "predicted")]
         exact = sum(span in sides[1] for span in sides[0])
         answer = f"· {len(sides[0])} true, {len(sides[1])} predicted, {exact} of them the same spans"
+        if outside := outside_text(row["num_outside"]):
+            answer += f", {outside}"
         return shown | {"text": marked_text(text, *sides, named=_has_names(found)), "answer": answer}
     if kind == "regression":
         numbers = [format_number(row[side]) for side in ("truth", "predicted")]

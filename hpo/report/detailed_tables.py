@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from hpo.report.formats import format_interval, format_number
+from hpo.report.formats import format_metric_interval, format_number
 from hpo.report.tables import task_metrics_table
 from hpo.study.study_record import is_number
 
@@ -78,7 +78,7 @@ def intervals(one: Detailed) -> list[dict[str, Any]]:
 
 def interval_text(row: Mapping[str, Any]) -> str:
     """0.821 [0.790, 0.848]."""
-    return format_interval(row["value"], row["low"], row["high"], digits=3)
+    return format_metric_interval(row["value"], row["low"], row["high"])
 
 
 def headline(one: Detailed) -> str:
@@ -132,6 +132,11 @@ def classes_text(found: Mapping[str, Any]) -> pd.DataFrame:
     return table if is_number(found["threshold"]) else table.drop(columns="threshold")
 
 
+def outside_text(num_spans: int) -> str:
+    """Of wrong spans in the part of a text that is not shown; empty without any."""
+    return f"and {num_spans} wrong span{'s' * (num_spans > 1)} outside this excerpt" if num_spans else ""
+
+
 def off_diagonal(found: Mapping[str, Any]) -> list[tuple[str, str, int]]:
     """(true class, predicted class, rows) of two different classes, the most frequent first."""
     confusion = found["confusion"]
@@ -155,8 +160,9 @@ def csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
 
 
 def worst_errors(every: Sequence[Detailed]) -> pd.DataFrame:
-    """One row for each: lists are JSON."""
-    return _table(every, _worst, ("id", "loss", "truth", "predicted", "text"))
+    """One row for each: lists are JSON, places of spans are in the text that is shown, which begins at
+    `text_start`."""
+    return _table(every, _worst, ("id", "loss", "truth", "predicted", "text", "text_start"))
 
 
 def _table(every: Sequence[Detailed], rows_of: Any, columns: Sequence[str]) -> pd.DataFrame:
@@ -190,7 +196,7 @@ def _calibration(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
 def _worst(found: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     for one in found["worst"] or ():
         said = (_as_text(one[name]) for name in ("truth", "predicted"))
-        yield one["id"], one["loss"], *said, one["text"]
+        yield one["id"], one["loss"], *said, one["text"], one["text_start"]
 
 
 def _as_text(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -33,14 +34,33 @@ def format_number(value: Any) -> str:
     return f"{number:.4g}"
 
 
-def format_interval(value: Any, low: Any, high: Any, sign: str = "", digits: int = 2) -> str:
+def format_interval(value: Any, low: Any, high: Any, sign: str = "") -> str:
     """1.60 [1.50, 1.70] without a break in it; with `sign` "+", -0.10 [-0.40, +0.20]."""
     if not is_number(value):
         return "–"
     if not (is_number(low) and is_number(high)):
-        return f"{value:{sign}.{digits}f}"
-    shown, *ends = (f"{number:{sign}.{digits}f}" for number in (value, low, high))
+        return f"{value:{sign}.2f}"
+    shown, *ends = (f"{number:{sign}.2f}" for number in (value, low, high))
     return f"{shown} [{', '.join(ends)}]".replace(" ", "\u00a0")
+
+
+def format_metric_interval(value: Any, low: Any, high: Any) -> str:
+    """`format_interval` of a metric in whatever unit: two digits of the interval's width, and three decimals
+    at least of what lies between -1 and 1. Bounds that are not known: 0.821 [unknown].
+    """
+    if not is_number(value):
+        return "–"
+    numbers = [value, low, high] if is_number(low) and is_number(high) else [value]
+    width = max(numbers) - min(numbers) or abs(value) / 10
+    digits = 1 - math.floor(math.log10(width)) if width else 0
+    largest = max(map(abs, numbers))
+    if largest <= 1:
+        digits = max(digits, 3)
+    if digits > 9 or largest >= 1e9:
+        shown = [f"{number:.{4 if largest >= 1e9 else 3}g}" for number in numbers]
+    else:
+        shown = [f"{number:,.{max(digits, 0)}f}".replace(",", "\u202f") for number in numbers]
+    return f"{shown[0]} [{', '.join(shown[1:]) or 'unknown'}]".replace(" ", "\u00a0")
 
 
 def format_bytes(value: Any) -> str:

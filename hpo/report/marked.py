@@ -1,5 +1,6 @@
 """Where a prediction and the truth differ, marked by colour, underline and a sign, so that no eye depends on
-one of them: `−` true only, `+` predicted only, `=` both; where several spans overlap, the sign of each.
+one of them: `−` true only, `+` predicted only, `=` both; where several spans overlap, the sign of each. A
+span is both where name, start and end are the same: one that is predicted in part is `−` and `+`.
 
 A text is cut wherever a span begins or ends. So each piece lies in a span as a whole or not at all, and is
 marked by all spans that it lies in, however these overlap.
@@ -7,15 +8,21 @@ marked by all spans that it lies in, however these overlap.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
+if TYPE_CHECKING:
+    from hpo.training.span_metrics import Span
+
 LOOKS = {"missed": "−", "spurious": "+", "both": "="}
 """CSS class -> sign. The class `mixed` is that of a piece with several signs."""
+
+MEANINGS = {"missed": "true only", "spurious": "predicted only", "both": "true and predicted"}
+"""Of the signs, by their CSS class."""
 
 MAX_NAMES = 3
 """Of so many spans with the same sign a piece says the names; of more, how many they are."""
@@ -37,12 +44,10 @@ def pieces(text: str, truth: Sequence[Any], predicted: Sequence[Any], *, named: 
     Args:
         named: whether a sign says the names of its spans, too.
     """
-    sides = [_inside(spans, len(text)) for spans in (truth, predicted)]
-    cuts = sorted({0, len(text), *(at for spans in sides for _, *place in spans for at in place)})
-    for start, end in pairwise(cuts):
-        true, said = (
-            {name for name, begin, stop in spans if begin <= start and end <= stop} for spans in sides
-        )
+    sides = [{(str(name), start, end) for name, start, end in spans or ()} for spans in (truth, predicted)]
+    ends = {min(max(0, at), len(text)) for side in sides for _, *place in side for at in place}
+    for start, end in pairwise(sorted({0, len(text), *ends})):
+        true, said = ({span for span in side if span[1] <= start and end <= span[2]} for side in sides)
         yield _piece(text[start:end], true, said, named)
 
 
@@ -72,17 +77,11 @@ def _labels(value: Any) -> list[str]:
     return [] if value is None else list(map(str, value)) if isinstance(value, list) else [str(value)]
 
 
-def _inside(spans: Sequence[Any], length: int) -> list[tuple[str, int, int]]:
-    cut = ((str(name), max(0, start), min(end, length)) for name, start, end in spans or ())
-    return [(name, start, end) for name, start, end in cut if start < end]
-
-
-def _piece(text: str, true: Collection[str], said: Collection[str], named: bool) -> Piece:
+def _piece(text: str, true: Set[Span], said: Set[Span], named: bool) -> Piece:
     if not true and not said:
         return Piece(text)
-    missed, spurious = sorted(set(true) - set(said)), sorted(set(said) - set(true))
-    both = sorted(set(true) & set(said))
-    kinds = {"missed": missed, "spurious": spurious, "both": both}
+    found = {"missed": true - said, "spurious": said - true, "both": true & said}
+    kinds = {look: sorted({name for name, *_ in spans}) for look, spans in found.items()}
     held = [look for look, names in kinds.items() if names]
     look = held[0] if len(held) == 1 else "mixed"
     signs = [sign for kind in held for sign in _signs(LOOKS[kind], kinds[kind], named)]

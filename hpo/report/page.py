@@ -75,7 +75,7 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         detailed=[
             evaluation(one, lambda chart: (chart, plot(chart))) for one in detailed_evaluations(tables)
         ],
-        evaluate_command=f"hpo best {shlex.quote(study_file or tables.record.name)} --evaluate test",
+        evaluate_command=_evaluate_command(tables, study_file),
         caveats=caveats(tables),
         precisions=precision_comparison(tables),
         pooling=pooling(tables),
@@ -86,6 +86,16 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(tables),
     )
+
+
+def _evaluate_command(tables: StudyTables, study_file: str | None) -> str | None:
+    """That which evaluates the best trial in detail; None where the study keeps no checkpoint."""
+    record = tables.record
+    if not tables.best or (record.definition.get("checkpoint") or {}).get("top_k") == 0:
+        return None
+    splits = (tables.best[0].telemetry.get("data") or {}).get("splits", ())
+    split = "test" if "test" in splits else "validation"
+    return f"hpo best {shlex.quote(study_file or record.name)} --evaluate {split}"
 
 
 def _facts(tables: StudyTables) -> list[str]:

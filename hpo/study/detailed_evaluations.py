@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
+from hpo.errors import DataError
 from hpo.json_safe import json_safe
 from hpo.study.schema import detailed_evaluations, studies
 
@@ -16,13 +17,33 @@ if TYPE_CHECKING:
     from hpo.study.storage import Storage
 
 
-def read_detailed_evaluations(connection: sa.Connection, name: str) -> dict[int, dict[str, dict[str, Any]]]:
-    """The documents of the study `name` by the number of the trial and the split."""
+NOT_STORED = "the study was deleted, or made anew, while its trial was evaluated."
+
+
+def read_detailed_evaluations(
+    connection: sa.Connection, name: str
+) -> tuple[dict[int, dict[str, Mapping[str, Any]]], dict[int, dict[str, str]]]:
+    """The documents of the study `name` by the number of the trial and the split, and why others, of another
+    version or damaged, are left out."""
     query = sa.select(detailed_evaluations).where(detailed_evaluations.c.study == name)
-    found: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+    found: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    left_out: dict[int, dict[str, str]] = defaultdict(dict)
     for row in connection.execute(query.order_by(detailed_evaluations.c.split)):
-        found[row.trial_number][row.split] = json.loads(row.document)
-    return found
+        try:
+            found[row.trial_number][row.split] = _read(row.document)
+        except DataError as error:
+            left_out[row.trial_number][row.split] = str(error)
+    return found, left_out
+
+
+def _read(text: str) -> Mapping[str, Any]:
+    from hpo.evaluation.record import read_document  # SciPy, which a study without a document needs not
+
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"this is no JSON: {error}.") from error
+    return read_document(content)
 
 
 def store_detailed_evaluation(

@@ -112,7 +112,7 @@ def _read_trials(
     for row in of_trials(models.TrialUserAttributeModel, "trial_user_attribute_id"):
         attributes[row.trial_id][row.key] = json.loads(row.value_json)
     evaluations = _read_evaluations(connection, name)
-    detailed = read_detailed_evaluations(connection, name)
+    detailed, left_out = read_detailed_evaluations(connection, name)
 
     records = []
     query = sa.select(trials).where(trials.c.study_id == study_id)
@@ -142,6 +142,7 @@ def _read_trials(
                 attributes=own,
                 evaluations=evaluations[row.number],
                 detailed=detailed.get(row.number, {}),
+                left_out=left_out.get(row.number, {}),
             )
         )
     return records

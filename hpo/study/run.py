@@ -327,7 +327,7 @@ def run_study(
     if artifacts is not None:
         artifacts.settle(LEAVE_SECONDS if stop.is_set() else FINISH_SECONDS)
     if summary.ended in ("finished", "yielded") and config.comparison is None:
-        evaluate_best(executor, storage, folder, stop)
+        evaluate_best(executor, storage, folder, stop, artifacts)
     return summary
 
 

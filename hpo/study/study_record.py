@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,8 @@ class TrialRecord:
     evaluations: list[EvaluationRow] = field(default_factory=list)
     detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Why one that is stored is not among them, by split."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,30 @@ def best_trials(record: StudyRecord) -> list[TrialRecord]:
         return [complete[min(confirmed, key=lambda index: losses[index, 0])] if confirmed else best]
     front = np.flatnonzero(pareto_front(values, record.directions))
     return [complete[index] for index in front[losses[front, 0].argsort(kind="stable")]]
+
+
+def with_evaluation(record: StudyRecord, number: int, document: Mapping[str, Any]) -> StudyRecord:
+    """The record in which the trial `number` has a detailed evaluation of one split more, or another one."""
+    split = document["split"]
+
+    def changed(trial: TrialRecord) -> TrialRecord:
+        left_out = {other: why for other, why in trial.left_out.items() if other != split}
+        return replace(trial, detailed={**trial.detailed, split: document}, left_out=left_out)
+
+    trials = [changed(trial) if trial.number == number else trial for trial in record.trials]
+    return replace(record, trials=trials)
+
+
+def evaluations_left_out(record: StudyRecord) -> list[tuple[str, str]]:
+    """A sentence for each stored detailed evaluation that cannot be read, and one that says what to do."""
+    return [
+        (
+            f"The detailed evaluation of trial {trial.number} on {split} is left out: {why}",
+            f"`hpo best {record.name} --evaluate {split}` makes that of the best trial anew.",
+        )
+        for trial in record.trials
+        for split, why in trial.left_out.items()
+    ]
 
 
 def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:

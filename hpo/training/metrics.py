@@ -84,12 +84,18 @@ class RowStatistics:
     def weighted_scores(self, weights_BE: NDArray[Any]) -> dict[str, FloatArray]:
         """The metrics [B] where example e of the split counts `weights_BE[b, e]` times; NaN where there are
         none.
+
+        `f1_macro` is the mean over the classes of the whole: one that has no part in a weighting keeps its F1
+        of the whole. Without it, a rare class that is always missed would leave the mean wherever it is not
+        drawn, and the mean would rise.
         """
         weights_BN = weights_BE if self.num_rows == self.num_examples else weights_BE[:, self.index_N]
         sums = {name: weights_BN @ values_N for name, values_N in self.values_N.items()}
         counts = {name: weights_BN @ counts_NC for name, counts_NC in self.counts_NC.items()}
         rows_B = weights_BN.sum(axis=1)
         found = _metrics(self.task, rows_B, counts, sums)
+        if "f1_macro" in found:
+            found["f1_macro"] = _f1_macro_of_the_whole(self.class_counts(), *counts.values())
         return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in found.items()}
 
 
@@ -140,6 +146,20 @@ def f1_macro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[An
     occurring = (total_C > 0).sum(axis=-1)
     sum_ = (2 * hits_C / np.maximum(total_C, 1)).sum(axis=-1)
     return np.where(occurring > 0, sum_ / np.maximum(occurring, 1), 1.0)[()]
+
+
+def _f1_macro_of_the_whole(
+    whole: tuple[FloatArray, ...], hits_BC: FloatArray, true_BC: FloatArray, predicted_BC: FloatArray
+) -> FloatArray:
+    """The mean over the classes that occur in the whole, whose counts are `whole`: [B]."""
+    hits_C, true_C, predicted_C = whole
+    is_there_C = true_C + predicted_C > 0
+    if not is_there_C.any():
+        return np.ones(len(hits_BC))
+    f1_C = 2 * hits_C / np.maximum(true_C + predicted_C, 1)
+    total_BC = true_BC + predicted_BC
+    f1_BC = np.where(total_BC > 0, 2 * hits_BC / np.maximum(total_BC, 1), f1_C)
+    return np.asarray(f1_BC[:, is_there_C].mean(axis=1))
 
 
 def indicators(task: Task, label_lists: Sequence[Any]) -> NDArray[np.bool_]:

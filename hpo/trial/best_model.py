@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,9 @@ from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.errors import DataError, RunError, Unsupported, did_you_mean
-from hpo.evaluation.detailed import DetailedEvaluation, detailed_evaluation
-from hpo.inference.model import predictions_of
+from hpo.evaluation.detailed import SplitPredictions, evaluate_predictions, predict_split
+from hpo.evaluation.record import DetailedEvaluation
+from hpo.inference.model import decoded_predictions
 from hpo.inference.rows import Row, predicted_row, truth_of
 from hpo.models.export import ExportSettings, export_model
 from hpo.models.model_parts import set_float32_parts
@@ -26,13 +28,10 @@ from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.training.checkpoint import best_checkpoint
 from hpo.training.decoding import DecodingThresholds
-from hpo.training.evaluate import check_finite, predict_logits, score_logits
+from hpo.training.evaluate import check_finite, predict_logits
 from hpo.trial.executor import Executor
 from hpo.trial.provenance import TrialSource, provenance
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
-
-DECIDED_ON = "validation"
-"""The split on which a trial chooses its thresholds."""
 
 _BestModel = tuple[MultitaskModel, TrialConfig, Precision, dict[str, DecodingThresholds]]
 
@@ -48,21 +47,25 @@ class SplitLogits:
     decisions: Mapping[str, DecodingThresholds]
     """Chosen on validation."""
 
+    @cached_property
+    def predicted(self) -> SplitPredictions:
+        """The decoded logits. Raises Nonfinite."""
+        check_finite(self.logits)
+        return predict_split(self.tasks, self.logits, self.split, self.decisions)
+
     def metrics(self) -> dict[str, dict[str, float]]:
         """{task: {metric: value}}. Raises Nonfinite."""
-        return score_logits(self.logits, self.split, self.tasks, self.decisions)[0]
+        return {name: of.scores() for name, of in self.predicted.statistics.items()}
 
     def detailed(self) -> DetailedEvaluation:
         """Metrics with intervals, classes, calibration and the worst errors. Raises Nonfinite."""
-        check_finite(self.logits)
-        return detailed_evaluation(
-            self.tasks, self.logits, self.split, self.decisions, split_name=self.name, decided_on=DECIDED_ON
-        )
+        return evaluate_predictions(self.predicted, split_name=self.name)
 
     def predicted_rows(self) -> Iterator[Row]:
-        """One row an example in the form of a data row, with scores and the truth."""
-        predictions = predictions_of(self.tasks, self.logits, self.split, self.decisions)
-        for example, prediction in zip(self.split.examples, predictions, strict=True):
+        """One row an example in the form of a data row, with scores and the truth. Raises Nonfinite."""
+        found, examples = self.predicted, self.split.examples
+        predictions = decoded_predictions(self.tasks, found.predictions, found.probabilities, examples)
+        for example, prediction in zip(examples, predictions, strict=True):
             yield {**predicted_row(example, prediction), "truth": truth_of(example, self.tasks)}
 
 
@@ -123,15 +126,15 @@ def export_checkpoint(
 ) -> Path:
     """Write a trial's best checkpoint as a folder that transformers and this package load.
 
-    Where the data have a test split, the folder tells the scores on it: those of the trial's record, or else,
-    with `score_test`, computed here with their intervals, if this device can run the precision.
+    Where the data have a test split, the folder tells the scores on it: those of the trial's detailed
+    evaluation, or else, with `score_test`, computed here with their intervals, if this device can run the
+    precision.
 
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """
     best = _best_model(executor, folder)
     model, config, precision, decisions = best
-    is_scored = "test" in trial.detailed or trial.telemetry.get("test_metrics") is not None
-    if score_test and not is_scored and "test" in executor.dataset.splits:
+    if score_test and "test" in executor.dataset.splits and "test" not in trial.detailed:
         with suppress(Unsupported):
             detailed = _predict(executor, best, "test").detailed().as_json()
             trial = replace(trial, detailed={**trial.detailed, "test": detailed})

@@ -22,6 +22,8 @@ from hpo.trial.executor import Executor
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _ELSEWHERE = ("encoder", "amp")
 """Settings that have a place of their own in the record."""
+_EVALUATION = ("score", "num_examples", "level", "num_resamples")
+"""Of a detailed evaluation, beside what its tasks have."""
 _LICENSES = {
     "apache-2.0": "Apache License",
     "mit": "MIT License",
@@ -74,7 +76,8 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
 
 def _scores(trial: TrialSource) -> dict[str, Any]:
     """`scores` {split: {task: {metric: value}}} and, of splits that were evaluated in detail, `intervals`
-    {split: {task: {metric: [low, high]}}}."""
+    {split: {task: {metric: [low, high]}}} and `evaluations` {split: the score of all tasks with its interval,
+    and what the intervals are of}."""
     of_trial = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
     scores: dict[str, Any] = {split: of_tasks for split, of_tasks in of_trial.items() if of_tasks}
     intervals: dict[str, Any] = {}
@@ -84,7 +87,10 @@ def _scores(trial: TrialSource) -> dict[str, Any]:
             {task: {metric: pick(of) for metric, of in found.items()} for task, found in metrics.items()}
             for pick in (lambda of: of["value"], lambda of: [of["low"], of["high"]])
         )
-    return {"scores": scores, "intervals": intervals}
+    evaluations = {
+        split: {name: document[name] for name in _EVALUATION} for split, document in trial.detailed.items()
+    }
+    return {"scores": scores, "intervals": intervals, "evaluations": evaluations}
 
 
 def _versions() -> dict[str, str]:

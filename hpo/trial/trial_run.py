@@ -154,6 +154,7 @@ class TrialRun:
             recorder.note(
                 data={
                     "num_examples": len(split.examples),
+                    "splits": {name: len(rows) for name, rows in executor.dataset.splits.items()},
                     "num_cut_examples": split.num_cut_examples,
                     "num_lost_spans": dict(split.num_lost_spans),
                 }

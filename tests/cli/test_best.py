@@ -94,6 +94,28 @@ def test_best_of_a_database_that_may_only_be_read(ran: Path, monkeypatch: pytest
     assert re.search(r"Trial \d on validation", finished.out)
 
 
+def test_an_evaluation_of_a_study_made_anew_meanwhile_is_shown_and_not_stored(
+    ran: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpo.study.detailed_evaluations.store_detailed_evaluation", lambda *_: False)
+    finished = ok(hpo_command(ran, "best", "tiny.yaml", "--evaluate", "validation"))
+    assert "The evaluation is not stored: the study was deleted, or made anew" in finished.err
+
+
+def test_an_export_is_evaluated_on_test_first_and_that_is_stored(folder: Path) -> None:
+    before = hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"][0]["detailed"]["test"]
+    with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        connection.execute(sa.update(detailed_evaluations).values(document="{}"))
+    said = ok(hpo_command(folder, "best", "tiny.yaml", width=200)).out
+    assert re.search(r"Warning: The detailed evaluation of trial \d on test is left out: a detailed", said)
+    found = ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model", "--json")).json
+    assert found["trials"][0]["detailed"] == {"test": before}
+    assert not [text for text in found["warnings"] if "left out" in text]
+    told = json.loads((folder / "model" / "hpo.json").read_text())["provenance"]
+    assert told["evaluations"]["test"]["score"] == before["score"]
+    assert hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"] == found["trials"]
+
+
 def test_predictions_are_those_of_predict_with_the_truth(folder: Path) -> None:
     options = ("--evaluate", "test", "--predictions", "out.jsonl", "--json")
     assert ok(hpo_command(folder, "best", "tiny.yaml", *options)).json["predictions"] == "out.jsonl"
@@ -182,6 +204,16 @@ def test_best_exports_a_model(folder: Path) -> None:
     accuracy = best["detailed"]["test"]["tasks"]["severity"]["metrics"]["accuracy"]
     assert list(told["intervals"]) == ["test"]
     assert told["intervals"]["test"]["severity"]["accuracy"] == [accuracy["low"], accuracy["high"]]
+    assert told["evaluations"] == {
+        "test": {
+            name: best["detailed"]["test"][name]
+            for name in ("score", "num_examples", "level", "num_resamples")
+        }
+    }
+    score = "| test | all tasks | score | {value:.4f} | {low:.4f} to {high:.4f} |"
+    card = (folder / "model" / "README.md").read_text()
+    assert score.format(**best["detailed"]["test"]["score"]) in card
+    assert "95 % intervals: percentile bootstrap of 1,000 resamples over the 24 rows of test." in card
     line = "| test | severity | accuracy | {value:.4f} | {low:.4f} to {high:.4f} |".format(**accuracy)
     assert line in (folder / "model" / "README.md").read_text()
 

@@ -47,7 +47,7 @@ def test_every_kind_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatc
         "row-8, loss 3.27: true 1; predicted 4.27",
         "most often predicted where another class holds: late for broken (9), broken for late (6)",
         "Warning: tags: The class `rude` is true in 12 rows of test and never predicted.",
-        "[−came][= two weeks late]",
+        "[−came][− + two weeks late]",
     ):
         assert part in flat, part
     assert re.search(r"all\s+tasks\s+score\s+0\.712\s\[0\.682,\s0\.742\]", text)
@@ -76,20 +76,21 @@ def test_spans_are_marked_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     late = "x " * EXCERPT
     worst = [
         error("r1", text, truth, predicted, 2.0),
-        error("r2", f"{late}200 EUR", [["amount", len(late), len(late) + 7]], [], 1.0),
+        error("r2", f"{late}200 EUR", [["amount", len(late), len(late) + 7]], [], 1.0, num_outside=2),
         error("r3", f"{late}200 EUR", [["amount", 0, 1]], [["amount", len(late), len(late) + 7]], 1.0),
         error("r4", "fourth", [], [], 1.0),
     ]
     task = task_document("span_per_label", {"span_f1": 0.5}, worst=worst)
     lines = [line.strip() for line in shown(document({"spans": task}), monkeypatch).splitlines()]
-    assert "worst rows (− true only; + predicted only; = both):" in lines
-    assert "Paid [=200][− EUR] to the bank in [=[Bonn]] on [+Monday]" in lines
+    assert "worst rows (− true only; + predicted only; = true and predicted):" in lines
+    assert "Paid [− +200][− EUR] to the bank in [=[Bonn]] on [+Monday]" in lines
     assert "r2, loss 1: true amount “200 EUR”; predicted none" in lines
-    (far,) = (line for line in lines if line.endswith("[−200 EUR]"))
+    (far,) = (line for line in lines if "[−200 EUR]" in line)
+    assert far.endswith("[−200 EUR] ... and 2 wrong spans outside this excerpt")
     assert far.startswith("... x x")
     (near,) = (line for line in lines if line.startswith("[−x] x"))
-    assert near.endswith(" ...")
-    assert len(near) < EXCERPT + 10
+    assert near.endswith(" ... and 1 wrong span outside this excerpt")
+    assert len(near) < EXCERPT + 60
     assert "fourth" not in lines
     assert MAX_ERRORS == 3
 

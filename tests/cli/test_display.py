@@ -178,7 +178,7 @@ def test_summary_fits_the_terminal(screen: Screen, record: Any) -> None:
     assert names <= set(table.split())
     assert {"native", "emulated"} <= set(table.split())
     assert re.search(r"^best trial \d+: score 0\.\d+$", screen.text, re.MULTILINE)
-    assert "hpo best fake --evaluate test" in screen.text
+    assert "   hpo best fake\n" in screen.text
 
 
 def test_summary_without_an_ended_trial(screen: Screen) -> None:

@@ -43,6 +43,23 @@ def test_what_would_decide_is_said() -> None:
     assert verdict_on(Interval(0.2, 0.1, 0.3), 1.0, 500, "points") == ("as_good", "")
 
 
+def test_no_verdict_goes_against_the_drop_that_was_measured() -> None:
+    assert verdict_on(Interval(1.5, -0.2, 0.8), 1.0, 500, "points") == (
+        "undecided",
+        "the drop of +1.50 [-0.20, +0.80] points may be beyond --max-drop 1: --max-drop 1.6 would allow it.",
+    )
+    assert verdict_on(Interval(1.5, -0.2, 0.8), 1.6, 500, "points") == ("as_good", "")
+    assert verdict_on(Interval(0.5, 1.2, 1.8), 1.0, 500, "points")[0] == "undecided"
+    assert verdict_on(Interval(1.5, 1.2, 1.8), 1.0, 500, "points")[0] == "worse"
+
+
+def test_a_drop_without_an_interval_is_undecided() -> None:
+    assert verdict_on(Interval(0.0, None, None), 1.0, 1, "points") == (
+        "undecided",
+        "the drop of +0.00 points has no interval: too few rows have labels.",
+    )
+
+
 @pytest.mark.parametrize(
     ("objective", "unit", "smaller"),
     [

@@ -52,6 +52,16 @@ def test_calibration_equals_a_plain_reference(seed: int) -> None:
     check(multi, [(p_NC[n, c], LABELS[c] in sets[n]) for n in range(60) for c in range(3)])
 
 
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    p_M, is_right_M = rng.random(100), rng.random(100) < 0.5
+    whole = calibration_of(p_M, is_right_M)
+    monkeypatch.setattr("hpo.evaluation.calibration._AT_ONCE", 7)
+    pieces = calibration_of(p_M, is_right_M)
+    assert pieces.ece == pytest.approx(whole.ece, rel=1e-12)
+    assert [one.count for one in pieces.bins] == [one.count for one in whole.bins]
+
+
 def test_what_is_right_as_often_as_it_says_has_no_error() -> None:
     rng = np.random.default_rng(0)
     p_M = rng.random(200_000)

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.evaluation.cautions import search_warning, task_warnings
+from hpo.evaluation.cautions import cover_warnings, search_warning, task_warnings
 from hpo.evaluation.classes import class_figures
-from hpo.evaluation.intervals import Interval
+from hpo.training.decoding import DecodingThresholds
 from hpo.training.metrics import row_statistics
 
 SINGLE = Task("t", "single_label", ("a", "b", "c"))
@@ -23,7 +21,7 @@ def warned(task: Task, truth: list[Any], predicted: list[Any], threshold: float 
         spans = {} if is_label or not label else {label[0][0]: [label[0][1:]]}
         rows.append(Example("", "a text", {"t": label}, spans, annotated=frozenset("t")))
     statistics = row_statistics(task, predicted, rows)
-    return list(task_warnings(statistics, class_figures(statistics), threshold))
+    return list(task_warnings(statistics, class_figures(statistics), DecodingThresholds(threshold or 0.5)))
 
 
 def test_an_ordinary_evaluation_has_none() -> None:
@@ -49,6 +47,43 @@ def test_a_threshold_that_predicts_everything_or_nothing() -> None:
     assert warned(MULTI, [["a", "b", "c"]] * 40, [["a", "b", "c"]] * 40, 0.5) == []
 
 
+def test_a_class_that_is_predicted_nearly_everywhere() -> None:
+    truth = [["a"] if n % 10 == 0 else ["b"] for n in range(1000)]
+    many = [["a", "b"]] * 999 + [["b"]]
+    assert warned(MULTI, truth, many, 0.02)[0] == ("`b` is predicted in every row at the threshold 0.02.")
+    assert warned(MULTI, truth, many, 0.02)[1] == (
+        "`a` is predicted in more than 95% of the rows at the threshold 0.02, and true in far fewer."
+    )
+    # Not what is true nearly as often.
+    common = [["a"]] * 700 + [[]] * 300
+    assert warned(MULTI, common, [["a"]] * 960 + [[]] * 40, 0.5) == ["`b`, `c` do not occur in this split."]
+    answer = Task("t", "span_extraction", ("answer",))
+    answers = [[("answer", 0, 1)], []] * 50
+    assert warned(answer, answers, [[("answer", 0, 1)]] * 98 + [[]] * 2) == [
+        "`answer` is predicted in more than 95% of the rows at the null offset 0, and true in far fewer."
+    ]
+
+
+def test_spans_that_cover_the_whole_texts() -> None:
+    text = "one two three four five"
+    rows = [Example("", text, {}, {"a": [(4, 7)]}, annotated=frozenset("t"))] * 40
+    task = Task("t", "span_per_label", ("a", "b"), evidence_for="u")
+    decisions = DecodingThresholds(0.1, merge_gap=5)
+
+    def found(*spans: tuple[str, int, int]) -> list[str]:
+        return list(cover_warnings(task, [list(spans)] * 40, rows, decisions))
+
+    expected = (
+        "Predicted spans cover 100.0% of the words of the texts they are in at the threshold 0.1 and the "
+        "merge gap of 5 tokens; true ones cover 20.0%."
+    )
+    assert found(("a", 0, len(text)), ("b", 0, len(text))) == [expected]
+    assert found(("a", 0, len(text) - 5)) == []
+    assert found() == []
+    rows = [Example("", text, {}, {"a": [(0, len(text))]}, annotated=frozenset("t"))] * 40
+    assert found(("a", 0, len(text))) == []
+
+
 def test_classes_that_are_never_predicted_or_always() -> None:
     assert warned(SINGLE, ["a", "b", "c"] * 20, ["a"] * 60) == [
         "`b`, `c` occur but are never predicted.",
@@ -60,13 +95,16 @@ def test_classes_that_are_never_predicted_or_always() -> None:
     assert warned(slots, truth, [[]] * 40) == ["No span is predicted in any row."]
     answer = Task("t", "span_extraction", ("answer",))
     answers = [[("answer", 0, 1)], []] * 20
-    assert warned(answer, answers, [[("answer", 0, 1)]] * 40) == ["`answer` is predicted in every row."]
+    assert warned(answer, answers, [[("answer", 0, 1)]] * 40) == [
+        "`answer` is predicted in every row at the null offset 0."
+    ]
 
 
 def test_few_rows_and_classes_that_are_missing() -> None:
+    few = "figures of so few are mostly chance, and the interval of f1_macro is too narrow"
     assert warned(SINGLE, ["a", "b"] * 5, ["b", "a"] * 5) == [
         "Only 10 rows are annotated: the intervals are too narrow, and the figures say little.",
-        "`a`, `b` have fewer than 10 rows: figures of so few are mostly chance.",
+        f"`a`, `b` have fewer than 10 rows: {few}.",
         "`c` does not occur in this split.",
     ]
     assert warned(SINGLE, ["a"], ["a"])[0].startswith("Only 1 row is annotated: ")
@@ -85,15 +123,22 @@ def test_a_prediction_that_is_not_finite() -> None:
     ]
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_an_interval_that_is_wider_than_what_the_search_found(sign: int) -> None:
-    direction = "maximize" if sign == 1 else "minimize"
-    values = [sign * value for value in (0.70, 0.74, 0.79, 0.80, 0.50)]
-    wide = Interval(0.75, 0.7195, 0.7805)
-    assert search_warning("score", "test", wide, values, direction) == (
-        "The interval of score on test is 0.061 wide; 3 of 5 complete trials lie within that of the best, "
-        "so the search cannot tell them apart."
+def test_an_interval_that_is_wider_than_what_the_search_found() -> None:
+    others = [0.70, 0.74, 0.79, 0.50]
+    assert search_warning("score", "validation", 0.061, 0.80, others) == (
+        "The interval of score on validation is 0.061 wide; 2 of the 4 other complete trials lie within that "
+        "of the best, so the search cannot tell them apart."
     )
-    assert search_warning("score", "test", Interval(0.75, 0.748, 0.752), values, direction) is None
-    assert search_warning("score", "test", wide, values[:1], direction) is None
-    assert search_warning("score", "test", wide, [], direction) is None
+    assert search_warning("score", "test", 0.004, 0.80, others) is None
+    assert search_warning("score", "test", 0.061, 0.80, []) is None
+
+
+def test_an_interval_on_many_rows_says_less_of_few() -> None:
+    others = [0.70, 0.74, 0.79, 0.50]
+    assert search_warning("score", "test", 0.009, 0.80, others, (10_000, 10_000)) is None
+    assert search_warning("score", "test", 0.009, 0.80, others, (10_000, 400)) == (
+        "The interval of score on test is 0.009 wide, of 10,000 rows; of the 400 of validation it would be "
+        "about 0.045; 1 of the 4 other complete trials lie within that of the best, so the search cannot "
+        "tell them apart."
+    )
+    assert search_warning("score", "test", 0.061, 0.80, others, (100, 10_000)) is None

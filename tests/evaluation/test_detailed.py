@@ -9,19 +9,18 @@ from typing import Any
 import every_kind
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from tiny_tokenizers import tiny_tokenizer, tokenize_split
 
 from hpo.data.examples import Example, RowChecker
 from hpo.data.tasks import Task, parse_tasks
 from hpo.data.tokenized_split import TokenizedSplit, Windowing
 from hpo.evaluation.detailed import (
-    DetailedEvaluation,
     SplitPredictions,
     detailed_evaluation,
     evaluate_predictions,
     predict_split,
 )
+from hpo.evaluation.record import DetailedEvaluation
 from hpo.training.decoding import DecodingThresholds, decode_tasks
 from hpo.training.metrics import primary_mean, score
 
@@ -120,30 +119,11 @@ def test_the_record_survives_json(evaluation: DetailedEvaluation) -> None:
     content = json.loads(as_text(evaluation))
     assert DetailedEvaluation.from_json(content) == evaluation
     assert DetailedEvaluation.from_json(content).as_json() == content
-    keys = "kind num_rows metrics threshold classes confusion calibration worst warnings"
+    keys = "kind num_rows metrics threshold decisions classes confusion calibration worst warnings"
     assert list(content["tasks"]["topic"]) == keys.split()
     assert set(content["tasks"]["tags"]["confusion"]) == {"labels", "counts"}
-    with pytest.raises(ValidationError):
-        DetailedEvaluation.from_json({"split": "test"})
-
-
-def test_predictions_are_decoded_once_for_the_record_and_the_file(
-    split: TokenizedSplit, evaluation: DetailedEvaluation
-) -> None:
-    predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
-    assert evaluate_predictions(predicted, split_name="test", num_resamples=200) == evaluation
-    rows = list(predicted.rows())
-    assert [row["id"] for row in rows] == [example.id for example in split.examples]
-    assert rows == json.loads(json.dumps(rows, allow_nan=False))
-    for row, example in zip(rows, split.examples, strict=True):
-        assert {name for name, cell in row["tasks"].items() if "truth" in cell} == example.annotated
-    topic = rows[0]["tasks"]["topic"]
-    assert topic["predicted"] == max(topic["probabilities"], key=topic["probabilities"].get)
-    assert sum(topic["probabilities"].values()) == pytest.approx(1)
-    assert topic["truth"] == split.examples[0].labels["topic"]
-    tags = rows[0]["tasks"]["tags"]
-    assert tags["predicted"] == [name for name, p in tags["probabilities"].items() if p > 0.41]
-    assert "probabilities" not in rows[0]["tasks"]["urgency"]
+    assert content["tasks"]["name"]["decisions"] == {"threshold": 0.5, "null_offset": 0.5, "merge_gap": 0}
+    assert content["tasks"]["evidence"]["decisions"]["merge_gap"] == 2
 
 
 def test_nothing_is_decided_on_the_split_itself(split: TokenizedSplit) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hpo.data.examples import Example
 from hpo.data.tasks import METRICS, Task
 from hpo.evaluation import intervals
 from hpo.evaluation.intervals import difference_intervals, metric_intervals
-from hpo.training.metrics import RowStatistics, row_statistics, score
+from hpo.training.metrics import RowStatistics, row_statistics
 
 LABELS = ("a", "b", "c")
 NUMBER = Task("t", "regression")
@@ -53,6 +54,18 @@ def random_rows(kind: str, rng: np.random.Generator, count: int) -> tuple[list[A
     return predictions, rows
 
 
+def macro_of_the_whole(whole: RowStatistics, drawn: RowStatistics) -> float:
+    """The mean F1 of the classes that occur in the whole, one after another."""
+    values = []
+    for of_whole, of_drawn in zip(
+        zip(*whole.class_counts(), strict=True), zip(*drawn.class_counts(), strict=True), strict=True
+    ):
+        hits, true, predicted = of_drawn if of_drawn[1] + of_drawn[2] else of_whole
+        if of_whole[1] + of_whole[2]:
+            values.append(2 * hits / (true + predicted))
+    return float(np.mean(values))
+
+
 @pytest.mark.parametrize("kind", METRICS)
 def test_a_weighted_score_is_that_of_the_rows_drawn(kind: str) -> None:
     task = Task("t", kind, LABELS[:1] if kind == "span_extraction" else LABELS)
@@ -64,7 +77,10 @@ def test_a_weighted_score_is_that_of_the_rows_drawn(kind: str) -> None:
     assert set(found) == set(task.metrics)
     for b, weights_E in enumerate(weights_BE):
         drawn = np.repeat(np.arange(25), weights_E.astype(int))
-        expected = score(task, [predictions[e] for e in drawn], [rows[e] for e in drawn])
+        ours = row_statistics(task, [predictions[e] for e in drawn], [rows[e] for e in drawn])
+        expected = ours.scores()
+        if "f1_macro" in expected:
+            expected["f1_macro"] = macro_of_the_whole(row_statistics(task, predictions, rows), ours)
         defined = {name: values[b] for name, values in found.items() if not np.isnan(values[b])}
         assert defined == pytest.approx(expected, rel=1e-9, abs=1e-9)
         assert bool(expected) == (b > 0)
@@ -76,6 +92,92 @@ def test_the_interval_of_a_mean_is_scipys() -> None:
     theirs = bootstrap((errors,), np.mean, method="percentile", n_resamples=9999, rng=3).confidence_interval
     assert found.value == pytest.approx(errors.mean())
     assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), abs=0.03 * found.width)
+
+
+def macro_f1(truth_RN: Any, predicted_RN: Any, axis: int) -> Any:
+    """Of classes that all occur, as numbers."""
+    of_classes = []
+    for c in range(len(LABELS)):
+        true, found = truth_RN == c, predicted_RN == c
+        of_classes.append(2 * (true & found).sum(axis) / (true.sum(axis) + found.sum(axis)))
+    return np.mean(of_classes, axis=0)
+
+
+def test_the_interval_of_f1_is_scipys() -> None:
+    rng = np.random.default_rng(9)
+    truth, predicted = classes_drawn(rng, np.array([0.5, 0.3, 0.2]), np.array([0.9, 0.6, 0.4]), 120)
+    found = metric_intervals({"t": classified(truth, predicted, 3)}, num_resamples=5000)
+    ours = found.tasks["t"]["f1_macro"]
+    given = {"paired": True, "method": "percentile", "n_resamples": 5000, "rng": 3}
+    theirs = bootstrap((truth, predicted), macro_f1, **given).confidence_interval
+    assert ours.value == pytest.approx(macro_f1(truth, predicted, 0))
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.03 * ours.width)
+
+
+def classified(truth: Any, predicted: Any, num_classes: int) -> RowStatistics:
+    task = Task("t", "single_label", tuple(f"c{c}" for c in range(num_classes)))
+    rows = [Example("", "x", {"t": f"c{y}"}, {}, annotated=frozenset("t")) for y in truth]
+    return row_statistics(task, [f"c{y}" for y in predicted], rows)
+
+
+def classes_drawn(rng: np.random.Generator, share_C: Any, right_C: Any, count: int) -> tuple[Any, Any]:
+    """Classes with these shares, and predictions right with these probabilities, else drawn by the shares."""
+    truth = rng.choice(len(share_C), count, p=share_C)
+    is_right = rng.random(count) < right_C[truth]
+    return truth, np.where(is_right, truth, rng.choice(len(share_C), count, p=share_C))
+
+
+@pytest.mark.parametrize(("rare_rows", "least", "most"), [(20, 0.89, 1.0), (10, 0.82, 0.98), (3, 0.55, 0.85)])
+def test_intervals_of_f1_with_rare_classes(rare_rows: int, least: float, most: float) -> None:
+    """Two tasks of 4 common classes and a rare one; 100 sets give a standard error of 2 to 5 points."""
+    rng = np.random.default_rng(10)
+    share_C = np.array([*[(1 - rare_rows / 200) / 4] * 4, rare_rows / 200])
+    right_C = np.array([0.8, 0.8, 0.8, 0.8, 0.5])
+    # P(predicted c | true t) in the population, and the F1 of its expected counts.
+    joint_CC = share_C[:, None] * (np.diag(right_C) + np.outer(1 - right_C, share_C))
+    population = float((2 * np.diag(joint_CC) / (joint_CC.sum(0) + joint_CC.sum(1))).mean())
+    covered = covered_score = 0
+    for _ in range(100):
+        statistics = {name: classified(*classes_drawn(rng, share_C, right_C, 200), 5) for name in "tu"}
+        statistics = {name: replace(of, task=replace(of.task, name=name)) for name, of in statistics.items()}
+        found = metric_intervals(statistics, num_resamples=200)
+        ours, mean = found.tasks["t"]["f1_macro"], found.score
+        assert mean is not None
+        assert ours.low <= ours.value <= ours.high
+        assert mean.low <= mean.value <= mean.high
+        covered += ours.low <= population <= ours.high
+        covered_score += mean.low <= population <= mean.high
+    assert least <= covered / 100 <= most
+    assert least <= covered_score / 100 <= most
+
+
+def test_a_rare_class_that_is_missed_does_not_leave_the_mean() -> None:
+    """50 classes of 20 rows that are right, and 50 of one row that are wrong."""
+    truth = np.concatenate([np.repeat(np.arange(50), 20), np.arange(50, 100)])
+    predicted = np.concatenate([truth[:1000], np.arange(50)])
+    found = metric_intervals({"t": classified(truth, predicted, 100)}).tasks["t"]["f1_macro"]
+    assert found.value == pytest.approx(0.5 * 40 / 41)
+    assert found.low < found.value < found.high < 0.5
+
+
+@pytest.mark.parametrize("kind", METRICS)
+def test_a_value_lies_in_its_interval(kind: str) -> None:
+    rng = np.random.default_rng(11)
+    task = Task("t", kind, LABELS[:1] if kind == "span_extraction" else LABELS)
+    for count in (*range(1, 8), 20, 60):
+        found = metric_intervals(
+            {"t": row_statistics(task, *random_rows(kind, rng, count))}, num_resamples=60
+        )
+        for one in found.tasks["t"].values():
+            assert one.low is None or one.low <= one.value <= one.high
+
+
+def test_an_interval_that_would_miss_its_value_is_extended_to_it() -> None:
+    """300 classes of two rows, one of them right: in most resamples their mean F1 is lower."""
+    truth = np.repeat(np.arange(300), 2)
+    predicted = np.where(np.arange(600) % 2, np.roll(truth, 2), truth)
+    found = metric_intervals({"t": classified(truth, predicted, 300)}).tasks["t"]["f1_macro"]
+    assert found.low < found.high == found.value == 0.5
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
@@ -143,8 +245,8 @@ def test_pieces_of_the_resamples_change_nothing(monkeypatch: pytest.MonkeyPatch)
 def test_few_rows_have_intervals_without_nan() -> None:
     one = metric_intervals(numbers([1.0], [3.0]))
     assert {name: (i.value, i.low, i.high) for name, i in one.tasks["t"].items()} == {
-        "mae": (2, 2, 2),
-        "rmse": (2, 2, 2),
+        "mae": (2, None, None),
+        "rmse": (2, None, None),
     }
     assert one.score is None
     # Most resamples of 40 examples hold no annotated row at all, or only one of the two.

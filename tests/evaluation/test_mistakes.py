@@ -45,6 +45,20 @@ def test_the_loss_of_several_classes_is_the_sum_of_their_cross_entropies() -> No
     assert [one.loss for one in found] == pytest.approx(losses)
 
 
+@pytest.mark.parametrize("kind", ["single_label", "multi_label"])
+def test_losses_in_pieces_are_those_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    p_NC = rng.dirichlet([1.0] * 3, 50)
+    labels = rng.choice(LABELS, (2, 50)).tolist()
+    truth, predicted = labels if kind == "single_label" else [[[one] for one in side] for side in labels]
+    rows = [example(str(i), one) for i, one in enumerate(truth)]
+    task = Task("t", kind, LABELS)
+    whole = worst_mistakes(task, predicted, rows, p_NC)
+    monkeypatch.setattr("hpo.evaluation.mistakes._AT_ONCE", 4 * 3)
+    assert worst_mistakes(task, predicted, rows, p_NC) == whole
+    assert len(whole) == 20
+
+
 def test_numbers_are_sorted_by_their_distance() -> None:
     rows = [example(str(i), float(i)) for i in range(4)]
     found = worst_mistakes(Task("t", "regression"), [0.0, 3.0, 1.0, float("nan")], rows, None)
@@ -96,11 +110,25 @@ def test_a_long_text_is_shown_around_its_first_wrong_span() -> None:
     assert cut_end == MAX_CHARACTERS
     assert text.startswith(one.text[cut_start:], 3100)
     assert one.predicted[0] == ["b", start, end]
+    assert text[one.text_start :].startswith(one.text)
+    assert (start + one.text_start, end + one.text_start) == (3000, 3050)
+    assert one.num_outside == 0
     (last,) = worst_mistakes(SLOTS, [[("a", 4995, 5000)]], [example("0", text=text)], None)
     ((name, start, end),) = last.predicted
     assert last.text[start:end] == text[4995:]
     (plain,) = worst_mistakes(Task("t", "regression"), [1.0], [example("0", 2.0, text)], None)
     assert plain.text == text[:MAX_CHARACTERS]
+    assert (plain.text_start, plain.num_outside) == (0, 0)
+
+
+def test_wrong_spans_outside_of_the_excerpt_are_counted() -> None:
+    rows = [example("0", text="x" * 5000, spans={"a": [(500, 510), (1250, 1400), (4000, 4001)]})]
+    (one,) = worst_mistakes(SLOTS, [[("b", 4900, 4999), ("a", 4000, 4001)]], rows, None)
+    assert (one.text_start, one.loss) == (300, 3.0)
+    # Of the truth the one that the end of the excerpt cuts; of the predicted ones all of it is outside.
+    assert one.num_outside == 2
+    assert one.truth == [["a", 200, 210], ["a", 950, 1000]]
+    assert one.predicted == []
 
 
 def test_at_most_twenty_are_shown() -> None:

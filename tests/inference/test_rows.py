@@ -364,3 +364,27 @@ def test_a_file_that_can_have_no_pairs_is_one_clear_error(name: str, came: str, 
     needed = r"`segments`, and tables the column `segments`, with \{name: \[start, end\]\} in characters"
     with pytest.raises(DataError, match=rf"{name}: the model takes a pair .*{needed} of the text, {came}\."):
         read_examples(path, trained(("q", "c")))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_every_accepted_answer_is_in_the_truth(tmp_path: Path, suffix: str) -> None:
+    """So whoever scores the file gets the metrics of the evaluation."""
+    (task,) = (task for task in KIND_TASKS if task.kind == "span_extraction")
+    (name,) = task.labels
+    accepted = {name: [(0, 4), (5, 7)]}
+    example = Example(
+        "r1", "Zoë; is", {}, {name: [(0, 4)]}, alt_spans=accepted, annotated=frozenset([task.name])
+    )
+    row = {"id": "r1", "text": "Zoë; is", "labels": {}, "spans": {name: [[5, 7]]}, "scores": {}}
+    with predictions_file(tmp_path / f"out.{suffix}", [task], with_truth=True) as write:
+        write([{**row, "truth": truth_of(example, [task])}])
+    spans = [[0, 4], [5, 7]]
+    if suffix == "jsonl":
+        (found,) = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+        assert found["truth"] == {"labels": {}, "spans": {name: spans[:1]}, "alt_spans": {name: spans}}
+    elif suffix == "csv":
+        with (tmp_path / "out.csv").open(newline="") as file:
+            assert json.loads(next(csv.DictReader(file))[f"truth.{task.name}"]) == {name: spans}
+    else:
+        (found,) = pq.read_table(tmp_path / "out.parquet").to_pylist()
+        assert found[f"truth.{task.name}"] == {name: spans}

@@ -61,11 +61,17 @@ def test_scores_of_a_detailed_evaluation_have_their_interval() -> None:
     intervals = {"test": {"joint": {"span_f1": [0.125, 0.375], "f1_macro": [None, None]}}}
     card = model_card(KIND_TASKS, Windowing(128), {**PROVENANCE, "intervals": intervals})
     for line in (
-        "| split | task | metric | value | 95 % interval |\n| --- | --- | --- | --- | --- |",
+        "| split | task | metric | value | interval |\n| --- | --- | --- | --- | --- |",
         "| test | joint | span_f1 | 0.2500 | 0.1250 to 0.3750 |",
         "| validation | single | f1_macro | 0.5000 | – |",
     ):
         assert line in card, line
+    of_test = {"score": {"value": 0.25, "low": 0.125, "high": None}, "num_examples": 1200, "level": 0.9}
+    evaluations = {"test": of_test | {"num_resamples": 500}}
+    told = {**PROVENANCE, "intervals": intervals, "evaluations": evaluations}
+    card = model_card(KIND_TASKS, Windowing(128), told)
+    assert "| test | all tasks | score | 0.2500 | – |" in card
+    assert "90 % intervals: percentile bootstrap of 500 resamples over the 1,200 rows of test." in card
     assert "interval" not in model_card(KIND_TASKS, Windowing(128), {**PROVENANCE, "intervals": {}})
 
 

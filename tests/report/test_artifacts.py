@@ -18,7 +18,7 @@ from test_dashboard import serving
 from worker_process import result, study
 
 from hpo.errors import InputError, RunError
-from hpo.report.artifacts import DashboardFiles, files_folder, publish_artifacts, remove_files
+from hpo.report.artifacts import DashboardFiles, files_folder, files_folders, publish_artifacts, remove_files
 from hpo.report.dashboard import publish
 from hpo.study import trial_rows
 from hpo.study.detailed_evaluations import store_detailed_evaluation
@@ -96,7 +96,7 @@ def test_the_best_trial_gets_page_document_errors_and_charts(database: Storage, 
     with store.open_reader(found["test-evaluation.json"]) as file:
         assert json.load(file) == every_kind()
     with store.open_reader(found["test-worst-errors.csv"]) as file:
-        assert file.readline() == b"number,split,task,id,loss,truth,predicted,text\n"
+        assert file.readline() == b"number,split,task,id,loss,truth,predicted,text,text_start\n"
 
 
 def test_published_again_they_take_the_place_of_the_former(database: Storage, tmp_path: Path) -> None:
@@ -161,6 +161,20 @@ def test_a_deleted_study_leaves_neither_rows_nor_files(database: Storage, tmp_pa
     remove_files(folder)
     with database.engine.connect() as connection:
         assert connection.execute(sa.select(trial_rows.system_attributes)).all() == []
+
+
+def test_files_of_an_earlier_study_of_the_name_go(local: Storage, tmp_path: Path) -> None:
+    """They hold texts of its test split."""
+    evaluate_in_detail(local, 1, document({}))
+    earlier = tmp_path / "tiny" / "dashboard-0123abcd"
+    other = tmp_path / "other" / "dashboard-0123abcd"
+    for folder in (earlier, other):
+        folder.mkdir(parents=True)
+        (folder / "page").write_text("texts")
+    publish_all(local, tmp_path)
+    assert files_folders("tiny", tmp_path) == [files_folder(local, "tiny", tmp_path)]
+    assert other.is_dir()
+    assert len(files(local, tmp_path)) == 4
 
 
 def test_a_file_in_the_way_is_one_clear_message(database: Storage, tmp_path: Path) -> None:

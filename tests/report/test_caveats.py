@@ -132,7 +132,7 @@ def test_trials_that_the_interval_does_not_tell_apart_are_named() -> None:
     trials[0] = dataclasses.replace(trials[0], detailed={"validation": document({}, "validation")})
     (found,) = (one for one in caveats(tables_of(trials, name="my study")) if "cannot tell" in one.text)
     assert found.text == (
-        "The interval of score on validation is 0.06 wide; 2 of 3 complete trials lie within that of the "
-        "best, so the search cannot tell them apart."
+        "The interval of score on validation is 0.06 wide; 1 of the 2 other complete trials lie within "
+        "that of the best, so the search cannot tell them apart."
     )
     assert "(`hpo compare 'my study' --configurations`)" in found.advice

@@ -80,7 +80,9 @@ def test_the_section_says_what_is_stored(tmp_path: Path) -> None:
     assert "1 true, 1 predicted, 0 of them the same spans" in text
     assert "· true 1, predicted 4.27" in text
     assert '<mark class="missed"><b>−delay</b>came</mark>' in text.replace("came ", "came")
-    assert text.count("several spans, each with its sign") == 1, "the task with one name has no such spans"
+    assert text.count("several spans, each with its sign") == 2
+    assert "and 3 wrong spans outside this excerpt" in text
+    assert '<mark class="mixed"><b>− +</b>' in text, "an answer that is right in part is wrong"
     figures = {file.stem for file in (tmp_path / "figures").iterdir()}
     assert {
         "intervals_test_trial_6",
@@ -109,8 +111,21 @@ def test_splits_and_trials_have_a_part_each(tmp_path: Path) -> None:
 def test_without_an_evaluation_the_command_that_makes_one_is_named(
     study_file: str | None, said: str, tmp_path: Path
 ) -> None:
-    path = write_report(record_of([fake_trial(0, "fp32")]), tmp_path, study_file)
+    trial = fake_trial(0, "fp32")
+    path = write_report(record_of([trial]), tmp_path, study_file)
+    assert f"<code>hpo best {said} --evaluate validation</code>" in section(path)
+    splits = {"train": 9, "validation": 9, "test": 9}
+    trial.telemetry["data"] = {"num_cut_examples": 0, "num_lost_spans": {}, "splits": splits}
+    path = write_report(record_of([trial]), tmp_path, study_file)
     assert f"<code>hpo best {said} --evaluate test</code>" in section(path)
+
+
+def test_a_study_without_checkpoints_is_not_told_to_evaluate_one(tmp_path: Path) -> None:
+    record = record_of([fake_trial(0, "fp32")])
+    definition = record.definition | {"checkpoint": {"top_k": 0}}  # as that of a comparison
+    text = section(write_report(dataclasses.replace(record, definition=definition), tmp_path))
+    assert "--evaluate" not in text
+    assert "keeps no checkpoint" in text
 
 
 def test_without_a_best_trial_there_is_no_section(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from detailed_documents import class_row, document, error, every_kind, nothing_known, task_document
 from study_records import fake_trial, tables_of, with_values
 
+from hpo.report.detailed_charts import intervals_chart
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
@@ -53,6 +54,7 @@ def test_csv_tables_hold_the_document() -> None:
     assert found["calibration"].groupby("task").size().to_dict() == {"tags": 15, "topic": 15}
     worst = found["worst_errors"].set_index("id")
     assert json.loads(worst.loc["row-6", "predicted"]) == [["damage", 130, 142]]
+    assert worst.loc["row-6", "text_start"] == 800
     assert worst.loc["row-0", "truth"] == "delivery"
     assert worst.loc["row-8", "predicted"] == 4.27
     metrics = found["best_task_metrics"]
@@ -80,6 +82,7 @@ def test_tables_of_nothing_have_their_columns() -> None:
         "truth",
         "predicted",
         "text",
+        "text_start",
     ]
     assert list(found["best_task_metrics"]) == ["task", "metric", "value", "low", "high", "split", "number"]
     assert all(table.empty for table in found.values())
@@ -108,6 +111,18 @@ def test_what_is_not_known_is_a_dash() -> None:
     one = Detailed(6, "test", nothing_known())
     assert metrics_text(one).to_numpy().tolist() == [["empty", "f1_macro", "–"], ["number", "r2", "–"]]
     assert headline(one) == "test, 500 rows: empty f1_macro –, number r2 –"
+
+
+def test_a_value_without_known_bounds() -> None:
+    unknown = {"value": 0.41, "low": None, "high": None}
+    one = Detailed(
+        6, "test", document({"stars": task_document("regression", {}) | {"metrics": {"r2": unknown}}})
+    )
+    assert metrics_text(one).to_numpy().tolist()[-1] == ["stars", "r2", "0.410\u00a0[unknown]"]
+    chart = intervals_chart(one)
+    assert chart is not None
+    assert [series.x for series in chart.series] == [[0.41], [0.712 - 0.03, 0.712 + 0.03], [0.712]]
+    assert chart.caption == "The dot is the value, the line its interval; without a line it is not known."
 
 
 def test_confusions_are_of_two_classes_and_sorted() -> None:

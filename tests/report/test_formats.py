@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 from study_records import fake_trial
 
-from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds, precision_facts
+from hpo.report.formats import (
+    format_bytes,
+    format_metric,
+    format_metric_interval,
+    format_number,
+    format_seconds,
+    precision_facts,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +35,27 @@ from hpo.report.formats import format_bytes, format_metric, format_number, forma
 )
 def test_numbers_as_people_read_them(text: str, expected: str) -> None:
     assert text == expected
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ((0.8214, 0.79, 0.848), "0.821 [0.790, 0.848]"),
+        ((0.5, 0.2, 0.8), "0.500 [0.200, 0.800]"),
+        ((0.5, 0.49996, 0.50004), "0.500000 [0.499960, 0.500040]"),
+        ((0.000123, 0.0001, 0.00015), "0.000123 [0.000100, 0.000150]"),
+        ((152345.678, 152000.1, 152700.2), "152\u202f346 [152\u202f000, 152\u202f700]"),
+        ((25.31, 22.8, 27.82), "25.3 [22.8, 27.8]"),
+        ((2.5e-12, 2e-12, 3e-12), "2.5e-12 [2e-12, 3e-12]"),
+        ((3e12, 2.9e12, 3.2e12), "3e+12 [2.9e+12, 3.2e+12]"),
+        ((1.0, 1.0, 1.0), "1.000 [1.000, 1.000]"),
+        ((0.0, 0.0, 0.0), "0.000 [0.000, 0.000]"),
+        ((2.0, None, None), "2.00 [unknown]"),
+        ((None, None, None), "–"),
+    ],
+)
+def test_an_interval_has_the_digits_of_its_width(numbers: tuple[Any, Any, Any], expected: str) -> None:
+    assert format_metric_interval(*numbers) == expected.replace(" ", "\u00a0")
 
 
 SEEN = {"linear_dtypes": {"bfloat16": 38}, "tf32": False, "compiled": False}

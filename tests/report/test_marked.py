@@ -24,18 +24,35 @@ def pieces(marked: str) -> list[tuple[str, str, str]]:
         (
             [["a", 0, 6]],
             [["a", 4, 8]],
-            [("missed", "−", "0123"), ("both", "=", "45"), ("spurious", "+", "67")],
+            [("missed", "−", "0123"), ("mixed", "− +", "45"), ("spurious", "+", "67")],
         ),
         (
             [["a", 1, 9]],
             [["a", 3, 5]],
-            [("missed", "−", "12"), ("both", "=", "34"), ("missed", "−", "5678")],
+            [("missed", "−", "12"), ("mixed", "− +", "34"), ("missed", "−", "5678")],
+        ),
+        ([["a", 0, 3], ["a", 3, 6]], [["a", 0, 6]], [("mixed", "− +", "012"), ("mixed", "− +", "345")]),
+        (
+            [["a", 0, 3], ["a", 1, 9]],
+            [["a", 0, 3]],
+            [("both", "=", "0"), ("mixed", "− =", "12"), ("missed", "−", "345678")],
         ),
         ([["a", 0, 3], ["a", 3, 5]], [], [("missed", "−", "012"), ("missed", "−", "34")]),
         ([["a", 8, 99]], [["a", -5, 1]], [("spurious", "+", "0"), ("missed", "−", "89")]),
         ([["a", 4, 4]], [], []),
     ],
-    ids=["same", "missed", "spurious", "overlap", "inside", "adjacent", "beyond the text", "empty"],
+    ids=[
+        "same",
+        "missed",
+        "spurious",
+        "overlap",
+        "inside",
+        "two for one",
+        "one of two",
+        "adjacent",
+        "beyond the text",
+        "empty",
+    ],
 )
 def test_marks_of_one_name(
     truth: list[Any], predicted: list[Any], expected: list[tuple[str, str, str]]
@@ -49,7 +66,7 @@ def test_marks_of_several_names_say_each() -> None:
     marked = marked_text("0123456789", [["a", 0, 6], ["b", 2, 4]], [["b", 2, 8]], named=True)
     assert pieces(marked) == [
         ("missed", "−a", "01"),
-        ("mixed", "−a =b", "23"),
+        ("mixed", "−a −b +b", "23"),
         ("mixed", "−a +b", "45"),
         ("spurious", "+b", "67"),
     ]

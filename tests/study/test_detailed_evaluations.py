@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import optuna
+import pytest
+import sqlalchemy as sa
+from detailed_documents import document, error, task_document
+from study_records import record_of, with_values
 from worker_process import result, study
 
 from hpo.config.search_space import suggest
 from hpo.study.detailed_evaluations import store_detailed_evaluation
 from hpo.study.leases import Lease
 from hpo.study.lifecycle import delete_study
+from hpo.study.schema import detailed_evaluations
 from hpo.study.storage import Storage
+from hpo.study.study_record import best_trials, evaluations_left_out, with_evaluation
 from hpo.study.worker import run_worker
 
-DOCUMENT: dict[str, Any] = {"split": "test", "tasks": {"a b": {"worst": [{"text": "\0 ☃"}]}}}
+DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\0 ☃", 1.0, 2.0)])})
 
 
 def finished(storage: Storage, name: str = "tiny") -> str:
@@ -38,18 +45,20 @@ def detailed(storage: Storage, name: str = "tiny") -> list[Any]:
 def test_a_document_is_read_back_with_its_trial(storage: Storage) -> None:
     token, other = finished(storage), finished(storage, "other")
     assert detailed(storage) == [{}, {}]
+    half = {"value": 0.5, "low": 0.25, "high": math.nan}
     assert store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
-    assert store_detailed_evaluation(storage, "tiny", token, 1, {"split": "validation", "loss": math.nan})
-    assert store_detailed_evaluation(storage, "other", other, 0, {"split": "test"})
-    assert detailed(storage) == [{}, {"test": DOCUMENT, "validation": {"split": "validation", "loss": None}}]
-    assert detailed(storage, "other") == [{"test": {"split": "test"}}, {}]
+    assert store_detailed_evaluation(storage, "tiny", token, 1, document({}, "validation", score=half))
+    assert store_detailed_evaluation(storage, "other", other, 0, document({}))
+    half = half | {"high": None}
+    assert detailed(storage) == [{}, {"test": DOCUMENT, "validation": document({}, "validation", score=half)}]
+    assert detailed(storage, "other") == [{"test": document({})}, {}]
 
 
 def test_a_later_document_of_a_split_replaces_the_earlier(storage: Storage) -> None:
     token = finished(storage)
     for num in (1, 2):
-        store_detailed_evaluation(storage, "tiny", token, 0, {"split": "test", "num_examples": num})
-    assert detailed(storage) == [{"test": {"split": "test", "num_examples": 2}}, {}]
+        store_detailed_evaluation(storage, "tiny", token, 0, document({}, num_examples=num))
+    assert detailed(storage) == [{"test": document({}, num_examples=2)}, {}]
 
 
 def test_nothing_goes_over_to_a_study_made_anew(storage: Storage) -> None:
@@ -59,10 +68,53 @@ def test_nothing_goes_over_to_a_study_made_anew(storage: Storage) -> None:
     new = finished(storage)
     assert detailed(storage) == [{}, {}]
     assert store_detailed_evaluation(storage, "tiny", new, 0, DOCUMENT)
-    late = {"split": "test", "num_examples": 99}
+    late = document({}, num_examples=99)
     assert not store_detailed_evaluation(storage, "tiny", old, 0, late), "it was computed before"
     assert detailed(storage) == [{"test": DOCUMENT}, {}]
     delete_study(storage, "tiny")
     assert not store_detailed_evaluation(storage, "tiny", new, 0, late)
     finished(storage)
     assert detailed(storage) == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"split": "test"}', "must have the version 1, but this one has none."),
+        (json.dumps({**DOCUMENT, "version": 99}), "must have the version 1, but this one has 99."),
+        (json.dumps({**DOCUMENT, "tasks": None}), "this is no whole detailed evaluation: tasks: "),
+        (json.dumps(DOCUMENT)[:-9], "this is no JSON: "),
+        ("[]", "must have the version 1"),
+    ],
+    ids=["no version", "another version", "damaged", "cut", "no object"],
+)
+def test_a_document_that_cannot_be_read_is_left_out_with_a_sentence(
+    storage: Storage, text: str, why: str
+) -> None:
+    token = finished(storage)
+    for split in ("test", "validation"):
+        assert store_detailed_evaluation(storage, "tiny", token, 1, document({}, split))
+    with storage.engine.begin() as connection:
+        is_test = detailed_evaluations.c.split == "test"
+        connection.execute(sa.update(detailed_evaluations).where(is_test).values(document=text))
+    record = storage.read_study("tiny")
+    assert [list(trial.detailed) for trial in record.trials] == [[], ["validation"]]
+    ((said, to_do),) = evaluations_left_out(record)
+    assert said.startswith("The detailed evaluation of trial 1 on test is left out: ")
+    assert why in said
+    assert to_do.startswith("`hpo best tiny --evaluate test`")
+    changed = with_evaluation(record, 1, DOCUMENT)
+    assert evaluations_left_out(changed) == []
+    assert changed.trials[1].detailed == {"test": DOCUMENT, "validation": document({}, "validation")}
+    assert store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
+    assert storage.read_study("tiny").trials == changed.trials
+
+
+def test_an_evaluation_is_put_in_the_place_of_its_trial() -> None:
+    trials = [with_values(number, (0.5,)) for number in range(3)]
+    record = record_of(trials)
+    assert [trial.number for trial in best_trials(record)] == [0], "the first of equal ones"
+    changed = with_evaluation(record, 0, DOCUMENT)
+    assert [trial.number for trial in changed.trials] == [0, 1, 2]
+    assert best_trials(changed)[0].detailed == {"test": DOCUMENT}
+    assert record.trials[0].detailed == {}

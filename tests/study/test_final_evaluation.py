@@ -13,19 +13,28 @@ from typing import Any
 
 import optuna
 import pytest
+import sqlalchemy as sa
+from detailed_documents import document, task_document
 from worker_process import result, study
 
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
-from hpo.errors import InputError, RunError, Unsupported
+from hpo.errors import CheckpointError, InputError, RunError, Unsupported
 from hpo.study import final_evaluation
+from hpo.study.detailed_evaluations import NOT_STORED
 from hpo.study.final_evaluation import NUM_TRIALS, evaluate_best
 from hpo.study.leases import Lease
+from hpo.study.schema import detailed_evaluations
 from hpo.study.storage import Storage, open_storage
 from hpo.study.worker import run_worker
 from hpo.trial import best_model
 
 CPU = DeviceInfo(type="cpu", name="test CPU", torch_version="")
+
+
+def evaluated(name: str, split: str) -> dict[str, Any]:
+    """Of the checkpoint in the folder of that name."""
+    return document({name: task_document("regression", {})}, split)
 
 
 @dataclass
@@ -39,6 +48,7 @@ class Evaluating:
     evaluated: list[tuple[str, str]] = field(default_factory=list)
     """The folder of the checkpoint and the split, of each that was begun."""
     on_batch: Callable[[str], None] = lambda _: None
+    artifacts: Any = None
 
     def run(self) -> None:
         executor: Any = SimpleNamespace(
@@ -46,14 +56,15 @@ class Evaluating:
             dataset=SimpleNamespace(splits=dict.fromkeys(self.splits)),
             device=CPU,
         )
-        evaluate_best(executor, self.storage, lambda number: self.folder / f"trial-{number}", self.stop)
+        folder = lambda number: self.folder / f"trial-{number}"  # noqa: E731
+        evaluate_best(executor, self.storage, folder, self.stop, self.artifacts)
 
     def split_logits(self, _: Any, folder: Path, split: str, on_batch: Callable[[], None]) -> Any:
         self.evaluated.append((folder.name, split))
         self.on_batch(folder.name)
         on_batch()
-        document = {"split": split, "of": folder.name}
-        return SimpleNamespace(detailed=lambda: SimpleNamespace(as_json=lambda: document))
+        found = evaluated(folder.name, split)
+        return SimpleNamespace(detailed=lambda: SimpleNamespace(as_json=lambda: found))
 
     @property
     def stored(self) -> dict[int, Any]:
@@ -101,14 +112,14 @@ def test_the_best_trial_is_evaluated_once(evaluating: Evaluating) -> None:
     evaluating.run()
     evaluating.run()
     assert evaluating.evaluated == [("trial-1", "test")]
-    assert evaluating.stored == {1: {"test": {"split": "test", "of": "trial-1"}}}
+    assert evaluating.stored == {1: {"test": evaluated("trial-1", "test")}}
 
 
 def test_on_validation_where_there_is_no_test_split(evaluating: Evaluating) -> None:
     finish(evaluating.storage, (0.25,))
     evaluating.splits = ("train", "validation")
     evaluating.run()
-    assert evaluating.stored == {0: {"validation": {"split": "validation", "of": "trial-0"}}}
+    assert evaluating.stored == {0: {"validation": evaluated("trial-0", "validation")}}
 
 
 def test_the_first_trials_of_a_pareto_front(evaluating: Evaluating) -> None:
@@ -160,6 +171,44 @@ def test_what_goes_wrong_is_said_and_the_others_are_evaluated(
     messages = [(record.levelname, record.getMessage()) for record in caplog.records]
     said = [one for one in messages if "not evaluated" in one[1]]
     assert said == [(level, f"Trial 1 is not evaluated on test in detail: {text}")]
+
+
+def test_a_checkpoint_is_fetched_from_the_artifact_store(
+    evaluating: Evaluating, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish(evaluating.storage, (0.1, 1.0), (0.2, 2.0))
+    fetched: list[tuple[Any, ...]] = []
+
+    def fetch(kind: str, store: Any, _: Storage, name: str, number: int, folder: Path) -> None:
+        fetched.append((kind, store, name, number, folder.name))
+        if number == 1:
+            raise CheckpointError("the store is away.")
+
+    monkeypatch.setattr(final_evaluation, "fetch_newest", fetch)
+    evaluating.run()
+    assert fetched == [], "without a store there is nothing to fetch"
+    with evaluating.storage.engine.begin() as connection:
+        connection.execute(sa.delete(detailed_evaluations))
+    evaluating.artifacts, evaluating.evaluated = "a store", []
+    evaluating.run()
+    assert fetched == [("best", "a store", "tiny", number, f"trial-{number}") for number in (1, 0)]
+    assert evaluating.evaluated == [("trial-0", "test")]
+    assert "Trial 1 is not evaluated on test in detail: the store is away." in caplog.text
+
+
+def test_a_study_that_was_made_anew_meanwhile_gets_nothing(
+    evaluating: Evaluating, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish(evaluating.storage, (0.1,))
+
+    def make_anew(_: str) -> None:
+        optuna.delete_study(study_name="tiny", storage=evaluating.storage.optuna)
+        finish(evaluating.storage, (0.1,))
+
+    evaluating.on_batch = make_anew
+    evaluating.run()
+    assert evaluating.stored == {}
+    assert f"Trial 0 is not evaluated on test in detail: {NOT_STORED}" in caplog.text
 
 
 def test_a_stop_ends_it_at_the_next_batch(evaluating: Evaluating, caplog: pytest.LogCaptureFixture) -> None:

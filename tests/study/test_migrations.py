@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+from detailed_documents import document
 from old_tables import make_v1, make_v2, make_v3
 from worker_process import study
 
@@ -49,9 +50,8 @@ def test_trials_of_the_third_version_have_no_detailed_evaluation(storage_url: st
         assert stored_version(connection) == newest_version()
         assert differences(connection) == {}
         assert [trial.detailed for trial in storage.read_study("tiny").trials] == [{}]
-        document = {"split": "test", "num_examples": 3}
-        assert store_detailed_evaluation(storage, "tiny", storage.study_token("tiny"), 0, document)
-        assert [trial.detailed for trial in storage.read_study("tiny").trials] == [{"test": document}]
+        assert store_detailed_evaluation(storage, "tiny", storage.study_token("tiny"), 0, document({}))
+        assert [trial.detailed for trial in storage.read_study("tiny").trials] == [{"test": document({})}]
 
 
 @pytest.mark.parametrize("create", [True, False])

@@ -1,0 +1,96 @@
+"""The record of a detailed evaluation of one model on one split, as it is stored.
+
+Databases keep it as JSON, and may hold what another version of this package wrote: it is read by
+`read_document`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from hpo.errors import DataError
+from hpo.evaluation.calibration import Calibration
+from hpo.evaluation.classes import ClassFigures, Confusion
+from hpo.evaluation.intervals import Interval
+from hpo.evaluation.mistakes import Mistake
+from hpo.json_safe import json_safe
+from hpo.training.decoding import DecodingThresholds
+
+VERSION = 1
+"""Of the form of the record."""
+DECIDED_ON = "validation"
+"""The split on which a trial chooses its thresholds."""
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """One task; what its kind does not have is empty or None."""
+
+    kind: str
+    num_rows: int
+    """Rows that are annotated for the task."""
+    metrics: Mapping[str, Interval]
+    threshold: float | None
+    """Of multi_label and span_per_label: what has a probability above it is predicted."""
+    decisions: DecodingThresholds
+    """All that predictions were made with; a kind uses what it needs."""
+    classes: tuple[ClassFigures, ...]
+    confusion: Confusion | None
+    calibration: Calibration | None
+    worst: tuple[Mistake, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DetailedEvaluation:
+    """What a model's predictions on one split tell."""
+
+    version: int
+    split: str
+    num_examples: int
+    decided_on: str
+    """The split on which the thresholds were chosen."""
+    num_resamples: int
+    level: float
+    """Of the intervals; see `hpo.evaluation.intervals`."""
+    score: Interval | None
+    """The mean of the tasks' primary metrics."""
+    tasks: Mapping[str, TaskEvaluation]
+
+    def as_json(self) -> dict[str, Any]:
+        """The record in plain containers; it holds no NaN."""
+        return dict(json_safe(asdict(self)))
+
+    @classmethod
+    def from_json(cls, content: Any) -> DetailedEvaluation:
+        """Undo `as_json`. Raises DataError for what is no such record, or one of another version."""
+        if not isinstance(content, Mapping) or content.get("version") != VERSION:
+            version = content.get("version") if isinstance(content, Mapping) else None
+            came = "has none" if version is None else f"has {version!r}"
+            raise DataError(f"a detailed evaluation must have the version {VERSION}, but this one {came}.")
+        try:
+            return _adapter().validate_python(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            problem = f"{where}: {first['msg']}" if where else first["msg"]
+            raise DataError(f"this is no whole detailed evaluation: {problem}.") from error
+
+
+def read_document(content: Any) -> Mapping[str, Any]:
+    """A stored record, known to be whole and of this version.
+
+    Raises DataError with one sentence that says what is wrong with it; to evaluate again replaces it.
+    """
+    DetailedEvaluation.from_json(content)
+    return dict(content)
+
+
+@cache
+def _adapter() -> TypeAdapter[DetailedEvaluation]:
+    return TypeAdapter(DetailedEvaluation)

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from detailed_documents import every_kind
+
+from hpo.errors import DataError
+from hpo.evaluation.record import VERSION, DetailedEvaluation, read_document
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in every_kind().items() if name != key}
+
+
+def test_what_is_whole_is_read_as_it_is() -> None:
+    document = every_kind()
+    for task in document["tasks"].values():
+        if task["calibration"]:
+            task["calibration"]["bins"] = [one for one in task["calibration"]["bins"] if one["count"]]
+    assert read_document(document) == document
+    assert DetailedEvaluation.from_json(document).as_json() == document
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (without("version"), f"must have the version {VERSION}, but this one has none."),
+        ({**every_kind(), "version": 99}, f"must have the version {VERSION}, but this one has 99."),
+        (["a list"], f"must have the version {VERSION}, but this one has none."),
+        (None, f"must have the version {VERSION}, but this one has none."),
+        (without("tasks"), "this is no whole detailed evaluation: tasks: Field required."),
+        ({**every_kind(), "num_examples": "many"}, "num_examples: Input should be a valid integer"),
+        ({**every_kind(), "tasks": {"t": {}}}, r"tasks\.t\.kind: Field required"),
+    ],
+)
+def test_what_is_not_whole_is_refused_in_one_line(document: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        read_document(document)
+    assert "\n" not in str(error.value)
