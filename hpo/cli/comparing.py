@@ -95,9 +95,11 @@ def compare(
     from hpo.cli.display import print_comparison
     from hpo.compare.companion import Request, open_comparison, unlabelled_in_test
     from hpo.compare.results import judge, look_by_look
+    from hpo.config.study_config import of_deployed
     from hpo.data.dataset import load_data
     from hpo.device import probe_device
     from hpo.study.stopping import end_of_job
+    from hpo.trial.objectives import quality_objective
 
     if options["precisions"]:
         options["precisions"] = _parse_precisions(options["precisions"])
@@ -114,6 +116,12 @@ def compare(
             tasks = " and ".join(f"`{name}`" for name in unlabelled)
             typer.echo(
                 f"Scores are of the validation split: the test split has no labels of {tasks}.", err=True
+            )
+        if of_deployed(config.objective):
+            typer.echo(
+                "Compared are the models as they are trained, by "
+                f"{quality_objective(config.objective).metric}, and not what they are worth when deployed.",
+                err=True,
             )
         companion = open_comparison(
             database,

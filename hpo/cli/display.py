@@ -15,7 +15,15 @@ from rich.text import Text
 from hpo.cli.progress import OUTCOME_STYLES
 from hpo.json_safe import json_safe
 from hpo.report.compared import configuration_table, precision_table
-from hpo.report.deployed import latency_table, quality_table, sentences, threads, verdict
+from hpo.report.deployed import (
+    latency_table,
+    loading,
+    quality_table,
+    sentences,
+    task_table,
+    threads,
+    verdict,
+)
 from hpo.report.detailed_tables import evaluations_of, headline
 from hpo.report.formats import (
     describe_params,
@@ -339,10 +347,13 @@ def print_deployment(found: Mapping[str, Any], folder: Path) -> None:
     console.print(f"Drop: {lost}. Change: the largest of any probability.", style="dim")
     title = f"{threads(found)}: ms from texts to predictions, median / 99th percentile; times fp32's speed"
     console.print(dataframe_table(latency_table(found), title))
+    tasks = task_table(found)
+    if not tasks.empty and tasks["task"].nunique() > 1:
+        console.print(dataframe_table(tasks, "by task: the primary metric; drops in points"))
     for sentence in sentences(found):
         console.print(sentence, markup=False, soft_wrap=True)
     console.print(verdict(found), style="bold", markup=False, soft_wrap=True)
-    told = f'To use it: hpo.load("{folder}/model"). More: {folder}/deploy.html'
+    told = f"To use it: {loading(found, f'{folder}/model')}. More: {folder}/deploy.html"
     console.print(told, markup=False, soft_wrap=True)
 
 

@@ -143,6 +143,7 @@ def train(
     from hpo.study.leases import trial_attributes
     from hpo.trial.best_model import export_checkpoint
     from hpo.trial.executor import Executor
+    from hpo.trial.objectives import values_while_training
     from hpo.trial.provenance import TrialSource
 
     params = parse_params(param or [])
@@ -157,9 +158,8 @@ def train(
     def show(scored: ScoredEvaluation) -> None:
         evaluation = scored.evaluation
         if not as_json:
-            values = "  ".join(
-                f"{name} {value:.4g}" for name, value in zip(metrics, scored.values, strict=True)
-            )
+            named = values_while_training(metrics, scored.values)
+            values = "  ".join(f"{name} {value:.4g}" for name, value in named.items())
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 

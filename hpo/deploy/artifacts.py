@@ -25,22 +25,20 @@ class Artifact:
     keep_float: tuple[str, ...] = ()
     """Layers that are left in float where the others are int8."""
 
-    @property
-    def label(self) -> str:
-        """For people: `onnx_int8_dynamic, 1 layer in float`."""
-        num = len(self.keep_float)
-        return f"{self.name}, {num} layer{'s' * (num > 1)} in float" if num else self.name
-
 
 REFERENCE = Artifact("fp32")
 """What the others are compared with."""
+OBJECTIVES_ARTIFACT = Artifact(
+    "onnx_int8_dynamic_per_channel", is_onnx=True, mode=QuantizationMode(per_channel=True)
+)
+"""What the objectives `deployed_int8/...` are of."""
 ARTIFACTS = (
     REFERENCE,
     Artifact("bf16", "bf16"),
     Artifact("fp16", "fp16"),
     Artifact("onnx_fp32", is_onnx=True),
     Artifact("onnx_int8_dynamic", is_onnx=True, mode=QuantizationMode()),
-    Artifact("onnx_int8_dynamic_per_channel", is_onnx=True, mode=QuantizationMode(per_channel=True)),
+    OBJECTIVES_ARTIFACT,
     Artifact("onnx_int8_static", is_onnx=True, mode=QuantizationMode(static=True)),
     Artifact(
         "onnx_int8_static_per_channel", is_onnx=True, mode=QuantizationMode(static=True, per_channel=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ from typing import Any
 import torch
 
 from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE
+from hpo.config.trial_config import TrialConfig
 from hpo.data.token_cache import load_tokenized
-from hpo.deploy.artifacts import ARTIFACTS, Artifact
+from hpo.deploy.artifacts import OBJECTIVES_ARTIFACT
 from hpo.deploy.making import Workshop
+from hpo.deploy.onnx_export import export_onnx
 from hpo.deploy.scoring import answers
 from hpo.deploy.timing import Effort, batches_untold, rows_of, time_in_turn, timing
-from hpo.errors import HpoError
+from hpo.device import probe_device
+from hpo.errors import HpoError, ModelError
+from hpo.inference.model import TrainedModel
+from hpo.models.export import ExportSettings
+from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.training.metrics import score
 from hpo.trial.best_model import export_checkpoint
@@ -28,30 +35,43 @@ from hpo.trial.telemetry import TrialResult
 EFFORT = Effort(rounds=5, seconds=20.0)
 
 
-def deployed_artifact() -> Artifact:
-    """The artifact that the objectives are of."""
-    return next(one for one in ARTIFACTS if one.name == "onnx_int8_dynamic_per_channel")
+def check_export(executor: Executor, network: MultitaskModel, config: TrialConfig) -> None:
+    """Raise ModelError where a study's model, here untrained, cannot be exported to ONNX."""
+    if config.attention.startswith("flash"):  # which ONNX has not; the same weights run with another one
+        network = executor.build_model(config.model_copy(update={"attention": "sdpa"}))
+    settings = ExportSettings(windowing=executor.windowing(config), attention="sdpa", precision="fp32")
+    with tempfile.TemporaryDirectory(prefix="hpo-deployed-") as temporary:
+        export_onnx(TrainedModel(network, executor.tokenizer(config), settings), Path(temporary, "onnx"))
 
 
-def with_deployed_values(executor: Executor, folder: Path, result: TrialResult) -> TrialResult:
+def with_deployed_values(
+    executor: Executor,
+    folder: Path,
+    result: TrialResult,
+    has_other_workers: Callable[[], bool] = lambda: False,
+) -> TrialResult:
     """The result of a trial that has just ended, with the values of the objectives that are of its deployed
     model, measured here: the score on validation with the trial's thresholds, and the median time in ms of a
     prediction of one text.
 
-    A trial that is not complete has its result unchanged. One whose best weights were not kept, or cannot be
-    exported, ends as `failed`, one whose logits are not finite in int8 as `nonfinite`.
+    `has_other_workers` says whether others run on this host: the latency is recorded as `shared` then. So is
+    the CPU that it was measured on.
+
+    A trial that is not complete has its result unchanged. One whose best weights were not kept ends as
+    `failed`, one that cannot be exported, or whose logits are not finite in int8, as `incompatible`.
     """
     metrics = [objective.metric for objective in executor.study.objective]
     if result.outcome != Outcome.COMPLETE:
         return result
     started = time.perf_counter()
     outcome, reason, measured = Outcome.COMPLETE, "", {}
+    was_shared = has_other_workers()
     try:
         measured = _measured(executor, folder, result)
+        measured["shared"] = was_shared or has_other_workers()
     except HpoError as error:
-        outcome, reason = Outcome.FAILED, f"no value of the deployed model: {error}"
-    if outcome == Outcome.COMPLETE and not measured:
-        outcome, reason = Outcome.NONFINITE, "the logits of the deployed model are not finite in int8."
+        outcome = Outcome.INCOMPATIBLE if isinstance(error, ModelError) else Outcome.FAILED
+        reason = f"no value of the deployed model: {error}"
     told = {"deployed_int8": measured, "deploy_seconds": time.perf_counter() - started}
     values = None
     if outcome == Outcome.COMPLETE:
@@ -64,8 +84,8 @@ def with_deployed_values(executor: Executor, folder: Path, result: TrialResult) 
 
 
 def _measured(executor: Executor, folder: Path, result: TrialResult) -> dict[str, Any]:
-    """Score, metrics and latency; empty where a logit is not finite."""
-    artifact, examples = deployed_artifact(), executor.dataset.splits["validation"]
+    """Score, metrics and latency. Raises ModelError where a logit is not finite."""
+    artifact, examples = OBJECTIVES_ARTIFACT, executor.dataset.splits["validation"]
     with tempfile.TemporaryDirectory(prefix="hpo-deployed-") as temporary:
         source = TrialSource(None, {}, result.telemetry)
         exported = export_checkpoint(executor, folder, Path(temporary, "export"), source, score_test=False)
@@ -77,13 +97,13 @@ def _measured(executor: Executor, folder: Path, result: TrialResult) -> dict[str
             model, load_tokenized(executor.dataset, "validation", model.tokenizer, windowing, cache)
         )
         if said is None:
-            return {}
+            raise ModelError("its logits are not finite in int8.")
         metrics = {
             task.name: score(task, said.predicted.predictions[task.name], examples) for task in model.tasks
         }
         with batches_untold():
             seconds = time_in_turn({0: model.predict}, rows_of(examples), 1, EFFORT)[0]
-    latency = timing(seconds, seconds)
+    latency, cpu = timing(seconds, seconds), probe_device("cpu")
     return {
         "score": objective_value("score", metrics, executor.tasks, {}),
         "metrics": metrics,
@@ -91,4 +111,6 @@ def _measured(executor: Executor, folder: Path, result: TrialResult) -> dict[str
         "p99_ms": latency.p99_ms,
         "num_calls": latency.num_calls,
         "num_threads": torch.get_num_threads(),
+        "cpu": cpu.name,
+        "cpu_features": sorted(cpu.cpu_features),
     }

@@ -38,7 +38,7 @@ class DeployedArtifact:
     metrics: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
     """{task: {metric: ...}}, values as in an evaluation."""
     task_drops: Mapping[str, Interval] = field(default_factory=dict)
-    """In the primary metric of each task, in points, of regression in its metric's units."""
+    """In the primary metric of each task, in points."""
     timings: Mapping[int, Timing] = field(default_factory=dict)
     """By the number of texts in a batch."""
     mended: FloatLayers | None = None

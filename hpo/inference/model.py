@@ -30,7 +30,7 @@ from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit
 from hpo.device import DeviceInfo, probe_device
 from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
-from hpo.inference.onnx_network import OnnxNetwork, load_onnx
+from hpo.inference.onnx_network import OnnxNetwork, has_cuda_provider, load_onnx
 from hpo.inference.packed_linear import PackedLinears
 from hpo.models.export import ExportSettings, load_exported, read_metadata
 from hpo.models.model_parts import set_float32_parts
@@ -122,13 +122,15 @@ class TrainedModel(nn.Module):
     def use(self, device: str, precision: str | None = None) -> TrainedModel:
         """Move the model to a device (`auto`, `cpu`, `cuda`, `cuda:1`) and choose the precision there.
 
-        Without `precision` it is that of the trial, or fp32 with a warning where the device lacks it; an ONNX
-        model has one precision. Raises InputError where there is no such device, ModelError where it cannot
-        run the `precision`.
+        Without `precision` it is that of the trial, or fp32 with a warning where the device lacks it. An ONNX
+        model has one precision, and `auto` is the CPU for it where onnxruntime was built without CUDA.
+        Raises InputError where there is no such device, ModelError where it cannot run the `precision`.
         """
         info = _described(device)
         if isinstance(self.network, OnnxNetwork):
             self.network.check_precision(precision)
+            if device == "auto" and info.type == "cuda" and not has_cuda_provider():
+                info = _described("cpu")
             self._device_info = info
             return self.to(info.torch_device)
         wanted = _precision_for(info, self.settings.precision, precision)
@@ -302,13 +304,14 @@ def load(
     `device` is `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. The model computes in the
     precision of its trial, or in fp32 with a warning where the device has no instructions for that;
     `precision` asks for another. `attention` replaces the trial's implementation. An ONNX export computes by
-    onnxruntime, in the precision and with the attention that it was written with. Nothing of the folder is
-    run as code, unless `trust_remote_code` allows that of its encoder.
+    onnxruntime, in the precision and with the attention that it was written with; `auto` is the CPU for it
+    where onnxruntime was built without CUDA. Nothing of the folder is run as code, unless `trust_remote_code`
+    allows that of its encoder.
 
     Raises ModelError where the folder is no intact export of this version, or the device cannot run the
     `precision`.
     """
-    info = _described(device)
+    _described(device)
     folder = Path(directory).resolve()
     network: MultitaskModel | OnnxNetwork
     if read_metadata(folder)["runtime"] == "onnx":
@@ -319,7 +322,7 @@ def load(
         network, tokenizer, settings = load_exported(
             folder, attention=attention, trust_remote_code=trust_remote_code
         )
-    return TrainedModel(network, tokenizer, settings).use(info.torch_device, precision)
+    return TrainedModel(network, tokenizer, settings).use(device, precision)
 
 
 def _described(device: str) -> DeviceInfo:

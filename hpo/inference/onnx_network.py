@@ -132,11 +132,11 @@ class OnnxNetwork(nn.Module):
         options.intra_op_num_threads = self._threads = self._wanted_threads()
         providers: list[Any] = ["CPUExecutionProvider"]
         if self.device.type == "cuda":
-            available = onnxruntime.get_available_providers()
-            if "CUDAExecutionProvider" not in available:
+            if not has_cuda_provider():
+                available = ", ".join(onnxruntime.get_available_providers())
                 raise ModelError(
                     "an ONNX export on CUDA needs onnxruntime's CUDAExecutionProvider, but this onnxruntime "
-                    f"{onnxruntime.__version__} has {', '.join(available)}. Use device cpu, or install "
+                    f"{onnxruntime.__version__} has {available}. Use device cpu, or install "
                     "onnxruntime-gpu in its place."
                 )
             of_cuda = {"device_id": self.device.index or 0, "use_tf32": "0"}
@@ -190,6 +190,11 @@ def missing_packages() -> str:
     """Why no ONNX model can be made; empty: one can."""
     missing = [name for name in ONNX_PACKAGES if find_spec(name) is None]
     return f"needs the package {' and '.join(missing)}: pip install 'hpo[onnx]'." if missing else ""
+
+
+def has_cuda_provider() -> bool:
+    """Whether the onnxruntime that is installed was built for CUDA. Raises ModelError where there is none."""
+    return "CUDAExecutionProvider" in import_onnxruntime().get_available_providers()
 
 
 def import_onnxruntime() -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
 
+from hpo.config.study_config import SMALLER_IS_BETTER
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_interval, format_number
 from hpo.study.study_record import is_number
@@ -22,6 +23,7 @@ ARTIFACT_STYLES = {
     "onnx_int8_static": (_PINK, ("hexagon", "h")),
     "onnx_int8_static_per_channel": (_PINK, ("star", "*")),
 }
+_KEEPS_FP32 = ("bf16", "fp16")
 _MENDED_MARKERS = ("cross", "P")
 
 Stored = Mapping[str, Any]
@@ -60,7 +62,7 @@ def latency_table(found: Stored) -> pd.DataFrame:
             cells[texts] = f"{timing['p50_ms']:.3g} / {timing['p99_ms']:.3g}"
             faster = format_interval(speed["ratio"], speed["low"], speed["high"])
             cells[f"speed, {texts}"] = "1" if row["artifact"] == "fp32" else faster
-        cells["weights"] = f"{row['weight_bytes'] / 1e6:.1f} MB"
+        cells["weights"] = _megabytes(row["weight_bytes"])
         rows.append(cells)
     return pd.DataFrame(rows).fillna("–")
 
@@ -90,11 +92,14 @@ def task_table(found: Stored) -> pd.DataFrame:
 def sentences(found: Stored) -> list[str]:
     """Why artifacts are not as good, which layers mend them, and what limits the numbers."""
     said = []
+    if cast := [name for name in _KEEPS_FP32 if name in {row["artifact"] for row in found["artifacts"]}]:
+        each = "it computes" if len(cast) == 1 else "they compute"
+        said.append(f"{' and '.join(cast)}: the weights are stored in fp32, which {each} from.")
     for row in found["artifacts"]:
         of = f" of trial {row['trial']}" if len({one["trial"] for one in found["artifacts"]}) > 1 else ""
         name = f"{artifact_name(row)}{of}"
         if row["mended"]:
-            said.append(f"{name}: {_mended(row['mended'], row['float_layers'])}")
+            said.append(f"{name}: {_mended(row, found['split'])}")
         if row["reason"]:
             said.append(f"{name}: {row['reason']}")
     said += [f"{name} is left out: {reason}" for name, reason in found["left_out"].items()]
@@ -110,7 +115,7 @@ def verdict(found: Stored) -> str:
     told = f"{format_number(timing['p50_ms'])} ms a batch of {size} (median), "
     if best["artifact"] == "fp32":
         return (
-            f"fp32 of trial {best['trial']} is the fastest that is as good: {told}nothing else gains speed."
+            f"fp32 of trial {best['trial']} is the fastest that is as good: {told}nothing faster is as good."
         )
     faster = format_interval(speed["ratio"], speed["low"], speed["high"]).replace("\u00a0", " ")
     slow = speed["low"] <= 1
@@ -122,9 +127,49 @@ def verdict(found: Stored) -> str:
     )
 
 
+def loading(found: Stored, model: str) -> str:
+    """The Python expression that loads the chosen artifact from the folder `model`, where it was measured."""
+    artifact, device = found["artifacts"][found["chosen"]]["artifact"], found["device"]
+    on_cpu = artifact.startswith("onnx") or device["features"]  # a GPU has none
+    where = ', device="cpu"' if on_cpu else ""
+    return f'hpo.load("{model}"{where})'
+
+
+def card_section(found: Stored) -> str:
+    """What was measured of the chosen artifact, for its model card (Markdown)."""
+    best = found["artifacts"][found["chosen"]]
+    table = latency_table({**found, "artifacts": [best]}).drop(columns="artifact").iloc[0].to_dict()
+    facts = {
+        "artifact": artifact_name(best),
+        f"{found['objective']} on {found['num_examples']:,} rows of {found['split']}": _interval(
+            best["score"], digits=4
+        ),
+        f"drop of fp32's, {found['unit']}": ""
+        if best["artifact"] == "fp32"
+        else _interval(best["drop"], "+"),
+        **table,
+        "timed on": f"{found['device']['name']}, {threads(found)}",
+    }
+    rows = [f"| {name} | {value} |" for name, value in facts.items() if value]
+    return "\n".join(
+        [
+            "## As deployed",
+            "",
+            "Measured by `hpo deploy`, with 95 % intervals. Of each number of texts: ms from texts to",
+            "predictions, median / 99th percentile; speed is times fp32's, with the extremes of the rounds.",
+            "",
+            "| | |",
+            "| --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
 def latency_charts(found: Stored) -> list[Chart]:
     """The score against the latency, at each batch size; bars are the scores' intervals."""
     several = len({row["trial"] for row in found["artifacts"]}) > 1
+    corner = "Lower" if found["objective"].rpartition("/")[2] in SMALLER_IS_BETTER else "Upper"
     charts = []
     for size in found["artifacts"][0]["timings"]:
         series = []
@@ -154,7 +199,7 @@ def latency_charts(found: Stored) -> list[Chart]:
                 series=series,
                 caption=(
                     f"Each artifact's {found['objective']} on the {found['num_examples']:,} rows of "
-                    f"{found['split']}, with its 95 % interval. Upper left is better."
+                    f"{found['split']}, with its 95 % interval. {corner} left is better."
                 ),
             )
         )
@@ -170,12 +215,14 @@ def threads(found: Stored) -> str:
     return f"{found['num_threads']} thread{'s' * (found['num_threads'] > 1)}"
 
 
-def _mended(mended: Stored, layers: Sequence[str]) -> str:
-    least = "the fewest layers" if mended["is_smallest"] else "the fewest layers found in the time given"
-    return (
-        f"{least} in float that mend it: {', '.join(layers)} ({mended['num_quantizations']} models in int8 "
-        "were made to find them)."
-    )
+def _mended(row: Stored, split: str) -> str:
+    """What the layers in float do, on the rows that they were found by and on the split."""
+    mended, layers = row["mended"], ", ".join(row["float_layers"])
+    minimal = "none of these layers can be left out" if mended["is_smallest"] else "the time given has ended"
+    told = f"{layers} ({minimal}; {mended['num_quantizations']} models in int8 were made to find them)"
+    if row["verdict"] == "as_good":
+        return f"layers in float that mend it: {told}."
+    return f"layers in float that mend it on the rows they were found by, but not surely on {split}: {told}."
 
 
 def _verdict(row: Stored) -> str:
@@ -193,6 +240,12 @@ def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:
         for name in ("value", "low", "high")
     )
     return f"{value} [{low}, {high}]".replace(" ", "\u00a0")
+
+
+def _megabytes(size: int) -> str:
+    """`91.0 MB`, `438 MB`, without a break in it."""
+    megabytes = size / 1e6
+    return f"{megabytes:.1f}\u00a0MB" if megabytes < 100 else f"{megabytes:.0f}\u00a0MB"
 
 
 def _change(value: Any) -> str:

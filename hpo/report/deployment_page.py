@@ -9,6 +9,7 @@ from typing import Any
 from hpo.report.deployed import (
     latency_charts,
     latency_table,
+    loading,
     quality_table,
     sentences,
     task_table,
@@ -31,7 +32,7 @@ def deployment_html(found: Mapping[str, Any], model: str) -> str:
             f"{versions}. Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         ],
         verdict=verdict(found),
-        model=model,
+        loading=loading(found, model),
         sentences=sentences(found),
         charts=[(chart, plot(chart)) for chart in latency_charts(found)],
         quality=quality_table(found),

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hpo.config.study_config import StudyConfig
+from hpo.config.study_config import StudyConfig, of_deployed
 from hpo.device import (
     CUDA_CONTEXT_BYTES,
     DeviceInfo,
@@ -132,7 +132,12 @@ def open_study(
         if trains_here or must_check:
             executor = _build_executor(config, device, runs_dir, ranks)
             if must_check:
-                executor.check_study()
+                if of_deployed(config.objective):
+                    from hpo.deploy.objective import check_export
+
+                    executor.check_study(partial(check_export, executor))
+                else:
+                    executor.check_study()
                 from hpo.data.advice import brief_advice  # imports NumPy, as the executor has by now
 
                 data_advice = brief_advice(executor.dataset, executor.known_tokens(), config)

@@ -374,13 +374,13 @@ class Storage:
         return {state: found.get(state, 0) for state in ("open", "running", "done")}
 
     @persistent
-    def has_other_workers_on(self, device: str) -> bool:
-        """Whether another process works on any study of this database on this machine's `device`.
+    def has_other_workers_on(self, device: str | None = None) -> bool:
+        """Whether another process works on any study of this database on this machine's `device` (None: any).
 
         The device is a `DeviceInfo.device_id`. A worker that did not say where it runs counts.
         """
         here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
-        there = sa.or_(workers.c.device == device, workers.c.device.is_(None))
+        there = sa.true() if device is None else sa.func.coalesce(workers.c.device, device) == device
         with self.engine.connect() as connection:
             rows = connection.execute(sa.select(workers, *self.clock).where(*here, there)).all()
         return any(is_alive(row, self.lease_seconds) for row in rows)

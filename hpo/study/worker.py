@@ -276,6 +276,8 @@ def trial_runner(
     `shared_device` says that workers were started together on the device; others are looked for. `artifacts`
     is where its checkpoints are copied to.
     """
+    from hpo.trial.objectives import values_while_training  # PyTorch, as in `_ended`
+
     metric_names = [objective.metric for objective in executor.study.objective]
     time_left = time_left or TimeLeft(storage, executor.study.name, stop)
     token = storage.study_token(executor.study.name)
@@ -291,7 +293,7 @@ def trial_runner(
                 step=evaluation.step,
                 epoch=evaluation.epoch,
                 seconds=evaluation.seconds,
-                metrics={**dict(zip(metric_names, scored.values, strict=True)), **evaluation.metrics},
+                metrics={**values_while_training(metric_names, scored.values), **evaluation.metrics},
                 train_examples_per_second=evaluation.rates.get("train_examples_per_second"),
                 train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
                 numerics=evaluation.numerics,
@@ -339,7 +341,7 @@ def trial_runner(
             if of_deployed(executor.study.objective):
                 from hpo.deploy.objective import with_deployed_values
 
-                result = with_deployed_values(executor, folder, result)
+                result = with_deployed_values(executor, folder, result, storage.has_other_workers_on)
             outbox.finish(result)
         if result.outcome == Outcome.PREEMPTED and not lease.halted.is_set():
             stop.set()  # where another rank was told

@@ -201,14 +201,14 @@ class Executor:
             reason, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
         return recorder.result(outcome, reason, values, trace)
 
-    def check_study(self) -> None:
+    def check_study(self, check: Callable[[MultitaskModel, TrialConfig], None] = lambda *_: None) -> None:
         """Check the study's data, tokenizers, models and heads before it is stored.
 
         Both splits are tokenised, and for each encoder of the study a small batch goes through model and loss
-        in fp32, forward and backward; other searched settings take their lowest value or first choice. Leaves
-        nothing but the cache of tokens.
+        in fp32, forward and backward; other searched settings take their lowest value or first choice. Then
+        `check` sees the untrained model. Leaves nothing but the cache of tokens.
 
-        Raises InputError.
+        Raises InputError, and what `check` raises.
         """
         space = self.study.search_space
         lowest = suggest(space, _Lowest()) | {PRECISION: "fp32"}
@@ -217,13 +217,15 @@ class Executor:
         for encoder in getattr(space.get("encoder"), "choices", (None,)):
             named = {} if encoder is None else {"encoder": encoder}
             try:
-                self._check_parts(lowest | named)
+                self._check_parts(lowest | named, check)
             except ModelError:
                 if not is_searched(space, set(MODEL_SETTINGS) - {"encoder"}):
                     raise
-                self._check_parts(others | named)
+                self._check_parts(others | named, check)
 
-    def _check_parts(self, params: Mapping[str, Any]) -> None:
+    def _check_parts(
+        self, params: Mapping[str, Any], check: Callable[[MultitaskModel, TrialConfig], None]
+    ) -> None:
         config = build_trial_config(self.study, params, "fp32", self.amp)
         parts = self.parts(config, resolve("fp32", self.device, config.amp))
         if "encoder" not in self.study.search_space:  # which may have other layers
@@ -242,6 +244,7 @@ class Executor:
             raise ModelError(
                 f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
+        check(parts.model, config)
 
     def parts(self, config: TrialConfig, resolution: Resolution) -> TrialParts:
         """The trial's tokens, its model with the weights of its seed, and its loss."""

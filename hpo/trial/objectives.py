@@ -58,8 +58,8 @@ def objective_value(
     """The value of one objective: `score` is the mean of the tasks' primary metrics.
 
     None in `measured`, and so NaN, is what no step has given yet. Of the deployed model there is the plain
-    score, and no latency. Raises InputError when the evaluation did
-    not give a metric, because no row of the split was labelled.
+    score, and no latency. Raises InputError when the evaluation did not give a metric, because no row of the
+    split was labelled.
     """
     if metric == DEPLOYED_LATENCY:
         return math.nan
@@ -75,6 +75,28 @@ def objective_value(
     if value is None or not math.isfinite(value):
         raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
     return value
+
+
+def values_while_training(metrics: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """An evaluation's values of the objectives `metrics`, by the names of what they are of: in place of
+    `deployed_int8/score` there is `score`, and nothing of the latency."""
+    named = zip(metrics, values, strict=True)
+    return {
+        "score" if name == DEPLOYED_SCORE else name: value
+        for name, value in named
+        if name != DEPLOYED_LATENCY
+    }
+
+
+def without_deployed(objectives: Sequence[ObjectiveConfig]) -> tuple[ObjectiveConfig, ...]:
+    """What is left of the objectives where nothing is deployed: the score in place of the deployed model's,
+    and of no objective."""
+    kept = [
+        ObjectiveConfig() if one.metric == DEPLOYED_SCORE else one
+        for one in objectives
+        if one.metric != DEPLOYED_LATENCY
+    ]
+    return tuple({one.metric: one for one in kept or [ObjectiveConfig()]}.values())
 
 
 def final_values(

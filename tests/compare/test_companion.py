@@ -22,7 +22,7 @@ from hpo.compare.companion import (
     unlabelled_in_test,
 )
 from hpo.config.comparison import ComparisonConfig
-from hpo.config.study_config import StudyConfig
+from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE, ObjectiveConfig, StudyConfig
 from hpo.errors import InputError
 from hpo.study.device_sampler import WorkerDevice
 from hpo.study.grid_sampler import DEVICE_ATTR, POINT_ATTR
@@ -66,6 +66,15 @@ def test_the_best_under_each_precision_and_the_best_of_each(storage: Storage, co
     assert companion.name == comparison_name("tiny", "precisions") == "tiny-compare"
     assert companion.pruner.name == "none"
     assert companion.evaluation.test
+
+
+def test_nothing_is_deployed_in_its_trials(storage: Storage, config: StudyConfig) -> None:
+    objectives = (
+        ObjectiveConfig(metric=DEPLOYED_SCORE),
+        ObjectiveConfig(metric=DEPLOYED_LATENCY, direction="minimize"),
+    )
+    companion = begun(storage, config.with_values(objective=objectives), REQUEST)
+    assert companion.objective == (ObjectiveConfig(),)
 
 
 def test_no_trial_of_it_falls_back(storage: Storage) -> None:

@@ -17,6 +17,7 @@ from tiny_onnx import TEXTS, probabilities, random_batch
 
 import hpo
 from hpo.deploy.onnx_export import export_onnx
+from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, ModelError, RunError
 from hpo.inference import model as inference
 from hpo.inference.model import TrainedModel
@@ -119,6 +120,28 @@ def test_without_the_provider_of_cuda(graph: TrainedModel, monkeypatch: pytest.M
     monkeypatch.setattr(OnnxNetwork, "device", torch.device("cuda:0"))
     with pytest.raises(ModelError, match="needs onnxruntime's CUDAExecutionProvider, but this onnxruntime"):
         OnnxNetwork(network(graph).file, graph.tasks, network(graph).settings)
+
+
+def test_auto_is_the_cpu_without_the_provider_of_cuda(
+    model: TrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import onnxruntime
+
+    gpu = DeviceInfo("cuda", "a GPU", compute_capability=(8, 0))
+    probe = inference.probe_device
+    monkeypatch.setattr(inference, "probe_device", lambda kind: probe("cpu") if kind == "cpu" else gpu)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    loaded = hpo.load(folder / "onnx")
+    assert loaded.device == torch.device("cpu")
+    assert (
+        loaded.predict(["late again"])[0]["single"].label == model.predict(["late again"])[0]["single"].label
+    )
+    moved: list[str] = []
+    monkeypatch.setattr(TrainedModel, "to", lambda _, device: moved.append(device))
+    loaded.use("cuda")
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    loaded.use("auto")
+    assert moved == ["cuda:0", "cuda:0"]
 
 
 def test_threads_are_those_of_pytorch(graph: TrainedModel) -> None:

@@ -9,7 +9,15 @@ import pytest
 from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE, ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError
-from hpo.trial.objectives import check_metric, decision_metrics, objective_value, quality_objective, unit_of
+from hpo.trial.objectives import (
+    check_metric,
+    decision_metrics,
+    objective_value,
+    quality_objective,
+    unit_of,
+    values_while_training,
+    without_deployed,
+)
 
 TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
 METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae": 2.0}}
@@ -61,7 +69,13 @@ def test_of_the_deployed_model_there_is_the_score_of_training_until_it_ended() -
     assert decision_metrics([DEPLOYED_SCORE, "tags/f1_micro"]) == {"tags": "f1_micro"}
     objectives = [ObjectiveConfig(metric=DEPLOYED_LATENCY, direction="minimize")]
     assert quality_objective(objectives) == ObjectiveConfig()
-    assert quality_objective([*objectives, ObjectiveConfig(metric=DEPLOYED_SCORE)]) == ObjectiveConfig()
+    both = [*objectives, ObjectiveConfig(metric=DEPLOYED_SCORE)]
+    assert quality_objective(both) == ObjectiveConfig()
+    assert without_deployed(objectives) == without_deployed(both) == (ObjectiveConfig(),)
+    others = (ObjectiveConfig(), ObjectiveConfig(metric="tags/f1_micro"))
+    assert without_deployed(others) == without_deployed([*both, *others]) == others
+    named = values_while_training([DEPLOYED_LATENCY, DEPLOYED_SCORE, "tags/f1_micro"], [math.nan, 0.5, 0.25])
+    assert named == {"score": 0.5, "tags/f1_micro": 0.25}
 
 
 def test_units() -> None:
