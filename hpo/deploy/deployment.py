@@ -3,14 +3,14 @@
     make each artifact -> score it, refuse what loses too much -> mend int8 by layers in float
     -> time all in turn -> choose
 
-All artifacts of all models are in memory while they are timed. One that cannot be made is left out, with the
-reason; it does not end the others.
+All artifacts of all models are in memory while they are timed. One that cannot be made or timed is left out,
+with the reason; it does not end the others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,22 +25,26 @@ from hpo.data.token_cache import load_tokenized
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.deploy.artifacts import REFERENCE, Artifact, artifacts_of
 from hpo.deploy.drops import NOT_FINITE, Scale, verdict_on
-from hpo.deploy.float_layers import FloatLayers
+from hpo.deploy.float_layers import FloatLayers, NothingFound
 from hpo.deploy.making import Workshop, folder_bytes, weight_bytes
 from hpo.deploy.mending import Mender
 from hpo.deploy.request import DeploymentRequest
 from hpo.deploy.result import DeployedArtifact, Deployment
-from hpo.deploy.scoring import Answers, answers, largest_change
-from hpo.deploy.timing import BATCH_SIZES, batches_untold, rows_of, time_in_turn, timing
+from hpo.deploy.scoring import Answers, answers, depends_on_batch, largest_change
+from hpo.deploy.timing import BATCH_SIZES, Rows, batches_untold, rows_of, time_in_turn, timing
 from hpo.device import DeviceInfo
 from hpo.errors import HpoError, RunError
+from hpo.evaluation.intervals import Interval
 from hpo.inference.model import TrainedModel
+from hpo.non_inferiority import VerdictName
 from hpo.trial.objectives import quality_objective
 
 _logger = logging.getLogger("hpo.deploy")
 _UNSEEN = 3
 """An event of probability p is with 95 % on at least one of 3 / p rows."""
 _LIBRARIES = ("torch", "transformers", "onnxruntime")
+_BY_CHANCE = 0.025
+"""The part of 95 % intervals that lie below what they are of."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,14 @@ class Place:
 def deploy(
     study: StudyConfig,
     data: DataSet,
-    candidates: Sequence[Candidate],
+    candidates: Iterable[Candidate],
     request: DeploymentRequest,
     place: Place,
 ) -> Deployment:
     """Make, score and time the artifacts of the `candidates`, the best first.
 
-    Uses as many threads as PyTorch has. Raises RunError where a model cannot be scored in fp32.
+    The export of each may be gone when the next one is asked for. Uses as many threads as PyTorch has.
+    Raises RunError where a model cannot be scored in fp32, and what ends its timing in fp32.
     """
     run = _Run(study, data, request, place)
     for candidate in candidates:
@@ -97,29 +102,43 @@ class _Run:
         self._scale = Scale.of(quality_objective(study.objective))
         artifacts, left_out = artifacts_of(place.device, request.names)
         self._artifacts, self._left_out = artifacts, dict(left_out)
-        self._best: Answers | None = None
+        self._best: _Model | None = None
         self._found: list[DeployedArtifact] = []
         self._models: list[TrainedModel] = []
 
     def add(self, candidate: Candidate) -> None:
         """Make and score the artifacts of one trial."""
         model = self._model(candidate)
-        self._best = self._best or model.reference
+        self._best = self._best or model
         mender = Mender(model.workshop, self._judged_on(), self._scale, self._request)
+        is_behind = False
         for artifact in self._artifacts:
             _logger.info("trial %d: making and scoring %s", candidate.trial, artifact.name)
             try:
                 found = self._score(model, artifact)
-                if artifact.mode is not None and self._loses_too_much(found):
-                    self._mend(model, found, mender)
             except HpoError as error:
                 if artifact == REFERENCE:
                     raise
                 self._left_out[f"{artifact.name} of trial {candidate.trial}"] = str(error)
+                continue
+            if artifact == REFERENCE:
+                is_behind = found.verdict != "as_good"
+            own, _ = self._verdict_on(found.drop)
+            if artifact.mode is not None and own != "as_good" and not is_behind:
+                self._mend(model, found, mender, is_undecided=own == "undecided")
 
-    def _loses_too_much(self, found: DeployedArtifact) -> bool:
-        """Whether it seems so: what is undecided may be either."""
-        return found.drop is None or found.drop.value > self._request.max_drop
+    def _verdict_on(self, drop: Interval | None) -> tuple[VerdictName, str]:
+        rows = len(self._data.splits[self._request.split])
+        return verdict_on(drop, self._request.max_drop, rows, self._scale.unit)
+
+    def _verdict_of(self, drop: Interval, behind_best: Interval) -> tuple[VerdictName, str]:
+        """That on its own fp32, and where that is as good, on the best trial's."""
+        verdict, reason = self._verdict_on(drop)
+        if verdict != "as_good":
+            return verdict, reason
+        assert self._best is not None
+        verdict, reason = self._verdict_on(behind_best)
+        return verdict, reason and f"against fp32 of trial {self._best.trial}, the best, {reason}"
 
     def _model(self, candidate: Candidate) -> _Model:
         place = self._place
@@ -144,34 +163,42 @@ class _Run:
         """The rows by which layers in float are found: of a split on which nothing is reported."""
         return self._data.splits["train" if self._request.split == "validation" else "validation"]
 
-    def _mend(self, model: _Model, broken: DeployedArtifact, mender: Mender) -> None:
+    def _mend(self, model: _Model, broken: DeployedArtifact, mender: Mender, *, is_undecided: bool) -> None:
         _logger.info("trial %d: looking for the layers that break %s", model.trial, broken.artifact.name)
-        layers = mender.mend(broken.artifact)
-        if layers is None:
-            reason = f"{broken.reason} No set of its layers in float was found that mends it."
-            self._found[self._found.index(broken)] = replace(broken, reason=reason)
-        else:
-            self._score(model, replace(broken.artifact, keep_float=layers.names), layers)
+        try:
+            layers = mender.mend(broken.artifact, is_undecided=is_undecided)
+            if isinstance(layers, NothingFound):
+                reason = layers.reason
+            else:
+                self._score(model, replace(broken.artifact, keep_float=layers.names), layers)
+                return
+        except HpoError as error:
+            reason = f"It could not be mended: {error}"
+        told = replace(broken, reason=f"{broken.reason} {reason}")
+        self._found[self._found.index(broken)] = told
 
     def _score(
         self, model: _Model, artifact: Artifact, mended: FloatLayers | None = None
     ) -> DeployedArtifact:
         """Make, load and score an artifact, and keep it."""
         loaded, folder = model.workshop.load(artifact), model.workshop.make(artifact)
-        said, scale, rows = answers(loaded, model.split), self._scale, len(model.split.examples)
+        said, scale = answers(loaded, model.split), self._scale
         quality: dict[str, Any] = {"verdict": "worse", "reason": NOT_FINITE}
         if said is not None:
             assert self._best is not None
             score, metrics = scale.scores(said)
             drop, task_drops = scale.drops(said, model.reference)
-            verdict, reason = verdict_on(drop, self._request.max_drop, rows, scale.unit)
+            behind_best = scale.drops(said, self._best.reference)[0]
+            verdict, reason = self._verdict_of(drop, behind_best)
+            batched = answers(loaded, model.split, in_batches=True) if depends_on_batch(loaded) else None
             quality = {
                 "score": score,
                 "metrics": metrics,
                 "drop": drop,
                 "task_drops": task_drops,
-                "behind_best": scale.drops(said, self._best)[0],
+                "behind_best": behind_best,
                 "largest_change": largest_change(said, model.reference),
+                "batch_change": None if batched is None else largest_change(batched, said),
                 "verdict": verdict,
                 "reason": reason,
             }
@@ -189,35 +216,50 @@ class _Run:
         return found
 
     def time_all(self) -> None:
-        """Time all artifacts in turn, the not finite ones left out."""
+        """Time all artifacts in turn, the not finite ones left out. One that fails there is left out, too."""
         rows = rows_of(self._data.splits[self._request.split])
         finite = [number for number, found in enumerate(self._found) if found.score is not None]
         fp32 = {one.trial: number for number, one in enumerate(self._found) if one.artifact == REFERENCE}
+        failed: dict[int, HpoError] = {}
         for size in BATCH_SIZES:
             _logger.info("timing %d artifacts, %d text%s a batch", len(finite), size, "s" * (size > 1))
-            predict = {number: self._models[number].predict for number in finite}
+            predict = {number: self._predict(number, failed) for number in finite if number not in failed}
             with batches_untold():
                 seconds = time_in_turn(predict, rows, size, self._request.effort)
-            for number in finite:
+            for number in predict.keys() - failed.keys():
                 found = self._found[number]
                 timed = timing(seconds[number], seconds[fp32[found.trial]])
                 self._found[number] = replace(found, timings={**found.timings, size: timed})
+        for number, error in failed.items():
+            found = self._found[number]
+            name = f"{found.artifact.label} of trial {found.trial}"
+            self._left_out[name] = f"it failed while it was timed: {error}"
+        self._found = [found for number, found in enumerate(self._found) if number not in failed]
+
+    def _predict(self, number: int, failed: dict[int, HpoError]) -> Callable[[Rows], object]:
+        """What is timed of an artifact; it does nothing more once it has failed. fp32 raises."""
+
+        def predict(rows: Rows) -> None:
+            if number in failed:
+                return
+            try:
+                self._models[number].predict(rows)
+            except HpoError as error:
+                if self._found[number].artifact == REFERENCE:
+                    raise
+                failed[number] = error
+
+        return predict
 
     def result(self) -> Deployment:
         """The artifacts, and the fastest of those that are as good as their own fp32 and the best trial's."""
         request, scale, device = self._request, self._scale, self._place.device
-        num_rows = len(self._data.splits[request.split])
-        allowed = [
-            number
-            for number, found in enumerate(self._found)
-            if found.verdict == "as_good"
-            and verdict_on(found.behind_best, request.max_drop, num_rows, scale.unit)[0] == "as_good"
-        ]
+        allowed = [number for number, found in enumerate(self._found) if found.verdict == "as_good"]
         chosen = min(allowed, key=lambda number: self._found[number].timings[request.batch_size].p50_ms)
         return Deployment(
             study=self._study.name,
             split=request.split,
-            num_examples=num_rows,
+            num_examples=len(self._data.splits[request.split]),
             objective=scale.metric,
             unit=scale.unit,
             max_drop=request.max_drop,
@@ -243,6 +285,21 @@ class _Run:
             notes.append(
                 f"{rows} rows are few: what happens to less than {100 * _UNSEEN / rows:.2g} % of texts may "
                 f"be on none of them, and --max-drop is {points:g}."
+            )
+        num_judged = sum(found.score is not None for found in self._found) - 1
+        if num_judged > 1:
+            chance = min(100.0, 100 * _BY_CHANCE * num_judged)
+            notes.append(
+                f"{num_judged} artifacts are judged beside fp32 of the best trial, each by its own 95 % "
+                "interval: that one which loses more than --max-drop passes has a probability of at most "
+                f"2.5 %, that any of them does of at most {chance:.3g} %."
+            )
+        changes = [found.batch_change for found in self._found if found.batch_change is not None]
+        if changes:
+            notes.append(
+                "Dynamic int8 takes its ranges from each batch, so what stands beside a text moves its "
+                f"probabilities, here by up to {max(changes):.2g} between texts alone, which are scored, and "
+                "in batches."
             )
         return notes
 

@@ -23,8 +23,9 @@ class DeployedArtifact:
     folder: str
     """Its name among the artifacts."""
     verdict: VerdictName
+    """On the drops from its own fp32 and from the best trial's: the worse of both."""
     reason: str
-    """Why it is not as good, or not known to be."""
+    """Why it is not as good, or not known to be; and what became of mending it."""
     weight_bytes: int
     folder_bytes: int
     score: Interval | None = None
@@ -35,6 +36,9 @@ class DeployedArtifact:
     """Likewise of the fp32 of the best trial."""
     largest_change: float | None = None
     """Of any probability of a class or tag of a text; None: no task has probabilities, or not finite."""
+    batch_change: float | None = None
+    """Likewise between texts that are predicted alone, as those of the score are, and in the batches of
+    `predict`; None also where the batch changes nothing but rounding."""
     metrics: Mapping[str, Mapping[str, Interval]] = field(default_factory=dict)
     """{task: {metric: ...}}, values as in an evaluation."""
     task_drops: Mapping[str, Interval] = field(default_factory=dict)

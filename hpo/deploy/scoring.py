@@ -1,7 +1,12 @@
 """What an artifact answers on a split, how good it is, and how far from its own fp32.
 
-The answers are those of an evaluation: the same tokens, batches, decoding and thresholds. What is lost is the
-difference of the scores of two artifacts on the same rows, whose interval comes from resampling these rows.
+The answers are those of an evaluation: the same tokens, decoding and thresholds. Batches are those of
+`TrainedModel.predict`, but for int8 with ranges of each batch (dynamic): there a text's logits depend on what
+stands beside it, padding included, so it is scored one window at a time, as when single texts are predicted.
+How far other batches move it is measured beside.
+
+What is lost is the difference of the scores of two artifacts on the same rows, whose interval comes from
+resampling these rows.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from hpo.data.tasks import Task, tags_each_name
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.evaluation.detailed import SplitPredictions, predict_split
 from hpo.inference.model import TrainedModel
+from hpo.inference.onnx_network import OnnxNetwork
 from hpo.training.metrics import RowStatistics
 from hpo.training.spans import sigmoid
 
@@ -39,12 +45,21 @@ class Answers:
         return self.predicted.statistics
 
 
-def answers(model: TrainedModel, split: TokenizedSplit) -> Answers | None:
-    """The answers of a model; None where a logit is not finite."""
-    logits = model.logits(split)
+def answers(model: TrainedModel, split: TokenizedSplit, *, in_batches: bool = False) -> Answers | None:
+    """The answers of a model; None where a logit is not finite.
+
+    `in_batches`: those of `predict` also where they change the logits.
+    """
+    alone = depends_on_batch(model) and not in_batches
+    logits = model.logits(split, max_tokens=1 if alone else None)
     if not all(np.isfinite(values).all() for values in logits.values()):
         return None
     return Answers(split, logits, predict_split(model.tasks, logits, split, model.decisions))
+
+
+def depends_on_batch(model: TrainedModel) -> bool:
+    """Whether a text's logits depend on the other texts of its batch, by more than rounding."""
+    return isinstance(model.network, OnnxNetwork) and model.network.has_ranges_of_batch
 
 
 def logits_error(found: Answers | None, reference: Answers) -> float:

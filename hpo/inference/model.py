@@ -227,7 +227,8 @@ class TrainedModel(nn.Module):
 
     def _default_max_tokens(self) -> int:
         """The study's, so that the batches are those of its evaluations: under a reduced precision they move
-        a probability by 1e-4 and more. In fp32 they do not, and a CPU is fastest with small ones.
+        a probability by 1e-4 and more. In fp32 they do not, and a CPU is fastest with small ones. So has
+        an ONNX model, though other batches move its logits where int8 has the ranges of each batch.
         """
         is_free = self._precision.name == "fp32" and self.device.type == "cpu"
         return min(CPU_TOKENS, self.settings.batch_tokens) if is_free else self.settings.batch_tokens

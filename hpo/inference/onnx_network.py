@@ -81,6 +81,12 @@ class OnnxNetwork(nn.Module):
         return self._inputs
 
     @property
+    def has_ranges_of_batch(self) -> bool:
+        """Whether activations become int8 with the range of each batch: logits depend on the batch."""
+        how = self.settings.quantization
+        return how is not None and not how["static"]
+
+    @property
     def session_options(self) -> Any:
         """What onnxruntime runs the graph with."""
         return self._session.get_session_options()
