@@ -232,7 +232,7 @@ class _Run:
                 self._found[number] = replace(found, timings={**found.timings, size: timed})
         for number, error in failed.items():
             found = self._found[number]
-            name = f"{found.artifact.label} of trial {found.trial}"
+            name = f"{found.artifact.name} of trial {found.trial}"
             self._left_out[name] = f"it failed while it was timed: {error}"
         self._found = [found for number, found in enumerate(self._found) if number not in failed]
 
