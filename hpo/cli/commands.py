@@ -201,8 +201,8 @@ def best(
                     trials = best_trials(record)
                 if (export or push) and "test" in set(executor.dataset.splits) - trials[0].detailed.keys():
                     with suppress(Unsupported):
-                        own = _evaluate_checkpoint(database, executor, folder, trials[0], "test", None)
-                        record = with_evaluation(record, trials[0].number, own["evaluation"]["detailed"])
+                        on_test = _evaluate_checkpoint(database, executor, folder, trials[0], "test", None)
+                        record = with_evaluation(record, trials[0].number, on_test["evaluation"]["detailed"])
                         trials = best_trials(record)
                 used |= _export_checkpoint(executor, folder, trials[0], export, push)
     if as_json:

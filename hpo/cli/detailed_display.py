@@ -14,6 +14,7 @@ from hpo.errors import shorten
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
+    decided_text,
     metrics_text,
     num_rows,
     off_diagonal,
@@ -41,9 +42,8 @@ def print_detailed(one: Detailed) -> None:
     errors; all warnings."""
     console = Console(highlight=False)
     title = f"Trial {one.trial_number} on {one.split}: {num_rows(one)}"
-    if decided_on := one.document["decided_on"]:
-        flattering = ", so the scores there are flattering" if decided_on == one.split else ""
-        title += f", thresholds chosen on {decided_on}{flattering}"
+    if decided := decided_text(one):
+        title += f"; {decided}"
     print_indented(console, Text(title, style="bold"), 0)
     console.print(dataframe_table(metrics_text(one).map(_plain)))
     for task, found in one.tasks.items():

@@ -18,6 +18,7 @@ from hpo.report.detailed_charts import intervals_chart, task_charts
 from hpo.report.detailed_tables import (
     Detailed,
     classes_text,
+    decided_text,
     metrics_text,
     num_rows,
     outside_text,
@@ -69,9 +70,8 @@ def _about(one: Detailed) -> str:
             f"{format_number(document['num_resamples'])} resamples. They say how far chance in the choice of "
             "rows goes, and nothing of other seeds."
         )
-    if document["decided_on"]:
-        flattering = ", so the scores here are flattering" if document["decided_on"] == one.split else ""
-        lines.append(f"Thresholds were chosen on {document['decided_on']}{flattering}.")
+    if decided := decided_text(one):
+        lines.append(f"{decided[0].upper()}{decided[1:]}.")
     return " ".join(lines)
 
 

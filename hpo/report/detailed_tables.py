@@ -94,6 +94,15 @@ def _name(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["task"], row["metric"]
 
 
+def decided_text(one: Detailed) -> str:
+    """`thresholds were chosen on validation`, and what that means there; empty where it is not known."""
+    decided_on = one.document["decided_on"]
+    if not decided_on:
+        return ""
+    flattering = ", so the scores here are flattering" if decided_on == one.split else ""
+    return f"thresholds were chosen on {decided_on}{flattering}"
+
+
 def num_rows(one: Detailed) -> str:
     """`500 rows`."""
     count = one.document["num_examples"]

@@ -74,7 +74,7 @@ def test_best_stores_what_it_evaluates(folder: Path) -> None:
     again = ok(hpo_command(folder, "best", "tiny.yaml", "--json", "--evaluate", "test")).json
     assert again["evaluation"]["detailed"] == before["test"], "as the run has evaluated it"
     text = ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "validation")).out
-    assert "on validation: 24 rows, thresholds chosen on validation, so the scores there are" in text
+    assert "on validation: 24 rows; thresholds were chosen on validation, so the scores here are" in text
 
 
 def test_a_finished_study_is_not_evaluated_again(folder: Path) -> None:

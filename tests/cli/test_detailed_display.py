@@ -39,7 +39,7 @@ def test_every_kind_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatc
     assert "…" not in text, "no name or number is cut"
     flat = in_one_line(text)
     for part in (
-        "Trial 7 on test: 500 rows, thresholds chosen on validation",
+        "Trial 7 on test: 500 rows; thresholds were chosen on validation",
         "topic: single label, 480 annotated rows, calibration error 0.061",
         "tags: multi label, 480 annotated rows, threshold 0.41, calibration error 0.061",
         "row-9, loss 5.2: true late, broken; predicted broken, rude",
@@ -127,4 +127,4 @@ def test_what_is_not_known_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_of_the_split_that_decided_are_flattering(monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_document("regression", {"mae": 0.5})
     text = shown(document({"size": task}, "validation"), monkeypatch, 200)
-    assert "thresholds chosen on validation, so the scores there are flattering" in text
+    assert "thresholds were chosen on validation, so the scores here are flattering" in text
