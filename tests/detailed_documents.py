@@ -94,8 +94,8 @@ def calibration(seed: int = 0) -> dict[str, Any]:
     for at in range(15):
         low, high = at / 15, (at + 1) / 15
         count = draw.randint(0, 90) if at > 2 else 0
-        middle = (low + high) / 2 if count else None
-        frequency = None if middle is None else max(0.0, min(1.0, middle - draw.uniform(0, 0.15)))
+        middle = (low + high) / 2 if count else 0.0
+        frequency = 0.0 if not count else max(0.0, min(1.0, middle - draw.uniform(0, 0.15)))
         bins.append({"low": low, "high": high, "confidence": middle, "frequency": frequency, "count": count})
     return {"ece": 0.061, "bins": bins}
 
