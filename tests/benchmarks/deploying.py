@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ EPOCHS = {"nlupp": 6, "snips": 3}
 
 def study_file(name: str, folder: Path, limit: int | None) -> Path:
     """Write the study of a set: one trial, of at most `limit` rows a split."""
+    study = f"{name}-deploy" if limit is None else f"{name}-deploy-{limit}"
     limits = {} if limit is None else {"limits": dict.fromkeys(("train", "validation", "test"), limit)}
     content: dict[str, Any] = {
-        "name": f"{name}-deploy",
+        "name": study,
         "n_trials": 1,
         "data": {"source": "jsonl", "path": str(REAL_SETS / name), **limits},
         "model": {"encoder": "minilm"},
@@ -39,7 +39,7 @@ def study_file(name: str, folder: Path, limit: int | None) -> Path:
         },
         "search_space": {},
     }
-    path = folder / f"{name}-deploy.yaml"
+    path = folder / f"{study}.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
 
@@ -47,18 +47,19 @@ def study_file(name: str, folder: Path, limit: int | None) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("set", choices=[*EPOCHS])
-    parser.add_argument("--folder", type=Path, help="where the study is kept, to go on with it")
+    parser.add_argument(
+        "--folder", type=Path, help="where the study and its deploy.html are kept (runs/deploying)"
+    )
     parser.add_argument("--threads", help="of a prediction")
     parser.add_argument("--limit", type=int, help="rows of each split, to try it")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = asked.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = study_file(asked.set, folder, asked.limit)
-        hpo = [sys.executable, "-m", "hpo"]
-        subprocess.run([*hpo, "run", path.name], cwd=folder, check=True)
-        threads = ["--threads", asked.threads] if asked.threads else []
-        subprocess.run([*hpo, "deploy", path.name, *threads], cwd=folder, check=True)
+    folder = asked.folder or Path("runs", "deploying")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = study_file(asked.set, folder, asked.limit)
+    hpo = [sys.executable, "-m", "hpo"]
+    subprocess.run([*hpo, "run", path.name], cwd=folder, check=True)
+    threads = ["--threads", asked.threads] if asked.threads else []
+    subprocess.run([*hpo, "deploy", path.name, *threads], cwd=folder, check=True)
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def test_the_script_of_the_card_needs_neither_pytorch_nor_hpo(
 ) -> None:
     card = (folder / "onnx" / "README.md").read_text()
     (script,) = re.findall(r"```python\n(import json\n.*?)```", card, re.DOTALL)
-    assert len(script.splitlines()) <= 26
+    assert len(script.splitlines()) <= 20
     texts = list(TEXTS[:2])
     shutil.copytree(folder / "onnx", tmp_path / "complaints-trial-7")
     assert 'folder, texts = "complaints-trial-7", ["...", "..."]' in script
@@ -258,7 +258,7 @@ def test_the_script_of_the_card_needs_neither_pytorch_nor_hpo(
     batch = graph.tokenizer(texts, padding=True, return_tensors="pt")
     logits = graph(**batch).logits
     for number, wanted in enumerate(graph.predict(texts)):
-        assert results["single"][number] == pytest.approx(wanted["single"].scores, abs=1e-6)
+        assert results["single"][number] == wanted["single"].label
         assert results["multi"][number] == wanted["multi"].label
         assert results["number"][number] == pytest.approx(wanted["number"].label, abs=1e-6)
         for name in ("joint", "overlapping", "answer", "evidence"):

@@ -8,6 +8,7 @@ import pytest
 from detailed_documents import document
 from study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
 
+from hpo.config.study_config import DEPLOYED_LATENCY
 from hpo.report.caveats import Notice, caveats
 from hpo.study.study_record import TrialRecord
 
@@ -136,3 +137,17 @@ def test_trials_that_the_interval_does_not_tell_apart_are_named() -> None:
         "that of the best, so the search cannot tell them apart."
     )
     assert "(`hpo compare 'my study' --configurations`)" in found.advice
+
+
+def test_latencies_of_deployed_models_say_where_they_were_measured() -> None:
+    def latencies(*measured: dict[str, Any]) -> str:
+        trials = [with_values(number, (5.0,)) for number in range(len(measured))]
+        for trial, found in zip(trials, measured, strict=True):
+            trial.telemetry["deployed_int8"] = found
+        return texts(trials, metric_names=(DEPLOYED_LATENCY,), directions=("minimize",))
+
+    quiet = {"cpu": "AMD EPYC", "shared": False}
+    assert "latency_ms" not in latencies(quiet, quiet)
+    said = latencies(quiet, quiet | {"shared": True}, {"cpu": "Xeon", "shared": False})
+    assert "`deployed_int8/latency_ms` was measured on 2 kinds of CPU (AMD EPYC, Xeon)." in said
+    assert "of 1 of 3 trials was measured while other workers ran on the host." in said
