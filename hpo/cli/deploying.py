@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -125,15 +126,22 @@ def deploy(
 
 
 def _best(record: StudyRecord, top: int) -> list[TrialRecord]:
-    """The best trial first, then the next ones, each configuration once. Raises RunError without any."""
+    """The best trial first, then the next ones, each configuration once. Raises RunError without any.
+
+    With several objectives the best is so by the first of them that says something of the model.
+    """
     from hpo.compare.companion import by_rank
     from hpo.study.study_record import best_trials
 
-    best = best_trials(record)[:1]
-    if not best:
+    ranked = by_rank(record)
+    if not ranked:
         raise RunError(f"the study {record.name} has no complete trial yet, whose model could be deployed.")
-    others = (trial for trial in by_rank(record) if trial.number != best[0].number)
-    return [*best, *others][:top]
+    best = best_trials(record)[0] if len(record.metric_names) == 1 else ranked[0]
+
+    def is_other(trial: TrialRecord) -> bool:
+        return len(by_rank(replace(record, trials=[best, trial]))) > 1
+
+    return [best, *filter(is_other, ranked)][:top]
 
 
 def _request(config: StudyConfig, data: DataSet, options: Mapping[str, Any]) -> DeploymentRequest:
@@ -173,29 +181,41 @@ def _deploy(
 
     config, database = study
     device = probe_device(options["device"] or "cpu")
-    executor, checkpoint = checkpoint_of(config, database, trials[0].number)
+    executor, _ = checkpoint_of(config, database, trials[0].number, device=options["device"] or "cpu")
     request = _request(config, executor.dataset, options)
     limit_threads(probe_device("cpu"))
     torch.set_num_threads(options["threads"] or torch.get_num_threads())
-    candidates = [_exported(executor, checkpoint, trials[0], staging)]
-    for trial in trials[1:]:
-        executor, checkpoint = checkpoint_of(config, database, trial.number, executor)
-        try:
-            candidates.append(_exported(executor, checkpoint, trial, staging))
-        except RunError as error:
-            _logger.warning("trial %d is left out: %s", trial.number, error)
+    candidates = _candidates(executor, study, trials, staging / EXPORTS)
     place = Place(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
     return deploy(config, executor.dataset, candidates, request, place)
 
 
-def _exported(executor: Executor, checkpoint: Path, trial: TrialRecord, staging: Path) -> Candidate:
+def _candidates(
+    executor: Executor, study: tuple[StudyConfig, Storage], trials: Sequence[TrialRecord], exports: Path
+) -> Iterator[Candidate]:
+    """The trials, each exported when its turn comes, and that removed after; one without weights is left out.
+
+    Raises RunError where the first one has none.
+    """
+    import shutil
+
     from hpo.deploy.deployment import Candidate
     from hpo.trial.best_model import export_checkpoint
     from hpo.trial.provenance import TrialSource
 
-    source = TrialSource(trial.number, trial.params, trial.telemetry)
-    folder = staging / EXPORTS / f"trial-{trial.number:05d}"
-    return Candidate(trial.number, export_checkpoint(executor, checkpoint, folder, source, score_test=False))
+    for trial in trials:
+        _, checkpoint = checkpoint_of(*study, trial.number, executor)
+        source = TrialSource(trial.number, trial.params, trial.telemetry)
+        folder = exports / f"trial-{trial.number:05d}"
+        try:
+            exported = export_checkpoint(executor, checkpoint, folder, source, score_test=False)
+        except RunError as error:
+            if trial is trials[0]:
+                raise
+            _logger.warning("trial %d is left out: %s", trial.number, error)
+            continue
+        yield Candidate(trial.number, exported)
+        shutil.rmtree(exported)
 
 
 def _finish(stored: Mapping[str, Any], chosen: str, staging: Path, folder: Path, *, keep_all: bool) -> None:
@@ -207,7 +227,7 @@ def _finish(stored: Mapping[str, Any], chosen: str, staging: Path, folder: Path,
     from hpo.report.deployment_page import deployment_html
     from hpo.report.figures import png
 
-    shutil.rmtree(staging / EXPORTS)
+    shutil.rmtree(staging / EXPORTS, ignore_errors=True)
     if keep_all:
         shutil.copytree(staging / ARTIFACTS / chosen, staging / MODEL)
     else:

@@ -282,10 +282,15 @@ def config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> Study
 
 
 def checkpoint_of(
-    config: StudyConfig, database: Storage, number: int, executor: Executor | None = None
+    config: StudyConfig,
+    database: Storage,
+    number: int,
+    executor: Executor | None = None,
+    *,
+    device: str | None = None,
 ) -> tuple[Executor, Path]:
-    """An executor of the study (that given, or a new one), and the folder with the checkpoint of one of its
-    trials, brought here."""
+    """An executor of the study (that given, or a new one, on `device` in place of the study's), and the
+    folder with the checkpoint of one of its trials, brought here."""
     from hpo.device import probe_device
     from hpo.study.artifact_store import open_artifact_store
     from hpo.study.checkpoint_artifacts import fetch_newest
@@ -293,7 +298,7 @@ def checkpoint_of(
 
     if executor is None:
         make_runs_folder(config.name)
-        executor = Executor(config, probe_device(config.device), RUNS)
+        executor = Executor(config, probe_device(device or config.device), RUNS)
         database.check_data(config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), number)
     if (artifacts := open_artifact_store(config.checkpoint)) is not None:

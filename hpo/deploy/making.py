@@ -10,7 +10,8 @@ from pathlib import Path
 from hpo.data.examples import Example
 from hpo.deploy.artifacts import REFERENCE, Artifact
 from hpo.inference.model import TrainedModel, load
-from hpo.models.export import export_model, load_exported
+from hpo.models.encoder import attention_on
+from hpo.models.export import export_model, load_exported, read_metadata
 
 _WEIGHTS = (".safetensors", ".onnx", ".data", ".bin")
 
@@ -65,9 +66,15 @@ class Workshop:
         return self._folder / (f"{artifact.name}_mended" if artifact.keep_float else artifact.name)
 
     def _in_precision(self, artifact: Artifact, folder: Path) -> Path:
-        """The same weights, which `hpo.load` runs in the artifact's precision where nothing else is asked."""
-        network, tokenizer, settings = load_exported(self._exported, trust_remote_code=self._trusted)
-        return export_model(network, tokenizer, folder, replace(settings, precision=artifact.precision))
+        """The same weights, which `hpo.load` runs in the artifact's precision, by an attention that
+        the device has, where nothing else is asked."""
+        trained = str(read_metadata(self._exported)["attention"])
+        attention = attention_on(self._device.partition(":")[0], trained)
+        network, tokenizer, settings = load_exported(
+            self._exported, attention=attention, trust_remote_code=self._trusted
+        )
+        settings = replace(settings, precision=artifact.precision, attention=attention)
+        return export_model(network, tokenizer, folder, settings)
 
 
 ONNX_REFERENCE = Artifact("onnx_fp32", is_onnx=True)

@@ -50,6 +50,12 @@ from hpo.models.hub import download
 MINILM_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
 
+
+def attention_on(device: str, attention: str) -> str:
+    """What computes `attention` on a device of this type: `flash` has no CPU kernels, `sdpa` is the same."""
+    return "sdpa" if device == "cpu" and attention == "flash" else attention
+
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # The names that configurations give to these settings.
 _DROPOUT_KEYS = {

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import Windowing
-from hpo.errors import ModelError, shorten
+from hpo.errors import ModelError, RunError, shorten
 from hpo.models.encoder import load_encoder, load_tokenizer
 from hpo.models.model_card import model_card
 from hpo.models.multitask import HeadSettings, MultitaskModel
@@ -90,7 +90,7 @@ def new_folder(directory: Path, marker: str = "hpo.json") -> Iterator[Path]:
     """Yield a folder to be filled, that becomes `directory` when the block ends, or vanishes if it raises.
 
     `marker` is the file by which an earlier one is known, which is replaced. Raises ModelError where
-    `directory` holds anything else, or cannot be written.
+    `directory` holds anything else, or cannot be written, RunError where its disk fails while it is filled.
     """
     check_export_folder(directory, marker)
     staging = directory.with_name(f".{directory.name}-{os.getpid()}")
@@ -108,6 +108,11 @@ def new_folder(directory: Path, marker: str = "hpo.json") -> Iterator[Path]:
         if directory.exists():
             shutil.rmtree(directory)
         staging.rename(directory)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{directory} could not be written: {shorten(str(error), 300)}. Free space, or name a folder on "
+            "another disk."
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

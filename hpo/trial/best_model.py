@@ -20,6 +20,7 @@ from hpo.evaluation.detailed import SplitPredictions, evaluate_predictions, pred
 from hpo.evaluation.record import DetailedEvaluation
 from hpo.inference.model import decoded_predictions
 from hpo.inference.rows import Row, predicted_row, truth_of
+from hpo.models.encoder import attention_on
 from hpo.models.export import ExportSettings, export_model
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
@@ -164,7 +165,8 @@ def _best_model(executor: Executor, folder: Path) -> _BestModel:
     config = TrialConfig.model_validate_json(best.state["config"])
     _check_encoder(executor.study, config)
     precision = PRECISIONS[best.state["precision"]]
-    model = executor.build_model(config)
+    runnable = attention_on(executor.device.type, config.attention)
+    model = executor.build_model(config.model_copy(update={"attention": runnable}))
     set_float32_parts(model, None, config.float32_parts)
     prepare_model(model, precision)
     model.load_state_dict(best.weights)

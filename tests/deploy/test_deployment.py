@@ -50,7 +50,7 @@ def test_artifacts_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) 
     candidate = trained(executor, tmp_path)
     names = ("onnx_fp32", "onnx_int8_dynamic_per_channel", "onnx_int8_static")
     found = deployed(executor, candidate, tmp_path, *names, max_drop=5.0)
-    fp32, onnx, dynamic, *_ = found.artifacts
+    fp32, onnx, dynamic, static = found.artifacts
     assert [row.artifact.name for row in found.artifacts] == ["fp32", *names]
     expected = score_checkpoint(executor, tmp_path / "trial", "test")
     for task, metrics in expected.items():
@@ -59,6 +59,8 @@ def test_artifacts_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) 
             assert onnx.metrics[task][metric].value == pytest.approx(value, abs=1e-3)
     assert (fp32.drop.value, fp32.drop.low, fp32.drop.high) == (0, 0, 0)
     assert onnx.largest_change < 1e-5 < dynamic.largest_change < 0.5
+    assert fp32.batch_change is onnx.batch_change is static.batch_change is None
+    assert 1e-5 < dynamic.batch_change < 0.5, "ranges are those of a batch"
     for row in found.artifacts:
         assert row.score.low <= row.score.high
         assert row.drop.value == pytest.approx(100 * (fp32.score.value - row.score.value), abs=1e-6)
@@ -70,6 +72,7 @@ def test_artifacts_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) 
     assert dynamic.weight_bytes < dynamic.folder_bytes
     assert found.best in [row for row in found.artifacts if row.verdict == "as_good"]
     assert "24 rows are few" in found.notes[0]
+    assert f"here by up to {dynamic.batch_change:.2g} between texts alone" in found.notes[-1]
     model = hpo.load(tmp_path / "artifacts" / dynamic.folder, device="cpu")
     assert model.precision == "int8"
     assert model.predict(["I sleep badly."])[0].keys() == {task.name for task in executor.tasks}

@@ -1,0 +1,52 @@
+"""The folders of artifacts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from planted_int8 import write_mood_study
+from test_deployment import trained
+
+from hpo.config.study_config import load_study
+from hpo.deploy.artifacts import REFERENCE
+from hpo.deploy.making import Workshop
+from hpo.device import probe_device
+from hpo.errors import RunError
+from hpo.models.encoder import attention_on
+from hpo.models.export import new_folder
+from hpo.training.checkpoint import Checkpoint, best_checkpoint
+from hpo.trial.executor import Executor
+
+
+def test_a_model_trained_with_flash_attention_is_deployed_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_gpu(folder: Path) -> Checkpoint | None:
+        best = best_checkpoint(folder)
+        assert best is not None
+        best.state["config"] = json.dumps(json.loads(best.state["config"]) | {"attention": "flash"})
+        return best
+
+    monkeypatch.setattr("hpo.trial.best_model.best_checkpoint", of_gpu)
+    executor = Executor(load_study(write_mood_study(tmp_path)), probe_device("cpu"), tmp_path / "runs")
+    exported = trained(executor, tmp_path).exported
+    assert json.loads((exported / "hpo.json").read_text())["attention"] == "flash"
+    workshop = Workshop(exported, tmp_path / "artifacts", (), "cpu", trusted=False)
+    (prediction,) = workshop.load(REFERENCE).predict(["a good day"])
+    assert prediction["mood"].label == "good"
+    assert json.loads((workshop.make(REFERENCE) / "hpo.json").read_text())["attention"] == "sdpa"
+    assert [attention_on("cuda", name) for name in ("flash", "sdpa")] == ["flash", "sdpa"]
+    assert attention_on("cpu", "eager") == "eager"
+
+
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    def fill() -> None:
+        with new_folder(tmp_path / "out") as folder:
+            (folder / "half").write_text("written")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunError, match=r"out could not be written: .*No space left on device\. Free space"):
+        fill()
+    assert list(tmp_path.iterdir()) == []
