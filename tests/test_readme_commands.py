@@ -52,7 +52,7 @@ EXECUTED = {
     "hpo report STUDY": HERE,
     "hpo status STUDY": HERE,
     "hpo best STUDY": HERE,
-    "hpo best multitask --evaluate test": HERE,
+    "hpo best multitask": HERE,
     "hpo best STUDY --evaluate test": HERE,
     "hpo best STUDY --export model": HERE,
     "hpo check own_data": HERE,
