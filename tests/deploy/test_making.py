@@ -13,9 +13,7 @@ from hpo.config.study_config import load_study
 from hpo.deploy.artifacts import REFERENCE
 from hpo.deploy.making import Workshop
 from hpo.device import probe_device
-from hpo.errors import RunError
 from hpo.models.encoder import attention_on
-from hpo.models.export import new_folder
 from hpo.training.checkpoint import Checkpoint, best_checkpoint
 from hpo.trial.executor import Executor
 
@@ -39,14 +37,3 @@ def test_a_model_trained_with_flash_attention_is_deployed_on_a_cpu(
     assert json.loads((workshop.make(REFERENCE) / "hpo.json").read_text())["attention"] == "sdpa"
     assert [attention_on("cuda", name) for name in ("flash", "sdpa")] == ["flash", "sdpa"]
     assert attention_on("cpu", "eager") == "eager"
-
-
-def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    def fill() -> None:
-        with new_folder(tmp_path / "out") as folder:
-            (folder / "half").write_text("written")
-            raise OSError(28, "No space left on device")
-
-    with pytest.raises(RunError, match=r"out could not be written: .*No space left on device\. Free space"):
-        fill()
-    assert list(tmp_path.iterdir()) == []
