@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import sqlalchemy as sa
 from worker_process import study
 
@@ -24,6 +25,18 @@ def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
         with storage.engine.begin() as connection:
             assert add_worker(storage, connection, "tiny", worker_id, "cpu") == expected
     assert rows(storage) == [(first, 0), (second, 1)]
+
+
+def test_other_workers_on_a_device_and_on_any(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    with storage.engine.begin() as connection:
+        add_worker(storage, connection, "tiny", new_worker_id(), "GPU-1")
+    assert not storage.has_other_workers_on(), "its own row"
+    monkeypatch.setattr("hpo.study.storage.os.getpid", lambda: 1)
+    found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2", None)]
+    assert found == [True, False, True]
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).values(device=None))
+    assert storage.has_other_workers_on("GPU-2"), "it did not say where it runs"
 
 
 def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
