@@ -223,7 +223,7 @@ def _finish(stored: Mapping[str, Any], chosen: str, staging: Path, folder: Path,
     import json
     import shutil
 
-    from hpo.report.deployed import latency_charts
+    from hpo.report.deployed import card_section, latency_charts
     from hpo.report.deployment_page import deployment_html
     from hpo.report.figures import png
 
@@ -233,6 +233,8 @@ def _finish(stored: Mapping[str, Any], chosen: str, staging: Path, folder: Path,
     else:
         (staging / ARTIFACTS / chosen).rename(staging / MODEL)
         shutil.rmtree(staging / ARTIFACTS)
+    with (staging / MODEL / "README.md").open("a", encoding="utf-8") as card:
+        card.write(f"\n{card_section(stored)}")
     (staging / "deploy.json").write_text(json.dumps(stored, indent=2) + "\n")
     chart = next(one for one in latency_charts(stored) if one.key == f"latency_{stored['batch_size']}")
     (staging / "deploy.png").write_bytes(png(chart))

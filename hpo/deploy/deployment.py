@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from hpo.evaluation.intervals import Interval
 from hpo.inference.model import TrainedModel
 from hpo.non_inferiority import VerdictName
 from hpo.trial.objectives import quality_objective
+from hpo.versions import installed_versions
 
 _logger = logging.getLogger("hpo.deploy")
 _UNSEEN = 3
@@ -265,8 +265,8 @@ class _Run:
             max_drop=request.max_drop,
             batch_size=request.batch_size,
             num_threads=torch.get_num_threads(),
-            device={"name": device.name, "features": sorted(device.cpu_features)},
-            versions=_versions(),
+            device={"type": device.type, "name": device.name, "features": sorted(device.cpu_features)},
+            versions=installed_versions(*_LIBRARIES),
             artifacts=tuple(self._found),
             chosen=chosen,
             left_out=self._left_out,
@@ -302,13 +302,3 @@ class _Run:
                 "in batches."
             )
         return notes
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from hpo.models.export import EXPORT_FORMATS, ExportSettings, export_metadata, n
 from hpo.models.model_card import GraphFacts, model_card
 from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
+from hpo.versions import installed_versions
 
 LARGEST_BYTES = 2**31 - 2**20
 """Of the weights in one file: protobuf's limit, less room for the graph."""
@@ -43,7 +43,8 @@ WITH_WEIGHTS = ("MatMul", "Gather")
 """Operators that linear layers and embeddings become."""
 
 _SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's key for the modules that a node lies in
-_LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime")
+LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime")
+"""Those that write and run graphs."""
 _CHATTY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 
 
@@ -67,7 +68,7 @@ def export_onnx(model: TrainedModel, directory: Path) -> Path:
     with new_folder(directory) as folder:
         proto = _graph(network, batches[0])
         (folder / "model.onnx").write_bytes(proto.SerializeToString())
-        settings = OnnxSettings(opset=proto.opset_import[0].version, versions=versions())
+        settings = OnnxSettings(opset=proto.opset_import[0].version, versions=installed_versions(*LIBRARIES))
         _check_logits(network, OnnxNetwork(folder / "model.onnx", model.tasks, settings), batches)
         model.tokenizer.save_pretrained(folder)
         network.encoder.config.save_pretrained(folder)
@@ -89,17 +90,6 @@ def write_onnx_metadata(
     facts = GraphFacts(onnx_settings.precision, tokenizer.pad_token_id or 0, str(tokenizer.pad_token))
     card = model_card(tasks, settings.windowing, settings.provenance, facts)
     write_metadata(folder, {**head, **content, "onnx": asdict(onnx_settings)}, card)
-
-
-def versions() -> dict[str, str]:
-    """Of the libraries that write and run graphs."""
-    found: dict[str, str] = {}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:  # onnxruntime-gpu
-            found[library] = "unknown"
-    return found
 
 
 @contextmanager

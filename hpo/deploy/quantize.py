@@ -29,10 +29,11 @@ from hpo.data.batches import collate, evaluation_batches
 from hpo.data.examples import Example
 from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import Windowing
-from hpo.deploy.onnx_export import WITH_WEIGHTS, quiet, require, versions, write_onnx_metadata
+from hpo.deploy.onnx_export import LIBRARIES, WITH_WEIGHTS, quiet, require, write_onnx_metadata
 from hpo.errors import ModelError, did_you_mean, shorten
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, load_onnx
 from hpo.models.export import check_export_folder, new_folder, not_intact, read_metadata
+from hpo.versions import installed_versions
 
 CALIBRATION_TEXTS = 256
 """Taken of those given, evenly: the ranges of more texts differ little."""
@@ -126,7 +127,7 @@ def quantize(
             network.settings,
             precision="int8",
             opset=next(one.version for one in quantised.opset_import if not one.domain),
-            versions=versions(),
+            versions=installed_versions(*LIBRARIES),
             quantization=quantization,
         )
         OnnxNetwork(folder / "model.onnx", network.tasks, onnx_settings)  # which reads and checks it

@@ -129,9 +129,7 @@ def verdict(found: Stored) -> str:
 
 def loading(found: Stored, model: str) -> str:
     """The Python expression that loads the chosen artifact from the folder `model`, where it was measured."""
-    artifact, device = found["artifacts"][found["chosen"]]["artifact"], found["device"]
-    on_cpu = artifact.startswith("onnx") or device["features"]  # a GPU has none
-    where = ', device="cpu"' if on_cpu else ""
+    where = ', device="cpu"' if found["device"]["type"] == "cpu" else ""
     return f'hpo.load("{model}"{where})'
 
 

@@ -6,7 +6,6 @@ import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hpo.errors import ModelError
 from hpo.json_safe import json_safe
 from hpo.models.encoder import MINILM_HUB_ID, encoder_folder
 from hpo.trial.executor import Executor
+from hpo.versions import installed_versions
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _ELSEWHERE = ("encoder", "amp")
@@ -68,7 +68,11 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
         },
         "encoder": encoder_facts(config.encoder, study.model.revision),
         "device": trial.telemetry.get("device", {}).get("name"),
-        "versions": {"hpo": hpo.__version__, "python": platform.python_version(), **_versions()},
+        "versions": {
+            "hpo": hpo.__version__,
+            "python": platform.python_version(),
+            **installed_versions(*_PACKAGES),
+        },
     }
     plain: dict[str, Any] = json_safe(record)
     return plain
@@ -91,16 +95,6 @@ def _scores(trial: TrialSource) -> dict[str, Any]:
         split: {name: document[name] for name in _EVALUATION} for split, document in trial.detailed.items()
     }
     return {"scores": scores, "intervals": intervals, "evaluations": evaluations}
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # vendored, or built into the interpreter
-            found[package] = "unknown"
-    return found
 
 
 def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dict[str, Any]:

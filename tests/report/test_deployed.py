@@ -52,7 +52,7 @@ def found(chosen: str = "onnx_int8_dynamic", **changes: Any) -> dict[str, Any]:
         max_drop=1.0,
         batch_size=1,
         num_threads=2,
-        device={"name": "AMD EPYC", "features": ["avx2"]},
+        device={"type": "cpu", "name": "AMD EPYC", "features": ["avx2"]},
         versions={"torch": "2.13.0"},
         artifacts=tuple(artifacts),
         chosen=names.index(chosen),
@@ -98,7 +98,7 @@ def test_sizes_keep_three_digits_or_more() -> None:
 
 def test_the_model_is_loaded_where_it_was_scored() -> None:
     assert loading(found("fp32"), "model") == 'hpo.load("model", device="cpu")'
-    gpu = {"name": "NVIDIA L4", "features": []}
+    gpu = {"type": "cuda", "name": "NVIDIA L4", "features": []}
     assert loading(found("bf16", device=gpu), "model") == 'hpo.load("model")'
     page = deployment_html(found(), "model")
     assert "hpo.load(&#34;model&#34;, device=&#34;cpu&#34;)" in page
