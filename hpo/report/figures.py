@@ -145,7 +145,7 @@ def plotly_figure(chart: Chart, standalone: bool = True) -> go.Figure:
         font={"family": "system-ui, sans-serif", "size": 13, "color": TEXT_COLOR},
         hoverlabel={"align": "left"},
         xaxis={**axis, "title": {"text": html.escape(chart.x_label) or None}},
-        yaxis={**axis, "title": {"text": html.escape(chart.y_label) or None}},
+        yaxis={**axis, "title": {"text": html.escape(chart.y_label) or None, "standoff": 12}},
         margin={"l": 8, "r": 12, "t": 48 if standalone else 8, "b": 8},
         legend={"orientation": "h", "x": 0, "xanchor": "left", "yanchor": "bottom", **place},
         **own,
