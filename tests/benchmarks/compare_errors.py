@@ -24,7 +24,7 @@ from hpo.compare.answers import Question
 from hpo.compare.estimate import Estimate, paired_estimate, tuned_estimate
 from hpo.compare.race import probabilities_best, survivors
 from hpo.compare.sequential import Plan
-from hpo.compare.verdict import decide
+from hpo.non_inferiority import signs
 
 Array = NDArray[np.float64]
 Shape = tuple[int, ...]
@@ -138,7 +138,7 @@ def decide_studies(cell: Cell, scores: Array, reference: Array) -> Outcomes:
         below, above = estimate(cell, scores[..., :num], reference[..., :num]).interval(level)
         low, high = np.where(undecided, below, low), np.where(undecided, above, high)
         num_seeds[undecided] = num
-        verdict = np.where(undecided, decide(low, high, cell.plan.margin), verdict)
+        verdict = np.where(undecided, signs(low, high, cell.plan.margin), verdict)
     return Outcomes(verdict, low, high, num_seeds)
 
 
@@ -154,7 +154,7 @@ def fixed_verdicts(cell: Cell, scores: Array, reference: Array) -> Array:
     """Of a t test with `max_seeds` alone."""
     found = estimate(cell, scores, reference)
     found = replace(found, third_cumulant=np.zeros_like(found.third_cumulant))
-    return decide(*found.interval(cell.plan.alpha / cell.plan.num_comparisons), cell.plan.margin)
+    return signs(*found.interval(cell.plan.alpha / cell.plan.num_comparisons), cell.plan.margin)
 
 
 @dataclass(frozen=True)
