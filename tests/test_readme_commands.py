@@ -252,7 +252,11 @@ def recipe(folder: Path, *words: str) -> list[list[str]]:
     """The commands that `make` would execute."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "HPO_STORAGE")}
     done = subprocess.run(
-        ["make", "--dry-run", *words], cwd=folder, env=environment, capture_output=True, text=True
+        ["make", "--no-print-directory", "--dry-run", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.replace("\\\n", " ").splitlines()
