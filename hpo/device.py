@@ -11,7 +11,6 @@ import contextlib
 import os
 import platform
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -161,39 +160,6 @@ def _uses_cuda(kind: str, has_cuda: bool) -> bool:
     if kind == "cuda" and not has_cuda:
         raise InputError("device is cuda, but PyTorch sees no CUDA device here. Use device: auto or cpu.")
     return has_cuda and kind != "cpu"
-
-
-@dataclass(frozen=True)
-class GpuMemory:
-    """How full a GPU of this machine is."""
-
-    device_id: str
-    """As `DeviceInfo.device_id`."""
-    name: str
-    used_bytes: int
-    total_bytes: int
-
-
-def gpu_memory() -> tuple[GpuMemory, ...]:
-    """How full the GPUs of this machine are, by the driver's `nvidia-smi`; empty where there is none.
-
-    PyTorch could tell, too, but would take memory of each GPU for that.
-    """
-    command = [
-        "nvidia-smi",
-        "--query-gpu=uuid,name,memory.used,memory.total",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # no driver, or no GPU that it finds
-        return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in listed.splitlines()]
-    return tuple(
-        GpuMemory(uuid.removeprefix("GPU-"), name, int(used) * 2**20, int(total) * 2**20)
-        for uuid, name, used, total in rows
-        if used.isdecimal() and total.isdecimal()  # `[N/A]` where it shares the machine's memory
-    )
 
 
 def device_uuid(visible: str | None, reported: str) -> str:

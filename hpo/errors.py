@@ -144,13 +144,20 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """
     if not known:
         return ""
-    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    in_lower_case = {full.lower(): full for full in known}
+    near = [in_lower_case[key] for key in get_close_matches(name.lower(), in_lower_case, n=1, cutoff=0.6)]
     near = near or [full for full in known if len(name) > 1 and _initials(full) == name.lower()]
     return f" Did you mean `{near[0]}`?" if near else f" Known: {', '.join(known)}."
 
 
 def _initials(name: str) -> str:
     return "".join(word[0] for word in re.split(r"[\W_]+", name.lower()) if word)
+
+
+def printable(text: str) -> str:
+    """Return the text without the control characters with which it could change a terminal."""
+    unsafe = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    return re.sub(unsafe, "\N{REPLACEMENT CHARACTER}", text)
 
 
 def shorten(text: str, limit: int) -> str:

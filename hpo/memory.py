@@ -72,15 +72,37 @@ def peak_memory_bytes(device: DeviceInfo) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # PyTorch on a CPU: c10/core/impl/alloc_cpu.cpp
+    "out of memory",  # CUDA itself, and Triton and NCCL, which ask it past PyTorch's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+_NO_HANDLE = "CUBLAS_STATUS_NOT_INITIALIZED"
+"""A handle and its workspace are made at the first product: no memory is left for them, or the GPU failed."""
+_HANDLE_BYTES = 2**28
+"""More than a handle and its workspace take."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is an allocator's refusal, on a GPU or a CPU."""
+    if isinstance(error, MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):  # `torch.OutOfMemoryError` is one, too
+        return False
+    text = str(error)
+    return any(words in text for words in _OUT_OF_MEMORY) or (_NO_HANDLE in text and _gpu_is_full())
+
+
+def _gpu_is_full() -> bool:
+    """Whether the current GPU has no memory for a handle; one that failed does not answer."""
     import torch
 
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # The CPU allocator raises a plain RuntimeError: c10/core/impl/alloc_cpu.cpp.
-    messages = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
+    try:
+        free, _ = torch.cuda.mem_get_info()
+    except RuntimeError:
+        return False
+    return free < _HANDLE_BYTES
 
 
 def release_free_memory(device: DeviceInfo) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from hpo.errors import shorten
+
 
 class Section(BaseModel):
     """A part of a study file: frozen, nothing unknown, no conversions (`"8"` is no number), no NaN."""
@@ -20,8 +22,14 @@ def switch(value: Any) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """`1e3`, which YAML reads as a float, as the int that it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """`1e3`, which YAML reads as a float, as the int that it is.
+
+    Raises ValueError for a number that no float holds exactly: nothing counts as far.
+    """
+    value = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, int) and abs(value) > 2**53:
+        raise ValueError(f"must be between -2^53 and 2^53, but got `{shorten(str(value), 40)}`.")
+    return value
 
 
 Switch = Annotated[bool, BeforeValidator(switch)]

@@ -23,7 +23,7 @@ Alter = Callable[[MultitaskModel], object]
 def altered(folder: Path, alter: Alter = lambda _: None, **study: Any) -> Executor:
     """An executor of the tiny study whose models are changed as they are built."""
     executor = tiny_executor(folder, **{"training": TRAINING, **study})
-    build_model = executor.build_model
+    build_model = executor.loader.build_model
 
     def build_and_alter(config: TrialConfig) -> MultitaskModel:
         model = build_model(config)
@@ -31,16 +31,8 @@ def altered(folder: Path, alter: Alter = lambda _: None, **study: Any) -> Execut
             alter(model)
         return model
 
-    executor.build_model = build_and_alter  # type: ignore[method-assign]
+    executor.loader.build_model = build_and_alter  # type: ignore[method-assign]
     return executor
-
-
-def sharp_attention(model: MultitaskModel, *layers: int) -> None:
-    """Scores beyond fp16's largest number: the softmax of fp32 takes the largest of them."""
-    for layer in layers or range(len(encoder_layers(model.encoder))):
-        attention: Any = encoder_layers(model.encoder)[layer].attention
-        for linear in (attention.self.query, attention.self.key):
-            nn.init.normal_(linear.weight, std=100.0)
 
 
 def wide_layer(model: MultitaskModel, layer: int = 1) -> None:
@@ -74,23 +66,6 @@ class Cancelling(nn.Module):
 def cancelling_layer(model: MultitaskModel, layer: int = 0) -> None:
     block: Any = encoder_layers(model.encoder)[layer]
     block.attention.output.dense = Cancelling(block.attention.output.dense)
-
-
-class Bessel(nn.Module):
-    """Has an operator that PyTorch's CPU has in fp32 and not in bf16."""
-
-    def __init__(self, dense: nn.Linear) -> None:
-        super().__init__()
-        self.dense = dense
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output = self.dense(hidden)
-        return output * torch.special.bessel_j0(output.detach())
-
-
-def lacking_operator(model: MultitaskModel, layer: int = 1) -> None:
-    block: Any = encoder_layers(model.encoder)[layer]
-    block.output.dense = Bessel(block.output.dense)
 
 
 def product_loss(_task: Any, logits: Tensor, *_: Any) -> Tensor:

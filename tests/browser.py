@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,13 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+
+def without_plotly(path: Path) -> str:
+    """The text of a page without plotly.js."""
+    return re.sub(
+        r'(<script type="application/gzip" id="plotly">).*?</script>', r"\1</script>", path.read_text()
+    )
 
 
 @contextmanager

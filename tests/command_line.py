@@ -19,8 +19,8 @@ from typer.main import get_command
 
 import hpo
 from hpo.cli.commands import app, main
-from hpo.study.storage import open_storage
-from hpo.study.study_record import StudyRecord
+from hpo.study.reading.study_record import StudyRecord
+from hpo.study.store.storage import open_storage
 
 ROOT = Path(hpo.__file__).parents[1]
 COMMANDS: dict[str, Any] = {

@@ -13,12 +13,15 @@ from browser import open_chromium
 from postgres import PostgresServer
 from slurm import SlurmCluster, why_not
 
-from hpo.cluster.postgres_programs import find_programs
+from hpo.cluster.postgres.programs import find_programs
+from hpo.errors import InputError
 
 
 def running_server(*, tls: bool = False) -> Iterator[PostgresServer]:
-    if not any(programs.has_tls or not tls for programs in find_programs()):
-        pytest.skip(f"PostgreSQL's server programs {'with TLS ' * tls}are not installed")
+    try:
+        find_programs({})
+    except InputError:
+        pytest.skip("PostgreSQL's server programs are not installed")
     server = PostgresServer(tls=tls)
     try:
         server.start()
@@ -33,9 +36,10 @@ def postgres_server() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
-def own_server() -> Iterator[PostgresServer]:
-    """One that a test may stop."""
-    yield from running_server()
+def own_server(postgres_server: PostgresServer) -> Iterator[PostgresServer]:
+    """The one of the session, for a test that stops it."""
+    yield postgres_server
+    postgres_server.start()  # unless it runs
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """`hpo` that waits where a test wants it to, as a program: tests/held_hpo.py COMMAND ...
 
 A file `hold-20` in the working folder lets no step after the 20th begin; with a file `no-uploads`, the upload
-of a checkpoint begins, makes a file `uploading`, and does not end.
+of a checkpoint makes a file `uploading` when all but its last file is there, and does not end.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hpo.cli.commands import main
-from hpo.study.artifact_store import ArtifactStore
+from hpo.study.checkpoints.remote_store import RemoteStore
 from hpo.training import loop
-from hpo.training.loop import TrainState
+from hpo.training.checkpoint import FILES
+from hpo.training.progress import TrainState
 
-accumulate_gradients, write = loop.accumulate_gradients, ArtifactStore.write
+accumulate_gradients, make_store = loop.accumulate_gradients, RemoteStore.__init__
 
 
 def accumulate_when_free(*args: Any) -> Any:
@@ -26,14 +27,20 @@ def accumulate_when_free(*args: Any) -> Any:
     return accumulate_gradients(*args)
 
 
-def write_when_free(*args: Any) -> None:
-    if Path("no-uploads").exists():
-        Path("uploading").touch()
-        threading.Event().wait()
-    write(*args)
+def make_held_store(self: RemoteStore, location: str, filesystem: Any, root: str) -> None:
+    make_store(self, location, filesystem, root)
+    put_file = filesystem.put_file
+
+    def put_when_free(source: str, target: str) -> None:
+        if source.endswith(FILES[-1]) and Path("no-uploads").exists():
+            Path("uploading").touch()
+            threading.Event().wait()
+        put_file(source, target)
+
+    filesystem.put_file = put_when_free
 
 
 if __name__ == "__main__":
     loop.accumulate_gradients = accumulate_when_free
-    ArtifactStore.write = write_when_free  # type: ignore[method-assign]
+    RemoteStore.__init__ = make_held_store  # type: ignore[method-assign]
     main()

@@ -37,8 +37,8 @@ from hpo.models.encoder import load_tokenizer
 
 Flaw = Literal["sound", "lossy", "noisy"]
 
-NUM_TEST = 200
-NUM_FRAGILE = 4
+NUM_TEST = 1000
+NUM_FRAGILE = 20
 """Texts of the test split that are lost in bf16: 2 of 100."""
 LUCKY_WORDS = [str(number) for number in range(14)]
 _WORDS = ["good", "fragile", *LUCKY_WORDS]
@@ -98,7 +98,7 @@ def _words() -> Tensor:
 
 def planted(flaw: Flaw) -> Any:
     """A context in which every encoder is the planted one."""
-    return mock.patch("hpo.trial.executor.load_encoder", side_effect=lambda *_, **__: PlantedEncoder(flaw))
+    return mock.patch("hpo.trial.loader.load_encoder", side_effect=lambda *_, **__: PlantedEncoder(flaw))
 
 
 def write_planted_study(folder: Path) -> Path:
@@ -147,7 +147,7 @@ def _killing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 def main() -> None:
     from hpo.cli.commands import main
-    from hpo.study.storage import Storage
+    from hpo.study.store.storage import Storage
     from hpo.training import loop
 
     flaw, place, at = sys.argv[1:4]

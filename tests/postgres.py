@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import psycopg
 
-from hpo.cluster.hosts import free_port
-from hpo.cluster.postgres_server import PostgresServer as PrivateServer
+from hpo.cluster.postgres.postgres_server import PostgresServer as PrivateServer
+from hpo.cluster.postgres.postgres_server import free_port
 
 USER = "optuna"
 PASSWORD = "p%{w} @d"  # every character that breaks a URL, a format string or a config parser
@@ -34,20 +33,16 @@ class PostgresServer:
         self._server = PrivateServer(self.folder, fast)
         self.port = free_port("127.0.0.1")
         self.certificate = self.folder / "server.crt"
-        programs = self._server.prepare(tls=tls)
-        self._server.single_user(programs, f"CREATE ROLE {USER} SUPERUSER LOGIN PASSWORD '{PASSWORD}'")
+        self._server.single_user(
+            self._server.prepare(), f"CREATE ROLE {USER} SUPERUSER LOGIN PASSWORD '{PASSWORD}'"
+        )
 
     def start(self) -> None:
-        self._process = self._server.start(port=self.port, tls=self._tls).process
+        self._server.start("0.0.0.0" if self._tls else "127.0.0.1", self.port)
 
     def stop(self, *, immediate: bool = False) -> None:
         """Stop without waiting for clients; `immediate`: as if it had crashed."""
-        if immediate and self._process is not None:
-            self._process.send_signal(signal.SIGQUIT)
-            self._process.wait(timeout=60)
-        elif self._server.stop():
-            assert self._process is not None
-            self._process.wait(timeout=60)
+        self._server.stop("immediate" if immediate else "fast")
 
     def remove(self) -> None:
         self.stop()

@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
-from hpo.study.samplers import build_sampler
+from hpo.study.sampling.samplers import build_sampler
 
 Params = dict[str, Any]
 

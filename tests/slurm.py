@@ -182,7 +182,7 @@ class SlurmCluster:
                 start_new_session=True,
             )
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         """Wait until `condition` holds; all programs of the cluster must live meanwhile."""
         deadline = time.monotonic() + seconds
         while not condition():

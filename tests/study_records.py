@@ -11,7 +11,7 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
 from hpo.report.tables import StudyTables
-from hpo.study.study_record import EvaluationRow, StudyRecord, TrialRecord
+from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord
 
 DEVICE = {"type": "cpu", "name": "Example CPU", "cpu_features": ["amx_bf16"], "num_threads": 2}
 DEVICE |= {"host": "node1", "shared": False, "torch": "2.13.0", "transformers": "5.23.0"}
@@ -120,9 +120,8 @@ def with_values(number: int, values: tuple[float, ...], **params: Any) -> TrialR
 
 def fake_numerics(step: int, underflow: float, updates_lost: float | None) -> dict[str, Any]:
     shares = {"overflow": 0.0, "update_ratio": 1e-3, "updates_lost": updates_lost}
-    parts = {part: {"underflow": share, **shares} for part, share in (("layer 1", underflow), ("heads", 0.0))}
-    every = {"underflow": underflow / 2, **shares}
-    return {"step": step, "loss_scale": None, "skipped_steps": 0, "all": every, "parts": parts}
+    every = {"underflow": underflow, **shares}
+    return {"step": step, "loss_scale": None, "skipped_steps": 0, "all": every}
 
 
 def record_of(trials: list[TrialRecord], **changes: Any) -> StudyRecord:

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -227,11 +229,35 @@ def test_utilization_of_a_busy_and_an_idle_process() -> None:
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (MemoryError(), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'"), True),
+        (RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("can't allocate memory"), False),
     ],
 )
 def test_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"return_value": (2**20, 2**35)}, True),
+        ({"return_value": (2**34, 2**35)}, False),
+        ({"side_effect": RuntimeError("CUDA error: device-side assert triggered")}, False),
+    ],
+    ids=["full", "not full", "failed"],
+)
+def test_no_handle_of_cublas_is_out_of_memory_where_the_gpu_is_full(
+    answer: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(**answer))
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
     assert is_out_of_memory(error) == expected
 
 

@@ -7,6 +7,7 @@ import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import optuna
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "hpo"
@@ -73,3 +74,35 @@ def test_only_the_search_and_the_database_know_optuna() -> None:
         source = (PACKAGE / file).read_text()
         if file.parts[0] not in KNOWS_OPTUNA:
             assert not re.search(r"^\s*(import|from) optuna", source, re.MULTILINE), file
+
+
+@pytest.mark.parametrize("room", ["running", "claims"])
+def test_functions_of_workers_stay_short(room: str) -> None:
+    for file in sorted((PACKAGE / "study" / room).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = node.args
+                names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                names += [each.arg for each in (given.vararg, given.kwarg) if each]
+                assert len([name for name in names if name != "self"]) <= 6, (file.name, node.name)
+                assert (node.end_lineno or node.lineno) - node.lineno < 60, (file.name, node.name)
+
+
+def private_to_optuna(file: Path) -> set[str]:
+    """What a file uses of Optuna's private modules, names and attributes of studies, trials and storages."""
+    study = optuna.create_study()
+    known = {name for thing in (study, study._storage, study.ask(), study.trials[0]) for name in dir(thing)}
+    found = set()
+    for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "super()"):
+            found |= {f"optuna.{node.attr}"} & {f"optuna.{name}" for name in known}
+    return {name for name in found if re.match(r"optuna\b.*\._(?!_)", name)}
+
+
+def test_one_file_uses_what_is_private_to_optuna() -> None:
+    using = {file.as_posix() for file in FILES if private_to_optuna(file)}
+    assert using == {"study/store/optuna_internals.py"}

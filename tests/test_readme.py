@@ -28,7 +28,7 @@ def test_the_reference_is_made_from_the_models() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(TEXT.splitlines()) <= 300
+    assert len(TEXT.splitlines()) <= 200
 
 
 def test_the_readme_has_every_command_and_no_other() -> None:

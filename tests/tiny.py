@@ -26,6 +26,9 @@ ENCODER: dict[str, Any] = {
     "intermediate_size": 64,
 }
 CPU = DeviceInfo(type="cpu", name="test CPU", torch_version=torch.__version__)
+GPU = DeviceInfo(
+    type="cuda", name="Example GPU", compute_capability=(9, 0), total_memory_bytes=80 * 2**30, uuid="GPU-0"
+)
 CPU_PRECISIONS = [name for name in PRECISIONS if name not in ("tf32", "fp8")]
 EMULATED = AmpConfig(allow_emulated=True, track_stats=True, fallback_to_fp32=False)
 

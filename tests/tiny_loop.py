@@ -12,12 +12,14 @@ from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.device import DeviceInfo
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
-from hpo.precision.table import PRECISIONS, AmpConfig
+from hpo.precision.table import PRECISIONS, AmpConfig, Resolution
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
+from hpo.training.loop import Learner, TrainingData, train
 from hpo.training.losses import MultitaskLoss
+from hpo.training.progress import TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import assemble, training_args
 
 
 class LoopParts(NamedTuple):
@@ -36,13 +38,9 @@ def amp_of(name: str, device: DeviceInfo = CPU) -> MixedPrecision:
 
 
 def loop_parts(executor: Executor, config: TrialConfig) -> LoopParts:
-    train, validation = (executor.tokens(name, config) for name in ("train", "validation"))
-    torch.manual_seed(config.seed)
-    model = executor.build_model(config)
-    loss_fn = executor.loss_fn(config, model, train)
-    precision = PRECISIONS[config.fp_precision]
-    optimizer = executor.prepare(model, precision, config, executor.used_ids(config))
-    return LoopParts(model, optimizer, loss_fn, TrainingData(train, validation, pad_id=0))
+    name = config.fp_precision
+    parts = assemble(executor.study, config, Resolution(name, name, "native"), executor.loader)
+    return LoopParts(parts.model, parts.prepare(), parts.loss_fn, parts.training_data)
 
 
 class LossRecorder(MixedPrecision):
@@ -52,9 +50,9 @@ class LossRecorder(MixedPrecision):
         super().__init__(*arguments)
         self.losses: list[float] = []
 
-    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> None:
+    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> Tensor:
         self.losses.append(loss.item())
-        super().record_step(loss, gradient_norm)
+        return super().record_step(loss, gradient_norm)
 
 
 class Trained(NamedTuple):
@@ -71,6 +69,6 @@ def train_steps(executor: Executor, num_steps: int, amp: AmpConfig = EMULATED, *
     model, optimizer, loss_fn, data = loop_parts(executor, config)
     recorder = LossRecorder(PRECISIONS[config.fp_precision], amp, CPU)
     clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
-    args = executor.training_args(config)
-    (evaluation,) = train(model, optimizer, loss_fn, recorder, data, args, clock)
+    args = training_args(executor.study, config)
+    (evaluation,) = train(Learner(model, loss_fn, recorder), optimizer, data, args, clock)
     return Trained(recorder.losses, evaluation, clock.state, recorder, model)

@@ -11,15 +11,15 @@ import optuna
 import sqlalchemy as sa
 from detailed_documents import document, interval
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.storages._rdb import models
 from optuna.trial import TrialState, create_trial
 from worker_process import evaluate, result, study
 
-from hpo.study import schema
-from hpo.study.copy import OURS
-from hpo.study.detailed_evaluations import store_detailed_evaluation
-from hpo.study.leases import WorkerLease
-from hpo.study.storage import Storage
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
+from hpo.study.store import schema
+from hpo.study.store.copy import OURS
+from hpo.study.store.optuna_internals import trials
+from hpo.study.store.storage import Storage
 
 
 def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
@@ -69,7 +69,6 @@ def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
         )
     )
     with storage.engine.begin() as connection:
-        trials = models.TrialModel.__table__
         when = datetime(2026, 1, 2, 3, 4, 5, 678901)
         connection.execute(sa.update(trials).where(trials.c.number == 0).values(datetime_start=when))
     return opened

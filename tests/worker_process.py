@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,18 +21,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # also where this file is th
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.outcome import Outcome
-from hpo.study import trial_rows
-from hpo.study.deaths import Deaths
-from hpo.study.leases import Lease, WorkerLease
-from hpo.study.outbox import Report
-from hpo.study.schema import evaluations, slots, workers
-from hpo.study.storage import Storage, open_storage
-from hpo.study.study_record import EvaluationRow
-from hpo.study.trial_storage import TrialStorage
-from hpo.study.worker import RunSummary, run_worker
+from hpo.study.claims import leases
+from hpo.study.claims.deaths import Deaths
+from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.reading.study_record import EvaluationRow, Report
+from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.store.schema import slots, workers
+from hpo.study.store.storage import Storage, open_storage
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
-CONTEXT.set_forkserver_preload(["hpo.study.worker", "hpo.config.study_config", "psycopg", "alembic.context"])
+CONTEXT.set_forkserver_preload(
+    ["hpo.study.running.serving", "hpo.study.running.worker", "psycopg", "alembic.context", "torch"]
+)
 
 SPACE: dict[str, Any] = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
@@ -100,19 +100,7 @@ def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
     of_trial = (slots.c.study == name, slots.c.trial_number == trial.number)
     with storage.engine.connect() as connection:
         row = connection.execute(sa.select(slots).where(*of_trial)).one()
-    return Lease(name, row.owner, row.slot, Deaths())
-
-
-def store_seconds(storage: Storage, *trials: Sequence[float]) -> None:
-    """Rows of trials of the tiny study that were evaluated after so many seconds of training, no others."""
-    rows = [
-        {"study": "tiny", "trial_number": number, "step": step, "epoch": 1.0, "seconds": at, "metrics": "{}"}
-        for number, seconds in enumerate(trials)
-        for step, at in enumerate(seconds, 1)
-    ]
-    with storage.engine.begin() as connection:
-        connection.execute(sa.delete(evaluations))
-        connection.execute(sa.insert(evaluations), rows)
+    return Lease(storage, name, row.owner, row.slot, Deaths(), trial=trial)
 
 
 def change_worker(storage: Storage, worker: WorkerLease, **values: Any) -> None:
@@ -158,7 +146,7 @@ def work(
             bug = "Traceback" if outcome == "failed" else None
             return result(outcome, telemetry={"pid": os.getpid()}, traceback=bug)
 
-        return run_worker(config, storage, execute, poll_seconds=0.05)
+        return run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.05))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -221,21 +209,24 @@ def _after(owner: Any, name: str, condition: Callable[..., bool] = lambda *_, **
     return install
 
 
+_OPTUNAS = type(optuna.storages.get_storage("sqlite://"))
 _PLACES: dict[str, Callable[[_Killer], None]] = {
     "claimed": _after(WorkerLease, "_claim"),
-    "trial made": _after(trial_rows, "make_trial"),
+    "trial made": _after(leases, "make_trial"),
     "number stored": _after(WorkerLease, "_make_trial"),
-    "half suggested": _after(TrialStorage, "set_trial_param", lambda *args: args[2] == "learning_rate"),
-    "suggested": _after(TrialStorage, "written"),
+    "half suggested": _after(_OPTUNAS, "set_trial_param", lambda *args: args[2] == "learning_rate"),
+    "suggested": _after(Lease, "store_params"),
     "training": lambda _: None,
     "evaluation reported": _after(Storage, "report_evaluation"),
-    "half of the outcome": _after(trial_rows, "end_trial"),
-    "outcome stored": _after(TrialStorage, "disown"),
+    "pruner asked": _after(_OPTUNAS, "set_trial_intermediate_value"),
+    "half of the outcome": _after(_OPTUNAS, "set_trial_user_attr"),
+    "trial ended": _after(_OPTUNAS, "set_trial_state_values"),
+    "outcome stored": _after(WorkerLease, "record_outcome"),
 }
 PLACES = tuple(_PLACES)
 
 
-def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Sequence[int] = ()) -> None:
+def check_done(storage: Storage, config: StudyConfig, log: Path) -> None:
     """Every slot ended once, nothing is left over, and no trial changed its parameters."""
     record = storage.read_study(config.name)
     assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
@@ -249,9 +240,6 @@ def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Sequen
         trial = by_number[line["number"]]
         assert trial.params == line["params"], "a trial that went on had other parameters"
     for trial in record.trials:
-        if trial.number in crashed:
-            assert trial.outcome == "crashed"
-            continue
         assert trial.outcome == outcome_of(trial.params)
         assert "pid" in trial.telemetry, "a finished trial must have everything"
         if "retry_of" in trial.attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.cli.kubernetes import KUBERNETES_OPTIONS, named_study, print_manifests
 from hpo.cli.options import (
     RUNS,
     JsonOption,
@@ -18,84 +16,84 @@ from hpo.cli.options import (
     StorageOption,
     StudyArgument,
     TrustOption,
+    answer,
     app,
     file_given,
+    load_file,
     load_to_work,
     make_runs_folder,
-    print_json,
     progress_shown,
     with_options,
 )
 from hpo.errors import InputError
 
 if TYPE_CHECKING:
-    from hpo.cluster.slurm import WorkerArray
-    from hpo.cluster.slurm_database import DatabaseJob
+    from hpo.cluster.batch.slurm import WorkerArray
+    from hpo.cluster.batch.slurm_database import DatabaseJob
+    from hpo.config.study_config import StudyConfig
 
 _OF_ALL_JOBS = ("partition", "account", "qos")
 """Options of the workers' jobs that the database's job has too."""
 
 
-def _of_slurm(metavar: str, help_text: str) -> Any:
-    return Annotated[
-        str | None, typer.Option(metavar=metavar, help=help_text, rich_help_panel="With --slurm")
-    ]
+def _option(kind: Any, panel: str | None, metavar: str, help_text: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(metavar=metavar, help=help_text, rich_help_panel=panel, **more)]
 
 
-SLURM_OPTIONS: Mapping[str, Any] = {
-    "partition": _of_slurm("NAME", "sbatch --partition: where the jobs run."),
-    "account": _of_slurm("NAME", "sbatch --account: what the jobs are charged to."),
-    "time": _of_slurm(
+_OF_BOTH: Mapping[str, Any] = {
+    "n_trials": NumTrialsOption,
+    "time": _option(
+        str | None,
+        None,
         "D-HH:MM:SS",
         "sbatch --time: limit of a job, which is requeued when it comes to it. On Kubernetes: of the whole "
         "Job, which then ends, finished or not.",
     ),
-    "gpus_per_node": _of_slurm(
-        "[TYPE:]G", "sbatch --gpus-per-node: GPUs of a job, which runs a worker on each."
+    "gpus_per_node": _option(
+        str | None, None, "[TYPE:]G", "GPUs of a job or pod, which runs a worker on each."
     ),
-    "cpus_per_task": _of_slurm("N", "sbatch --cpus-per-task: CPU cores of a job."),
-    "mem": _of_slurm("SIZE", "sbatch --mem: memory of a job, such as 60G."),
-    "sbatch": Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME[=VALUE]",
-            help="Any other option of sbatch, such as qos=long or exclusive. Repeatable.",
-            rich_help_panel="With --slurm",
-        ),
-    ],
-    "signal_lead": Annotated[
-        int | None,
-        typer.Option(
-            min=10,
-            metavar="SECONDS",
-            help="How long before its time limit a job is warned, to write its checkpoints.",
-            show_default="120",
-            rich_help_panel="With --slurm",
-        ),
-    ],
+    "cpus_per_task": _option(
+        int | None, None, "N", "CPU cores of a job or pod.", show_default="of a pod, 4 for each GPU", min=1
+    ),
+    "mem": _option(str | None, None, "SIZE", "Memory of a job or pod, such as 60G."),
 }
-
-
-_STUDY_OPTIONS: Mapping[str, Any] = {
-    "database": Annotated[
+_OF_SLURM: Mapping[str, Any] = {
+    "database": _option(
         Literal["private"] | None,
-        typer.Option(
-            metavar="private",
-            help="Run a PostgreSQL in a job of its own, in runs/postgres, or use the one that runs there; on "
-            "Kubernetes, as a service of the cluster.",
-        ),
-    ],
-    "n_trials": NumTrialsOption,
+        "With --slurm",
+        "private",
+        "Run a PostgreSQL in a job of its own, in runs/postgres, or use the one that runs there.",
+    ),
+    "partition": _option(str | None, "With --slurm", "NAME", "sbatch --partition: where the jobs run."),
+    "account": _option(str | None, "With --slurm", "NAME", "sbatch --account: what the jobs are charged to."),
+    "sbatch": _option(
+        list[str] | None,
+        "With --slurm",
+        "NAME[=VALUE]",
+        "Any other option of sbatch, such as qos=long or exclusive. Repeatable.",
+    ),
+}
+_OF_KUBERNETES: Mapping[str, Any] = {
+    "image": _option(str | None, "With --kubernetes", "IMAGE", "Of docker/Dockerfile, with its registry."),
+    "volume_claim": _option(
+        str | None,
+        "With --kubernetes",
+        "NAME",
+        "Claim that all nodes can mount, for runs/ and data/ (HPO_DATA_DIR). Needed unless the study's "
+        "checkpoints go to a store.",
+    ),
 }
 
 
 @app.command()
-@with_options(_STUDY_OPTIONS, SLURM_OPTIONS, KUBERNETES_OPTIONS)
+@with_options(_OF_BOTH, _OF_SLURM, _OF_KUBERNETES)
 def submit(
     study: StudyArgument,
     storage: StorageOption = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Submit an array of Slurm jobs.")] = False,
-    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write manifests for kubectl.")] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Print manifests for `kubectl apply`.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, max=10_000, metavar="N", help="Workers in all.")] = 1,
     trust_remote_code: TrustOption = False,
     dry_run: Annotated[
@@ -110,21 +108,22 @@ def submit(
     --n-trials says more or fewer. The jobs need a database that all their nodes reach. They end when the
     study is done.
     """
-    is_private, n_trials = options.pop("database") is not None, options.pop("n_trials")
     given = {name: value for name, value in options.items() if value is not None}
     if slurm == kubernetes:
         raise InputError("hpo submit must be told where the workers are to run: --slurm or --kubernetes.")
+    name, config = _named_study(study)
+    of_other = _OF_SLURM.keys() | {"n_trials"} if kubernetes else _OF_KUBERNETES.keys()
+    if others := [other.replace("_", "-") for other in given if other in of_other]:
+        here = "--kubernetes, which asks no database" if kubernetes else "--slurm"
+        raise InputError(f"--{', --'.join(others)} means nothing to {here}. Leave it out.")
     if kubernetes:
-        _refuse_with_kubernetes(storage, n_trials, dry_run and "out" in given)
-        print_manifests(study, workers, given, private=is_private, as_json=as_json)
+        _print_manifests(name, config, workers, given, as_json=as_json)
         return
-    if others := [name.replace("_", "-") for name in given if name in KUBERNETES_OPTIONS]:
-        raise InputError(f"--{', --'.join(others)} goes with --kubernetes, not with --slurm. Leave it out.")
-    from hpo.cluster.slurm import WorkerArray, job_folder
-    from hpo.study.database import URL_FROM_FILE, storage_url
+    from hpo.cluster.batch.slurm import WorkerArray, job_folder
+    from hpo.config.allowed import allowing
+    from hpo.study.store.database import URL_FROM_FILE, storage_url
 
-    name, config = named_study(study)
-    signal_lead = given.pop("signal_lead", 120)
+    is_private, n_trials = given.pop("database", None) is not None, given.pop("n_trials", None)
     sbatch = _sbatch_options(given)
     private = _private_database(storage, sbatch) if is_private else None
     if private is not None:
@@ -134,24 +133,22 @@ def submit(
         storage=file_given(storage) or storage_url(storage),
         folder=job_folder(RUNS, name),
         num_workers=workers,
-        signal_lead=signal_lead,
         sbatch=sbatch,
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
+        allow=allowing(config) if config else None,
     )
     array.check_time()  # before the study is made
     scripts = [array.script()] if private is None else [private.script(), array.script()]
-    if dry_run and as_json:
-        print_json({"study": name, "scripts": scripts})
-    elif dry_run:
-        typer.echo("\n".join(scripts))
+    if dry_run:
+        answer({"study": name, "scripts": scripts}, "\n".join(scripts), as_json=as_json)
     else:
         _submit(study, array, private, n_trials, as_json=as_json)
 
 
 def _private_database(storage: str | None, sbatch: Mapping[str, str | bool]) -> DatabaseJob:
     """The job of --database private. Raises InputError where --storage names another database."""
-    from hpo.cluster.slurm_database import DatabaseJob
-    from hpo.study.database import URL_FROM_FILE
+    from hpo.cluster.batch.slurm_database import DatabaseJob
+    from hpo.study.store.database import URL_FROM_FILE
 
     private = DatabaseJob(RUNS / "postgres", {key: sbatch[key] for key in _OF_ALL_JOBS if key in sbatch})
     file = file_given(storage)
@@ -163,29 +160,56 @@ def _private_database(storage: str | None, sbatch: Mapping[str, str | bool]) -> 
     return private
 
 
-def _refuse_with_kubernetes(storage: str | None, n_trials: int | None, writes: bool) -> None:
-    """Raise InputError for options of `submit` that would be without effect."""
-    if storage and storage != os.environ.get("HPO_STORAGE"):  # which is for other commands, too
+def _named_study(study: str) -> tuple[str, StudyConfig | None]:
+    """The name of STUDY, and its file; None: it can only be a name in the database.
+
+    Raises InputError where it can be neither.
+    """
+    from hpo.config.study_config import study_name
+
+    config = load_file(study)
+    try:
+        return study_name(config.name if config else study), config
+    except ValueError as error:
+        raise InputError(f"The name of a study {error}") from None
+
+
+def _print_manifests(
+    study: str, config: StudyConfig | None, num_workers: int, given: dict[str, Any], *, as_json: bool
+) -> None:
+    from hpo.cluster.batch.kubernetes import Pods, manifests
+    from hpo.cluster.batch.slurm import seconds_of
+
+    if "image" not in given:
+        raise InputError("--kubernetes needs --image: what docker/Dockerfile builds, in a registry of yours.")
+    gpus, time = given.get("gpus_per_node", "0"), given.get("time")
+    if not gpus.isdecimal():
+        raise InputError(f"--gpus-per-node must be a number with --kubernetes, but got `{gpus}`.")
+    if time is not None and not seconds_of(time):
         raise InputError(
-            "--storage means nothing to --kubernetes, where pods read the database's URL from the Secret "
-            "that --secret names. Leave it out."
+            f"--time must be a time such as 90 (minutes), 12:00:00 or 2-00:00:00, but got `{time}`."
         )
-    if n_trials is not None:
-        raise InputError(
-            "--n-trials means nothing to --kubernetes, which asks no database. Set `n_trials` in the study "
-            "file, or use `hpo init --n-trials`."
-        )
-    if writes:
-        raise InputError("--dry-run writes nothing, but --out writes the manifests. Give one of them.")
+    pods = Pods(
+        image=given["image"],
+        num_workers=num_workers,
+        num_gpus=int(gpus),
+        num_cpus=given.get("cpus_per_task"),
+        memory=given.get("mem"),
+        seconds=seconds_of(time) if time else None,
+        volume_claim=given.get("volume_claim"),
+    )
+    text = manifests(study, config, pods)
+    answer({"study": study, "manifests": text}, text, as_json=as_json)
 
 
 def _submit(
     study: str, array: WorkerArray, private: DatabaseJob | None, n_trials: int | None, *, as_json: bool
 ) -> None:
-    from hpo.cluster.jobs import add_job, connection_warning
-    from hpo.cluster.slurm import number_of
-    from hpo.study.database import parse_url, storage_url
-    from hpo.study.run import open_study
+    from hpo.cluster.batch.jobs import add_job, connection_warning
+    from hpo.cluster.batch.slurm import number_of
+    from hpo.config.allowed import allowing
+    from hpo.study.running.run import OpenOptions, open_study
+    from hpo.study.store.database import parse_url, storage_url
 
     make_runs_folder(array.study)
     if private is not None:
@@ -197,35 +221,27 @@ def _submit(
             "which several hosts would damage. --database private runs one in a job; "
             "`hpo copy STUDY --to URL` takes a study there."
         )
-    config, trusted = load_to_work(study, url, n_trials=n_trials)
-    array = replace(array, trust_remote_code=array.trust_remote_code or trusted)
-    with (
-        progress_shown(quiet=as_json),
-        open_study(
-            config,
-            url,
-            RUNS,
-            resize=n_trials is not None,
-            trials_run="elsewhere",
-            trust_remote_code=array.trust_remote_code,
-        ) as opened,
-    ):
+    config, is_file = load_to_work(study, url, n_trials=n_trials)
+    options = OpenOptions(
+        resize=n_trials is not None,
+        trials_run="elsewhere",
+        is_file=is_file,
+        trust_remote_code=array.trust_remote_code,
+    )
+    with progress_shown(quiet=as_json), open_study(config, url, RUNS, options) as opened:
         num_workers = array.num_jobs * array.workers_per_job
         if warning := connection_warning(opened.storage, num_workers):
             typer.echo(warning, err=True)
-        job_id = array.submit()
+        job_id = replace(array, allow=allowing(config)).submit()
         add_job(opened.storage, job_id, config.name, num_workers)
-    if as_json:
-        print_json(
-            {"study": config.name, "job": job_id, "num_workers": num_workers, "folder": str(array.folder)}
-        )
-        return
-    if file := file_given(array.storage):
-        typer.echo(f"The database: export HPO_STORAGE={file}")
-    typer.echo(
-        f"Submitted {job_id}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
+    file = file_given(array.storage)
+    answer(
+        {"study": config.name, "job": job_id, "num_workers": num_workers, "folder": str(array.folder)},
+        (f"The database: export HPO_STORAGE={file}\n" if file else "")
+        + f"Submitted {job_id}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
         f"Watch it:  hpo status {array.study}   squeue --job {number_of(job_id)}\n"
-        f"Logs:      {array.folder}/*.log"
+        f"Logs:      {array.folder}/*.log",
+        as_json=as_json,
     )
 
 

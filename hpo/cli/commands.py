@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from hpo import __version__
 from hpo.cli import (  # noqa: F401  (their commands)
     checking,
     cluster,
@@ -31,42 +32,69 @@ from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli import doctor as doctors  # noqa: F401  (its command)
 from hpo.cli.options import (
     RUNS,
+    ExportOption,
     JsonOption,
+    OverwriteOption,
     StorageOption,
     StudyArgument,
     TrustOption,
+    answer,
     app,
+    check_export,
     checkpoint_of,
     config_of,
     existing_study,
     load_file,
-    load_to_run,
+    load_to_check,
     print_json,
     progress_shown,
 )
-from hpo.errors import HpoError, InputError, RunError, Unsupported
+from hpo.errors import HpoError, InputError, RunError, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hpo.config.study_config import StudyConfig
     from hpo.precision.table import Support
-    from hpo.study.storage import Storage
-    from hpo.study.study_record import StudyRecord, TrialRecord
+    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.store.storage import Storage
     from hpo.trial.compat import Compatibility
     from hpo.trial.executor import Executor
 
 
 def main() -> None:
     """Run the command line; what is raised on purpose becomes one message and an exit code."""
+    from rich import text
+
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no error
+    # What a database holds, such as the host of a worker, is shown without escape sequences.
+    text.strip_control_codes = printable  # type: ignore[assignment,attr-defined]
     try:
         app(prog_name="hpo")
     except HpoError as error:
         from rich.console import Console
         from rich.text import Text
 
-        Console(stderr=True).print(Text.assemble(("Error: ", "bold red"), str(error)), soft_wrap=True)
+        message = Text.assemble(("Error: ", "bold red"), printable(str(error)))
+        Console(stderr=True).print(message, soft_wrap=True)
         sys.exit(error.exit_code)
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"hpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options_of_hpo(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -75,12 +103,8 @@ def verify(
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Timed passes of each precision; the fastest counts.")
     ] = 3,
-    parts: Annotated[
-        bool,
-        typer.Option(
-            "--parts", help="For a precision that is not ok: the fewest parts in fp32 that make it so."
-        ),
-    ] = False,
+    storage: StorageOption = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what this machine does with each precision: support, errors, speed and memory against fp32."""
@@ -89,26 +113,21 @@ def verify(
     from hpo.cli.display import print_verification
     from hpo.device import probe_device
     from hpo.trial.executor import Executor
-    from hpo.trial.verify import check_precision, propose_parts, recommendation
+    from hpo.trial.verify import check_precision, recommendation
     from hpo.trial.verify import verify as verify_precisions
 
-    config = load_to_run(study)
+    config = load_to_check(study, storage, trust_remote_code)
     device = probe_device(config.device)
 
     def check(name: str, support: Support) -> Compatibility:
-        def estimate(seconds: float) -> None:
-            how_long = f": about {seconds:.0f} s" if seconds >= 1 else ""
-            typer.echo(f"  timing fp32 and {name} in turn, {repeats} times{how_long}", err=True)
-
         slow = " (emulated here, so slow)" if support.level == "emulated" else ""
-        typer.echo(f"checking {name} ...{slow} one training pass in fp32 and in {name}", err=True)
-        return check_precision(executor, name, repeats, estimate)
+        passes = f"training passes in fp32 and in {name} in turn, timed {repeats} times"
+        typer.echo(f"checking {name} ...{slow} {passes}", err=True)
+        return check_precision(executor, name, repeats)
 
     with progress_shown(quiet=as_json):
         executor = Executor(config, device, RUNS)
         checks = verify_precisions(device, check)
-        if parts:
-            checks = propose_parts(executor, checks, repeats, lambda what: typer.echo(what, err=True))
     advice = recommendation(checks)
     if as_json:
         rows = [asdict(check) for check in checks]
@@ -121,7 +140,7 @@ def verify(
 def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Show trials by outcome, the best so far, batch jobs, live workers, the rate and the estimated end."""
     from hpo.cli.display import print_status
-    from hpo.cluster.jobs import read_jobs
+    from hpo.cluster.batch.jobs import read_jobs
     from hpo.report.status import job_status, study_status
 
     with progress_shown(quiet=as_json), existing_study(study, storage) as (database, record):
@@ -149,17 +168,8 @@ def best(
             metavar="FILE", help="Of --evaluate: predictions and truth of each row, .jsonl, .csv or .parquet."
         ),
     ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
-    ] = None,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REPO",
-            help="Put that model on the Hugging Face hub, as OWNER/NAME; a new repository is private.",
-        ),
-    ] = None,
+    export: ExportOption = None,
+    overwrite: OverwriteOption = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -167,10 +177,7 @@ def best(
 
     With several objectives it shows the Pareto front, and evaluates or exports the best by the first of them.
     """
-    from hpo.cli.detailed_display import print_detailed, print_warning
-    from hpo.cli.display import print_best
-    from hpo.report.detailed_tables import evaluations_of
-    from hpo.study.study_record import best_trials, with_evaluation
+    from hpo.study.reading.study_record import best_trials
 
     if predictions is not None:
         from hpo.inference.rows import check_output
@@ -180,59 +187,81 @@ def best(
                 f"--predictions {predictions} needs a split whose rows are predicted. Give --evaluate SPLIT."
             )
         check_output(predictions)
-    if export is not None:
-        from hpo.models.export import check_export_folder  # imports PyTorch
-
-        check_export_folder(export)
-    if push is not None:
-        from hpo.models.hub import check_push
-
-        check_push(push)
     used: dict[str, Any] = {}
     with existing_study(study, storage) as (database, record):
-        trials = best_trials(record)
-        if trials and (evaluate or export or push):
+        if export is not None:
+            check_export(export, record.name, overwrite=overwrite)
+        if (evaluate or export) and best_trials(record):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
-                executor, folder = checkpoint_of(config, database, trials[0].number)
-                if evaluate:
-                    used = _evaluate_checkpoint(database, executor, folder, trials[0], evaluate, predictions)
-                    record = with_evaluation(record, trials[0].number, used["evaluation"]["detailed"])
-                    trials = best_trials(record)
-                if (export or push) and "test" in set(executor.dataset.splits) - trials[0].detailed.keys():
-                    with suppress(Unsupported):
-                        on_test = _evaluate_checkpoint(database, executor, folder, trials[0], "test", None)
-                        record = with_evaluation(record, trials[0].number, on_test["evaluation"]["detailed"])
-                        trials = best_trials(record)
-                used |= _export_checkpoint(executor, folder, trials[0], export, push)
+                record, used = _use_best(database, config, record, evaluate, predictions, export)
     if as_json:
         print_json(_described(record) | used)
     else:
-        print_best(record)
-        if trials and (found := evaluations_of(trials[0])):
-            print_detailed(next((one for one in found if one.split == evaluate), found[0]))
-        for text in _warnings(record):
-            print_warning(text)
-        if predictions and trials:
-            typer.echo(f"The predictions of trial {trials[0].number} on {evaluate} are in {predictions}.")
-        if export and trials:
-            typer.echo(f"Trial {trials[0].number} is exported to {export}.")
-        if push and trials:
-            typer.echo(f"Trial {trials[0].number} is at {used['pushed']}.")
-    raise typer.Exit(0 if trials else 1)
+        _print_best(record, evaluate, used)
+    raise typer.Exit(0 if best_trials(record) else 1)
+
+
+def _use_best(
+    database: Storage,
+    config: StudyConfig,
+    record: StudyRecord,
+    evaluate: str | None,
+    predictions: Path | None,
+    export: Path | None,
+) -> tuple[StudyRecord, dict[str, Any]]:
+    """Evaluate and export the checkpoint of the best trial.
+
+    Returns the record with the evaluation, and what `best --json` tells of them.
+    """
+    from hpo.study.reading.study_record import best_trials, with_evaluation
+    from hpo.trial.best_model import export_checkpoint
+    from hpo.trial.provenance import TrialSource
+
+    used: dict[str, Any] = {}
+    number = best_trials(record)[0].number
+    executor, folder = checkpoint_of(config, database, number)
+    if evaluate:
+        used = _evaluate_checkpoint(database, executor, folder, number, evaluate, predictions)
+        record = with_evaluation(record, number, used["evaluation"]["detailed"])
+    if export:
+        trial = best_trials(record)[0]
+        source = TrialSource(number, trial.params, trial.telemetry, trial.detailed)
+        used["export"] = str(export_checkpoint(executor, folder, export, source))
+    return record, used
+
+
+def _print_best(record: StudyRecord, evaluated: str | None, used: Mapping[str, Any]) -> None:
+    """The best trials, the evaluation of `evaluated` or the first one, and where files are."""
+    from hpo.cli.detailed_display import print_detailed
+    from hpo.cli.display import print_best, print_warning
+    from hpo.report.detailed_tables import evaluations_of
+    from hpo.study.reading.study_record import best_trials
+
+    print_best(record)
+    trials = best_trials(record)
+    if trials and (evaluations := evaluations_of(trials[0])):
+        print_detailed(next((one for one in evaluations if one.split == evaluated), evaluations[0]))
+    for text in _warnings(record):
+        print_warning(text)
+    if "predictions" in used:
+        where = used["predictions"]
+        typer.echo(f"The predictions of trial {trials[0].number} on {evaluated} are in {where}.")
+    if "export" in used:
+        typer.echo(f"Trial {trials[0].number} is exported to {used['export']}.")
 
 
 def _warnings(record: StudyRecord) -> list[str]:
-    """What to know of the detailed evaluations of a study."""
-    from hpo.report.search_caution import search_warnings
-    from hpo.study.study_record import evaluations_left_out
+    """What to know of the models of a study."""
+    from hpo.report.verdicts import chosen_on_test
+    from hpo.study.reading.study_record import lost_weights
 
-    return [*search_warnings(record), *map(" ".join, evaluations_left_out(record))]
+    return [*chosen_on_test(record), *map(" ".join, lost_weights(record))]
 
 
 def _described(record: StudyRecord) -> dict[str, Any]:
     """What `best --json` tells of the best trials."""
-    from hpo.study.study_record import best_trials
+    from hpo.study.reading.study_record import best_trials
 
     return {
         "study": record.name,
@@ -256,57 +285,31 @@ def _evaluate_checkpoint(
     database: Storage,
     executor: Executor,
     folder: Path,
-    trial: TrialRecord,
+    number: int,
     split: str,
     predictions: Path | None,
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a trial in detail, store that, and write its predictions."""
     from hpo.inference.rows import predictions_file
-    from hpo.study.detailed_evaluations import NOT_STORED, store_detailed_evaluation
+    from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
     from hpo.trial.best_model import split_logits
 
     name = executor.study.name
     token = database.study_token(name)
     predicted = split_logits(executor, folder, split)
     metrics, document = predicted.metrics(), predicted.detailed().as_json()
-    evaluation = {"trial": trial.number, "split": split, "metrics": metrics, "detailed": document}
-    found: dict[str, Any] = {"evaluation": evaluation}
+    evaluation = {"trial": number, "split": split, "metrics": metrics, "detailed": document}
+    used: dict[str, Any] = {"evaluation": evaluation}
     try:
-        if not store_detailed_evaluation(database, name, token, trial.number, document):
+        if not store_detailed_evaluation(database, name, token, number, document):
             raise RunError(NOT_STORED)
     except HpoError as error:  # also of a user who may only read
         typer.echo(f"The evaluation is not stored: {error}", err=True)
     if predictions is not None:
-        pair = executor.study.data.pair_segments or ()
-        with predictions_file(predictions, executor.tasks, pair, with_truth=True) as write:
+        with predictions_file(predictions, executor.tasks, with_truth=True) as write:
             write(predicted.predicted_rows())
-        found["predictions"] = str(predictions)
-    return found
-
-
-def _export_checkpoint(
-    executor: Executor, folder: Path, trial: TrialRecord, export: Path | None, push: str | None
-) -> dict[str, Any]:
-    """Export and push the checkpoint of a trial."""
-    import tempfile
-
-    from hpo.models.hub import push_folder
-    from hpo.trial.best_model import export_checkpoint
-    from hpo.trial.provenance import TrialSource
-
-    found: dict[str, Any] = {}
-    if not (export or push):
-        return found
-    source = TrialSource(trial.number, trial.params, trial.telemetry, trial.detailed)
-    with tempfile.TemporaryDirectory(prefix="hpo-export-") as temporary:
-        exported = export_checkpoint(
-            executor, folder, export or Path(temporary, "model"), source, score_test=False
-        )
-        if export:
-            found["export"] = str(export)
-        if push:
-            found["pushed"] = push_folder(exported, push)
-    return found
+        used["predictions"] = str(predictions)
+    return used
 
 
 @app.command()
@@ -319,16 +322,13 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML file, PNG plots and CSV tables."""
+    """Write one self-contained HTML file and CSV tables."""
     from hpo.report.report import write_report
 
     with existing_study(study, storage) as (_, record):
         study_file = study if load_file(study) else None
         path = write_report(record, out or RUNS / record.name / "report", study_file)
-    if as_json:
-        print_json({"study": record.name, "report": str(path)})
-    else:
-        typer.echo(str(path))
+    answer({"study": record.name, "report": str(path)}, str(path), as_json=as_json)
 
 
 @app.command()
@@ -344,6 +344,7 @@ def dashboard(
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
     from hpo.report.artifacts import publish_artifacts
     from hpo.report.dashboard import LOOPBACK, dashboard_server, publish
+    from hpo.study.store.optuna_internals import study_id_of
 
     with existing_study(study, storage) as (database, record):
         optuna_study = database.load_study(record.name)
@@ -354,10 +355,8 @@ def dashboard(
                     f"Warning: whoever reaches {host}:{server.server_port} can delete studies.", err=True
                 )
             shown = LOOPBACK if host == "0.0.0.0" else host
-            address = f"http://{shown}:{server.server_port}/dashboard/studies/{optuna_study._study_id}"
-            if as_json:
-                print_json({"study": record.name, "url": address})
-            else:
-                typer.echo(f"{address} (Ctrl-C ends it)")
+            address = f"http://{shown}:{server.server_port}/dashboard/studies/{study_id_of(optuna_study)}"
+            told = {"study": record.name, "url": address}
+            answer(told, f"{address} (Ctrl-C ends it)", as_json=as_json)
             with suppress(KeyboardInterrupt):
                 server.serve_forever()

@@ -22,20 +22,29 @@ from hpo.cli.options import (
     progress_shown,
     stop_signals,
     with_options,
+    worker_processes,
 )
 from hpo.cli.running import run_here, say_how_to_go_on
 from hpo.config.comparison import MOST_SEEDS, REFERENCE
 from hpo.errors import InputError
+from hpo.json_safe import json_safe
 from hpo.precision.table import PRECISION_NAMES, canonical_precision, left_out
 
 if TYPE_CHECKING:
+    from hpo.compare.price import Price
+    from hpo.compare.results import Result
     from hpo.config.study_config import StudyConfig
+    from hpo.data.dataset import DataSet
     from hpo.device import DeviceInfo
-    from hpo.study.stopping import Stop
-    from hpo.study.storage import Storage
-    from hpo.study.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.running.stopping import Stop
+    from hpo.study.store.storage import Storage
 
 COMPARISON_OPTIONS: Mapping[str, Any] = {
+    "price": Annotated[
+        bool | None,
+        typer.Option("--price", help="Only say what it costs, and how probable it is that it decides."),
+    ],
     "precisions": Annotated[
         str | None,
         typer.Option(
@@ -93,53 +102,105 @@ def compare(
 ) -> None:
     """Compare precisions on new seeds: is one as good as fp32, and how much faster? Goes on where it was."""
     from hpo.cli.display import print_comparison
-    from hpo.compare.companion import Request, open_comparison, unlabelled_in_test
-    from hpo.compare.results import judge, look_by_look
-    from hpo.config.study_config import of_deployed
+    from hpo.compare.companion import Request, open_comparison
+    from hpo.compare.results import look_by_look
     from hpo.data.dataset import load_data
     from hpo.device import probe_device
-    from hpo.study.stopping import end_of_job
-    from hpo.trial.objectives import quality_objective
+    from hpo.study.running.run import check_trust
 
+    only_price = options.pop("price")
     if options["precisions"]:
         options["precisions"] = _parse_precisions(options["precisions"])
     request = Request("configurations" if configurations else "precisions", **options)
     with (
         progress_shown(quiet=as_json),
-        stop_signals(end_of_job(until)) as stop,
+        stop_signals(until) as stop,
         existing_study(study, storage) as (database, record),
     ):
         config = config_of(study, record, trust_remote_code=False)
         device, data = probe_device(config.device), load_data(config.data)
         database.check_data(record.name, data.fingerprint)
-        if unlabelled := unlabelled_in_test(config, data):
-            tasks = " and ".join(f"`{name}`" for name in unlabelled)
-            typer.echo(
-                f"Scores are of the validation split: the test split has no labels of {tasks}.", err=True
-            )
-        if of_deployed(config.objective):
-            typer.echo(
-                "Compared are the models as they are trained, by "
-                f"{quality_objective(config.objective).metric}, and not what they are worth when deployed.",
-                err=True,
-            )
-        companion = open_comparison(
-            database,
-            record,
-            config,
-            request,
-            runnable=_runnable(config, device),
-            has_test="test" in data.splits and not unlabelled,
-        )
+        has_test = _say_what_is_compared(config, data)
+        runnable = _runnable(config, device)
+        companion = open_comparison(database, record, config, request, runnable=runnable, has_test=has_test)
+        check_trust(companion, config, trust_remote_code=False)  # what the database has of it
         _refuse_lacking(companion, device, database)
+        cost, sentence = _price(record, companion, data)
+        if only_price and as_json:
+            print_json({"price": cost and cost.as_json(), "sentence": sentence})
+        elif only_price or not (as_json or database.has_study(companion.name)):
+            typer.echo(sentence)
+        if only_price:
+            return
         for found in look_by_look(
             database,
             companion,
             partial(_run_look, workers=workers, stop=stop, storage=storage, as_json=as_json),
-            lambda looked, grown: judge(looked, grown, record, data.tasks),
+            lambda looked, grown: _judge(database, looked, grown, record, data, cost),
         ):
-            database.store_comparison(record.name, found.plan.question, found.as_json())
-    print_json(found.as_json()) if as_json else print_comparison(found)
+            database.store_comparison(record.name, found.plan.question, found.content)
+    print_json(found.content) if as_json else print_comparison(json_safe(found.content))
+
+
+def _price(record: StudyRecord, companion: StudyConfig, data: DataSet) -> tuple[Price | None, str]:
+    """What a comparison of precisions costs, and the sentence that says so."""
+    from hpo.compare import words
+    from hpo.compare.price import expected_before, price_of
+    from hpo.trial.objectives import quality_objective, unit_of
+
+    plan = companion.comparison
+    assert plan is not None
+    num_configurations = len(plan.configurations)
+    if plan.question == "configurations":
+        most = num_configurations * plan.max_seeds
+        return None, f"Price: at most {most} trials, and fewer as configurations are beaten."
+    split = "test" if companion.evaluation.test else "validation"
+    num_rows = len(data.splits[split])
+    compared = {found.trial for found in plan.configurations}
+    seconds = [trial.seconds for trial in record.trials if trial.number in compared and trial.seconds]
+    in_points = unit_of(quality_objective(companion.objective).metric) == "points"
+    expected = expected_before(record, num_rows) if in_points else None
+    mean = sum(seconds) / len(seconds) if seconds else None
+    cost = None if expected is None else price_of(plan, expected, mean)
+    return cost, words.price(cost, plan, num_rows, split)
+
+
+def _judge(
+    database: Storage,
+    looked: StudyRecord,
+    companion: StudyConfig,
+    search: StudyRecord,
+    data: DataSet,
+    cost: Price | None,
+) -> Result:
+    """What the trials of a comparison say so far."""
+    from hpo.compare.race import judge_race
+    from hpo.compare.results import judge_precisions
+    from hpo.compare.runs import Runs
+    from hpo.study.reading.row_statistics import read_row_statistics
+
+    runs = Runs(looked, companion, data.tasks, read_row_statistics(database, companion.name, data.tasks))
+    if runs.plan.question == "configurations":
+        return judge_race(runs, runs.of_search(search))
+    return judge_precisions(runs, search, cost)
+
+
+def _say_what_is_compared(config: StudyConfig, data: DataSet) -> bool:
+    """Say where scores are not those that a user may expect; returns whether they are of the test split."""
+    from hpo.compare.companion import unlabelled_in_test
+    from hpo.config.study_config import of_deployed
+    from hpo.trial.objectives import quality_objective
+
+    unlabelled = unlabelled_in_test(config, data)
+    if unlabelled:
+        tasks = " and ".join(f"`{name}`" for name in unlabelled)
+        typer.echo(f"Scores are of the validation split: the test split has no labels of {tasks}.", err=True)
+    if of_deployed(config.objective):
+        metric = quality_objective(config.objective).metric
+        typer.echo(
+            f"Compared are the models as they are trained, by {metric}, and not as deployed.", err=True
+        )
+    return "test" in data.splits and not unlabelled
 
 
 def _run_look(
@@ -147,11 +208,10 @@ def _run_look(
 ) -> StudyRecord:
     """Train what the plan names and has no result yet. Ends the command where it is stopped before."""
     from hpo.report.status import study_status
-    from hpo.study.run import plan_workers
 
     make_runs_folder(companion.name)
-    places = plan_workers(companion, workers or 1)
-    record, summary, left_out = run_here(companion, places, stop, storage, quiet=as_json)
+    processes = worker_processes(companion, storage, {"workers": workers})
+    record, summary, left_out = run_here(companion, processes, stop, storage, quiet=as_json)
     if summary.ended != "finished":
         if as_json:
             print_json(study_status(record) | {"ended": summary.ended, "left_out": left_out})

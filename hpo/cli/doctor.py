@@ -1,4 +1,4 @@
-"""The command that finds, and mends, what is wrong with a database, its studies and this host."""
+"""The command that finds, and mends, what is wrong with a database, its studies and their checkpoints."""
 
 from __future__ import annotations
 
@@ -7,50 +7,49 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpo.cli.options import RUNS, JsonOption, StorageOption, app, load_file, print_json
+from hpo.errors import printable
 
 if TYPE_CHECKING:
-    from hpo.cluster.finding import Finding
+    from hpo.cluster.doctor.study_checks import Finding
 
 
 @app.command()
 def doctor(
     study: Annotated[
         str | None,
-        typer.Argument(metavar="[STUDY]", help="This study alone, with its data; else all of the database."),
+        typer.Argument(metavar="[STUDY]", help="This study alone; else all of the database."),
     ] = None,
     storage: StorageOption = None,
     fix: Annotated[bool, typer.Option("--fix", help="Mend what can be mended.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find what is wrong with a database, its studies and this host. Exit code 1: something is left."""
-    from hpo.cluster.doctor import examine
-    from hpo.cluster.study_checks import Host
-    from hpo.device import gpu_memory
-    from hpo.study.database import place, storage_url
+    """Find what is wrong with a database, its studies and checkpoints. Exit code 1: something is left."""
+    from hpo.cluster.doctor.doctor import examine
+    from hpo.study.store.database import place, storage_url
 
     url = storage_url(storage)
     config = load_file(study) if study else None
     findings = []
-    for finding in examine(url, Host(RUNS, gpu_memory()), study=config.name if config else study, fix=fix):
+    for finding in examine(url, RUNS, study=config.name if config else study, fix=fix):
         findings.append(finding)
         if not as_json:
             _print(finding)
-    left = [finding for finding in findings if finding.remains]
+    left = [finding for finding in findings if not finding.mended]
     if as_json:
         print_json({"ok": not left, "findings": [_as_json(finding) for finding in findings]})
     else:
         can = sum(finding.mend is not None for finding in left)
         hint = f" `hpo doctor --fix` mends {can}." if can else ""
-        mended = sum(finding.mended for finding in findings)
-        done = f" {mended} mended." if mended else ""
-        typer.echo(f"{place(url)}: {len(left) or 'nothing'} to mend.{done}{hint}")
+        mended = len(findings) - len(left)
+        to_mend = f"{mended} mended, {len(left) or 'nothing'} left" if mended else f"{len(left) or 'nothing'}"
+        typer.echo(f"{place(url)}: {to_mend} to mend.{hint}")
     raise typer.Exit(1 if left else 0)
 
 
 def _print(finding: Finding) -> None:
-    colour = {"error": "red", "warning": "yellow", "note": "blue"}[finding.severity]
+    colour = {"error": "red", "warning": "yellow"}[finding.severity]
     typer.secho(f"{finding.severity} ({finding.check})", fg=colour, bold=True)
-    typer.echo(f"  {finding.problem}")
+    typer.echo(printable(f"  {finding.problem}"))
     if finding.remedy:
         how = "Mended. " if finding.mended else "--fix: " if finding.mend else ""
         typer.echo(f"  {how}{finding.remedy}")

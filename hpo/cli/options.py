@@ -1,4 +1,4 @@
-"""What the commands share: their options, the place of the study, and what they print."""
+"""What the commands share: their options, where the study is, and what they print."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hpo.errors import InputError
+from hpo.errors import InputError, printable
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
-    from hpo.study.stopping import Stop
-    from hpo.study.storage import Storage
-    from hpo.study.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.running.stopping import Stop
+    from hpo.study.running.supervisor import WorkerProcesses
+    from hpo.study.store.storage import Storage
     from hpo.trial.executor import Executor
 
 RUNS = Path("runs")
 """In the working folder: all that a run makes."""
-
-MAX_RESTARTS = 10
-"""So often a worker process that dies is started again within an hour, by default."""
 
 app = typer.Typer(
     help="Hyperparameter search for multitask transformer encoders, with precision as a searched dimension.",
@@ -65,12 +63,6 @@ NumTrialsOption = Annotated[
     int | None,
     typer.Option(min=1, max=100_000, metavar="N", help="Total of the study, over all workers and runs."),
 ]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS", callback=_positive_seconds, help="No further trial begins after so long."
-    ),
-]
 UntilOption = Annotated[
     str | None,
     typer.Option(
@@ -90,25 +82,34 @@ WorkersOption = Annotated[
         show_default="1",
     ),
 ]
-WorkersPerDeviceOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        max=100,
-        metavar="K",
-        help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
-    ),
+ExportOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
 ]
-MaxRestartsOption = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        max=1000,
-        metavar="N",
-        help="A worker process that dies is started again, at most so often an hour.",
-    ),
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+WORK_OPTIONS: Mapping[str, Any] = {
+    "workers": WorkersOption,
+    "workers_per_device": Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100,
+            metavar="K",
+            help="Processes for each GPU of this machine, or on its CPU; not with --workers.",
+        ),
+    ],
+    "timeout": Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", callback=_positive_seconds, help="No further trial begins after so long."
+        ),
+    ],
+    "until": UntilOption,
+}
+"""Of the commands that run workers on this machine."""
 
 
 def with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -116,14 +117,14 @@ def with_options(*tables: Mapping[str, Any]) -> Callable[[Callable[..., None]], 
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [found for found in signature.parameters.values() if found.kind is not found.VAR_KEYWORD]
+        named = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for table in tables
             for name, annotation in table.items()
         ]
-        command.__signature__ = signature.replace(parameters=own + more)  # type: ignore[attr-defined]
-        command.__annotations__ = {found.name: found.annotation for found in own + more}
+        command.__signature__ = signature.replace(parameters=named + more)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in named + more}
         return command
 
     return decorate
@@ -136,11 +137,16 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(json_safe(value), indent=2, default=str))
 
 
+def answer(value: Any, text: str, *, as_json: bool) -> None:
+    """Print what a command has done: as JSON, or in words."""
+    print_json(value) if as_json else typer.echo(text)
+
+
 class _Stderr(logging.Handler):
     """Writes to `sys.stderr` as it is now: a progress bar has its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        typer.echo(self.format(record), err=True)
+        typer.echo(printable(self.format(record)), err=True)
 
 
 @contextmanager
@@ -158,71 +164,142 @@ def progress_shown(*, quiet: bool) -> Iterator[None]:
 
 
 @contextmanager
-def stop_signals(until: float | None = None) -> Iterator[Stop]:
-    """`stop_on_signals`; a second SIGINT ends the command at once, with a word on what that means."""
-    from hpo.study.stopping import stop_on_signals
+def stop_signals(until: str | None = None, timeout: float | None = None) -> Iterator[Stop]:
+    """`stop_on_signals`; a SIGINT that ends the command at once does so with a word on what that means."""
+    from hpo.study.running.stopping import end_of_job, stop_on_signals
 
     try:
-        with stop_on_signals(until) as stop:
+        with stop_on_signals(end_of_job(until), timeout) as stop:
             yield stop
     except KeyboardInterrupt:
         typer.echo("Ended at once. A study goes on from the last checkpoint when it is run again.", err=True)
         raise typer.Exit(130) from None
 
 
-def load_to_run(study: str, **options: Any) -> StudyConfig:
-    """The study's file, with options that were given in place of its keys, and a folder for what a run makes.
+def load_to_run(study: str, n_trials: int | None = None) -> StudyConfig:
+    """The study's file, with so many trials if that is given, and a folder for what a run makes.
 
     Raises InputError where that cannot be made.
     """
     from hpo.config.study_config import load_study
 
-    config = load_study(study)
+    return _to_run(load_study(study), n_trials)
+
+
+def _to_run(config: StudyConfig, n_trials: int | None) -> StudyConfig:
     make_runs_folder(config.name)
-    return config.with_values(**{key: value for key, value in options.items() if value is not None})
+    return config if n_trials is None else config.with_values(n_trials=n_trials)
+
+
+def load_to_check(study: str, storage: str | None, trust_remote_code: bool) -> StudyConfig:
+    """The study's file, or where there is none the study of that name in the database.
+
+    Raises InputError as `load_to_run` and `check_trust` do.
+    """
+    from hpo.study.running.run import check_trust
+    from hpo.study.store.database import storage_url
+
+    if (given := load_file(study)) is not None:
+        return _to_run(given, None)
+    config, _ = load_to_work(study, storage_url(storage))
+    check_trust(config, None, trust_remote_code)
+    return config
+
+
+def check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
+    """Raise ModelError where `folder` can take no model, InputError where it has that of another study."""
+    from hpo.models.export import check_export_folder  # imports PyTorch
+
+    check_export_folder(folder)
+    metadata = folder / "hpo.json"
+    if overwrite or not metadata.exists():
+        return
+    try:
+        other = json.loads(metadata.read_text())["provenance"]["study"]
+    except (OSError, ValueError, LookupError, TypeError):
+        other = "unknown"
+    if other != study_name:
+        raise InputError(
+            f"{folder} must be free for a model of `{study_name}`, but holds one of the study `{other}`. "
+            "Name another folder, or give --overwrite."
+        )
+
+
+def check_work_options(options: Mapping[str, Any]) -> None:
+    """Raise InputError where `WORK_OPTIONS` contradict each other, before anything is made."""
+    from hpo.study.running.stopping import end_of_job
+
+    end_of_job(options["until"])
+    workers, per_device = options["workers"], options["workers_per_device"]
+    if workers and per_device:
+        raise InputError(
+            f"--workers {workers} counts all processes of this machine and --workers-per-device "
+            f"{per_device} those of each device. Give one of them."
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ and (workers or per_device):
+        raise InputError(
+            "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
+        )
+
+
+def worker_processes(
+    config: StudyConfig | None, storage: str | None, options: Mapping[str, Any], *arguments: str
+) -> WorkerProcesses:
+    """Those that `WORK_OPTIONS` ask for; without shares, the one worker is this process.
+
+    Args:
+        config: of the study; None for workers of all studies.
+        storage: the option.
+        arguments: more of `hpo worker`.
+    """
+    from hpo.study.running.supervisor import WorkerProcesses, share_devices
+
+    shares = share_devices(config, options["workers"], options.get("workers_per_device"))
+    return WorkerProcesses(shares, arguments, file_given(storage))
 
 
 def file_given(storage: str | None) -> str | None:
     """`@FILE`, where the user named the database so: processes elsewhere get no more than that."""
-    from hpo.study.database import URL_FROM_FILE
+    from hpo.study.store.database import URL_FROM_FILE
 
     return storage if storage and storage.startswith(URL_FROM_FILE) else None
 
 
-def load_to_work(study: str, url: str, stop: Stop | None = None, **options: Any) -> tuple[StudyConfig, bool]:
-    """The study as a worker runs it, and whether the user's own file trusts the encoder's code.
+def load_to_work(
+    study: str, url: str, stop: Stop | None = None, n_trials: int | None = None
+) -> tuple[StudyConfig, bool]:
+    """The study as a worker runs it, and whether it is that of the user's own file.
 
     With `stop` it waits for a database that is away, until that is set.
 
     A name is that of a study in the database, if there is one, whatever lies in studies/; a path, and a name
-    that the database does not have, are of a study file. `options` as in `load_to_run`.
+    that the database does not have, are of a study file. `n_trials` as in `load_to_run`.
     """
     from hpo.config.study_config import stored_study
     from hpo.errors import NoDatabaseError, StudyFileError
-    from hpo.study.storage import open_storage
+    from hpo.study.store.database import place
+    from hpo.study.store.storage import open_storage
 
-    is_path = Path(study).suffix in (".yaml", ".yml") or "/" in study
-    config, unknown = None, ""
-    if not is_path:
+    unknown = ""
+    if not is_path(study):
         try:
             with open_storage(url, create=False, stop=stop) as storage:
                 if storage.has_study(study):
-                    config = stored_study(study, storage.read_definition(study))
+                    return _to_run(stored_study(study, storage.read_definition(study)), n_trials), False
         except NoDatabaseError as error:
             unknown = str(error)
-    if config is None:
-        try:
-            config = load_to_run(study, **options)
-        except StudyFileError as error:
-            if is_path:
-                raise
-            from hpo.study.database import place
+    try:
+        return load_to_run(study, n_trials), True
+    except StudyFileError as error:
+        if is_path(study):
+            raise
+        nowhere = unknown or f"There is no study `{study}` in {place(url)}."
+        raise InputError(f"{nowhere} As a file, {error}") from None
 
-            nowhere = unknown or f"There is no study `{study}` in {place(url)}."
-            raise InputError(f"{nowhere} As a file, {error}") from None
-        return config, config.model.trust_remote_code
-    make_runs_folder(config.name)
-    return config.with_values(**{key: value for key, value in options.items() if value is not None}), False
+
+def is_path(study: str) -> bool:
+    """Whether STUDY is the path of a study file, and no name."""
+    return Path(study).suffix in (".yaml", ".yml") or "/" in study
 
 
 def make_runs_folder(study_name: str) -> None:
@@ -247,7 +324,7 @@ def load_file(study: str) -> StudyConfig | None:
     try:
         return load_study(study)
     except StudyFileError:
-        if Path(study).suffix in (".yaml", ".yml") or "/" in study:
+        if is_path(study):
             raise
         return None
 
@@ -256,28 +333,32 @@ def load_file(study: str) -> StudyConfig | None:
 def existing_study(study: str, storage: str | None) -> Iterator[tuple[Storage, StudyRecord]]:
     """The database at --storage and what it has of STUDY, for commands that only read.
 
-    Raises StorageError where there is none.
+    A name is that of a study in the database, if there is one, as in `load_to_work`. Raises StorageError
+    where there is none.
     """
-    from hpo.study.database import storage_url
-    from hpo.study.storage import open_storage
+    from hpo.study.store.database import storage_url
+    from hpo.study.store.storage import open_storage
 
     config = load_file(study)
     with open_storage(storage_url(storage), create=False) as database:
-        yield database, database.read_study(config.name if config else study)
+        is_stored = not is_path(study) and database.has_study(study)
+        yield database, database.read_study(study if is_stored or config is None else config.name)
 
 
 def config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> StudyConfig:
-    """The study as in its file, or as stored without one.
+    """The study as in its file, or as stored without one, or where the file is of another study.
 
-    Raises StudyChangedError when the file says something else than the study was made with, InputError where
-    the encoder's code is to run and neither the file nor the option trusts it.
+    Raises StudyChangedError when the file says something else than the study was made with, and InputError as
+    `check_trust` does.
     """
     from hpo.config.study_config import stored_study
-    from hpo.study.run import check_trust
+    from hpo.study.running.run import check_trust
 
     given, stored = load_file(study), record.definition
+    if given is not None and given.name != record.name:
+        given = None
     config = given.completed(stored) if given else stored_study(record.name, stored)
-    check_trust(config, trust_remote_code or bool(given and given.model.trust_remote_code))
+    check_trust(config, given, trust_remote_code)
     return config
 
 
@@ -288,12 +369,12 @@ def checkpoint_of(
     executor: Executor | None = None,
     *,
     device: str | None = None,
+    kind: Literal["best", "step"] = "best",
 ) -> tuple[Executor, Path]:
     """An executor of the study (that given, or a new one, on `device` in place of the study's), and the
-    folder with the checkpoint of one of its trials, brought here."""
+    folder with the newest checkpoint of that kind of one of its trials, brought here."""
     from hpo.device import probe_device
-    from hpo.study.artifact_store import open_artifact_store
-    from hpo.study.checkpoint_artifacts import fetch_newest
+    from hpo.study.checkpoints.remote_store import open_remote_store
     from hpo.trial.executor import Executor
 
     if executor is None:
@@ -301,6 +382,6 @@ def checkpoint_of(
         executor = Executor(config, probe_device(device or config.device), RUNS)
         database.check_data(config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), number)
-    if (artifacts := open_artifact_store(config.checkpoint)) is not None:
-        fetch_newest("best", artifacts, database, config.name, number, folder)
+    if (remote := open_remote_store(config.checkpoint)) is not None:
+        remote.fetch_newest(kind, folder)
     return executor, folder

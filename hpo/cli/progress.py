@@ -5,27 +5,25 @@ A run shows this before its first trial, so nothing here imports pandas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import time
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from hpo.config.trial_config import build_trial_config
 from hpo.outcome import Outcome
-from hpo.report.formats import describe_params, format_metric, format_seconds
-from hpo.study.study_record import best_trials
+from hpo.report.formats import describe_params, format_metric
+from hpo.study.reading.watch import Look
 
 if TYPE_CHECKING:
-    import threading
-
     from hpo.config.study_config import StudyConfig
-    from hpo.study.study_record import StudyRecord
-    from hpo.study.watch import TrialEvent
+    from hpo.study.reading.watch import WatchedTrial
 
 OUTCOME_STYLES: dict[str, str] = {
     **{outcome: "magenta" for outcome in Outcome if outcome.infeasible},
@@ -36,56 +34,44 @@ OUTCOME_STYLES: dict[str, str] = {
     Outcome.FAILED: "bold red",
 }
 
+_LINE_SECONDS = 30.0
+"""Between two lines of progress where the output is no terminal."""
+
 
 class StudyDisplay:
-    """Progress of a running study: a bar for the study, one for each trial in hand, and the best so far.
+    """Progress of a running study: a bar for the study, one for each running trial, and the best so far.
 
-    A context manager; give `update` to `hpo.study.watch.watching`. Where the output is no terminal (a log
-    file, a batch job) it is a line for each evaluation and each trial that ended.
+    A context manager; give `show` to `hpo.study.reading.watch.watching`. Where the output is no terminal (a
+    log file, a batch job) it is a line for each trial that ended, and now and then one for each that runs.
 
     Args:
-        record: the study before this run.
-        num_done: how many of the study's trials are done now, those of other workers included.
+        num_done: how many of the study's trials were done before this run.
         stop: set when the run was told to stop.
     """
 
     def __init__(
         self,
         config: StudyConfig,
-        record: StudyRecord,
-        num_done: Callable[[], int],
+        num_done: int,
         *,
         stop: threading.Event,
         console: Console | None = None,
     ) -> None:
         self._console = console or Console()
-        self._config = config
-        self._objective = config.objective[0]
-        self._num_done = num_done
+        self._objectives = config.objective
         self._stop = stop
-        self._best: tuple[float, int] | None = None
-        for trial in best_trials(record)[:1]:
-            self._note_best(trial.values, trial.number)
+        self._look = Look()
+        self._printed_at = time.monotonic()
         self._study = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("trials"),
+            TextColumn("{task.completed}/{task.total} trials"),
             TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            speed_estimate_period=600,
         )
-        self._study_task = self._study.add_task(
-            escape(config.name), total=sum(record.slots.values()), completed=record.slots["done"]
-        )
-        params = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        self._trials = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=12),
-            TextColumn("{task.percentage:3.0f}%"),
-            TextColumn("{task.fields[value]}"),
-            TextColumn("{task.fields[params]}", style="dim", table_column=params),
-            expand=True,
-        )
-        self._tasks: dict[int, TaskID] = {}
+        self._of_study = self._study.add_task(escape(config.name), total=config.n_trials, completed=num_done)
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
         )
@@ -98,80 +84,71 @@ class StudyDisplay:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def update(self, event: TrialEvent) -> None:
-        """Show that a trial began, was evaluated or ended."""
-        number, params = event.number, escape(describe_params(event.params))
-        if event.kind == "started":
-            self._tasks[number] = self._trials.add_task(
-                f"trial {number}",
-                total=self._expected_evaluations(event),
-                completed=event.num_evaluations,
-                value="",
-                params=params,
-            )
-        elif event.kind == "evaluated":
-            if event.values:
-                value = escape(f"{self._objective.metric} {self._format(event.values[0])}")
-                self._trials.update(
-                    self._tasks[number], completed=event.num_evaluations, value=value, params=params
-                )
-            if not self._console.is_terminal:
-                self._print_evaluation(event)
-        else:
-            if (task := self._tasks.pop(number, None)) is not None:
-                self._trials.remove_task(task)
-            self._study.update(self._study_task, completed=self._num_done())
-            if event.outcome == Outcome.COMPLETE:
-                self._note_best(event.values, number)
-            self._print_finished(event)
-
-    def _expected_evaluations(self, event: TrialEvent) -> int:
-        return self._config.evaluation.count(build_trial_config(self._config, event.params, "fp32").epochs)
-
-    def _format(self, value: float) -> str:
-        return format_metric(self._objective.metric, value)
-
-    def _note_best(self, values: Sequence[float] | None, number: int) -> None:
-        if not values:
+    def show(self, look: Look) -> None:
+        """Show a study as it is now."""
+        self._look = look
+        self._study.update(self._of_study, completed=look.num_done)
+        for trial in look.ended:
+            values = ", ".join(self._values(trial))
+            outcome = (f"{trial.outcome:<12}", OUTCOME_STYLES.get(trial.outcome, ""))
+            said = ((values, "bold"), describe_params(trial.params), (trial.reason, "dim"))
+            self._print_line(f"trial {trial.number:>3}", outcome, *said)
+        if self._console.is_terminal or time.monotonic() - self._printed_at < _LINE_SECONDS:
             return
-        sign = 1 if self._objective.direction == "maximize" else -1
-        if self._best is None or sign * values[0] > sign * self._best[0]:
-            self._best = (values[0], number)
+        self._printed_at = time.monotonic()
+        for running in look.running:
+            self._print_line(f"trial {running.number:>3}", _percent(running), *self._facts(running))
 
-    def _values(self, event: TrialEvent) -> str:
-        pairs = zip(self._config.objective, event.values or (), strict=False)
-        return ", ".join(format_metric(objective.metric, value) for objective, value in pairs)
+    def _print_line(self, *parts: str | tuple[str, str]) -> None:
+        said = [part if isinstance(part, tuple) else (part, "") for part in parts]
+        line = Text("  ").join(Text(text, style) for text, style in said if text)
+        self._console.print(line, soft_wrap=not self._console.is_terminal)
 
-    def _print_evaluation(self, event: TrialEvent) -> None:
-        of = f"{event.num_evaluations} of {self._expected_evaluations(event)}"
-        values = f"{self._objective.metric} {self._values(event)}"
-        line = f"trial {event.number:>3}  evaluation {of}  {values}  {format_seconds(event.seconds)}"
-        self._console.print(Text(line), soft_wrap=True)
+    def _values(self, trial: WatchedTrial) -> list[str]:
+        pairs = zip(self._objectives, trial.values, strict=False)
+        return [format_metric(objective.metric, value) for objective, value in pairs]
 
-    def _print_finished(self, event: TrialEvent) -> None:
-        outcome = (f"{event.outcome:<12}", OUTCOME_STYLES.get(event.outcome, ""))
-        head = Text.assemble(f"trial {event.number:>3}  ", outcome)
-        values, params = self._values(event), describe_params(event.params)
-        if not self._console.is_terminal:
-            line = "  ".join(part for part in (head.plain, values, params, event.reason) if part)
-            self._console.print(Text(line), soft_wrap=True)
-            return
-        rest = Text.assemble((values, "bold"), "  " if values else "", params)
-        if event.reason:
-            rest.append(f"\n{event.reason}", style="dim")
-        line_table = Table.grid(padding=(0, 1))
-        line_table.add_column(no_wrap=True)
-        line_table.add_row(head, rest)
-        self._console.print(line_table)
+    def _facts(self, trial: WatchedTrial) -> list[str]:
+        progress = trial.progress
+        facts = [f"{self._objectives[0].metric} {value}" for value in self._values(trial)]
+        if progress is not None:
+            loss, rate = progress["train_loss"], progress["examples_per_second"]
+            facts.append(f"step {progress['step']}")
+            facts += [] if loss is None else [f"loss {loss:.3g}"]
+            facts += [] if rate is None else [f"{rate:.3g} ex/s"]
+        return facts
 
     def _render(self) -> Group:
         best = Text("best so far: none yet", style="dim")
-        if self._best is not None:
-            text = f"best so far: {self._objective.metric} {self._format(self._best[0])}"
-            best = Text(f"{text} (trial {self._best[1]})", style="bold")
-        ready = Text("getting ready: data, encoder, precision", style="dim")
-        parts: list[RenderableType] = [self._trials if self._tasks else ready, self._study, best]
+        if self._look.best is not None:
+            value, number = self._look.best
+            metric = self._objectives[0].metric
+            text = f"best so far: {metric} {format_metric(metric, value)} (trial {number})"
+            best = Text(text, style="bold")
+        parts = [self._trials(), self._study, best]
         if self._stop.is_set():
             text = "Stopping when the checkpoint is written. Ctrl-C again ends at once, without one."
             parts.append(Text(text, style="yellow"))
         return Group(*parts)
+
+    def _trials(self) -> RenderableType:
+        """A line for each running trial."""
+        if not self._look.running:
+            is_done = self._study.finished
+            now = "evaluating the best trial" if is_done else "getting ready: data, encoder, precision"
+            return Text(now, style="dim")
+        lines = Table.grid(padding=(0, 1), expand=True)
+        for _ in range(4):
+            lines.add_column(no_wrap=True)
+        lines.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        for trial in self._look.running:
+            used = trial.progress["budget_used"] if trial.progress else None
+            bar = ProgressBar(total=1.0, completed=used or 0.0, width=12, pulse=used is None)
+            facts, params = Text(" ".join(self._facts(trial))), describe_params(trial.params)
+            lines.add_row(f"trial {trial.number}", bar, _percent(trial), facts, Text(params, "dim"))
+        return lines
+
+
+def _percent(trial: WatchedTrial) -> str:
+    """Of its budget; nothing before its worker's first heartbeat."""
+    return f"{trial.progress['budget_used']:4.0%}" if trial.progress else ""

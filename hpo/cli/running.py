@@ -8,82 +8,71 @@ import shlex
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hpo.cli.options import (
-    MAX_RESTARTS,
     RUNS,
+    WORK_OPTIONS,
+    ExportOption,
     JsonOption,
-    MaxRestartsOption,
     NumTrialsOption,
+    OverwriteOption,
     StorageOption,
     StudyArgument,
-    TimeoutOption,
-    UntilOption,
-    WorkersOption,
-    WorkersPerDeviceOption,
+    answer,
     app,
-    file_given,
+    check_export,
+    check_work_options,
     load_to_run,
     print_json,
     progress_shown,
     stop_signals,
+    with_options,
+    worker_processes,
 )
-from hpo.errors import InputError, RunError
+from hpo.errors import RunError
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
     import threading
 
     from hpo.config.study_config import StudyConfig
-    from hpo.study.run import OpenStudy
-    from hpo.study.stopping import Stop
-    from hpo.study.study_record import StudyRecord
-    from hpo.study.supervisor import WorkerPlace
-    from hpo.study.worker import RunSummary
-    from hpo.training.distributed import Ranks
-    from hpo.trial.telemetry import ScoredEvaluation
+    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.running.run import OpenStudy
+    from hpo.study.running.stopping import Stop
+    from hpo.study.running.supervisor import WorkerProcesses
+    from hpo.study.running.worker import RunSummary
+    from hpo.trial.callbacks import Callbacks
+    from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 
 
 @app.command()
+@with_options(WORK_OPTIONS)
 def run(
     study: StudyArgument,
     storage: StorageOption = None,
     n_trials: NumTrialsOption = None,
-    workers: WorkersOption = None,
-    workers_per_device: WorkersPerDeviceOption = None,
-    max_restarts: MaxRestartsOption = MAX_RESTARTS,
-    timeout: TimeoutOption = None,
-    until: UntilOption = None,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Create or resume a study and run its trials here until its budget is used up."""
     from hpo.report.status import study_status
-    from hpo.study.run import plan_workers
-    from hpo.study.stopping import end_of_job
-    from hpo.study.study_record import complete_trials
+    from hpo.study.reading.study_record import complete_trials
 
-    end = end_of_job(until)
-    check_one_of(workers, workers_per_device)
-    config = load_to_run(study, n_trials=n_trials, timeout=timeout)
-    if "TORCHELASTIC_RUN_ID" in os.environ and (workers or workers_per_device):
-        raise InputError(
-            "the processes of torchrun are one worker: --workers and --workers-per-device must be left out."
-        )
-    places = plan_workers(config, workers or 1, workers_per_device)
+    check_work_options(options)
+    config = load_to_run(study, n_trials=n_trials)
+    processes = worker_processes(config, storage, options)
     with (
         progress_shown(quiet=as_json),
-        stop_signals(end) as stop,
-        ranks_of_torchrun(stop) as ranks,
+        stop_signals(options["until"], options["timeout"]) as stop,
+        ranks_of_torchrun(),
     ):
-        record, summary, left_out = run_here(
-            config, places, stop, storage, quiet=as_json, max_restarts=max_restarts, ranks=ranks
-        )
+        record, summary, left_out = run_here(config, processes, stop, storage, quiet=as_json)
     if as_json:
         print_json(study_status(record) | {"ended": summary.ended, "left_out": left_out})
     else:
@@ -93,7 +82,7 @@ def run(
         if summary.ended != "finished":
             say_how_to_go_on(record, summary)
     if summary.ended == "finished" and not complete_trials(record):
-        raise RunError(_why_nothing_came_out(record))
+        raise RunError(_why_no_result(record))
     raise typer.Exit(summary.exit_code)
 
 
@@ -106,21 +95,15 @@ def init(
 ) -> None:
     """Check the study, and make the tables and the study, once, before workers start."""
     from hpo.report.status import study_status
-    from hpo.study.database import place, storage_url
-    from hpo.study.run import open_study
+    from hpo.study.running.run import OpenOptions, open_study
+    from hpo.study.store.database import place, storage_url
 
     config, url = load_to_run(study, n_trials=n_trials), storage_url(storage)
-    with (
-        progress_shown(quiet=as_json),
-        open_study(
-            config, url, RUNS, trials_run="elsewhere", trust_remote_code=config.model.trust_remote_code
-        ) as opened,
-    ):
-        total, record = opened.config.n_trials, opened.record
-    if as_json:
-        print_json(study_status(record))
-    else:
-        typer.echo(f"The study {config.name} with {total} trials is ready in {place(url)}.")
+    options = OpenOptions(trials_run="elsewhere", is_file=True)
+    with progress_shown(quiet=as_json), open_study(config, url, RUNS, options) as opened:
+        total, record = opened.config.n_trials, opened.storage.read_study(config.name)
+    text = f"The study {config.name} with {total} trials is ready in {place(url)}."
+    answer(study_status(record), text, as_json=as_json)
 
 
 @app.command()
@@ -130,30 +113,21 @@ def train(
         list[str] | None,
         typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
     ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
-    ] = None,
+    export: ExportOption = None,
+    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
-    from hpo.config.study_config import of_deployed
     from hpo.config.trial_config import parse_params
-    from hpo.device import probe_device
-    from hpo.study.leases import trial_attributes
-    from hpo.trial.best_model import export_checkpoint
-    from hpo.trial.executor import Executor
+    from hpo.study.claims.lease import trial_attributes
+    from hpo.trial.callbacks import Callbacks
     from hpo.trial.objectives import values_while_training
-    from hpo.trial.provenance import TrialSource
 
     params = parse_params(param or [])
-    if export is not None:
-        from hpo.models.export import check_export_folder
-
-        check_export_folder(export)
     config = load_to_run(study)
+    if export is not None:
+        check_export(export, config.name, overwrite=overwrite)
     metrics = [objective.metric for objective in config.objective]
-    exported = None
 
     def show(scored: ScoredEvaluation) -> None:
         evaluation = scored.evaluation
@@ -163,31 +137,16 @@ def train(
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
-    with (
-        progress_shown(quiet=as_json),
-        stop_signals() as stop,
-        ranks_of_torchrun(stop) as ranks,
-        tempfile.TemporaryDirectory(prefix="hpo-train-") as temporary,
-    ):
-        executor = Executor(config, probe_device(config.device), RUNS)
-        executor.ranks = ranks or executor.ranks
-        is_deployed = of_deployed(config.objective)
-        folder = Path(temporary, "trial") if export is not None or is_deployed else None
-        result = executor.run(params, folder, uuid.uuid4().hex, show, stop.is_set)
-        if folder is not None and is_deployed:
-            from hpo.deploy.objective import with_deployed_values
-
-            result = with_deployed_values(executor, folder, result)
-        if folder is not None and export is not None and result.outcome == Outcome.COMPLETE:
-            source = TrialSource(None, params, result.telemetry)
-            exported = str(export_checkpoint(executor, folder, export, source))
+    with progress_shown(quiet=as_json), stop_signals() as stop, ranks_of_torchrun():
+        result = _train(config, params, Callbacks(show, stop.is_set), stop, export)
     record = {
         "params": params,
         "values": None if result.values is None else dict(zip(metrics, result.values, strict=True)),
         **trial_attributes(result),
     }
-    if exported is not None:
-        record["export"] = exported
+    is_exported = export is not None and result.outcome == Outcome.COMPLETE
+    if is_exported:
+        record["export"] = str(export)
     if as_json:
         print_json(record)
     else:
@@ -196,77 +155,84 @@ def train(
         print_trial(record)
         if result.traceback:
             typer.echo(result.traceback, err=True)
-        if exported is not None:
-            typer.echo(f"The model is exported to {exported}.")
+        if is_exported:
+            typer.echo(f"The model is exported to {export}.")
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
 
 
-def check_one_of(workers: int | None, per_device: int | None) -> None:
-    if workers is not None and per_device is not None:
-        raise InputError(
-            f"--workers {workers} counts all processes of this machine and --workers-per-device "
-            f"{per_device} those of each device. Give one of them."
-        )
+def _train(
+    config: StudyConfig, params: Mapping[str, Any], callbacks: Callbacks, stop: Stop, export: Path | None
+) -> TrialResult:
+    """Run one trial with `params`, and write its model to `export` if it completes."""
+    from hpo.config.study_config import of_deployed
+    from hpo.device import probe_device
+    from hpo.trial.best_model import export_checkpoint
+    from hpo.trial.executor import Executor
+    from hpo.trial.provenance import TrialSource
+
+    with tempfile.TemporaryDirectory(prefix="hpo-train-") as temporary:
+        executor = Executor(config, probe_device(config.device), RUNS)
+        is_deployed = of_deployed(config.objective)
+        folder = Path(temporary, "trial") if export is not None or is_deployed else None
+        stop.can_checkpoint = True
+        result = executor.run(params, folder, uuid.uuid4().hex, callbacks)
+        if folder is not None and is_deployed:
+            from hpo.deploy.objective import with_deployed_values
+
+            result = with_deployed_values(executor, folder, result)
+        if folder is not None and export is not None and result.outcome == Outcome.COMPLETE:
+            source = TrialSource(None, params, result.telemetry)
+            export_checkpoint(executor, folder, export, source)
+    return result
 
 
 @contextmanager
-def ranks_of_torchrun(stop: threading.Event) -> Iterator[Ranks | None]:
-    """The processes of torchrun, which train each trial together; None: it did not start this one.
+def ranks_of_torchrun() -> Iterator[None]:
+    """Connect the processes of torchrun, which train each trial together, if it started this one.
 
     The first of them runs the block. The others follow it until it leaves, and end their command then.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        yield None
+        yield
         return
-    from hpo.training.distributed import connected_ranks
+    from hpo.training.distributed import connected_ranks, rank
     from hpo.trial.executor import follow
 
-    with connected_ranks() as ranks:
-        if not ranks.is_main:
+    with connected_ranks():
+        if rank():
             logging.getLogger("hpo").setLevel(logging.ERROR)  # the first one says it
-            follow(ranks, RUNS, stop.is_set)
+            follow(RUNS)
             raise typer.Exit
-        yield ranks
+        yield
 
 
 def run_here(
     config: StudyConfig,
-    places: Sequence[WorkerPlace],
+    processes: WorkerProcesses,
     stop: Stop,
     storage: str | None,
     *,
     quiet: bool,
-    max_restarts: int = MAX_RESTARTS,
-    ranks: Ranks | None = None,
 ) -> tuple[StudyRecord, RunSummary, Mapping[str, str]]:
-    """Make or resume a study of the user's own and run its trials on this machine, as `run_study` does.
+    """Make or resume a study of a study file and run its trials on this machine, as `run_study` does.
 
     Args:
-        places: of `plan_workers`.
+        processes: in which its trials run; without shares, in this one.
         storage: the option.
         quiet: show no progress.
 
     Returns the study as it is then, how the run ended, and the precisions that were left out, with reasons.
     """
-    from hpo.study.database import storage_url
-    from hpo.study.run import open_study, run_study
+    from hpo.study.running.run import OpenOptions, open_study, run_study
+    from hpo.study.store.database import storage_url
 
-    with open_study(
-        config,
-        storage_url(storage),
-        RUNS,
-        trials_run="in workers" if places else "in this process",
-        trust_remote_code=config.model.trust_remote_code,
-        ranks=ranks,
-    ) as opened:
+    options = OpenOptions(
+        trials_run="in workers" if processes.shares else "in this process",
+        is_file=True,
+    )
+    with open_study(config, storage_url(storage), RUNS, options) as opened:
         with shown(opened, stop, quiet=quiet):
-            summary = run_study(
-                opened,
-                places,
-                stop=stop,
-                max_restarts=max_restarts,
-                storage_as_given=file_given(storage),
-            )
+            summary = run_study(opened, processes, stop=stop)
         return opened.storage.read_study(config.name), summary, opened.left_out
 
 
@@ -280,14 +246,14 @@ def shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = 
         yield
         return
     from hpo.cli.progress import StudyDisplay
-    from hpo.study.database import place
-    from hpo.study.watch import watching
+    from hpo.study.reading.watch import StudyWatch, watching
+    from hpo.study.store.database import place
 
-    record, storage, config = opened.record, opened.storage, opened.config
-    done, total = record.slots["done"], config.n_trials
-    state = "finished" if done == total else "resumed" if record.trials else "new"
+    stored, storage, config = opened.stored, opened.storage, opened.config
+    done, total = stored.slots["done"], config.n_trials
+    state = "finished" if done == total else "resumed" if done or stored.has_trained else "new"
     typer.echo(
-        f"Study {record.name} ({state}): {done} of {total} trials done, in {place(storage.url)}. "
+        f"Study {config.name} ({state}): {done} of {total} trials done, in {place(storage.url)}. "
         f"Sampler {config.sampler.name}, pruner {config.pruner.name}."
     )
     if opened.left_out:
@@ -296,21 +262,18 @@ def shown(opened: OpenStudy, stop: threading.Event, *, quiet: bool, own: bool = 
             f"Not run here: {', '.join(opened.left_out)}. {reasons} Workers on other devices may run them; "
             "`amp.on_unsupported` and `amp.allow_emulated` change that."
         )
-    for line in opened.data_advice:
-        typer.echo(f"Data: {line}")
-    if opened.data_advice:
-        typer.echo(f"More of the data: hpo check {config.path}")
-    display = StudyDisplay(config, record, lambda: storage.slot_counts(record.name)["done"], stop=stop)
-    with display, watching(storage, config, display.update, own=own, seconds=2.0 if own else 0.5):
+    display = StudyDisplay(config, done, stop=stop)
+    seconds = 2.0 if own else 0.5
+    with display, watching(StudyWatch(storage, config, own=own), display.show, seconds):
         yield
 
 
 def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     """Say why a run ended before its study, and by which command, as it was given, it goes on."""
-    from hpo.study.database import redact
+    from hpo.study.store.database import redact
 
     slots = record.slots
-    if summary.ended == "halted":
+    if summary.ended == "closed":
         typer.echo(
             f"The study {record.name} is {record.state}: {slots['done']} of {sum(slots.values())} trials "
             f"done. To open it again: hpo resume {record.name}"
@@ -327,7 +290,7 @@ def say_how_to_go_on(record: StudyRecord, summary: RunSummary) -> None:
     typer.echo(f"{why}: {done}. To go on{where}: {command}")
 
 
-def _why_nothing_came_out(record: StudyRecord) -> str:
+def _why_no_result(record: StudyRecord) -> str:
     last = next(trial for trial in reversed(record.trials) if trial.state != "WAITING")
     trace = last.attributes.get("traceback")
     return (

@@ -7,32 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.cli.options import RUNS, JsonOption, StorageOption, StoredStudyArgument, app, print_json
-from hpo.errors import HpoError, InputError, RunError
+from hpo.cli.options import RUNS, JsonOption, StorageOption, StoredStudyArgument, answer, app, print_json
+from hpo.errors import HpoError, InputError, RunError, printable
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from hpo.study.reading.overview import StudyOverview
+    from hpo.study.store.lifecycle import StudyState
+    from hpo.study.store.storage import Storage
 
-    from hpo.study.lifecycle import StudyState
-    from hpo.study.overview import StudyOverview
-    from hpo.study.storage import Storage
-
-WaitOption = Annotated[
-    bool, typer.Option("--wait/--no-wait", help="Whether to return only when its workers have left.")
-]
-WaitSecondsOption = Annotated[
-    float, typer.Option("--timeout", min=0, metavar="SECONDS", help="How long to wait for them.")
-]
 WAIT_SECONDS = 180.0
-"""A worker learns of it within 10 s, one that died counts for 60 s, and a step may take long."""
+"""For workers to leave: one learns of it within 10 s, one that died counts for 60 s, a step may take long."""
 
 
 @app.command()
 def studies(storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """List the studies of the database: state, progress, best value, live workers, age."""
-    from hpo.study.database import storage_url
-    from hpo.study.overview import list_studies
-    from hpo.study.storage import open_storage
+    from hpo.study.reading.overview import list_studies
+    from hpo.study.store.database import storage_url
+    from hpo.study.store.storage import open_storage
 
     with open_storage(storage_url(storage), create=False) as database:
         found = list_studies(database)
@@ -43,50 +35,40 @@ def studies(storage: StorageOption = None, as_json: JsonOption = False) -> None:
 
 
 @app.command()
-def pause(
-    study: StoredStudyArgument,
-    storage: StorageOption = None,
-    wait: WaitOption = True,
-    timeout: WaitSecondsOption = WAIT_SECONDS,
-    as_json: JsonOption = False,
-) -> None:
+def pause(study: StoredStudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Stop a study for now: its workers checkpoint their trials and leave."""
-    _halt(study, "paused", storage, wait=wait, timeout=timeout, as_json=as_json)
+    _halt(study, "paused", storage, as_json=as_json)
 
 
 @app.command()
 def resume(study: StoredStudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Open a study again that was paused or cancelled. Workers must be started anew."""
-    from hpo.study.database import storage_url
-    from hpo.study.lifecycle import set_state
-    from hpo.study.storage import open_storage
+    from hpo.study.store.database import storage_url
+    from hpo.study.store.lifecycle import set_state
+    from hpo.study.store.storage import open_storage
 
     with open_storage(storage_url(storage), create=False) as database:
         before = set_state(database, study, "open")
         slots = database.slot_counts(study)
-    if as_json:
-        print_json({"study": study, "state": "open", "before": before, "trials": slots})
-    else:
-        again = "is open already" if before == "open" else f"was {before} and is open again"
-        typer.echo(
-            f"The study {study} {again}: {slots['done']} of {sum(slots.values())} trials done. "
-            f"To go on: hpo worker {study}"
-        )
+    again = "is open already" if before == "open" else f"was {before} and is open again"
+    answer(
+        {"study": study, "state": "open", "before": before, "trials": slots},
+        f"The study {study} {again}: {_progress(slots)}. To go on: hpo worker {study}",
+        as_json=as_json,
+    )
 
 
 @app.command()
 def cancel(
     study: StoredStudyArgument,
     storage: StorageOption = None,
-    wait: WaitOption = True,
-    timeout: WaitSecondsOption = WAIT_SECONDS,
     jobs: Annotated[
         bool, typer.Option("--jobs", help="End its Slurm jobs too, also those that wait.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Stop a study for good: as pause, and its unfinished trials end."""
-    _halt(study, "cancelled", storage, wait=wait, timeout=timeout, end_jobs=jobs, as_json=as_json)
+    _halt(study, "cancelled", storage, end_jobs=jobs, as_json=as_json)
 
 
 @app.command()
@@ -94,95 +76,52 @@ def delete(
     study: StoredStudyArgument,
     storage: StorageOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also while workers are in it: they are stopped first.")
-    ] = False,
-    timeout: WaitSecondsOption = WAIT_SECONDS,
     as_json: JsonOption = False,
 ) -> None:
     """Remove a study from the database, and its checkpoints from where this machine finds them."""
     import sys
 
     from hpo.report.artifacts import files_folders, remove_files
-    from hpo.study.checkpoint_folders import noted_database, remove_checkpoints
-    from hpo.study.database import place, storage_url
-    from hpo.study.lifecycle import checkpoints_folder, delete_study, set_state, wait_for_workers
-    from hpo.study.storage import open_storage
+    from hpo.study.checkpoints.checkpoint_folders import noted_database, remove_checkpoints
+    from hpo.study.checkpoints.remote_store import remove_uploads
+    from hpo.study.store import lifecycle
+    from hpo.study.store.database import place, storage_url
+    from hpo.study.store.storage import open_storage
 
     url = storage_url(storage)
     with open_storage(url, create=False) as database:
-        folder = checkpoints_folder(database, study, RUNS)
-        slots = database.slot_counts(study)
-        left = wait_for_workers(database, study, 0)
-        if left and not force:
+        folder = lifecycle.checkpoints_folder(database, study, RUNS)
+        config = lifecycle.checkpoint_config(study, database.read_definition(study))
+        done = database.slot_counts(study)["done"]
+        if left := lifecycle.wait_for_workers(database, study, 0):
             raise InputError(
                 f"The study `{study}` must have no worker, but has {', '.join(left)}. `hpo cancel {study}` "
-                "stops them; --force does so first."
+                "stops them."
             )
         if not yes:
             if as_json or not sys.stdin.isatty():
                 raise InputError(f"To delete the study `{study}` from {place(url)}, give --yes.")
-            what = f"{study} with {slots['done']} finished trials from {place(url)}"
+            what = f"{study} with {done} finished trials from {place(url)}"
             typer.confirm(f"Delete the study {what}? It cannot be had back.", abort=True)
-        if left:
-            set_state(database, study, "cancelled")
-            _wait(database, study, "cancelled", timeout)
         noted = noted_database(database)
-        stored = _drop_artifacts(database, study, folder, noted)
-        delete_study(database, study)
+        lifecycle.delete_study(database, study)  # raises where a worker has joined: nothing is removed then
+    said = [f"The study {study} is deleted.", remove_uploads(config, folder, noted)]
     for shown in files_folders(study, RUNS):
         remove_files(shown)
     there = folder.exists()
-    here = remove_checkpoints(folder, noted)
-    if as_json:
-        removed = there and not folder.exists()
-        print_json({"study": study, "deleted": True, "checkpoints": str(folder), "removed_here": removed})
-    else:
-        also = "other machines may have such a folder too"
-        typer.echo(f"The study {study} is deleted.{stored} {here}; {also}.")
-
-
-def _drop_artifacts(database: Storage, study: str, folder: Path, noted: str) -> str:
-    """Remove the checkpoints of a study from its artifact store; say which stay there, and why."""
-    from hpo.study.artifact_store import open_artifact_store
-    from hpo.study.checkpoint_artifacts import drop_artifacts, num_artifacts
-    from hpo.study.checkpoint_folders import is_of
-    from hpo.study.lifecycle import checkpoint_config
-
-    if not (count := num_artifacts(database, study)):
-        return ""
-    config = checkpoint_config(study, database.read_definition(study))
-    reason = "nothing on this machine says that no other database has this study with them"
-    if is_of(folder, noted):
-        try:
-            store = open_artifact_store(config)
-        except InputError as error:
-            reason = str(error).rstrip(".")
-        else:
-            numbers = range(len(database.load_study(study).get_trials(deepcopy=False)))
-            if store is not None:
-                drop_artifacts(store, database, study, numbers)
-            if not (left := num_artifacts(database, study)):
-                return f" {count} checkpoints are removed from {config.location}."
-            count, reason = left, "it did not let them be removed"
-    return f" {count} checkpoints stay in {config.location}: {reason}."
+    said.append(f"{remove_checkpoints(folder, noted)}; other machines may have such a folder too.")
+    removed = {"checkpoints": str(folder), "removed_here": there and not folder.exists()}
+    answer({"study": study, "deleted": True, **removed}, " ".join(filter(None, said)), as_json=as_json)
 
 
 def _halt(
-    study: str,
-    state: StudyState,
-    storage: str | None,
-    *,
-    wait: bool,
-    timeout: float,
-    as_json: bool,
-    end_jobs: bool = False,
+    study: str, state: StudyState, storage: str | None, *, as_json: bool, end_jobs: bool = False
 ) -> None:
-    from hpo.cluster.jobs import read_jobs
-    from hpo.cluster.slurm import cancel_jobs
-    from hpo.study.database import storage_url
-    from hpo.study.lifecycle import end_unfinished, set_state
-    from hpo.study.storage import open_storage
+    from hpo.cluster.batch.jobs import read_jobs
+    from hpo.cluster.batch.slurm import cancel_jobs
+    from hpo.study.store.database import storage_url
+    from hpo.study.store.lifecycle import end_unfinished, set_state
+    from hpo.study.store.storage import open_storage
 
     with open_storage(storage_url(storage), create=False) as database:
         before = set_state(database, study, state)
@@ -192,44 +131,36 @@ def _halt(
             cancelled = cancel_jobs(own, study)
         except HpoError as error:  # no Slurm here, say: what concerns the study comes first
             failure = error
-        if wait:
-            _wait(database, study, state, timeout)
+        _wait(database, study, state)
         ended = end_unfinished(database, study) if state == "cancelled" else 0
         slots = database.slot_counts(study)
     if failure is not None:
         raise type(failure)(f"The study `{study}` is {state}, but its jobs are not ended: {failure}")
-    if as_json:
-        print_json(
-            {
-                "study": study,
-                "state": state,
-                "before": before,
-                "trials": slots,
-                "ended": ended,
-                "jobs": cancelled,
-            }
-        )
-        return
-    if cancelled:
-        typer.echo(f"Jobs that are ended: {', '.join(cancelled)}.")
+    jobs = printable(f"Jobs that are ended: {', '.join(cancelled)}.\n") if cancelled else ""
     ends = f", {ended} unfinished ended" if ended else ""
-    typer.echo(
-        f"The study {study} is {state}: {slots['done']} of {sum(slots.values())} trials done{ends}. "
-        f"To open it again: hpo resume {study}"
+    done = {"before": before, "trials": slots, "ended": ended, "jobs": cancelled}
+    answer(
+        {"study": study, "state": state, **done},
+        f"{jobs}The study {study} is {state}: {_progress(slots)}{ends}. To open it again: hpo resume {study}",
+        as_json=as_json,
     )
 
 
-def _wait(database: Storage, study: str, state: str, timeout: float) -> None:
+def _progress(slots: dict[str, int]) -> str:
+    return f"{slots['done']} of {sum(slots.values())} trials done"
+
+
+def _wait(database: Storage, study: str, state: str) -> None:
     """Wait until no worker is in the study. Raises RunError where some stay."""
-    from hpo.study.lifecycle import wait_for_workers
+    from hpo.study.store.lifecycle import wait_for_workers
 
     if not (left := wait_for_workers(database, study, 0)):
         return
     typer.echo(f"Waiting for {', '.join(left)} to checkpoint and leave.", err=True)
-    if left := wait_for_workers(database, study, timeout):
+    if left := wait_for_workers(database, study, WAIT_SECONDS):
         raise RunError(
-            f"The study `{study}` is {state}, but after {timeout:g} s it has {', '.join(left)}. They leave "
-            "at their next step; one killed on another machine counts for 60 s. Try again."
+            f"The study `{study}` is {state}, but after {WAIT_SECONDS:g} s it has {', '.join(left)}. They "
+            "leave at their next step; one killed on another machine counts for 60 s. Try again."
         )
 
 
@@ -244,29 +175,26 @@ def _described(study: StudyOverview) -> dict[str, Any]:
 
 
 def _print_studies(found: list[StudyOverview]) -> None:
-    from rich.box import SIMPLE_HEAD
+    import pandas as pd
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
+    from hpo.cli.display import dataframe_table
     from hpo.report.formats import format_metric, format_seconds
 
     if not found:
         typer.echo("The database holds no study.")
         return
-    columns = ("study", "state", "priority", "done", "best", "workers", "age", "last activity")
-    table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    styles = {"paused": "yellow", "cancelled": "red", "done": "green"}
-    for study in found:
-        best = "" if study.best is None else f"{study.metric} {format_metric(study.metric, study.best)}"
-        table.add_row(
-            Text(study.name),
-            Text(study.state, styles.get(study.state, "")),
-            str(study.priority),
-            f"{study.trials['done']}/{study.trials['total']}",
-            Text(best),
-            str(study.workers),
-            format_seconds(study.now - study.created),
-            f"{format_seconds(max(0.0, study.now - study.last_activity))} ago",
-        )
-    Console().print(table)
+    rows = [
+        {
+            "study": study.name,
+            "state": study.state,
+            "priority": study.priority,
+            "done": f"{study.trials['done']}/{study.trials['total']}",
+            "best": "" if study.best is None else f"{study.metric} {format_metric(study.metric, study.best)}",
+            "workers": study.workers,
+            "age": format_seconds(study.now - study.created),
+            "last activity": f"{format_seconds(max(0.0, study.now - study.last_activity))} ago",
+        }
+        for study in found
+    ]
+    Console().print(dataframe_table(pd.DataFrame(rows)))

@@ -7,69 +7,38 @@ away.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from hpo.cli.options import (
-    MAX_RESTARTS,
     RUNS,
+    WORK_OPTIONS,
     JsonOption,
-    MaxRestartsOption,
     StorageOption,
-    TimeoutOption,
     TrustOption,
-    UntilOption,
-    WorkersOption,
-    WorkersPerDeviceOption,
     app,
-    file_given,
+    check_work_options,
     load_to_work,
     print_json,
     progress_shown,
     stop_signals,
     with_options,
+    worker_processes,
 )
-from hpo.cli.running import check_one_of, ranks_of_torchrun, say_how_to_go_on, shown
+from hpo.cli.running import ranks_of_torchrun, say_how_to_go_on, shown
 from hpo.errors import InputError, RunError, StoppedError
 from hpo.outcome import Outcome
 
 if TYPE_CHECKING:
-    from hpo.study.serving import ServingOptions
-    from hpo.study.stopping import Stop
-    from hpo.study.supervisor import WorkerPlace
-
-
-_WORK_OPTIONS = {
-    "workers": WorkersOption,
-    "workers_per_device": WorkersPerDeviceOption,
-    "timeout": TimeoutOption,
-    "until": UntilOption,
-}
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What the user gave, of workers of one study or of all."""
-
-    url: str
-    storage_as_given: str | None
-    num_workers: int
-    workers_per_device: int | None
-    max_restarts: int
-    timeout: float | None
-    end: float | None
-    """When the job ends, in seconds since the epoch."""
-    trust_remote_code: bool
-    as_json: bool
+    from hpo.study.running.run import OpenOptions
+    from hpo.study.running.stopping import Stop
 
 
 @app.command()
-@with_options(_WORK_OPTIONS)
+@with_options(WORK_OPTIONS)
 def worker(
     study: Annotated[
         str | None,
@@ -80,7 +49,6 @@ def worker(
         ),
     ] = None,
     storage: StorageOption = None,
-    max_restarts: MaxRestartsOption = MAX_RESTARTS,
     idle_timeout: Annotated[
         float | None,
         typer.Option(
@@ -95,75 +63,65 @@ def worker(
     **options: Any,
 ) -> None:
     """Join a study as one or more workers and leave when it is done; without a name, serve all open ones."""
-    from hpo.study.database import storage_url
-    from hpo.study.stopping import end_of_job
+    from hpo.cluster.batch.slurm import requeue_this_job
+    from hpo.study.running.run import OpenOptions
 
-    check_one_of(options["workers"], options["workers_per_device"])
-    given = _Given(
-        url=storage_url(storage),
-        storage_as_given=file_given(storage),
-        num_workers=options["workers"] or 1,
-        workers_per_device=options["workers_per_device"],
-        max_restarts=max_restarts,
-        timeout=options["timeout"],
-        end=end_of_job(options["until"]),
-        trust_remote_code=trust_remote_code,
-        as_json=as_json,
-    )
-    if study is None:
-        _serve_all(given, idle_timeout or 0.0)
-    elif idle_timeout is not None:
+    check_work_options(options)
+    if study is not None and idle_timeout is not None:
         raise InputError(
             "--idle-timeout is for a worker without STUDY: that of a study leaves when it is done."
         )
-    else:
-        _work_in(study, given)
+    with (
+        progress_shown(quiet=as_json),
+        stop_signals(options["until"], options["timeout"]) as stop,
+        ranks_of_torchrun(),
+    ):
+        how = OpenOptions(resize=False, trust_remote_code=trust_remote_code, stop=stop)
+        try:
+            if study is None:
+                _serve(storage, how, stop, options | {"idle_timeout": idle_timeout or 0.0}, as_json=as_json)
+            else:
+                _work_in(study, storage, how, stop, options, as_json=as_json)
+        except StoppedError:  # while the database was away
+            requeue_this_job("stopped", stop)
+            raise
 
 
-def _work_in(study: str, given: _Given) -> NoReturn:
+def _work_in(
+    study: str, storage: str | None, how: OpenOptions, stop: Stop, options: dict[str, Any], *, as_json: bool
+) -> NoReturn:
     """Be one or more workers of a study, and end the command."""
-    from hpo.cluster.slurm import requeue_this_job
-    from hpo.study.next_look import look_by_look
-    from hpo.study.run import TrialsRun, open_study, plan_workers, run_study
+    from hpo.cluster.batch.slurm import requeue_this_job
+    from hpo.study.running.next_look import look_by_look
+    from hpo.study.running.run import open_study, run_study
+    from hpo.study.store.database import storage_url
 
-    outcomes: Counter[str] = Counter()
-    with progress_shown(quiet=given.as_json), stop_signals(given.end) as stop, _requeued_if_stopped(stop):
-        config, trusted = load_to_work(study, given.url, stop, timeout=given.timeout)
-        places = plan_workers(config, given.num_workers, given.workers_per_device)
-        trials_run: TrialsRun = "in workers" if places else "in this process"
-        with ranks_of_torchrun(stop) as ranks:
-            for looked in look_by_look(config, given.url, stop):
-                with (
-                    open_study(
-                        looked,
-                        given.url,
-                        RUNS,
-                        resize=False,
-                        trials_run=trials_run,
-                        trust_remote_code=trusted or given.trust_remote_code,
-                        ranks=ranks,
-                        stop=stop,
-                    ) as opened,
-                    shown(opened, stop, quiet=given.as_json, own=not places),
-                ):
-                    summary = run_study(
-                        opened,
-                        places,
-                        stop=stop,
-                        max_restarts=given.max_restarts,
-                        storage_as_given=given.storage_as_given,
-                    )
-                    says_why = summary.ended in ("elsewhere", "halted") and not given.as_json
-                    record = opened.storage.read_study(config.name) if says_why else None
-                outcomes.update(summary.outcomes)
-                if summary.ended != "finished":
-                    break
-        if config.comparison and stop.is_set() and summary.ended == "finished":
-            summary = replace(summary, ended="stopped")  # while it waited for the next look
+    url, outcomes = storage_url(storage), Counter[str]()
+    config, is_file = load_to_work(study, url, stop)
+    processes = worker_processes(config, storage, options)
+    here = not processes.shares
+    how = replace(
+        how,
+        trials_run="in this process" if here else "in workers",
+        is_file=is_file,
+    )
+    for looked in look_by_look(config, url, stop):
+        with (
+            open_study(looked, url, RUNS, how) as opened,
+            shown(opened, stop, quiet=as_json, own=here),
+        ):
+            summary = run_study(opened, processes, stop=stop)
+            says_why = summary.ended in ("elsewhere", "closed", "timeout") and not as_json
+            record = opened.storage.read_study(config.name) if says_why else None
+        outcomes.update(summary.outcomes)
+        if summary.ended != "finished":
+            break
+    if config.comparison and stop.is_set() and summary.ended == "finished":
+        summary = replace(summary, ended="stopped")  # while it waited for the next look
     requeue_this_job(summary.ended, stop)
-    if given.as_json:
-        found = {"study": config.name, "ended": summary.ended, "outcomes": outcomes}
-        print_json(found | {"left_out": opened.left_out})
+    if as_json:
+        ended = {"study": config.name, "ended": summary.ended, "outcomes": outcomes}
+        print_json(ended | {"left_out": opened.left_out})
     elif record is not None:
         say_how_to_go_on(record, summary)
     if outcomes and outcomes.keys() == {Outcome.FAILED}:
@@ -171,89 +129,34 @@ def _work_in(study: str, given: _Given) -> NoReturn:
     raise typer.Exit(summary.exit_code)
 
 
-def _serve_all(given: _Given, idle_timeout: float) -> NoReturn:
+def _serve(
+    storage: str | None, how: OpenOptions, stop: Stop, options: dict[str, Any], *, as_json: bool
+) -> NoReturn:
     """Be one or more workers of all studies of a database, and end the command."""
-    from hpo.study.run import plan_workers
-    from hpo.study.serving import ServingOptions
+    from hpo.cluster.batch.slurm import requeue_this_job
+    from hpo.study.running.serving import Server
+    from hpo.study.running.supervisor import serve_with_workers
+    from hpo.study.store.database import storage_url
+    from hpo.study.store.storage import open_storage
 
-    options = ServingOptions(idle_timeout, given.timeout, given.trust_remote_code)
-    if places := plan_workers(None, given.num_workers, given.workers_per_device):
-        _serve_with_workers(given, options, places)
-    _serve(given, options)
-
-
-def _serve(given: _Given, options: ServingOptions) -> NoReturn:
-    """Serve in this process."""
-    from hpo.cluster.slurm import requeue_this_job
-    from hpo.device import probe_device
-    from hpo.study.serving import serve
-
-    options = replace(options, device=probe_device("auto").device_id)
-    with (
-        progress_shown(quiet=given.as_json),
-        stop_signals(given.end) as stop,
-        ranks_of_torchrun(stop) as ranks,
-    ):
-        options = replace(options, ranks=ranks)
-        served = serve(
-            given.url,
-            RUNS,
-            options,
-            stop=stop,
-            shown=partial(shown, stop=stop, quiet=given.as_json, own=True),
-        )
-    requeue_this_job(served.ended, stop)
-    if given.as_json:
-        print_json({"ended": served.ended, "outcomes": served.outcomes, "left_out": served.left_out})
+    arguments = ["--idle-timeout", str(options["idle_timeout"])]
+    arguments += ["--trust-remote-code"] if how.trust_remote_code else []
+    processes, url = worker_processes(None, storage, options, *arguments), storage_url(storage)
+    display = partial(shown, stop=stop, quiet=as_json, own=True)
+    server = Server(url, RUNS, how, options["idle_timeout"], shown=display)
+    if processes.shares:
+        with open_storage(url, create=False, stop=stop) as database:
+            ended = serve_with_workers(database, RUNS, processes, stop)
     else:
-        counts = (f"{name} {sum(outcomes.values())}" for name, outcomes in served.outcomes.items())
-        why = {"idle": "Nothing is left to do here", "stopped": "Stopped", "timeout": "Out of time"}
-        typer.echo(f"{why[served.ended]}. Trials of this worker: {', '.join(counts) or 'none'}.")
-    ends = {outcome for outcomes in served.outcomes.values() for outcome in outcomes}
-    if ends == {Outcome.FAILED}:
-        raise RunError("every trial that this worker ran failed.")
-    raise typer.Exit(served.exit_code)
-
-
-def _serve_with_workers(given: _Given, options: ServingOptions, places: Sequence[WorkerPlace]) -> NoReturn:
-    """Serve in processes of their own."""
-    from hpo.cluster.slurm import requeue_this_job
-    from hpo.study.storage import open_storage
-    from hpo.study.supervisor import serve_with_workers
-
-    arguments = ["--idle-timeout", str(options.idle_timeout)]
-    arguments += ["--timeout", str(options.timeout)] if options.timeout is not None else []
-    arguments += ["--trust-remote-code"] if options.trust_remote_code else []
-    with (
-        progress_shown(quiet=given.as_json),
-        stop_signals(given.end) as stop,
-        _requeued_if_stopped(stop),
-        open_storage(given.url, create=False, stop=stop) as storage,
-    ):
-        ended = serve_with_workers(
-            storage,
-            RUNS,
-            places,
-            arguments,
-            stop=stop,
-            max_restarts=given.max_restarts,
-            storage_as_given=given.storage_as_given,
-        )
+        ended = server.serve()
     requeue_this_job(ended, stop)
-    if given.as_json:
-        print_json({"ended": ended})
+    if as_json:
+        print_json({"ended": ended, "outcomes": server.outcomes, "left_out": server.left_out})
     else:
-        typer.echo("Stopped." if ended == "stopped" else "Nothing is left to do here.")
+        counts = ", ".join(f"{name} {sum(each.values())}" for name, each in server.outcomes.items())
+        trials = "" if processes.shares else f" Trials of this worker: {counts or 'none'}."
+        why = {"idle": "Nothing is left to do here", "stopped": "Stopped", "timeout": "Out of time"}
+        typer.echo(f"{why[ended]}.{trials}")
+    if {outcome for each in server.outcomes.values() for outcome in each} == {Outcome.FAILED}:
+        raise RunError("every trial that this worker ran failed.")
     raise typer.Exit(130 if ended == "stopped" else 0)
-
-
-@contextmanager
-def _requeued_if_stopped(stop: Stop) -> Iterator[None]:
-    """Have this job run again where it was told to stop while the database was away."""
-    from hpo.cluster.slurm import requeue_this_job
-
-    try:
-        yield
-    except StoppedError:
-        requeue_this_job("stopped", stop)
-        raise

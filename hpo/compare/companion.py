@@ -1,10 +1,11 @@
 """The study that a comparison runs in the database: what of a study is compared, and how it grows.
 
-Paired question: the best `top` configurations of the study, whatever their precision, each under every
-precision. Tuned question: for each precision the best `top` that the search found under it, of which as many
-count as fp32 has too. A configuration that both questions name, or that was searched under several
-precisions, is trained once. The reference runs the paired configurations with a second set of seeds too: what
-a seed alone does is the noise floor of everything else.
+The best `top` configurations of the study, whatever their precision, each under every precision with the same
+seeds. In a race, each under its own precision.
+
+Precisions are asked about one after the other, in a fixed sequence: a precision gets no trial before the one
+ahead of it is as good. So each question has the whole error, and all `as good` together have it too (Westfall
+& Krishen, Journal of Statistical Planning and Inference 2001).
 
 A setting that the search left out of a configuration (`when`) has its default there. Nothing is pruned, no
 precision falls back to another, and no checkpoint outlives its trial.
@@ -13,7 +14,6 @@ precision falls back to another, and no checkpoint outlives its trial.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 from hpo.config.comparison import (
     REFERENCE,
     SEED,
-    Arm,
-    ClosedArm,
     ComparedConfiguration,
     ComparisonConfig,
     Question,
@@ -33,13 +31,13 @@ from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION
-from hpo.study.study_record import complete_trials, loss_signs
+from hpo.study.reading.study_record import complete_trials, loss_signs
 from hpo.trial.objectives import quality_objective, unit_of, without_deployed
 
 if TYPE_CHECKING:
     from hpo.data.dataset import DataSet
-    from hpo.study.storage import Storage
-    from hpo.study.study_record import StudyRecord, TrialRecord
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
+    from hpo.study.store.storage import Storage
 
 SUFFIXES = {"precisions": "-compare", "configurations": "-race"}
 """What the name of a comparison adds to that of its study, by its question."""
@@ -79,9 +77,9 @@ def open_comparison(
 ) -> StudyConfig:
     """The comparison that is stored, or a new one, which is not stored yet.
 
-    Of one that is stored nothing can be asked anew but more seeds, which keep all of its trials and looks. A
-    looser margin, another set of precisions or of configurations would be chosen by somebody who has seen the
-    results, and its errors would not be those stated.
+    Of one that is stored nothing can be asked anew but the number of seeds, which may be raised at any look.
+    A looser margin, other precisions or configurations would be chosen by somebody who has seen the results,
+    and its errors would not be those stated.
 
     Args:
         config: of the study that is compared.
@@ -89,8 +87,8 @@ def open_comparison(
         has_test: whether the data have a test split with labels.
 
     Raises:
-        InputError: the study has no complete trial; the stored comparison was begun with other values, or
-            has more seeds than are asked for; an option is not one of a race; the study is a comparison.
+        InputError: the study has no complete trial; the stored comparison was begun with other values; an
+            option is not one of a race; the study is a comparison.
     """
     if config.comparison is not None:
         of = config.comparison.study
@@ -104,7 +102,8 @@ def open_comparison(
     if not storage.has_study(name):
         complete = request if request.precisions else replace(request, precisions=tuple(runnable))
         new = plan_comparison(record, config, complete, token)
-        return comparison_study(config, new, has_test=has_test)
+        # a race chooses, and what is chosen on test has no test left
+        return comparison_study(config, new, has_test=has_test and request.question == "precisions")
     stored = stored_study(name, storage.read_definition(name))
     plan = stored.comparison
     if plan is None or plan.study_token != token:
@@ -112,7 +111,9 @@ def open_comparison(
             f"The study `{name}` is no comparison of `{record.name}` as it is now: hpo delete {name}"
         )
     _refuse_changes(name, plan, request)
-    return grown(stored, _with_seeds(name, plan, request.max_seeds))
+    if request.max_seeds is not None:
+        plan = plan.model_copy(update={"max_seeds": request.max_seeds})
+    return grown(stored, plan)
 
 
 def _refuse_changes(name: str, plan: ComparisonConfig, request: Request) -> None:
@@ -120,7 +121,7 @@ def _refuse_changes(name: str, plan: ComparisonConfig, request: Request) -> None
     begun_with: dict[str, float | Sequence[str]] = {
         "precisions": plan.precisions,
         "top": plan.top,
-        "seeds": plan.min_seeds,
+        "seeds": plan.seeds,
         "margin": plan.margin,
     }
     changed = [
@@ -137,23 +138,10 @@ def _refuse_changes(name: str, plan: ComparisonConfig, request: Request) -> None
 
 
 def _typed(value: float | Sequence[str]) -> str:
-    """The value of an option as one types it; names of precisions in any order, fp32 understood."""
+    """The value of an option as one types it; fp32 is understood among precisions."""
     if isinstance(value, int | float):
         return f"{value:g}"
-    return ",".join(sorted({*value} - {REFERENCE})) or REFERENCE
-
-
-def _with_seeds(name: str, plan: ComparisonConfig, max_seeds: int | None) -> ComparisonConfig:
-    """The plan with more seeds allowed. Raises InputError for fewer."""
-    allowed = plan.seeds_allowed
-    if max_seeds is None or max_seeds == allowed:
-        return plan
-    if max_seeds < allowed:
-        raise InputError(
-            f"--max-seeds can only be raised: the looks of the comparison `{name}` are planned for {allowed} "
-            f"seeds, of which it has {plan.num_seeds}, but got {max_seeds}. Leave it out to go on."
-        )
-    return plan.model_copy(update={"extensions": (*plan.extensions, max_seeds)})
+    return ",".join(name for name in value if name != REFERENCE) or REFERENCE
 
 
 def unlabelled_in_test(config: StudyConfig, data: DataSet) -> tuple[str, ...]:
@@ -195,23 +183,25 @@ def plan_comparison(
         raise InputError("--seeds must be <= --max-seeds, but got {seeds} and {max_seeds}.".format(**asked))
     names = sorted(config.search_space.keys() - {PRECISION, SEED})
     settings = {trial.number: _settings_of(config, trial, names) for trial in best}
-    if request.question == "configurations":
+    is_race = request.question == "configurations"
+    if is_race:
         configurations = tuple(_race(best[: asked["top"]], settings))
     else:
         own = {name for name in names if PRECISION in config.search_space[name].when}
-        configurations = _compared(best, settings, own, request.precisions or (), asked["top"])
-    in_race = dict.fromkeys(name for found in configurations for name in found.precisions)
+        configurations = tuple(_compared(best, settings, own, request.precisions or (), asked["top"]))
+    precisions = tuple(dict.fromkeys(name for found in configurations for name in found.precisions))
+    begins = [str(place) for place in range(len(configurations))] if is_race else precisions[:2]
     return ComparisonConfig(
         study=record.name,
         study_token=token,
         question=request.question,
-        precisions=tuple(in_race) if request.question == "configurations" else request.precisions or (),
+        precisions=precisions,
         configurations=configurations,
         top=asked["top"],
         first_seed=_first_seed(config),
-        min_seeds=asked["seeds"],
-        num_seeds=asked["seeds"],
+        seeds=asked["seeds"],
         max_seeds=asked["max_seeds"],
+        num_seeds=dict.fromkeys(begins, asked["seeds"]),
         margin=asked["margin"],
     )
 
@@ -224,7 +214,7 @@ def _race(best: Sequence[TrialRecord], settings: Settings) -> Iterator[ComparedC
     """The best configurations, each under its own precision."""
     for trial in best:
         yield ComparedConfiguration(
-            trial=trial.number, params=settings[trial.number], precisions=(_precision_of(trial),)
+            trial=trial.number, params=settings[trial.number], precisions=(precision_of(trial),)
         )
 
 
@@ -234,8 +224,8 @@ def _compared(
     own: Container[str],
     precisions: tuple[str, ...],
     top: int,
-) -> tuple[ComparedConfiguration, ...]:
-    """The best configurations under all `precisions`, and the best of each precision under that one.
+) -> Iterator[ComparedConfiguration]:
+    """The best configurations, each under all `precisions`.
 
     Trials that differ in precision alone have one configuration, by the better of them. So have those that
     differ in settings `own` to a precision too (`when`): each of these has the value of the best trial that
@@ -245,38 +235,17 @@ def _compared(
     for trial in best:
         shared = {name: value for name, value in settings[trial.number].items() if name not in own}
         groups.setdefault(json.dumps(shared, sort_keys=True), []).append(trial)
-    found: dict[str, ComparedConfiguration] = {}
-    group_of: dict[int, str] = {}
-    for rank, (key, group) in enumerate(groups.items()):
+    for group in list(groups.values())[:top]:
         params = dict(settings[group[0].number])
         for trial in reversed(group):
             params |= {name: settings[trial.number][name] for name in params if name in trial.params}
-        paired = rank < top
-        found[key] = ComparedConfiguration(
-            trial=group[0].number, params=params, precisions=precisions if paired else (), paired=paired
-        )
-        group_of |= {trial.number: key for trial in group}
-    seen: Counter[str] = Counter()
-    for trial in best:
-        precision = _precision_of(trial)
-        seen[precision] += 1
-        if precision in precisions and seen[precision] <= top:
-            key, params = group_of[trial.number], settings[trial.number]
-            if any(found[key].params[name] != params[name] for name in params if name in trial.params):
-                key = f"trial {trial.number}"  # another one of its precision has other settings of its own
-                found[key] = ComparedConfiguration(trial=trial.number, params=params, precisions=())
-            tuned = (*found[key].tuned, precision)
-            trained_in = precisions if found[key].paired else tuned
-            found[key] = found[key].model_copy(update={"tuned": tuned, "precisions": tuple(trained_in)})
-    return tuple(one for one in found.values() if one.precisions)
+        yield ComparedConfiguration(trial=group[0].number, params=params, precisions=precisions)
 
 
 def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: bool) -> StudyConfig:
-    """The study that trains what the plan names. `has_test`: as in `open_comparison`."""
+    """The study that trains what the plan names. `has_test`: whether its runs are scored on test."""
     definition = config.definition()
     fixed = {PRECISION, SEED}
-    # A worker whose device lacks a precision leaves the trials to others; none runs another in its place.
-    definition["amp"] = {**definition["amp"], "on_unsupported": "skip"}
     definition["training"] = {
         name: value for name, value in definition["training"].items() if name not in fixed
     }
@@ -302,13 +271,13 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             "evaluation": {**definition["evaluation"], "test": has_test},
             "n_trials": len(plan.points()),
             "comparison": plan,
-            "given": [*given, *(f"comparison.{name}" for name in ("num_seeds", "extensions", "closed"))],
+            "given": [*given, *(f"comparison.{name}" for name in ("num_seeds", "max_seeds"))],
         }
     )
 
 
 def grown(study: StudyConfig, plan: ComparisonConfig) -> StudyConfig:
-    """The comparison with another plan: more seeds, or arms that are closed."""
+    """The comparison with another plan: with more seeds."""
     return study.with_values(comparison=plan, n_trials=len(plan.points()))
 
 
@@ -319,20 +288,9 @@ def caught_up(storage: Storage, study: StudyConfig) -> StudyConfig:
         return study
     stored = stored_study(study.name, storage.read_definition(study.name)).comparison
     assert stored is not None
-    ahead = max(study.comparison, stored, key=lambda plan: plan.num_seeds)
-    extensions = tuple(sorted({*study.comparison.extensions, *stored.extensions}))
-    return grown(study, ahead.model_copy(update={"extensions": extensions}))
-
-
-def closed(plan: ComparisonConfig, arms: Sequence[Arm]) -> ComparisonConfig:
-    """The plan without further seeds for `arms`."""
-    known = {(arm.configuration, arm.precision, arm.repeat) for arm in plan.closed}
-    new = tuple(
-        ClosedArm(**arm.model_dump(), num_seeds=plan.num_seeds)
-        for arm in arms
-        if (arm.configuration, arm.precision, arm.repeat) not in known
-    )
-    return plan.model_copy(update={"closed": (*plan.closed, *new)})
+    seeds = [study.comparison.num_seeds, stored.num_seeds]
+    most = {arm: max(one.get(arm, 0) for one in seeds) for arm in {**seeds[0], **seeds[1]}}
+    return grown(study, study.comparison.model_copy(update={"num_seeds": most}))
 
 
 def by_rank(record: StudyRecord) -> list[TrialRecord]:
@@ -346,12 +304,17 @@ def by_rank(record: StudyRecord) -> list[TrialRecord]:
     )
     found: dict[str, TrialRecord] = {}
     for trial in ranked:
-        params = {name: value for name, value in trial.params.items() if name != SEED}
-        found.setdefault(json.dumps(params | {PRECISION: _precision_of(trial)}, sort_keys=True), trial)
+        found.setdefault(configuration_key(trial), trial)
     return list(found.values())
 
 
-def _precision_of(trial: TrialRecord) -> str:
+def configuration_key(trial: TrialRecord) -> str:
+    """The same for trials of one configuration, which differ in their seeds at most."""
+    params = {name: value for name, value in trial.params.items() if name != SEED}
+    return json.dumps(params | {PRECISION: precision_of(trial)}, sort_keys=True)
+
+
+def precision_of(trial: TrialRecord) -> str:
     """What it was trained in, which is not what it asked for where it fell back."""
     return str(trial.attributes.get("fp_precision_effective"))
 

@@ -1,63 +1,79 @@
-"""What a comparison has found, in one sentence and in full, and whether it goes on."""
+"""What a comparison of precisions has found, as it is stored, and whether it goes on.
+
+The words are in `hpo.compare.words`; the terminal, the report and the dashboard show what is stored.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from hpo.compare.answers import Answer, Answers, Scores, answer
-from hpo.compare.by_precision import UnderPrecision, by_precision
-from hpo.compare.companion import caught_up, closed, grown
-from hpo.compare.estimate import Ratio
-from hpo.compare.race import Race, run_race
-from hpo.compare.sequential import LOOKS, Plan
-from hpo.compare.settings import configurations_json, own_settings
-from hpo.config.comparison import MOST_SEEDS, REFERENCE, Arm, ComparisonConfig
+import numpy as np
+
+from hpo.compare import words
+from hpo.compare.companion import by_rank, caught_up, grown, precision_of
+from hpo.compare.decision import collapse_share, decide, interval
+from hpo.compare.price import Price, expected_after, next_look, price_of
+from hpo.compare.runs import Differences, Ratio, Runs
+from hpo.config.comparison import MOST_SEEDS, REFERENCE, ComparisonConfig
+from hpo.config.search_space import encode
 from hpo.config.study_config import StudyConfig
-from hpo.data.tasks import Task
 from hpo.errors import RunError
-from hpo.study.study_record import StudyRecord
+from hpo.non_inferiority import VerdictName
+from hpo.non_inferiority import decide as verdict_of
+from hpo.study.reading.reader import COMPARISON_FORM
+from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.trial.objectives import unit_of
 
 if TYPE_CHECKING:
-    from hpo.study.storage import Storage
+    from hpo.study.store.storage import Storage
 
-Found = TypeVar("Found", bound=Answers | Race)
+COLLAPSE = 10
+"""A run that loses more than so many margins has collapsed."""
+RATIOS = {"speed_ratio": "train_examples_per_second", "memory_ratio": "peak_memory_bytes"}
 
 
 @dataclass(frozen=True)
-class Result(Generic[Found]):
+class Result:
     """What a comparison says so far."""
 
     plan: ComparisonConfig
-    found: Found
-    recommendation: str
-    """The fastest precision that is as good, and under which conditions; or the best configuration."""
+    content: Mapping[str, Any]
+    """As it is stored and printed."""
     next_plan: ComparisonConfig | None
     """With the seeds of the next look; None when all is decided or the seeds are used up."""
-    precisions: tuple[UnderPrecision, ...] = ()
-    """What became of the trials of each; none of a race, where each configuration has its own precision."""
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "study": self.plan.study,
-            "num_configurations": len(self.plan.configurations),
-            "num_seeds": self.plan.num_seeds,
-            **self.found.as_json(),
-            "precisions": [found.as_json() for found in self.precisions],
-            "configurations": configurations_json(self.plan),
-            "recommendation": self.recommendation,
-            "has_ended": self.next_plan is None,
-        }
+
+def stored_form(
+    plan: ComparisonConfig, content: Mapping[str, Any], next_plan: ComparisonConfig | None
+) -> Result:
+    """The result with what every comparison stores of itself."""
+    about = {
+        "form": COMPARISON_FORM,
+        "study": plan.study,
+        "question": plan.question,
+        "num_seeds": plan.num_seeds,
+        "configurations": [
+            {
+                "trial": found.trial,
+                "precisions": list(found.precisions),
+                "params": {name: encode(value) for name, value in found.params.items()},
+            }
+            for found in plan.configurations
+        ],
+        "has_ended": next_plan is None,
+    }
+    return Result(plan, {**about, **content}, next_plan)
 
 
 def look_by_look(
     storage: Storage,
     companion: StudyConfig,
     run_look: Callable[[StudyConfig], StudyRecord],
-    judge_look: Callable[[StudyRecord, StudyConfig], Result[Any]],
-) -> Iterator[Result[Any]]:
+    judge_look: Callable[[StudyRecord, StudyConfig], Result],
+) -> Iterator[Result]:
     """Run the trials of a comparison up to its next look, judge, and go on until it is decided.
 
     Raises RunError where trials of a look that has ended are not there.
@@ -68,201 +84,214 @@ def look_by_look(
         yield found
         if found.next_plan is None:
             return
-        if found.next_plan.num_seeds <= found.plan.num_seeds:
+        if found.next_plan.num_seeds == found.plan.num_seeds:
             raise RunError(f"The comparison `{companion.name}` has ended without all of its trials.")
         companion = grown(companion, found.next_plan)
 
 
-def judge(
-    record: StudyRecord, companion: StudyConfig, search: StudyRecord, tasks: Sequence[Task]
-) -> Result[Answers] | Result[Race]:
-    """What the trials of a comparison say so far.
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What is known of one precision."""
+
+    precision: str
+    verdict: VerdictName
+    found: Differences
+    difference: float
+    low: float
+    high: float
+    """NaN and infinite where nothing is known."""
+    num_collapsed: int
+    speed: Mapping[str, Ratio]
+    """Training examples per second over fp32's, by kind of device."""
+    memory: Mapping[str, Ratio]
+    reason: str = ""
+    """Why it is not decided, where more seeds would not help."""
+    price: Price | None = None
+    """Of the seeds that would decide; None: decided, not asked, or nobody knows."""
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.found.pairs)
+
+    @property
+    def collapse_share(self) -> float:
+        """Of all runs, that may collapse."""
+        return collapse_share(self.num_runs, self.num_collapsed)
+
+
+def judge_precisions(runs: Runs, search: StudyRecord, price: Price | None) -> Result:
+    """What the trials say so far of each precision, in their sequence.
 
     Args:
-        record: of the comparison, `companion`.
-        search: of the study whose configurations these are.
+        search: the study whose configurations these are.
+        price: as it was said before the first trial.
     """
-    scores = Scores(record, companion, tasks)
-    plan = scores.plan
-    decided_by = Plan(
-        margin=plan.margin,
-        min_seeds=plan.min_seeds,
-        max_seeds=plan.max_seeds,
-        extensions=plan.extensions,
+    plan = runs.plan
+    answers: list[Answer] = []
+    for precision in plan.precisions[1:]:
+        ahead = next((one for one in answers if one.verdict != "as_good"), None)
+        answers.append(_answer(runs, precision, "" if ahead is None else ahead.precision))
+    next_plan = _next_plan(plan, answers)
+    context = words.Context(
+        plan.study, runs.metric, unit_of(runs.metric), runs.split, plan.margin, len(plan.configurations)
     )
-    if plan.question == "configurations":
-        return _judge_race(scores, search, decided_by)
-    answers = answer(scores, decided_by)
-    open_ = {row.precision for row in _deciding(answers) if not row.verdict.is_final}
-    decided = [arm for arm in plan.arms() if arm.precision not in {*open_, REFERENCE}]
-    next_look = decided_by.next_look(plan.num_seeds) if open_ else None
-    advice = _advice(answers, plan)
-    if open_ and next_look is None:
-        advice += _more_seeds(answers, plan)
-    return Result(plan, answers, advice, _next(plan, decided, next_look), by_precision(scores))
-
-
-def _judge_race(scores: Scores, search: StudyRecord, decided_by: Plan) -> Result[Race]:
-    plan = scores.plan
-    arms = {plan.configurations[arm.configuration].trial: arm for arm in plan.arms()}
-    new, same_split = (scores.score(scores.objective, on_test=on_test) for on_test in (scores.on_test, False))
-    searched = {trial.number: same_split(trial) for trial in search.trials if trial.number in arms}
-    race = run_race(
-        {number: scores.of_arm(arm, new) for number, arm in arms.items()},
-        {number: value for number, value in searched.items() if value is not None},
-        decided_by,
-        {number: scores.of_arm(arm, same_split) for number, arm in arms.items()},
-    )
-    beaten = [arm for number, arm in arms.items() if number not in race.running]
-    return Result(plan, race, _call(race, plan), _next(plan, beaten, race.next_look))
-
-
-def _next(plan: ComparisonConfig, arms: Sequence[Arm], num_seeds: int | None) -> ComparisonConfig | None:
-    """The plan with so many seeds, but for `arms`."""
-    return None if num_seeds is None else closed(plan, arms).model_copy(update={"num_seeds": num_seeds})
-
-
-def _deciding(answers: Answers) -> list[Answer]:
-    return [row for row in answers.rows if row.metric == answers.objective and not row.is_noise_floor]
-
-
-def _advice(answers: Answers, plan: ComparisonConfig) -> str:
-    """A precision is as good when it is so with configurations of its own; where it has none, with those that
-    all share. It is faster on a kind of device when the whole interval of its speed there says so.
-    """
-    by_precision: dict[str, dict[str, Answer]] = {}
-    for row in _deciding(answers):
-        by_precision.setdefault(row.precision, {})[row.question] = row
-    deciding = {name: rows.get("tuned") or rows["paired"] for name, rows in by_precision.items()}
-    as_good = [name for name, row in deciding.items() if row.verdict.verdict == "as_good"]
-    good = [name for name in as_good if not deciding[name].not_pooled]
-    undecided = [name for name, row in deciding.items() if row.verdict.verdict == "undecided"]
-    where = f"{answers.objective} within {plan.margin:g} {unit_of(answers.objective)}"
-    fastest = {
-        device: _fastest({name: deciding[name] for name in good}, device) for device in answers.devices
+    tuned = _tuned(search, plan.precisions)
+    content = {
+        "metric": runs.metric,
+        "unit": context.unit,
+        "split": runs.split,
+        "margin": plan.margin,
+        "num_configurations": len(plan.configurations),
+        "price": price and price.as_json(),
+        "verdicts": [_as_json(runs, answer, context) for answer in answers],
+        "collapsed": [words.collapsed(pair, context) for pair in _collapsed(runs)],
+        "tuned": tuned,
+        "tuned_sentence": words.tuned(tuned, context),
+        "recommendation": words.recommendation(answers, context),
     }
-    winners = dict.fromkeys(found[0] for found in fastest.values() if found)
-    if winners:
-        sentences = []
-        for name in winners:
-            speeds = [
-                f"{found[1].ratio:.2f} times as fast ({found[1].low:.2f} to {found[1].high:.2f}) on {device}"
-                for device, found in fastest.items()
-                if found and found[0] == name
-            ]
-            condition = _condition(by_precision[name], own_settings(plan, name))
-            sentences.append(
-                f"Use {name}{condition}: as good as {REFERENCE} "
-                f"({where}; {_evidence(by_precision[name])}) and {', '.join(speeds)}."
-            )
-        if others := [device for device, found in fastest.items() if not found]:
-            told = "nothing as good is shown to be faster there"
-            sentences.append(f"Use {REFERENCE} on {_and(others)}: {told}.")
-        return " ".join(sentences)
-    untrained = [name for name, row in deciding.items() if row.verdict.reference_fails]
-    if untrained:
-        told = "; ".join(_only_trained(name, deciding[name]) for name in untrained)
-        return f"{REFERENCE} trains less often than {_and(untrained)}: {told}."
-    if good:
-        told = "; ".join(f"{name} ({_evidence(by_precision[name])})" for name in good)
-        devices = _and(answers.devices)
-        return f"Use {REFERENCE}: as good ({where}), but not shown to be faster on {devices}: {told}."
-    if as_good:
-        told = "; ".join(f"of {name} {deciding[name].not_pooled}" for name in as_good)
-        return f"Use {REFERENCE}: the kinds of device do not say the same: {told}. Compare on each by itself."
-    if undecided:
-        told = f"{plan.num_seeds} seeds do not tell whether {_list(undecided)} as good"
-        return f"Use {REFERENCE}: {told} ({where})."
-    return f"Use {REFERENCE}: no other precision that was compared is as good ({where})."
+    return stored_form(plan, content, next_plan)
 
 
-def _more_seeds(answers: Answers, plan: ComparisonConfig) -> str:
-    """What to type where the seeds that were allowed have not decided."""
-    undecided = [row for row in _deciding(answers) if row.verdict.verdict == "undecided"]
-    never = f"no number of seeds up to {MOST_SEEDS} is likely to decide"
-    by_reason: dict[str, list[str]] = {}
-    for row in undecided:
-        if not row.verdict.seeds_needed:
-            why = row.verdict.reason or never
-            by_reason.setdefault(why, []).append(f"{row.precision} ({row.question})")
-    told = "".join(f" {', '.join(names)}: {why}." for why, names in by_reason.items())
-    needed = {row: row.verdict.seeds_needed for row in undecided if row.verdict.seeds_needed}
-    if not needed:
-        return told
-    num, names = max(needed.values()), ", ".join(f"{row.precision} ({row.question})" for row in needed)
-    return f"{told} {num} seeds should decide {names}: hpo compare {plan.study} --max-seeds {num}"
-
-
-def _only_trained(name: str, row: Answer) -> str:
-    """What there is to say where the reference has too few scores to compare with."""
-    found = row.verdict
-    told = f"{found.num_reference_failed} of its trials ended without a score, of {name} {found.num_failed}"
-    if found.verdict == "as_good":
-        return f"{told}, and {name} is as good where both train, so use {name}"
-    return f"{told}. Use {name} where {REFERENCE} does not train; what it loses is not known"
-
-
-def _fastest(rows: Mapping[str, Answer], device: str) -> tuple[str, Ratio] | None:
-    """The fastest of the precisions on a kind of device, if any is shown to be faster than the reference."""
-    faster = [
-        (name, found.speed)
-        for name, row in rows.items()
-        for found in row.devices
-        if found.device == device and found.speed and found.speed.low and found.speed.low > 1
-    ]
-    return max(faster, key=lambda one: one[1].ratio, default=None)
-
-
-def _condition(rows: Mapping[str, Answer], settings: str) -> str:
-    paired = rows.get("paired")
-    if paired is None or paired.verdict.verdict == "as_good":
-        return ""
-    told = "lose" if paired.verdict.verdict == "worse" else "may lose"
-    with_ = f"{settings}; " if settings else ""
-    lost = f"shared ones {told}: {paired.verdict.difference:+.2f}"
-    return f", with configurations that were searched in it ({with_}{lost})"
-
-
-def _evidence(rows: Mapping[str, Answer]) -> str:
-    as_good = [
-        f"{question} ({num} configuration{'s' * (num > 1)}{' each' * (question == 'tuned')})"
-        for question, row in rows.items()
-        if row.verdict.verdict == "as_good" and (num := row.num_configurations)
-    ]
-    return f"{' and '.join(as_good)}, {max(row.verdict.num_seeds for row in rows.values())} new seeds"
-
-
-def _and(names: Sequence[str]) -> str:
-    return " and ".join(names)
-
-
-def _list(names: Sequence[str]) -> str:
-    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
-
-
-def _call(race: Race, plan: ComparisonConfig) -> str:
-    best = race.standings[0]
-    if race.best is None:
-        return f"No configuration has trained on {plan.num_seeds} new seeds."
-    if race.too_close:
-        names = ", ".join(map(str, race.too_close))
-        more = next((num for num in LOOKS if num > plan.num_seeds), None)
-        command = f"hpo compare {plan.study} --configurations --max-seeds {more}"
-        return (
-            f"Too close to call: trials {names} after {best.num_seeds} new seeds. The first is the best with "
-            f"a probability of {best.probability_best:.2f}; `hpo best` shows the one of them that "
-            "was best in the search." + ("" if more is None else f" More seeds may tell: {command}")
+def _answer(runs: Runs, precision: str, ahead: str) -> Answer:
+    """`ahead` names the precision that keeps this one from being asked about; empty: none does."""
+    found = runs.differences(precision, runs.metric)
+    speed, memory = (runs.ratios(precision, name) for name in RATIOS.values())
+    margin = runs.plan.margin
+    nothing = Answer(precision, "undecided", found, math.nan, -math.inf, math.inf, 0, speed, memory)
+    known = found.of_runs[np.isfinite(found.of_runs)]
+    if ahead:
+        return _because(nothing, f"not asked: {ahead} comes first, and is not as good")
+    if not len(found.pairs):
+        return _because(nothing, words.no_pair(precision, [*runs.pairs(precision)]))
+    num_collapsed = found.num_lost + int((known < -COLLAPSE * margin).sum())
+    if not len(known):
+        lost = f"{found.num_lost} of {len(found.pairs)} runs ended without a score"
+        verdict: VerdictName = "worse" if len(found.pairs) >= runs.plan.seeds else "undecided"
+        return Answer(
+            precision, verdict, found, math.nan, -math.inf, math.inf, num_collapsed, speed, memory, lost
         )
-    bias = (
-        f"the search overstated it by {best.overstated:+.2f} points "
-        f"({best.overstated_low:+.2f} to {best.overstated_high:+.2f})"
-    )
-    if len(race.standings) == 1:
-        return (
-            f"Trial {race.best} has {best.mean:.2f} points on {best.num_seeds} new seeds; {bias}. No other "
-            "configuration was compared with it."
+    decision = decide(known, found.of_rows, margin, **_of_rows(runs, found))
+    bounds = float(decision.difference), float(decision.low), float(decision.high)
+    verdict, reason = verdict_of(*bounds[1:], margin), ""
+    if verdict == "as_good" and found.num_lost:
+        verdict, reason = "undecided", f"{found.num_lost} of {len(found.pairs)} runs ended without a score"
+    price, num_seeds = None, runs.plan.num_seeds[precision]
+    is_open = verdict == "undecided" and not reason and num_seeds >= runs.plan.max_seeds
+    if is_open and len(known) > 1 and unit_of(runs.metric) == "points":
+        further = runs.plan.model_copy(update={"max_seeds": MOST_SEEDS})
+        price = price_of(further, expected_after(known, found.of_rows), above=num_seeds)
+    return Answer(precision, verdict, found, *bounds, num_collapsed, speed, memory, reason, price)
+
+
+def _because(answer: Answer, reason: str) -> Answer:
+    return Answer(**{**vars(answer), "reason": reason})
+
+
+def _of_rows(runs: Runs, found: Differences) -> dict[str, float]:
+    """What `decide` is told of the rows: of metrics in the labels' units, a row has no worst value."""
+    if unit_of(runs.metric) != "points":
+        return {"row_bound": math.inf, "step": 0.0}
+    return {
+        "row_bound": max(100.0, float(np.abs(found.of_rows).max())),
+        "step": 100 / len(found.of_rows),
+    }
+
+
+def _collapsed(runs: Runs) -> Iterator[words.CollapsedRun]:
+    """The runs that ended without a score where their twin trained, or far below it; fp32's too."""
+    for precision in runs.plan.precisions[1:]:
+        for pair in runs.pairs(precision):
+            both = [runs.scored(one, runs.metric) for one in (pair.ours, pair.theirs)]
+            ours, theirs = (None if one is None else one[0] for one in both)
+            trial = runs.plan.configurations[pair.configuration].trial
+            for run, own, twin in ((pair.ours, ours, theirs), (pair.theirs, theirs, ours)):
+                if twin is None or (own is not None and own - twin >= -COLLAPSE * runs.plan.margin):
+                    continue
+                yield words.CollapsedRun(run, trial, None if own is None else own - twin)
+
+
+def _next_plan(plan: ComparisonConfig, answers: Sequence[Answer]) -> ComparisonConfig | None:
+    """With more seeds for the first precision that is not decided and may have more; None: there is none."""
+    for answer in answers:
+        num_seeds = plan.num_seeds.get(answer.precision, 0)
+        goes_on = answer.verdict == "undecided" and not answer.reason and num_seeds < plan.max_seeds
+        if not num_seeds or goes_on:
+            if num_seeds == 0 and answer.reason.startswith("not asked"):
+                return None
+            more = min(next_look(num_seeds), plan.max_seeds) if num_seeds else plan.seeds
+            of_reference = max(plan.num_seeds[REFERENCE], more)
+            seeds = {**plan.num_seeds, REFERENCE: of_reference, answer.precision: more}
+            return plan.model_copy(update={"num_seeds": seeds})
+        if answer.verdict != "as_good":
+            return None
+    return None
+
+
+def _tuned(search: StudyRecord, precisions: Sequence[str]) -> list[dict[str, Any]]:
+    """The best trial of the search in each precision: a description, of one search."""
+    best: dict[str, TrialRecord] = {}
+    for trial in by_rank(search):
+        best.setdefault(precision_of(trial), trial)
+    return [
+        {"precision": name, "trial": best[name].number, "value": (best[name].values or (None,))[0]}
+        for name in precisions
+        if name in best
+    ]
+
+
+def _as_json(runs: Runs, answer: Answer, context: words.Context) -> dict[str, Any]:
+    kinds = sorted({*answer.speed, *answer.memory})
+    only = kinds[0] if len(kinds) == 1 else None
+    ratios = {"speed_ratio": answer.speed, "memory_ratio": answer.memory}
+    conditions = words.conditions(answer, context) if answer.verdict == "as_good" else None
+    return {
+        "precision": answer.precision,
+        "question": "paired",
+        "metric": context.metric,
+        "unit": context.unit,
+        "verdict": answer.verdict,
+        "difference": answer.difference,
+        "low": answer.low,
+        "high": answer.high,
+        "num_runs": answer.num_runs,
+        "num_seeds": runs.plan.num_seeds.get(answer.precision, 0),
+        "num_rows": len(answer.found.of_rows),
+        "num_collapsed": answer.num_collapsed,
+        "collapse_share": answer.collapse_share,
+        "conditions": conditions,
+        "reason": answer.reason,
+        "price": answer.price and answer.price.as_json(),
+        "sentence": words.verdict(answer, context),
+        **_ratios_json({name: of.get(str(only)) for name, of in ratios.items()}),
+        "devices": [
+            {
+                "device": kind,
+                "difference": runs.difference_on(kind, answer.found),
+                **_ratios_json({name: of.get(kind) for name, of in ratios.items()}),
+            }
+            for kind in kinds
+        ],
+        "tasks": {metric: _task_json(runs, answer.precision, metric) for metric in runs.task_metrics},
+    }
+
+
+def _ratios_json(ratios: Mapping[str, Ratio | None]) -> dict[str, float | None]:
+    return {
+        f"{name}{end}": value
+        for name, ratio in ratios.items()
+        for end, value in (
+            ("", None if ratio is None else ratio.ratio),
+            ("_low", None if ratio is None else ratio.low),
+            ("_high", None if ratio is None else ratio.high),
         )
-    return (
-        f"Trial {race.best} is the best with a probability of {best.probability_best:.2f} on "
-        f"{best.num_seeds} new seeds; {bias}."
-    )
+    }
+
+
+def _task_json(runs: Runs, precision: str, metric: str) -> dict[str, float]:
+    """A task's own metric: a description, which decides nothing."""
+    found = runs.differences(precision, metric)
+    known = found.of_runs[np.isfinite(found.of_runs)]
+    if not len(known):
+        return {"difference": math.nan, "low": -math.inf, "high": math.inf}
+    low, high = interval(known, found.of_rows)
+    return {"difference": float(known.mean()), "low": float(low), "high": float(high)}

@@ -12,21 +12,22 @@ from hpo.config.study_file import show
 from hpo.config.trial_settings import Positive
 from hpo.section import Section, Whole
 
-ARTIFACTS, S3 = "artifacts:", "s3://"
-"""What a `checkpoint.location` in an artifact store begins with."""
+ARTIFACTS, BUCKETS = "artifacts:", ("s3://", "gs://")
+"""What a `checkpoint.location` begins with that checkpoints are uploaded to."""
 
 
 def _checkpoint_location(value: Any, info: ValidationInfo) -> Any:
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError(
-            f"must be a folder, `{ARTIFACTS}FOLDER` or `{S3}BUCKET/PREFIX`, but got {show(value)}."
+            f"must be a folder, `{ARTIFACTS}FOLDER`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, but got "
+            f"{show(value)}."
         )
     if re.match(r"\w+://", value):
-        if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w.-]+)*/?", value):
+        if not re.fullmatch(r"(s3|gs)://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9](/[\w.-]+)*/?", value):
             raise ValueError(
-                f"must be `{S3}BUCKET/PREFIX` in letters, digits, `.`, `_` and `-`, but got {show(value)}. "
-                "The server and its keys come from AWS's environment variables (AWS_ENDPOINT_URL, "
-                "AWS_ACCESS_KEY_ID ...)."
+                "must be `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX` in letters, digits, `.`, `_` and `-`, "
+                f"but got {show(value)}. The server and its keys come from environment variables "
+                "(AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID ..., GOOGLE_APPLICATION_CREDENTIALS)."
             )
         return value
     scheme = ARTIFACTS if value.startswith(ARTIFACTS) else ""
@@ -39,17 +40,26 @@ class CheckpointConfig(Section):
 
     location: Annotated[str, BeforeValidator(_checkpoint_location)] | None = None
     """Where checkpoints are kept, so that any worker that reads them goes on with a trial. Left out: under
-    `runs/`. A folder that the workers share; `artifacts:FOLDER`, an artifact store of Optuna's; or
-    `s3://BUCKET/PREFIX`, one on S3 or what speaks its protocol (extra `s3`), with AWS's environment variables
-    for the server and its keys."""
+    `runs/`. A folder that the workers share; or one that they are uploaded to: `artifacts:FOLDER`,
+    `s3://BUCKET/PREFIX` on S3 or what speaks its protocol (extra `s3`), `gs://BUCKET/PREFIX` on Google Cloud
+    Storage (package gcsfs). The server and its keys come from AWS's or Google's environment variables."""
     top_k: Annotated[Whole, Field(ge=0)] = 3
     """Best trials of a study that keep their weights; unless 0, the last two that were not finite keep theirs
     too, for `hpo diagnose`."""
     every_seconds: Positive = 30.0
     """Seconds between checkpoints of a running trial."""
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether checkpoints are uploaded from `runs/`."""
+        return self.location is not None and self.location.startswith((ARTIFACTS, *BUCKETS))
+
+    @property
+    def url(self) -> str:
+        """The location for fsspec."""
+        return str(self.location).removeprefix(ARTIFACTS)
+
     def folder_of(self, study: str, token: str, runs_dir: Path) -> Path:
         """Where the trials of a study have their checkpoints; the token tells it from others of its name."""
-        is_store = self.location is None or self.location.startswith((ARTIFACTS, S3))
-        base = runs_dir if is_store else Path(str(self.location))
+        base = runs_dir if self.location is None or self.is_remote else Path(self.location)
         return base / study / f"checkpoints-{token[:8]}"

@@ -5,8 +5,8 @@ A comparison is a study like any other, with workers, leases and a budget, but i
 trials have the same initial weights, order of data and dropout masks. The seeds are new ones, never those of
 the search, so that the luck of its winners does not count.
 
-The points of the plan are a function of this section alone. It grows by looks: after each of them `hpo
-compare` raises `num_seeds`, or closes what is decided.
+The points of the plan are a function of this section alone. `hpo compare` looks at what there is and raises
+`num_seeds` of what is not decided yet.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hpo.config.search_space import encode
 from hpo.config.trial_settings import Positive, PrecisionName
 from hpo.precision.table import PRECISION
-from hpo.section import Count, Section, Switch, Whole
+from hpo.section import Count, Section, Whole
 
 REFERENCE = "fp32"
 """What every precision is compared with."""
 SEED = "seed"
 MOST_SEEDS = 200
-"""No comparison has more."""
+"""No comparison has more of a configuration."""
+EARLIER = "was made by an earlier hpo, which decided in another way. Delete this study and compare anew."
 Question = Literal["precisions", "configurations"]
+Arm = tuple[int, str]
+"""A configuration, by its place in the list, and a precision."""
 
 
 class ComparedConfiguration(Section):
@@ -37,28 +40,7 @@ class ComparedConfiguration(Section):
     params: dict[str, Any]
     """Settings as that trial had them, but for precision and seed."""
     precisions: Annotated[tuple[PrecisionName, ...], Field(strict=False)]
-    """What it is trained in: under all that are compared in the paired question, else under those of which it
-    is among the best configurations."""
-    paired: Switch = False
-    """Whether the paired question is asked of it."""
-    tuned: Annotated[tuple[PrecisionName, ...], Field(strict=False)] = ()
-    """The precisions of which it is among the best configurations."""
-
-
-class Arm(Section):
-    """One configuration under one precision; `repeat` of the reference's second set of seeds."""
-
-    configuration: Annotated[Whole, Field(ge=0)]
-    """Its place in the list."""
-    precision: PrecisionName
-    repeat: Switch = False
-
-
-class ClosedArm(Arm):
-    """An arm that gets no further seeds."""
-
-    num_seeds: Count
-    """How many it got."""
+    """What it is trained in: all that are compared, or in a race its own."""
 
 
 class ComparisonConfig(Section):
@@ -71,84 +53,79 @@ class ComparisonConfig(Section):
     question: Question = "precisions"
     """Whether each configuration runs under several precisions, or each under its own, as a race."""
     precisions: Annotated[tuple[PrecisionName, ...], Field(strict=False, min_length=1)]
-    """What is compared, fp32 among them."""
+    """What is compared, fp32 first, then in the order in which they are asked about."""
     configurations: Annotated[tuple[ComparedConfiguration, ...], Field(strict=False, min_length=1)]
     top: Count
     """How many configurations were asked for; there may be fewer."""
     first_seed: Annotated[Whole, Field(ge=0)]
     """The seeds are this and those that follow it."""
-    min_seeds: Count
-    """Seeds before the first look."""
-    num_seeds: Count
-    """Seeds of each arm so far."""
+    seeds: Count
+    """Seeds of each configuration before the first look."""
     max_seeds: Annotated[Count, Field(le=MOST_SEEDS)]
-    """Seeds by which it is planned to be decided."""
-    extensions: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """More seeds than those, asked for later, ascending."""
+    """No more are added."""
+    num_seeds: dict[str, Count]
+    """Seeds so far: of each precision, or in a race of each configuration by its place in the list."""
     margin: Positive
     """A smaller loss is none; in points, of `mae` and `rmse` in the units of the labels."""
-    closed: Annotated[tuple[ClosedArm, ...], Field(strict=False)] = ()
-    """Arms of which enough is known."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_earlier(cls, content: Any) -> Any:
+        if isinstance(content, dict) and "min_seeds" in content:
+            raise ValueError(EARLIER)
+        return content
 
     def points(self) -> list[dict[str, Any]]:
         """The parameters of all trials, in the order in which they are to run."""
-        return [self.point(arm, seed) for index in range(self.num_seeds) for arm, seed in self._arms(index)]
+        return [
+            self.point(arm, index)
+            for index in range(max(self.num_seeds.values()))
+            for arm in self._arms_with_seed(index)
+        ]
 
-    def point(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """The parameters of an arm's trial, as Optuna holds them."""
-        params = self.configurations[arm.configuration].params
+    def point(self, arm: Arm, index: int) -> dict[str, Any]:
+        """The parameters of an arm's trial with the seed of this index, as Optuna holds them."""
+        configuration, precision = arm
+        params = self.configurations[configuration].params
         return {
             **{name: encode(value) for name, value in params.items()},
-            PRECISION: arm.precision,
-            SEED: seed,
+            PRECISION: precision,
+            SEED: self.seed(configuration, index),
         }
 
     def block(self, point: dict[str, Any]) -> tuple[Any, ...]:
         """What the trials that are compared with each other have in common."""
         return tuple(value for name, value in point.items() if name != PRECISION)
 
-    def seed(self, configuration: int, index: int, *, repeat: bool = False) -> int:
+    def seed(self, configuration: int, index: int) -> int:
         """The seed with an index; no two configurations have one in common, but for a race.
 
-        It depends on no number of seeds, so that a comparison may get more of them. With `repeat`, that of
-        the reference's other run, which shows what a seed alone does.
+        It depends on no number of seeds, so that a comparison may get more of them.
         """
         if self.question == "configurations":
             return self.first_seed + index
-        return self.first_seed + 2 * (index * len(self.configurations) + configuration) + repeat
+        return self.first_seed + index * len(self.configurations) + configuration
 
     @property
     def last_seed(self) -> int:
         """The highest that any trial may ever have."""
-        return self.seed(len(self.configurations) - 1, MOST_SEEDS - 1, repeat=True)
+        return self.seed(len(self.configurations) - 1, MOST_SEEDS - 1)
 
-    @property
-    def seeds_allowed(self) -> int:
-        """How many seeds an arm may get as things stand."""
-        return (self.max_seeds, *self.extensions)[-1]
-
-    def _arms(self, index: int) -> Iterator[tuple[Arm, int]]:
-        """The arms that have a seed of this index, and that seed.
-
-        Every second block runs in the opposite order: a device that slows down slows no precision alone.
-        """
+    def _arms_with_seed(self, index: int) -> Iterator[Arm]:
+        """Every second block runs in the opposite order: a device that slows down slows no arm alone."""
         for arm in self.arms()[:: -1 if index % 2 else 1]:
             if index < self.seeds_of(arm):
-                yield arm, self.seed(arm.configuration, index, repeat=arm.repeat)
+                yield arm
 
     def arms(self) -> list[Arm]:
         """All arms, those of a configuration together."""
         return [
-            Arm(configuration=number, precision=precision, repeat=repeat)
-            for number, configuration in enumerate(self.configurations)
+            (place, precision)
+            for place, configuration in enumerate(self.configurations)
             for precision in configuration.precisions
-            for repeat in (False, True)
-            if not repeat or (configuration.paired and precision == REFERENCE)
         ]
 
     def seeds_of(self, arm: Arm) -> int:
         """How many seeds an arm has so far."""
-        for closed in self.closed:
-            if Arm(**closed.model_dump(exclude={"num_seeds"})) == arm:
-                return closed.num_seeds
-        return self.num_seeds
+        configuration, precision = arm
+        return self.num_seeds.get(precision if self.question == "precisions" else str(configuration), 0)

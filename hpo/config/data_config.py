@@ -73,7 +73,6 @@ class TaskConfig(CheckedSection):
     spans_may_overlap: bool = False
     inside_segment: str | None = None
     """Of span_extraction: the segment that the span lies in."""
-    max_spans: int | None = None
 
     @property
     def has_classes(self) -> bool:
@@ -90,10 +89,9 @@ class TaskConfig(CheckedSection):
         }.get(self.kind)
         if needed and getattr(self, needed) is None:
             yield Problem((needed,), f"must be given for the kind {self.kind}.")
-        finds_several = self.max_spans not in (None, 1) or len(self.span_names or ()) > 1
-        if self.kind == "span_extraction" and finds_several:
-            message = "finds at most one span of one name. Use token_classification for several."
-            yield Problem(("kind",), f"span_extraction {message}")
+        if self.kind == "span_extraction" and len(self.span_names or ()) > 1:
+            message = "span_extraction finds one span of one name. Use token_classification for several."
+            yield Problem(("kind",), message)
 
 
 def _task_name(name: str) -> str:
@@ -133,8 +131,6 @@ class ColumnsConfig(Section):
     """Task name to column: a class or number; several classes as a list or `a|b` (`csv.list_separator`)."""
     spans: dict[str, str] = Field(default_factory=dict)
     """Span or task name to column of spans, as `[[start, end], ...]`."""
-    segments: str | None = None
-    """Column with the segments of the text, as `{name: [start, end]}`."""
 
 
 def _one_character(given: str) -> str:
@@ -160,7 +156,7 @@ Character = Annotated[str, AfterValidator(_one_character)]
 
 
 class CsvConfig(Section):
-    """How csv files are written. What is left out is found out from the file, and said."""
+    """How csv files are written. What is left out is inferred from the file, and logged."""
 
     delimiter: Character | None = None
     """Between cells: a character, or `tab`. Left out: `,`, `;`, tab or `|`, whichever gives the columns."""
@@ -209,11 +205,13 @@ class SyntheticConfig(CheckedSection):
     """Sentences of the longest posts; more where evidence needs it."""
     label_noise: float = Field(0.02, ge=0, le=1)
     """Chance that a criterion's label is missed."""
+    look_alikes: float = Field(0.45, ge=0, le=1)
+    """Share of the sentences without evidence that look like it: denied, over or another person's."""
 
     def problems(self) -> Iterator[Problem]:
         if self.min_sentences > self.max_sentences:
-            came = f"{self.min_sentences} and {self.max_sentences}"
-            yield Problem(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {came}.")
+            given = f"{self.min_sentences} and {self.max_sentences}"
+            yield Problem(("min_sentences",), f"`min_sentences <= max_sentences` must hold, but got {given}.")
 
 
 class DataConfig(CheckedSection):
@@ -224,6 +222,7 @@ class DataConfig(CheckedSection):
         "path": ("jsonl", "csv", "parquet"),
         "files": ("jsonl", "csv", "parquet"),
         "tasks": ("jsonl", "csv", "parquet", "hub"),
+        "pair_segments": ("jsonl",),
         "columns": ("csv", "parquet", "hub"),
         "csv": ("csv",),
         "hub": ("hub",),
@@ -259,7 +258,7 @@ class DataConfig(CheckedSection):
     """Tokens that neighbouring windows share, at most half of `max_length`. Left out, a fourth of
     `max_length`, at most 64."""
     pair_segments: Annotated[tuple[str, str], Field(strict=False)] | None = None
-    """Two named segments of the text, encoded as a pair."""
+    """Two named segments of the text, encoded as a pair (jsonl)."""
 
     @field_validator("tasks", mode="before")
     @classmethod
@@ -295,7 +294,5 @@ class DataConfig(CheckedSection):
         for key in ("hub", "tasks") if self.source == "hub" else ():
             if getattr(self, key) is None:
                 yield Problem((key,), "must be given for source hub.")
-        if self.pair_segments and self.columns.segments is None and self.source in self.SOURCES_OF["columns"]:
-            yield Problem(("columns", "segments"), "must be given for `pair_segments`.")
         if self.validation_fraction + self.test_fraction >= 1:
             yield Problem(("test_fraction",), "validation and test must leave a part for training.")

@@ -1,8 +1,9 @@
 """The definition of a study, as the database keeps it: all its keys, and which of them the file gave.
 
-A study is resumed with the values that it was made with. A default that a later version changes does not
-reach it, since the definition holds the old one, and writing a default out in the file changes nothing. Of
-a key that the file gave and leaves out now the default holds, as in a new study.
+A study is resumed with the values that it was made with: the definition holds the defaults of that version,
+and to write a default into the file changes nothing. A key that the file gave and no longer gives has its
+default. Keys are in the order of the file that made the study, since a model's heads are in the order of the
+tasks.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ CHANGEABLE = (
     "n_trials",
     "priority",
     "timeout",
+    "stall_seconds",
     "max_retries",
     "sampler",
     "pruner",
@@ -30,10 +32,12 @@ CHANGEABLE = (
     "data.csv",  # what it changes in the data changes their fingerprint
     "amp.memory_fraction",
     "comparison.num_seeds",
-    "comparison.extensions",
-    "comparison.closed",
+    "comparison.max_seeds",
 )
 """Keys of the study file that may change before a study is resumed: its results still compare."""
+
+DROPPED = {"data.columns.segments": None}
+"""Keys that there are no longer, and the defaults that earlier versions stored."""
 
 
 def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -47,12 +51,38 @@ def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above:
             yield f"{above}{key}"
 
 
+def without_dropped_keys(stored: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The `stored` definition without `DROPPED` keys that have their defaults."""
+    names = {key: f"{above}{key}" for key in stored}
+    return {
+        key: without_dropped_keys(value, f"{names[key]}.")
+        if isinstance(value, Mapping) and any(name.startswith(f"{names[key]}.") for name in DROPPED)
+        else value
+        for key, value in stored.items()
+        if (names[key], value) not in DROPPED.items()
+    }
+
+
 def completed(model: type[BaseModel], stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The definition `now` of a study, a `model`, with the `stored` values of all keys that neither gives."""
     given = {*stored["given"], *now["given"]}
     merged = _completed(model, stored, now, given)
     merged |= {key: _completed_algorithm(stored[key], now[key], given, key) for key in ("sampler", "pruner")}
-    return merged | {"given": now["given"]}
+    merged |= {"given": now["given"]}
+    return ordered_like(stored, merged) if has_order(stored) else merged
+
+
+def has_order(definition: Mapping[str, Any]) -> bool:
+    """Whether the keys are in the order of the file: earlier versions stored them sorted."""
+    return list(definition) != sorted(definition)
+
+
+def ordered_like(first: Any, value: Any) -> Any:
+    """`value`, the keys of its mappings in the order that they have in `first`."""
+    if not isinstance(first, Mapping) or not isinstance(value, Mapping):
+        return value
+    keys = dict.fromkeys([*(key for key in first if key in value), *value])
+    return {key: ordered_like(first.get(key), value[key]) for key in keys}
 
 
 def _completed(
@@ -102,7 +132,7 @@ def refuse_changes(name: str, stored: Mapping[str, Any], now: Mapping[str, Any])
 
 
 def refuse_other_code(name: str, file: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
-    """Refuse encoders that the file does not name where it trusts the code that comes with its own.
+    """Refuse encoders that the file does not name where it trusts the code that comes with its encoder.
 
     The values that a study was made with come from the database, which does not decide whose code runs.
     A search space is never completed.

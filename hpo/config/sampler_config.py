@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from hpo.config.study_file import Problem, refuse, show
 from hpo.errors import did_you_mean
@@ -108,7 +108,6 @@ class SamplerConfig(_Algorithm):
     CLASSES: ClassVar[dict[str, str]] = {
         "tpe": "TPESampler",
         "gp": "GPSampler",
-        "cmaes": "CmaEsSampler",
         "nsga2": "NSGAIISampler",
         "random": "RandomSampler",
         "grid": "GridSampler",
@@ -117,13 +116,20 @@ class SamplerConfig(_Algorithm):
     # Optuna's 10 are half of a study of 20 trials; tests/benchmarks/search_speed.py compares them.
     DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {"tpe": {"n_startup_trials": 5}}
 
-    name: Literal["tpe", "gp", "cmaes", "nsga2", "random", "grid", "qmc"] = "tpe"
-    """Optuna's sampler. Options are, for instance, `n_startup_trials` (tpe, gp, cmaes: random trials before
-    the sampler learns; 5 for tpe), `n_ei_candidates` and `constant_liar` (tpe), `deterministic_objective`
-    (gp), `sigma0` and `popsize` (cmaes), `population_size` (nsga2), `qmc_type` (qmc); see
+    name: Literal["tpe", "gp", "nsga2", "random", "grid", "qmc"] = "tpe"
+    """Optuna's sampler. Options are, for instance, `n_startup_trials` (tpe, gp: random trials before the
+    sampler learns; 5 for tpe), `n_ei_candidates` and `constant_liar` (tpe), `deterministic_objective`
+    (gp), `population_size` (nsga2), `qmc_type` (qmc); see
     <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>."""
     seed: Whole = Field(42, ge=0, lt=2**31)
     """Seed; worker number n adds n."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _refuse_cmaes(cls, name: Any) -> Any:
+        if name == "cmaes":
+            raise ValueError("cmaes draws categories, such as precisions, at random. Use tpe, gp or nsga2.")
+        return name
 
 
 class PrunerConfig(_Algorithm):

@@ -8,11 +8,11 @@ fresh encoder) is kept there as its JSON text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
 from graphlib import CycleError, TopologicalSorter
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
@@ -22,17 +22,8 @@ from hpo.errors import did_you_mean
 from hpo.precision.table import PRECISION
 from hpo.section import Count, Section, Switch, Whole
 
-
-class Suggester(Protocol):
-    """What is asked for values: a trial of Optuna's, or what stands in for one."""
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any: ...
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int, log: bool) -> int: ...
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None, log: bool
-    ) -> float: ...
+if TYPE_CHECKING:
+    from optuna.trial import BaseTrial
 
 
 def _as_lists(conditions: Any) -> Any:
@@ -60,7 +51,7 @@ class CategoricalDistribution(Section):
         """All values."""
         return self.choices
 
-    def suggest(self, name: str, trial: Suggester) -> Any:
+    def suggest(self, name: str, trial: BaseTrial) -> Any:
         """The value of setting `name` in `trial`."""
         return self.decode(trial.suggest_categorical(name, [encode(choice) for choice in self.choices]))
 
@@ -113,7 +104,7 @@ class FloatDistribution(Range):
 
     type: Literal["float"] = "float"
 
-    def suggest(self, name: str, trial: Suggester) -> float:
+    def suggest(self, name: str, trial: BaseTrial) -> float:
         """The value of setting `name` in `trial`."""
         return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
 
@@ -129,7 +120,7 @@ class IntDistribution(Range):
     step: Count = 1
     """Only `low`, `low + step`, ... `high`; not with `log`."""
 
-    def suggest(self, name: str, trial: Suggester) -> int:
+    def suggest(self, name: str, trial: BaseTrial) -> int:
         """The value of setting `name` in `trial`."""
         return trial.suggest_int(name, self.low, self.high, step=self.step, log=self.log)
 
@@ -148,19 +139,33 @@ def encode(value: Any) -> Any:
     return json.dumps(value, sort_keys=True) if isinstance(value, (list, tuple, dict)) else value
 
 
-def suggest(space: SearchSpace, trial: Suggester) -> dict[str, Any]:
+def suggest(space: SearchSpace, trial: BaseTrial) -> dict[str, Any]:
     """Ask `trial` for a value of every setting whose conditions hold, those that others depend on first."""
+    return _chosen(space, lambda name: space[name].suggest(name, trial))
+
+
+def lowest(space: SearchSpace) -> dict[str, Any]:
+    """The first choice or the lowest number of every setting whose conditions hold."""
+
+    def first(name: str) -> Any:
+        one = space[name]
+        return one.choices[0] if isinstance(one, CategoricalDistribution) else one.low
+
+    return _chosen(space, first)
+
+
+def _chosen(space: SearchSpace, choose: Callable[[str], Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for name in _parents_first(space):
         conditions = space[name].when.items()
         if all(parent in params and params[parent] in values for parent, values in conditions):
-            params[name] = space[name].suggest(name, trial)
+            params[name] = choose(name)
     return params
 
 
 def decode(space: SearchSpace, params: Mapping[str, Any]) -> dict[str, Any]:
     """`params` as Optuna holds them, or as `suggest` returned them, in the form that settings take."""
-    choices = {name: found for name, found in space.items() if isinstance(found, CategoricalDistribution)}
+    choices = {name: one for name, one in space.items() if isinstance(one, CategoricalDistribution)}
     return {name: choices[name].decode(value) if name in choices else value for name, value in params.items()}
 
 
@@ -171,7 +176,7 @@ def is_searched(space: SearchSpace, names: Iterable[str]) -> bool:
 
 def is_finite(space: SearchSpace) -> bool:
     """Whether the space has finitely many configurations: no range of floats without a `step`."""
-    return not any(isinstance(found, FloatDistribution) and found.step is None for found in space.values())
+    return not any(isinstance(one, FloatDistribution) and one.step is None for one in space.values())
 
 
 def grid(space: SearchSpace) -> dict[str, list[Any]]:
@@ -282,7 +287,7 @@ def _condition(parent: str, distribution: Distribution, value: Any) -> Any:
 
 
 def _value_of(name: str, value: Any) -> Any:
-    """The setting's own form of `value`. Raises ValueError."""
+    """`value` in the form of the setting. Raises ValueError."""
     if value is None and name in (PRECISION, "encoder"):
         raise ValueError("must be named: `null` leaves it open, which a search cannot compare.")
     return setting_value(name, value)

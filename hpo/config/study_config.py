@@ -27,12 +27,17 @@ from pydantic import (
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
-from hpo.config.definition import completed, given_keys, refuse_changes, refuse_other_code
+from hpo.config.definition import (
+    completed,
+    given_keys,
+    refuse_changes,
+    refuse_other_code,
+    without_dropped_keys,
+)
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
     Distribution,
     FloatDistribution,
-    Range,
     SearchSpace,
     is_searched,
     parse_search_space,
@@ -66,12 +71,12 @@ class ObjectiveConfig(CheckedSection):
     """What a trial is judged by. A list of these makes a study with several objectives."""
 
     metric: str = "score"
-    """`score` (mean of the tasks' primary metrics), `<task>/<metric>` such as `criteria/f1_micro`,
-    `train_examples_per_second`, `train_tokens_per_second`, `evaluation_examples_per_second`,
-    `peak_memory_bytes`, or of the best weights in ONNX int8 (dynamic, per channel) on the CPU
-    `deployed_int8/score`, their score on validation, and `deployed_int8/latency_ms`, the median time of a
-    prediction of one text. These two need the extra `onnx` and are known at the trial's end: before it, a
-    pruner sees the plain `score` in place of the first, and nothing of the second."""
+    """`score` (mean of the tasks' primary metrics, an `r2` below 0 as 0), `<task>/<metric>` such as
+    `criteria/f1_micro`, `train_examples_per_second`, `train_tokens_per_second`,
+    `evaluation_examples_per_second`, `peak_memory_bytes`, or of the best weights in ONNX int8 (dynamic)
+    on the CPU `deployed_int8/score`, their score on validation, and `deployed_int8/latency_ms`, the
+    median time of a prediction of one text. These two need the extra `onnx` and are known at the trial's end:
+    before it, a pruner sees the plain `score` in place of the first, and nothing of the second."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Which way is better."""
 
@@ -188,6 +193,8 @@ class StudyConfig(CheckedSection):
     """Workers that serve all studies of a database take trials of the study with the highest first."""
     timeout: Positive | None = None
     """Seconds after which a worker starts no further trial."""
+    stall_seconds: Positive = 3600.0
+    """A worker whose trial makes no step for so long, and for 20 times its slowest, ends its process."""
     max_retries: Annotated[Whole, Field(ge=0)] = 1
     """How often a `failed` trial is tried again; other outcomes never are."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -231,7 +238,7 @@ class StudyConfig(CheckedSection):
         """How many trials the study can have: `n_trials`, or the combinations of a smaller grid."""
         if self.sampler.name != "grid" or self.comparison is not None:
             return self.n_trials
-        return min(self.n_trials, math.prod(len(found.grid()) for found in self.search_space.values()))
+        return min(self.n_trials, math.prod(len(one.grid()) for one in self.search_space.values()))
 
     def definition(self) -> dict[str, Any]:
         """The study as JSON, as the database keeps it: all keys, and `given`, those that its file gave.
@@ -261,14 +268,15 @@ class StudyConfig(CheckedSection):
             InputError: the file's keys do not go with what is stored, or what is stored names an encoder
                 that the file does not, and the file trusts the code of its own.
         """
+        stored = without_dropped_keys(stored)
         merged = completed(StudyConfig, stored, self.definition())
         refuse_changes(self.name, stored, merged)
         refuse_other_code(self.name, self.definition(), merged)
         try:
             return StudyConfig.model_validate({**merged, "path": self.path})
         except ValidationError as error:
-            found = "\n".join(map(str, problems_of(error, StudyConfig)))
-            raise InputError(f"With what is stored of the study `{self.name}`:\n{found}") from None
+            lines = "\n".join(map(str, problems_of(error, StudyConfig)))
+            raise InputError(f"With what is stored of the study `{self.name}`:\n{lines}") from None
 
     @model_validator(mode="before")
     @classmethod
@@ -276,7 +284,7 @@ class StudyConfig(CheckedSection):
         if not isinstance(content, Mapping):
             return content
         if "given" in content:  # a definition
-            keys = {key: value for key, value in content.items() if key != "folder"}
+            keys = without_dropped_keys({key: of for key, of in content.items() if key != "folder"})
             return {"path": Path(str(content.get("folder", "")), "study.yaml"), **keys}
         return {**content, "given": frozenset(given_keys(cls, content)) - {"path"}}
 
@@ -291,21 +299,14 @@ class StudyConfig(CheckedSection):
                 refuse(Problem((index, "metric"), f"{show(metric)} is there twice. Keep one."))
         return objectives
 
-    @field_validator("sampler", "pruner")
+    @field_validator("pruner")
     @classmethod
-    def _check_takes_objectives(cls, algorithm: Any, info: ValidationInfo) -> Any:
-        objectives = info.data.get("objective", ())
-        is_late = [objective.metric for objective in objectives] == [DEPLOYED_LATENCY]
-        if is_late and info.field_name == "pruner" and algorithm.name != "none":
-            message = f"must be `none` for `{DEPLOYED_LATENCY}`, which is known at the end of a trial alone."
+    def _check_takes_objectives(cls, pruner: PrunerConfig, info: ValidationInfo) -> PrunerConfig:
+        metrics = [objective.metric for objective in info.data.get("objective", ())]
+        if pruner.name != "none" and (len(metrics) > 1 or metrics == [DEPLOYED_LATENCY]):
+            message = "must be `none` with several objectives, or one that is known at a trial's end alone."
             refuse(Problem(("name",), message))
-        if len(objectives) > 1:
-            if algorithm.name == "cmaes":
-                refuse(Problem(("name",), "cmaes takes one objective. Use tpe, gp or nsga2."))
-            if info.field_name == "pruner" and algorithm.name != "none":
-                message = "must be `none` with several objectives: Optuna cannot prune by them."
-                refuse(Problem(("name",), message))
-        return algorithm
+        return pruner
 
     @field_validator("training", "amp")
     @classmethod
@@ -351,19 +352,12 @@ def _fixed_and_searched(searched: tuple[str, ...], given: frozenset[str]) -> Ite
 
 
 def _sampler_problems(space: SearchSpace, sampler: str) -> Iterator[Problem]:
-    if sampler == "cmaes":
-        ranges = {name: found for name, found in space.items() if isinstance(found, Range) and not found.when}
-        numeric = [name for name, found in ranges.items() if found.low < found.high]
-        if len(numeric) < 2:
-            came = " and ".join(numeric) or "none"
-            message = f"cmaes needs two float or int settings without `when`, but has {came}. Use tpe."
-            yield Problem((), message)
     if sampler == "grid":
-        for name, found in space.items():
-            if found.when:
+        for name, distribution in space.items():
+            if distribution.when:
                 message = "a grid combines all values: `when` would run some of them twice."
                 yield Problem((name, "when"), message)
-            if isinstance(found, FloatDistribution) and found.step is None:
+            if isinstance(distribution, FloatDistribution) and distribution.step is None:
                 yield Problem((name, "step"), "must be given for a grid; or list the values as `choices`.")
 
 
@@ -402,9 +396,9 @@ def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
     try:
         study = StudyConfig.model_validate(definition)
     except ValidationError as error:
-        found = "\n".join(map(str, problems_of(error, StudyConfig)))
+        lines = "\n".join(map(str, problems_of(error, StudyConfig)))
         raise StorageError(
-            f"The database's definition of the study {show(name)} is not valid:\n{found}"
+            f"The database's definition of the study {show(name)} is not valid:\n{lines}"
         ) from None
     if study.name != name:
         raise StorageError(f"The database's definition of the study {show(name)} is of {show(study.name)}.")
@@ -428,4 +422,6 @@ def _find(given: Path) -> Path:
             return folder / f"{given}.yaml"
     known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     hint = did_you_mean(str(given), known)
+    if Path(f"{given}.yaml").is_file():
+        hint = f" Did you mean `./{given}.yaml`?"
     raise StudyFileError(f"there is no study {show(str(given))} in {' or '.join(map(str, folders))}.{hint}")

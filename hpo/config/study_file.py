@@ -1,9 +1,8 @@
 """Reads a study file: its YAML, the line of every key, and the one error that lists all its problems.
 
-PyYAML follows YAML 1.1, where `1e-5` is text, `off` is false, `010` is eight and `1:30` is ninety. A study
-file follows the core schema of YAML 1.2 instead (https://yaml.org/spec/1.2.2/#103-core-schema): only `true`
-and `false` are booleans, and `1e-5` is a number. Dates stay text. A key written twice is a problem, not the
-second value.
+ruamel.yaml follows YAML 1.2: only `true` and `false` are booleans, and `1e-5` is a number. Dates stay text. A
+key written twice is a problem, not the second value, and aliases are refused: a few lines of them can stand
+for billions of values.
 """
 
 from __future__ import annotations
@@ -11,34 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Self, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, StringMark, YAMLError
+from ruamel.yaml.nodes import Node, ScalarNode
 
 from hpo.errors import StudyFileError, did_you_mean, shorten
 from hpo.section import Section
 
 KeyPath = tuple[str | int, ...]
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the scalars of YAML 1.2."""
-
-
-_SCALARS = {
-    "null": r"~|null|Null|NULL|",
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?\d[\d_]*",
-    "float": r"[-+]?(\.\d+|\d[\d_]*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-    "merge": r"<<",
-}
-_Loader.yaml_implicit_resolvers = {  # by the first letter; None: any
-    None: [(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{p})$", re.ASCII)) for name, p in _SCALARS.items()]
-}
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+_TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
@@ -76,43 +62,40 @@ class StudyFile:
 
 def read_study_file(path: Path) -> StudyFile:
     """Read the YAML at `path`. Raises StudyFileError when it is not a YAML mapping."""
+    document = _Document()
     try:
-        loader = _Loader(path.read_text(encoding="utf-8-sig"))
-        node = loader.get_single_node()
-        if node is None:
-            raise StudyFileError(f"{path}: the file is empty. A study needs at least `name` and `data`.")
-        lines: dict[str, int] = {}
-        problems = tuple(_walk(node, (), lines, frozenset()))
-        content = loader.construct_document(node)
+        content = document.read(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise StudyFileError(f"{path}: the file cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (YAMLError, ValueError, RecursionError) as error:
         raise StudyFileError(f"{path}{_yaml_problem(error)}") from None
+    if content is None:
+        raise StudyFileError(f"{path}: the file is empty. A study needs at least `name` and `data`.")
     if not isinstance(content, dict):
         raise StudyFileError(
             f"{path}:1: a study file must be a mapping of keys such as `name:` and `data:`, "
             f"but this is {show(content)}."
         )
-    return StudyFile(path, content, lines, problems)
+    return StudyFile(path, content, document.lines, tuple(document.problems))
 
 
 def parse_yaml_value(text: str) -> Any:
     """The value that `text` has in a study file: `3e-5` is a number, `[0.9, 0.99]` a list."""
     try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError):
+        return _Document().read(text)
+    except (YAMLError, ValueError, RecursionError):
         return text
 
 
 def show(value: Any, limit: int = 60) -> str:
-    """What came, as it would stand in a study file, for a message."""
-    if isinstance(value, str):
-        shown = value
-    elif value is None or isinstance(value, (bool, int, float, list, dict)):
-        shown = yaml.safe_dump(value, default_flow_style=True, width=10**6)
-        shown = shown.removesuffix("\n").removesuffix("...").strip()
+    """A value as it would stand in a study file, for a message."""
+    if value is None or isinstance(value, (bool, int, float, list, dict)):
+        yaml, stream = YAML(typ="safe", pure=True), StringIO()
+        yaml.default_flow_style, yaml.width = True, 10**6
+        yaml.dump(value, stream)
+        shown = stream.getvalue().removesuffix("\n").removesuffix("...").strip()
     else:
-        shown = repr(value)
+        shown = value if isinstance(value, str) else repr(value)
     return f"`{shorten(shown, limit - 2)}`"
 
 
@@ -121,19 +104,19 @@ def _dotted(where: KeyPath) -> str:
 
 
 def problems_of(error: ValidationError, model: type[BaseModel] | None = None) -> list[Problem]:
-    """What pydantic found, in a study file's words; `model` has the keys that are known."""
+    """What pydantic refused, in a study file's words; `model` has the keys that are known."""
     return [
         Problem(
-            tuple(part for part in found["loc"] if part != "[key]"),  # which pydantic puts after a key itself
-            _message(found, _known_keys(model, found["loc"])),
+            tuple(part for part in detail["loc"] if part != "[key]"),  # pydantic puts it after a key
+            _message(detail, _known_keys(model, detail["loc"])),
         )
-        for found in error.errors(include_url=False)
-        if found["type"] != "default_factory_not_called"  # it follows from another problem
+        for detail in error.errors(include_url=False)
+        if detail["type"] != "default_factory_not_called"  # it follows from another problem
     ]
 
 
 def refuse(*problems: Problem) -> None:
-    """Raise `problems`, if there are any, as pydantic's error; a validator's place is put before theirs."""
+    """Raise `problems`, if there are any, as pydantic's error, below the key of the validator."""
     if problems:
         details = [
             InitErrorDetails(
@@ -176,27 +159,27 @@ _EXPECTED = {
 """What must hold, by pydantic's type of error."""
 
 
-def _message(found: ErrorDetails, known: Sequence[str]) -> str:
-    kind, came, context = found["type"], found["input"], found.get("ctx", {})
+def _message(detail: ErrorDetails, known: Sequence[str]) -> str:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "missing":
         return "must be given."
     if kind == "extra_forbidden":
-        return f"there is no such key.{did_you_mean(str(found['loc'][-1]), known)}"
+        return f"there is no such key.{did_you_mean(str(detail['loc'][-1]), known)}"
     if kind == "literal_error":
-        return one_of(re.findall(r"'([^']*)'", context["expected"]), came)
+        return one_of(re.findall(r"'([^']*)'", context["expected"]), value)
     if kind == "value_error":
         return str(context["error"])
     if kind in _EXPECTED:
-        hint = " Put it in quotes." if kind == "string_type" and isinstance(came, (bool, int, float)) else ""
-        return f"must be {_EXPECTED[kind].format(**context)}, but got {show(came)}.{hint}"
-    return found["msg"]
+        hint = " Put it in quotes." if kind == "string_type" and isinstance(value, (bool, int, float)) else ""
+        return f"must be {_EXPECTED[kind].format(**context)}, but got {show(value)}.{hint}"
+    return detail["msg"]
 
 
-def one_of(names: Sequence[str], came: Any) -> str:
-    """The message for a value `came` that is none of `names`."""
-    near = did_you_mean(str(came), names)
+def one_of(names: Sequence[str], value: Any) -> str:
+    """The message for a `value` that is none of `names`."""
+    near = did_you_mean(str(value), names)
     hint = near if "Did you mean" in near else ""
-    return f"must be one of {', '.join(names)}, but got {show(came)}.{hint}"
+    return f"must be one of {', '.join(names)}, but got {show(value)}.{hint}"
 
 
 def _known_keys(model: type[BaseModel] | None, location: KeyPath) -> list[str]:
@@ -214,37 +197,51 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return next(filter(None, map(section_of, get_args(annotation))), None)
 
 
-def _walk(node: yaml.Node, where: KeyPath, lines: dict[str, int], above: frozenset[int]) -> Iterator[Problem]:
-    """Note the line of every key under `node`; yield the keys that a mapping holds twice."""
-    if id(node) in above:
-        raise yaml.MarkedYAMLError(problem="an alias contains itself", problem_mark=node.start_mark)
-    above |= {id(node)}
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            lines[_dotted((*where, index))] = item.start_mark.line + 1
-            yield from _walk(item, (*where, index), lines, above)
-    elif isinstance(node, yaml.MappingNode):
-        first_lines: dict[str, int] = {}
+class _Document:
+    """The values of a YAML document, the line of every key, and the keys that cannot be used."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self.problems: list[Problem] = []
+        self._yaml = YAML(typ="safe", pure=True)
+        self._seen: set[int] = set()
+
+    def read(self, text: str) -> Any:
+        node = self._yaml.compose(text)
+        return None if node is None else self._value(node)
+
+    def _value(self, node: Node, where: KeyPath = (), line: int = 1) -> Any:
+        if where:
+            self.lines.setdefault(_dotted(where), line)
+        if id(node) in self._seen:
+            what = f"{_dotted(where)}: `*{node.anchor}` is an alias, which is not read: write the value out"
+            raise MarkedYAMLError(problem=what, problem_mark=StringMark("", 0, line - 1, 0, "", 0))
+        self._seen.add(id(node))
+        if isinstance(node, ScalarNode):
+            is_date = node.tag == f"{_TAG}timestamp"
+            return node.value if is_date else self._yaml.constructor.construct_object(node)
+        if node.tag == f"{_TAG}seq":
+            items = enumerate(node.value)
+            return [self._value(i, (*where, at), max(line, i.start_mark.line + 1)) for at, i in items]
+        if node.tag != f"{_TAG}map":
+            raise MarkedYAMLError(problem=f"no value is of {node.tag}", problem_mark=node.start_mark)
+        content: dict[str, Any] = {}
         for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue  # a list as key is refused by PyYAML; merged keys are noted where they are written
-            line = key.start_mark.line + 1
-            if key.value in first_lines:
-                first = first_lines[key.value]
-                yield Problem(
-                    (*where, key.value), f"the key is written twice, on lines {first} and {line}. Keep one."
-                )
-                continue
-            first_lines[key.value] = lines[_dotted((*where, key.value))] = line
-            if key.tag != "tag:yaml.org,2002:str":
-                yield Problem((*where, key.value), "a key must be text: put it in quotes.")
-            yield from _walk(value, (*where, key.value), lines, above)
+            name = str(key.value) if isinstance(key, ScalarNode) else "?"
+            at, line = (*where, name), key.start_mark.line + 1
+            if key.tag != f"{_TAG}str":
+                self.problems.append(Problem(at, "a key must be text: put it in quotes."))
+            if name in content:
+                twice = f"on lines {self.lines[_dotted(at)]} and {line}"
+                self.problems.append(Problem(at, f"the key is written twice, {twice}. Keep one."))
+            content[name] = self._value(value, at, line)
+        return content
 
 
 def _yaml_problem(error: Exception) -> str:
-    """`:line: what is wrong` of an error of PyYAML."""
+    """`:line: what is wrong` of an error of ruamel.yaml."""
     mark = getattr(error, "problem_mark", None)
-    place = f":{mark.line + 1}" if mark else ""
+    at = f":{mark.line + 1}" if mark else ""
     parts = [getattr(error, key, None) for key in ("context", "problem")]
     what = ", ".join(filter(None, parts)) or " ".join(str(error).split())
-    return f"{place}: this is not valid YAML: {what}."
+    return f"{at}: this is not valid YAML: {what}."

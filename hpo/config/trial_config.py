@@ -46,7 +46,7 @@ def build_trial_config(
         study: its `training` holds where `params` says nothing, then the defaults.
         params: values by the names of settings, such as `loss_weight.<task>`, or as Optuna holds them.
         default_precision: the precision of a trial whose study neither fixes nor searches one.
-        amp: the study's `amp` with its preset applied; the study's own when left out.
+        amp: the study's `amp` with its preset applied; left out: as the study has it.
 
     Raises InputError when a value is not one that its setting takes.
     """
@@ -69,6 +69,13 @@ def build_trial_config(
     if checked.float32_parts:  # else TF32 would be in parts that are to be fp32
         scaler["tf32"] = False
     return checked.model_copy(update={"amp": checked.amp.model_copy(update=scaler)})
+
+
+def encoders_of(study: StudyConfig) -> list[str | dict[str, Any]]:
+    """The encoder that the study fixes, then those that it searches; folders as absolute paths."""
+    choices = getattr(study.search_space.get("encoder"), "choices", ())
+    fixed = study.training.encoder or study.model.encoder
+    return [_absolute_encoder(encoder, study.path.parent) for encoder in (fixed, *choices)]
 
 
 def _absolute_encoder(encoder: str | Mapping[str, Any], folder: Path) -> str | dict[str, Any]:

@@ -37,6 +37,7 @@ Encoder = Annotated[str | dict[str, Any], BeforeValidator(_encoder)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 Positive = Annotated[float, Field(gt=0)]
+BatchSize = Annotated[Count, Field(le=100_000)]
 
 LOSS_WEIGHT, OVERRIDE = "loss_weight.", "precision_overrides."
 KEYED = {LOSS_WEIGHT: "<task>", OVERRIDE: "<part>"}
@@ -59,9 +60,6 @@ MODEL_SETTINGS = (
 )
 """Settings of which some combinations cannot be built."""
 
-STEP_SETTINGS = (*BUDGETS, *MODEL_SETTINGS, "batch_size", "micro_batch_size", "compile_dynamic")
-"""Settings that decide whether a trial has steps in which nothing is compiled."""
-
 DEFAULT_EPOCHS = 3.0
 
 
@@ -76,9 +74,9 @@ class TrialSettings(CheckedSection):
     """Encoder, as in `model.encoder`, which it takes when left out."""
     precision_overrides: dict[Part, Literal["none", "fp32"]] = Field(default_factory=dict)
     """Precision of a part of the model, written `precision_overrides.<part>`: `fp32`, or `none` for that of
-    the rest. Parts: `embeddings`, `attention`, `encoder.layer.N` (from 0; also `first`, `last`), `heads`,
-    `heads.<task>`, `loss`. It runs without autocast on fp32 weights and inputs; fp32 products outside it
-    are IEEE fp32 then, whatever `amp.tf32` says. Not with `tf32`."""
+    the rest. Parts: `embeddings`, `encoder.layer.N` (from 0), `heads`. It runs without autocast on fp32
+    inputs; fp32 products outside it are IEEE fp32 then, whatever `amp.tf32` says. Not with `tf32` and
+    `bf16-true`, which have no autocast."""
     max_length: Whole = Field(256, ge=8)
     """Longest input in tokens, special tokens included; see `data.long_text`."""
 
@@ -113,10 +111,10 @@ class TrialSettings(CheckedSection):
 
     optimizer: Literal["adamw", "adam", "adafactor", "lion", "sgd"] = "adamw"
     """Optimiser. Its state is fp32 in every precision."""
-    weight_rounding: Literal["nearest", "stochastic", "compensated"] = "nearest"
+    weight_rounding: Literal["nearest", "compensated"] = "nearest"
     """How `bf16-true` rounds its weights after a step: to the `nearest` number, which loses updates of less
-    than 1/512 of a weight; at random without bias; or `compensated` in the next step by what was left out,
-    for 2 bytes a weight. Without effect on fp32 weights, which all other precisions have."""
+    than 1/512 of a weight; or `compensated` in the next step by what was left out, for 2 bytes a weight.
+    Without effect on fp32 weights, which all other precisions have."""
     learning_rate: float = Field(5e-5, gt=0, le=10)
     """Peak learning rate of the encoder."""
     head_learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -136,9 +134,9 @@ class TrialSettings(CheckedSection):
     max_grad_norm: Positive | None = 1.0
     """Norm to which gradients are clipped, after unscaling. `null`: no clipping."""
 
-    batch_size: Count = 16
+    batch_size: BatchSize = 16
     """Examples in one optimiser step."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: BatchSize | None = None
     """Examples in one forward and backward pass; gradients are accumulated to `batch_size`, with the same
     loss. Left out, `batch_size`, halved when memory runs out."""
     loss: Literal["auto", "cross_entropy", "bce", "focal", "mse", "huber"] = "auto"
@@ -208,12 +206,12 @@ class TrialSettings(CheckedSection):
 
     def rounding_problems(self, searched: Container[str], precisions: Sequence[str]) -> Iterator[Problem]:
         """Says whether bf16 weights are to be rounded in a study of `precisions` without such weights."""
-        place = "search_space" if "weight_rounding" in searched else "training"
-        is_default = place == "training" and self.weight_rounding == "nearest"
+        section = "search_space" if "weight_rounding" in searched else "training"
+        is_default = section == "training" and self.weight_rounding == "nearest"
         if not is_default and all(PRECISIONS[name].weights != "bfloat16" for name in precisions):
-            came = ", ".join(precisions) or "left to the preset"
-            message = f"is for `fp_precision: bf16-true`, but here that is {came}. Add it, or leave this out."
-            yield Problem((place, "weight_rounding"), message)
+            given = ", ".join(precisions) or "left to the preset"
+            message = f"is for `fp_precision: bf16-true`, but that is {given}. Add it, or leave this out."
+            yield Problem((section, "weight_rounding"), message)
 
 
 def keyed(name: str) -> tuple[str, str] | None:
@@ -248,7 +246,7 @@ def setting_value(name: str, value: Any) -> Any:
     try:
         settings = TrialSettings.model_validate({name: value})
     except ValidationError as error:
-        raise ValueError(" ".join(found.message for found in problems_of(error))) from None
+        raise ValueError(" ".join(problem.message for problem in problems_of(error))) from None
     setting, key = keyed(name) or (name, None)
-    found = getattr(settings, setting)
-    return found if key is None else found[key]
+    held = getattr(settings, setting)
+    return held if key is None else held[key]

@@ -43,6 +43,15 @@ class Batch:
     lengths_B: IntArray
 
     @property
+    def inputs(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What a model is called with; no mask where nothing is padded: a GPU's flash kernel takes none.
+
+        The lengths are on the host: to read the mask of a device would mean to wait for it.
+        """
+        is_padded = self.lengths_B.size and self.lengths_B.min() < self.input_ids_BL.shape[1]
+        return self.input_ids_BL, self.attention_mask_BL if is_padded else None, self.type_ids_BL
+
+    @property
     def num_tokens(self) -> int:
         """Real tokens, without padding."""
         return int(self.lengths_B.sum())
@@ -158,7 +167,6 @@ def training_batches(lengths_W: IntArray, batch_size: int, seed: int, epoch: int
     same batches in each epoch, so ranks are moved at random before they are cut into batches, by up to
     `JITTER_BATCHES` batches divided by the number of chunks. Then batches are shuffled. The list is always
     the same for a (seed, epoch), so that training can resume at a position in it.
-    `tests/benchmarks/batching.py` measures how often texts meet again in a batch, and the padding.
     """
     generator = np.random.default_rng([seed, epoch])
     order_W = generator.permutation(len(lengths_W))

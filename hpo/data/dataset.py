@@ -21,15 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hpo.config.data_config import DataConfig, TaskConfig
-from hpo.data.examples import Example, RowChecker
+from hpo.config.data_config import DataConfig, SyntheticConfig, TaskConfig
+from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.progress import logged
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
-
-MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class DataSet:
 
 
 def load_data(config: DataConfig) -> DataSet:
-    """Read and check the whole data set. Raises DataError, which lists the first `MAX_LISTED` bad rows."""
+    """Read and check the whole data set. Raises DataError, which lists the first bad rows."""
     if config.source == "synthetic":
         return _generate(config)
     try:
@@ -74,6 +72,8 @@ def _generate(config: DataConfig) -> DataSet:
     made = {split: SyntheticRows(split, size, **settings) for split, size in sizes.items()}
     # The distribution is known by its first rows; a million need not be made for it.
     tasks = _standardised(parse_tasks(TASKS_JSON, "synthetic"), made["train"][:10_000])
+    if settings["look_alikes"] == SyntheticConfig().look_alikes:  # stored studies are older than it
+        del settings["look_alikes"]
     identity = (GENERATOR_VERSION, sizes, settings)
     fingerprint = hashlib.blake2b(repr(identity).encode(), digest_size=16).hexdigest()
     return DataSet(tasks, {"train": made["train"], **{s: list(made[s]) for s in SPLITS[1:]}}, fingerprint)
@@ -112,22 +112,22 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
 
     Evidence without span names is evidence for all classes of its task.
     """
-    found: dict[str, set[str]] = {
+    inferred: dict[str, set[str]] = {
         name: set() for name, config in configs.items() if config.has_classes and config.classes is None
     }
-    if found:
+    if inferred:
         num_rows = 0
         for row in logged(train.rows(), f"reading the classes of {train.name}"):
             num_rows += 1
             labels = row.row.get("labels") if isinstance(row.row, dict) else None
-            for name in found:
+            for name in inferred:
                 value = labels.get(name) if isinstance(labels, dict) else None
                 of_row = value if isinstance(value, list) else [value]
-                found[name].update(label for label in of_row if isinstance(label, str) and label)
+                inferred[name].update(label for label in of_row if isinstance(label, str) and label)
         if not num_rows:
             raise DataError(_empty_split(train, "train"))
     completed = dict(configs)
-    for name, classes in found.items():
+    for name, classes in inferred.items():
         completed[name] = configs[name].model_copy(update={"classes": tuple(sorted(classes))})
     for name, config in completed.items():
         labelled = completed.get(config.evidence_for or "")
@@ -152,31 +152,27 @@ def _standardised(tasks: Sequence[Task], train: Sequence[Example]) -> tuple[Task
 
 
 def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, list[Example]]:
-    listed: list[str] = []
-    num_bad = 0
+    bad: list[str] = []
     splits: dict[str, list[Example]] = {}
     first_seen: dict[str, str] = {}
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
         splits[split] = []
         for row in logged(reader.rows(), f"reading {reader.name}"):
-            example, found = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
+            example, wrong = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
                 name, group = example.id, example.group
                 if (first := first_seen.setdefault(name, row.where)) is not row.where:
-                    found = [f"`id` must be unique, but `{name}` is that of {first} too"]
+                    wrong = [f"`id` must be unique, but `{name}` is that of {first} too"]
                 elif group is not None and (other := group_split.setdefault(group, split)) != split:
-                    found = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
+                    wrong = [f"a group must stay in one split, but `{group}` is in {other} and {split}"]
                 else:
                     splits[split].append(example)
-            if found:
-                num_bad += 1
-                if num_bad <= MAX_LISTED:
-                    listed.append(f"{row.where}: {'; '.join(found)}")
-    if num_bad:
-        rows = "1 bad row" if num_bad == 1 else f"{num_bad} bad rows"
-        limit = f" (the first {MAX_LISTED} are listed)" if num_bad > MAX_LISTED else ""
-        raise DataError("\n  ".join([f"{rows} in the data{limit}; mend or remove:", *listed]))
+            if wrong:
+                bad.append(f"{row.where}: {'; '.join(wrong)}")
+    if bad:
+        rows = "1 bad row" if len(bad) == 1 else f"{len(bad):,} bad rows"
+        raise DataError(f"{rows} in the data; mend or remove:{listed(bad)}")
     for split, examples in splits.items():
         if not examples:
             raise DataError(_empty_split(readers[split], split))

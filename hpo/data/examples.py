@@ -25,6 +25,8 @@ from hpo.errors import did_you_mean, shorten
 ROW_KEYS = ("id", "text", "labels", "spans", "group", "segments", "alt_spans")
 SPAN_KINDS = ("token_classification", "span_extraction", "span_per_label")
 
+MAX_LISTED = 20
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Span = tuple[int, int]
@@ -141,13 +143,13 @@ class RowChecker:
                 what = "unknown task" if task is None else f"`{task.kind}` is annotated in `spans`, not here"
                 problems.append(f"labels.{name}: {what}.{did_you_mean(str(name), known)}")
             elif value is not None:
-                found = self._label_problems(task, value)
-                problems += found
-                labels[name] = value if found else self._label(task, value)
+                wrong = self._label_problems(task, value)
+                problems += wrong
+                labels[name] = value if wrong else self._label(task, value)
         return labels
 
     def _label(self, task: Task, value: Any) -> Label:
-        """A label without problems; classes as the task's own strings."""
+        """A label without problems; classes as the strings of the task."""
         if task.kind == "regression":
             return float(value)
         classes = self._classes[task.name]
@@ -179,11 +181,11 @@ class RowChecker:
             if not isinstance(pairs, list):
                 problems.append(f"{key}.{name} must be a list of [start, end], but got {_show(pairs)}")
                 continue
-            found = [span for pair in pairs if (span := _span(f"{key}.{name}", pair, text, problems))]
-            if len(set(found)) < len(found):
+            good = [span for pair in pairs if (span := _span(f"{key}.{name}", pair, text, problems))]
+            if len(set(good)) < len(good):
                 problems.append(f"{key}.{name} has the same span twice: {_show(pairs)}")
-            if found:
-                spans[name] = sorted(found)
+            if good:
+                spans[name] = sorted(good)
         return spans
 
     def _segments(self, given: object, text: str, problems: list[str]) -> dict[str, Span]:
@@ -196,6 +198,12 @@ class RowChecker:
                 hint = did_you_mean(name, sorted(segments))
                 problems.append(f"`segments` must have `{name}` (data.pair_segments names it).{hint}")
         return segments
+
+
+def listed(bad: Sequence[str]) -> str:
+    """The first of the rows that cannot be read, a line each."""
+    more = f"\n  ... and {len(bad) - MAX_LISTED:,} more" if len(bad) > MAX_LISTED else ""
+    return "\n  ".join(["", *bad[:MAX_LISTED]]) + more
 
 
 def _task_span_problems(

@@ -1,7 +1,6 @@
 """How long the texts are in tokens, and what a `max_length` cuts off.
 
-Every split is tokenised once, whole; where windows of any length begin and end, and which spans no window
-holds, follows from that by the rule that cuts them for training (`hpo.data.tokenization.cut_windows`).
+Every split is tokenised whole and at each length as for training, from the cache where it is there.
 """
 
 from __future__ import annotations
@@ -15,17 +14,7 @@ import numpy as np
 
 from hpo.data.dataset import DataSet
 from hpo.data.token_cache import load_tokenized
-from hpo.data.token_stream import probe_layout
-from hpo.data.tokenization import cut_windows
-from hpo.data.tokenized_split import (
-    WHOLE_TEXTS,
-    IntArray,
-    TokenizedSplit,
-    Windowing,
-    WindowSpans,
-    ragged_arange,
-    starts,
-)
+from hpo.data.tokenized_split import WHOLE_TEXTS, IntArray, Windowing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,77 +47,40 @@ class LengthFacts:
 
 
 def length_facts(
-    dataset: DataSet,
-    tokenizer: PreTrainedTokenizerBase,
-    windowings: Sequence[Windowing],
-    cache_dir: Path,
+    dataset: DataSet, tokenizer: PreTrainedTokenizerBase, windowings: Sequence[Windowing], cache_dir: Path
 ) -> LengthFacts:
-    """Tokenise the data set, or take it from the cache, and cut it by each of `windowings`, which may differ
-    in length and stride.
+    """Tokenise the data set, or take it from the cache, and cut it by each of `windowings`.
 
     Raises what `hpo.data.token_cache.load_tokenized` raises.
     """
-    pair = windowings[0].pair_segments
-    whole = Windowing(WHOLE_TEXTS, pair_segments=pair)
-    layout = probe_layout(tokenizer, pair is not None)
-    num_before, num_between, _ = (int(count) for count in layout.special.count_E)
-    num_special = len(layout.special.ids_T)
-    num_tokens: dict[str, int] = {}
-    quantiles: dict[str, list[int]] = {}
-    num_spans: dict[str, dict[str, int]] = {}
-    over: list[dict[str, int]] = [{} for _ in windowings]
-    num_windows: list[dict[str, int]] = [{} for _ in windowings]
-    lost: list[dict[str, dict[str, int]]] = [{} for _ in windowings]
-    for name in dataset.splits:
-        split = load_tokenized(dataset, name, tokenizer, whole, cache_dir)
-        length_E = split.lengths_W
-        num_tokens[name] = split.num_tokens
-        quantiles[name] = np.percentile(length_E, range(101), method="inverted_cdf").astype(int).tolist()
-        num_first_E = _num_first(split, num_before) if pair else np.zeros_like(length_E)
-        num_second_E = length_E - num_special - num_first_E
-        second_at_E = num_before + num_first_E + num_between
-        for task, spans in split.spans.items():
-            outside = split.num_lost_spans[task]
-            num_spans.setdefault(task, {})[name] = len(spans.rows_S4) + outside
-        for at, windowing in enumerate(windowings):
-            windows = cut_windows(num_first_E, num_second_E, windowing, num_special)
-            windows_E = np.bincount(windows.example_W, minlength=len(length_E))
-            over[at][name] = int((length_E > windowing.max_length).sum())
-            num_windows[at][name] = len(windows.example_W)
-            reach = (windows.from_2W, windows.to_2W, windows_E)
-            for task, spans in split.spans.items():
-                num_lost = _num_lost(spans, num_before, second_at_E, *reach)
-                lost[at].setdefault(task, {})[name] = num_lost + split.num_lost_spans[task]
-    cuts = [
-        CutFacts(windowing.max_length, over[at], num_windows[at], lost[at])
-        for at, windowing in enumerate(windowings)
-    ]
-    num_texts = {name: len(rows) for name, rows in dataset.splits.items()}
-    return LengthFacts(num_texts, num_tokens, quantiles, num_spans, cuts)
+    of_whole = Windowing(WHOLE_TEXTS, pair_segments=windowings[0].pair_segments)
+    whole = {name: load_tokenized(dataset, name, tokenizer, of_whole, cache_dir) for name in dataset.splits}
+    num_spans = {
+        task: {name: len(s.spans[task].rows_S4) + s.num_lost_spans[task] for name, s in whole.items()}
+        for task in next(iter(whole.values())).spans
+    }
+    longest = max(int(split.lengths_W.max()) for split in whole.values())
+    cuts = []
+    for windowing in windowings:
+        cut = whole
+        if longest > windowing.max_length:
+            cut = {name: load_tokenized(dataset, name, tokenizer, windowing, cache_dir) for name in whole}
+        cuts.append(
+            CutFacts(
+                windowing.max_length,
+                {name: int((s.lengths_W > windowing.max_length).sum()) for name, s in whole.items()},
+                {name: split.num_windows for name, split in cut.items()},
+                {task: {name: s.num_lost_spans[task] for name, s in cut.items()} for task in num_spans},
+            )
+        )
+    return LengthFacts(
+        num_texts={name: len(rows) for name, rows in dataset.splits.items()},
+        num_tokens={name: split.num_tokens for name, split in whole.items()},
+        quantiles={name: _quantiles(split.lengths_W) for name, split in whole.items()},
+        num_spans=num_spans,
+        cuts=cuts,
+    )
 
 
-def _num_first(split: TokenizedSplit, num_before: int) -> IntArray:
-    """Tokens of the first segment of each text: those between the special tokens around it."""
-    special_EN = np.flatnonzero(split.char_start_T == -1).reshape(split.num_windows, -1)
-    return special_EN[:, num_before] - split.window_start_W1[:-1] - num_before
-
-
-def _num_lost(
-    spans: WindowSpans,
-    first_at: int,
-    second_at_E: IntArray,
-    from_2W: IntArray,
-    to_2W: IntArray,
-    windows_E: IntArray,
-) -> int:
-    """How many of the spans of whole texts no window holds whole."""
-    example_S = np.repeat(np.arange(len(windows_E)), np.diff(spans.start_W1))
-    begin_S, end_S = spans.rows_S4[:, 1], spans.rows_S4[:, 2]
-    segment_S = (begin_S >= second_at_E[example_S]).astype(np.int64)
-    at_S = np.where(segment_S == 1, second_at_E[example_S], first_at)
-    count_S = windows_E[example_S]
-    span = np.repeat(np.arange(len(example_S)), count_S)
-    window = ragged_arange(starts(windows_E)[example_S], count_S)
-    low, high = from_2W[segment_S[span], window], to_2W[segment_S[span], window]
-    is_whole = (low <= (begin_S - at_S)[span]) & ((end_S - at_S)[span] < high)
-    return len(example_S) - len(np.unique(span[is_whole]))
+def _quantiles(length_W: IntArray) -> list[int]:
+    return [int(at) for at in np.percentile(length_W, range(101), method="inverted_cdf")]

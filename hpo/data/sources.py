@@ -15,19 +15,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, DataConfig
-from hpo.data.csv_files import (
-    CsvForm,
-    csv_records,
-    find_form,
-    find_form_of_texts,
-    find_list_separator,
-)
+from hpo.data.csv_files import CsvForm, csv_records, find_form, find_list_separator
 from hpo.data.progress import logger
-from hpo.data.tables import CsvCells, Row, Table, TaskConfigs, TextTable, column_names, segments_needed
+from hpo.data.tables import CsvCells, Row, Table, TaskConfigs, TextTable, column_names
 from hpo.errors import DataError, did_you_mean, shorten
 
 SPLITS = ("train", "validation", "test")
+JSON_LINES = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -38,15 +34,12 @@ class Reader:
     rows: Callable[[], Iterator[Row]]
 
 
-DATA_DIR = "HPO_DATA_DIR"
-"""Environment variable: the folder with this machine's data, for studies whose paths do not lead to them."""
-
-
 def located(config: DataConfig) -> DataConfig:
     """`config` with the paths at which its data lie on this machine.
 
-    What is not at its path is looked for in HPO_DATA_DIR by the last parts of the path, the most of them
-    first: of /home/a/sets/sgd in /data, /data/home/a/sets/sgd, /data/a/sets/sgd, /data/sets/sgd, /data/sgd.
+    Data that are not at their path are looked for in HPO_DATA_DIR by the last parts of the path, the
+    longest end first: for /home/a/sets/sgd in /data, /data/home/a/sets/sgd, /data/a/sets/sgd,
+    /data/sets/sgd, /data/sgd.
     """
     given = config.files
     files = {split: path and _located(path) for split, path in given}
@@ -61,10 +54,10 @@ def located(config: DataConfig) -> DataConfig:
 
 
 def _located(path: Path) -> Path:
-    found = path if path.exists() else next((other for other in _elsewhere(path) if other.exists()), path)
-    if found != path:
-        logger.info("%s is not here; the data are read from %s", path, found)
-    return found
+    here = path if path.exists() else next((other for other in _elsewhere(path) if other.exists()), path)
+    if here != path:
+        logger.info("%s is not here; the data are read from %s", path, here)
+    return here
 
 
 def _elsewhere(path: Path) -> list[Path]:
@@ -82,7 +75,7 @@ def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
 
 def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     readers: dict[str, Reader] = {}
-    separator = config.csv.list_separator
+    separators: dict[str, str] | None = None
     for split in SPLITS:
         given = getattr(config.files, split)
         path = given or (config.path and config.path / f"{split}.{config.source}")
@@ -94,8 +87,13 @@ def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
             rows = partial(_jsonl_rows, path)
         elif config.source == "csv":
             form = find_form(path, config.csv, column_names(config.columns))
-            separator = separator or _list_separator(form, config.columns, tasks)
-            cells = CsvCells(separator, config.csv.empty, form.delimiter)
+            if separators is None:  # those of the training file are those of all splits
+                separators = {
+                    task: config.csv.list_separator or find_list_separator(form, column, tasks[task].classes)
+                    for task, column in config.columns.labels.items()
+                    if task in tasks and tasks[task].kind == "multi_label"
+                }
+            cells = CsvCells(separators, config.csv.empty, form.delimiter)
             rows = partial(_csv_rows, form, Table(str(path), split, config.columns, tasks, cells))
         else:
             rows = partial(_parquet_rows, path, Table(str(path), split, config.columns, tasks))
@@ -111,15 +109,13 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
     """
     try:
         match path.suffix.lower():
-            case ".jsonl" | ".ndjson":
+            case suffix if suffix in JSON_LINES:
                 yield from _jsonl_rows(path)
             case ".csv":
-                form = find_form_of_texts(path, csv, [columns.text])
+                form = find_form(path, csv, [columns.text])
                 yield from _csv_rows(form, TextTable(str(path), "row", columns, {}))
             case ".parquet":
                 yield from _parquet_rows(path, TextTable(str(path), "row", columns, {}))
-            case _ if columns.segments is not None:
-                raise DataError(f"{path}: {segments_needed(columns.segments)}, but lines of text have none.")
             case _:
                 yield from _lines(path)
     except OSError as error:
@@ -127,29 +123,24 @@ def text_rows(path: Path, columns: ColumnsConfig, csv: CsvConfig) -> Iterator[Ro
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}:{number}"
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            try:
-                yield Row(where, {"id": f"row-{number}", "text": line.decode().rstrip("\r\n")})
-            except UnicodeDecodeError as error:
-                yield Row(where, None, [f"must be UTF-8, but {error}"])
+    """A row for each line, but for blank ones at the end."""
+    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+    while lines and not lines[-1].strip():
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield Row(f"{path}:{number}", {"id": f"row-{number}", "text": line.decode()})
+        except UnicodeDecodeError as error:
+            yield Row(f"{path}:{number}", None, [f"must be UTF-8, but {error}"])
 
 
 def nearest_file(path: Path) -> str:
     """Say which file of the folder was probably meant."""
     if not (folder := path.parent).is_dir():
         root = os.environ.get(DATA_DIR)
-        where = (
-            f", nor is it in {DATA_DIR} ({root}), as {folder.name} or with more of its path" if root else ""
-        )
-        hint = (
-            ""
-            if root
-            else f" If {folder.name} lies elsewhere on this machine, name its folder in {DATA_DIR}."
-        )
-        return f" There is no folder {folder}{where}.{hint}"
+        where = f", nor is it in {DATA_DIR} ({root}), as {folder.name} or with more of its path."
+        hint = f". If {folder.name} lies elsewhere on this machine, name its folder in {DATA_DIR}."
+        return f" There is no folder {folder}{where if root else hint}"
     names = sorted(item.name for item in path.parent.iterdir() if item.is_file())
     return did_you_mean(path.name, names[:50]) if names else f" {path.parent} is empty."
 
@@ -167,16 +158,6 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 yield Row(f"{path}:{number}", None, [f"must be one JSON object in UTF-8, but {error}"])
 
 
-def _list_separator(form: CsvForm, columns: ColumnsConfig, tasks: TaskConfigs) -> str:
-    """That of the training file, the first that is looked at, is that of all splits."""
-    of_tasks = {task: column for task, column in columns.labels.items() if _is_multi_label(tasks, task)}
-    return find_list_separator(form, list(of_tasks.values()), [tasks[task].classes for task in of_tasks])
-
-
-def _is_multi_label(tasks: TaskConfigs, task: str) -> bool:
-    return task in tasks and tasks[task].kind == "multi_label"
-
-
 def _csv_rows(form: CsvForm, table: Table) -> Iterator[Row]:
     records = csv_records(form)
     _, header = next(records)
@@ -190,7 +171,6 @@ def _csv_rows(form: CsvForm, table: Table) -> Iterator[Row]:
             yield Row(where, None, [f"{problem} (read with {form.name})"])
         else:
             yield table.row(where, number, dict(zip(header, cells, strict=True)))
-    table.say()
 
 
 def _parquet_rows(path: Path, table: Table) -> Iterator[Row]:

@@ -11,8 +11,10 @@ evidence comes in frames too ("It is true that ..."), so a model has to read who
 something happens is in the evidence sentence as well and gives `burden`; the number of criteria gives
 `severity`.
 
-`label_noise` is the probability that an annotator missed a criterion that is there, and half of it that a
-look-alike was taken for one. Labels, evidence, severity and burden then all follow the annotator.
+Of the sentences without evidence, the share `look_alikes` are look-alikes; the fewer there are, the more the
+criteria's own words tell. `label_noise` is the probability that an annotator missed a criterion that is
+there, and half of it that a look-alike was taken for one. Labels, evidence, severity and burden then all
+follow the annotator.
 
 A row depends on the seed, the split's name and the row's number only, so a larger set begins with the rows
 of a smaller one, and any row can be made without those before it.
@@ -41,7 +43,6 @@ _Draw = Callable[[], float]
 _COUNT_WEIGHTS = (0.27, 0.20, 0.18, 0.14, 0.10, 0.07, 0.04)
 _CRITERION_WEIGHTS = (1.4, 1.2, 0.9, 1.4, 0.7, 1.2, 1.0, 1.0, 0.5)
 _SECOND_EVIDENCE = 0.2
-_LOOK_ALIKE = 0.45
 _FRAMED_LOOK_ALIKE = 0.7
 _BORROWED_FILLER = 0.3
 
@@ -218,6 +219,7 @@ class SyntheticRows(Sequence[Example]):
     min_sentences: int = 2
     max_sentences: int = 6
     label_noise: float = 0.02
+    look_alikes: float = 0.45
 
     @cached_property
     def _seed(self) -> int:
@@ -273,7 +275,7 @@ class SyntheticRows(Sequence[Example]):
                 sentences.append(_Sentence(text, -1 if missed else criterion, level))
         absent = [criterion for criterion in range(len(CRITERIA)) if criterion not in held]
         while len(sentences) < num_sentences:
-            if absent and draw() < _LOOK_ALIKE:
+            if absent and draw() < self.look_alikes:
                 # Never one that holds, and none twice: a post does not argue with itself.
                 criterion = absent.pop(int(draw() * len(absent)))
                 if draw() < _FRAMED_LOOK_ALIKE:

@@ -1,28 +1,25 @@
 """The cells of a table's row (csv, parquet, hub) in the form of a jsonl line.
 
 A class is a string, several classes are a list, a JSON list, or `a|b`. Spans are a list or JSON list of
-[start, end], or, in a column for a whole task, {name: [[start, end], ...]}; segments {name: [start, end]}. An
-empty cell means "not annotated"; but of several classes in csv, which has no other way to leave a list empty,
-that no class holds, unless `data.csv.empty` is `unlabelled`. No class and no span at all are written `[]`
-too.
+[start, end], or, in a column for a whole task, {name: [[start, end], ...]}. An empty cell means "not
+annotated"; but of several classes in csv, which has no other way to leave a list empty, that no class holds,
+unless `data.csv.empty` is `unlabelled`. No class and no span at all are written `[]` too.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, TaskConfig
-from hpo.data.csv_files import LIST_SEPARATORS, show_character, split_cell
+from hpo.data.csv_files import split_cell
 from hpo.data.examples import SPAN_KINDS
-from hpo.data.progress import logger
-from hpo.errors import DataError, did_you_mean, shorten
+from hpo.errors import DataError, did_you_mean
 
 TaskConfigs = Mapping[str, TaskConfig]
 
@@ -41,7 +38,7 @@ class Row:
 
 def column_names(columns: ColumnsConfig) -> list[str]:
     """The columns that are read."""
-    names = (columns.id, columns.text, columns.segments, *columns.labels.values(), *columns.spans.values())
+    names = (columns.id, columns.text, *columns.labels.values(), *columns.spans.values())
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
@@ -49,7 +46,8 @@ def column_names(columns: ColumnsConfig) -> list[str]:
 class CsvCells:
     """What cells of text mean."""
 
-    list_separator: str = "|"
+    list_separators: Mapping[str, str] = field(default_factory=dict)
+    """Between the classes of a cell, by task; `|` of others."""
     empty: str = "unlabelled"
     """`none`: an empty cell of several classes is the empty list."""
     delimiter: str = ","
@@ -68,14 +66,9 @@ class Table:
     ) -> None:
         self.name = name
         self._cells = cells
-        self._classes = {
-            task: frozenset(config.classes or ())
-            for task, config in tasks.items()
-            if config.kind == "multi_label"
-        }
         self._split = split
         self._columns = columns
-        self._kinds = {task: config.kind for task, config in tasks.items()}
+        self._tasks = tasks
         self._span_names = {
             task: config.span_names for task, config in tasks.items() if config.kind in SPAN_KINDS
         }
@@ -90,8 +83,6 @@ class Table:
                 hint = did_you_mean(name, sorted({*of_tasks, *self._span_names}))
                 raise DataError(f"data.columns.spans: no task has spans called `{name}`.{hint}")
         self.names = column_names(columns)
-        self._num_empty = Counter[str]()
-        self._has_said = False
 
     def check(self, header: Sequence[str]) -> None:
         """Raises DataError where a column that is read is not in the table's header."""
@@ -99,27 +90,19 @@ class Table:
             if name not in header:
                 raise DataError(f"{self.name}: has no column `{name}`.{did_you_mean(name, header)}")
 
-    def say(self) -> None:
-        """Log, after the first time that all rows were read, what empty cells were taken for."""
-        for column, count in () if self._has_said else self._num_empty.items():
-            cells = "1 empty cell" if count == 1 else f"{count:,} empty cells"
-            logger.info("%s: %s of `%s` read as not labelled; `[]` says no span", self.name, cells, column)
-        self._has_said = True
-
     def row(self, where: str, number: int, cells: Mapping[str, Any]) -> Row:
         problems: list[str] = []
         labels: dict[str, Any] = {}
         for task, column in self._columns.labels.items():
             if not _is_empty(cells[column]):
                 labels[task] = self._label(task, cells[column], column, problems)
-            elif self._kinds[task] == "multi_label" and self._cells.empty == "none":
+            elif self._tasks[task].kind == "multi_label" and self._cells.empty == "none":
                 labels[task] = []
         spans: dict[str, Any] = {}
         annotated = set(self._span_names) if self._columns.spans else set()
         for name, column in self._columns.spans.items():
             value = cells[column]
             if _is_empty(value):
-                self._num_empty[column] += 1
                 annotated -= self._tasks_of(name)
                 continue
             if isinstance(value, str):
@@ -131,12 +114,10 @@ class Table:
                 spans[of_task[0] if len(of_task) == 1 else name] = value
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
         row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
-        if self._columns.segments is not None:
-            row["segments"] = _segments(cells[self._columns.segments], self._columns.segments, problems)
         return Row(where, row, problems, frozenset(annotated))
 
     def _label(self, task: str, cell: Any, column: str, problems: list[str]) -> Any:
-        kind = self._kinds[task]
+        kind = self._tasks[task].kind
         if kind == "single_label" and isinstance(cell, int):
             return str(cell)
         if not isinstance(cell, str):
@@ -149,25 +130,8 @@ class Table:
         if kind == "multi_label":
             if cell.lstrip().startswith("["):
                 return _parsed(cell, column, problems)
-            parts = split_cell(cell, self._cells.list_separator)
-            self._check_separated(task, parts, column, problems)
-            return parts
+            return split_cell(cell, self._cells.list_separators.get(task, "|"))
         return cell
-
-    def _check_separated(self, task: str, parts: list[str], column: str, problems: list[str]) -> None:
-        """Note a class that another separator would split into classes."""
-        known = self._classes[task]
-        for part in parts if known else ():
-            if part in known:
-                continue
-            for other in LIST_SEPARATORS:
-                if other in part and all(piece in known for piece in split_cell(part, other)):
-                    problems.append(
-                        f"column {column}: `{part}` is several classes if {show_character(other)} separates "
-                        f"them, but {show_character(self._cells.list_separator)} does "
-                        "(`data.csv.list_separator`)"
-                    )
-                    return
 
     def _tasks_of(self, name: str) -> set[str]:
         """The task of this name, or all that have a span name of it (None: not said, so any)."""
@@ -181,33 +145,14 @@ class TextTable(Table):
 
     def check(self, header: Sequence[str]) -> None:
         column = self._columns.id or "id"
-        found = column if column in header else None
-        self._columns = self._columns.model_copy(update={"id": found})
+        id_column = column if column in header else None
+        self._columns = self._columns.model_copy(update={"id": id_column})
         self.names = column_names(self._columns)
-        if (segments := self._columns.segments) is not None and segments not in header:
-            columns = shorten(", ".join(header), 100) or "none"
-            raise DataError(f"{self.name}: {segments_needed(segments)}, but the columns are {columns}.")
         super().check(header)
-
-
-def segments_needed(column: str) -> str:
-    """What a model with `pair_segments` needs of a file."""
-    return (
-        "the model takes a pair of segments of each text, so rows of jsonl must have the key `segments`, and "
-        f"tables the column `{column}`, with {{name: [start, end]}} in characters of the text"
-    )
 
 
 def _is_empty(cell: Any) -> bool:
     return cell is None or (isinstance(cell, str) and not cell.strip())
-
-
-def _segments(cell: Any, column: str, problems: list[str]) -> Any:
-    if isinstance(cell, str):
-        return _parsed(cell, column, problems) if cell.strip() else None
-    if isinstance(cell, Mapping):  # a column of parquet has every name in every row
-        return {name: pair for name, pair in cell.items() if pair is not None}
-    return cell
 
 
 def _parsed(cell: str, column: str, problems: list[str]) -> Any:

@@ -3,20 +3,18 @@
 A tokenised split lies in a folder, one file for each array, named by a hash of everything that it depends
 on: the examples, the tasks, the tokenizer, and how long texts are cut. The folder is written under another
 name and renamed when it is whole and on the disk, so it is there whole or not at all; one that is damaged
-all the same (a copy that was cut short) is noticed by its sizes and made again. The files are mapped, not
-read, so eight workers hold one copy in memory. A large split is tokenised and written chunk by chunk, so that
-no more than one chunk is in memory.
+all the same (a copy that was cut short) is noticed and made again. The files are mapped, not read, so eight
+workers hold one copy in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +32,7 @@ from hpo.errors import RunError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """To be raised when the arrays, or how they are made, change their meaning."""
 _CONTENTS = "contents.json"
 _FLAT = tuple(field.name for field in fields(TokenizedSplit) if field.name.endswith(("_T", "_W", "_W1")))
@@ -73,14 +71,12 @@ def load_tokenized(
 
 
 def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windowing: Windowing) -> str:
-    probe = tokenizer("a", "b", truncation=False, padding=False)
     parts = (
         FORMAT_VERSION,
         dataset.fingerprint,
         dataset.tasks,
         split,
         tokenizer_fingerprint(tokenizer),
-        probe["input_ids"],
         tokenizer.model_input_names,
         windowing if windowing.long_text == "window" else replace(windowing, stride=0),
     )
@@ -88,19 +84,14 @@ def _key(dataset: DataSet, split: str, tokenizer: PreTrainedTokenizerBase, windo
 
 
 def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
+    arrays, totals = _joined(chunks)
     unfinished = folder.with_name(f"{folder.name}.unfinished")  # Ours alone: the lock is held.
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
-    contents: dict[str, Any] = {"totals": {}, "arrays": {}}
     try:
-        for appended, totals in _appended(chunks):
-            contents["totals"] = totals
-            for name, array in appended.items():
-                _, shape = contents["arrays"].setdefault(name, (array.dtype.str, [0, *array.shape[1:]]))
-                shape[0] += len(array)
-                with (unfinished / name).open("ab") as file:
-                    file.write(array.tobytes())
-        (unfinished / _CONTENTS).write_text(json.dumps(contents))
+        for name, parts in arrays.items():
+            np.save(unfinished / name, np.concatenate(parts))
+        (unfinished / _CONTENTS).write_text(json.dumps({"arrays": [*arrays], "totals": totals}))
         for path in unfinished.iterdir():
             with path.open("ab") as file:
                 os.fsync(file.fileno())
@@ -110,38 +101,37 @@ def _write(folder: Path, chunks: Iterable[TokenizedSplit]) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _appended(chunks: Iterable[TokenizedSplit]) -> Iterator[tuple[dict[str, AnyArray], dict[str, Any]]]:
-    """Of each chunk, which counts from 0, the arrays to append to those before it, and the totals so far."""
-    num_examples = num_cut = 0
-    num_lost = Counter[str]()
-    ends: dict[str, int] = {}
+def _joined(chunks: Iterable[TokenizedSplit]) -> tuple[dict[str, list[AnyArray]], dict[str, Any]]:
+    """The parts of each array of a split, whose chunks count from 0, and what is not in arrays."""
+    arrays = defaultdict[str, list[AnyArray]](list)
+    totals: dict[str, Any] = {"num_cut_examples": 0, "num_lost_spans": Counter()}
+    num_examples = 0
     for chunk in chunks:
-        arrays = {name: array for name in _FLAT if (array := getattr(chunk, name)) is not None}
+        of_chunk = {name: array for name in _FLAT if (array := getattr(chunk, name)) is not None}
         for task, spans in chunk.spans.items():
-            arrays |= {f"span_rows.{task}": spans.rows_S4, f"span_start.{task}": spans.start_W1}
-        arrays |= {f"target.{task}": array for task, array in chunk.targets.items()}
-        arrays |= {f"annotated.{task}": array for task, array in chunk.annotated.items()}
+            of_chunk |= {f"span_rows.{task}": spans.rows_S4, f"span_start.{task}": spans.start_W1}
+        of_chunk |= {f"target.{task}": array for task, array in chunk.targets.items()}
+        of_chunk |= {f"annotated.{task}": array for task, array in chunk.annotated.items()}
         for name in ("window_start_W1", *(f"span_start.{task}" for task in chunk.spans)):
-            start_W1 = arrays[name] + ends.get(name, 0)
-            # The first start of a chunk is the last end of the one before.
-            arrays[name] = start_W1[1:] if name in ends else start_W1
-            ends[name] = int(start_W1[-1])
-        arrays["window_example_W"] = arrays["window_example_W"] + np.int32(num_examples)
+            if before := arrays[name]:  # The first start of a chunk is the last end of the one before.
+                of_chunk[name] = of_chunk[name][1:] + before[-1][-1]
+        of_chunk["window_example_W"] = of_chunk["window_example_W"] + np.int32(num_examples)
+        for name, array in of_chunk.items():
+            arrays[name].append(array)
         num_examples += len(chunk.examples)
-        num_cut += chunk.num_cut_examples
-        num_lost.update(chunk.num_lost_spans)
-        yield (
-            arrays,
-            {"max_length": chunk.max_length, "num_cut_examples": num_cut, "num_lost_spans": num_lost},
-        )
+        totals["max_length"] = chunk.max_length
+        totals["num_cut_examples"] += chunk.num_cut_examples
+        totals["num_lost_spans"].update(chunk.num_lost_spans)
+    return arrays, totals
 
 
 def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
     """Map the arrays of a cached split; None where it is not there or not whole."""
     try:
         contents = json.loads((folder / _CONTENTS).read_bytes())
-        in_files = contents["arrays"].items()
-        arrays: dict[str, Any] = {name: _map(folder / name, *of_array) for name, of_array in in_files}
+        arrays: dict[str, Any] = {
+            name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in contents["arrays"]
+        }
 
         def of_tasks(kind: str) -> dict[str, AnyArray]:
             return {name.removeprefix(kind): arrays[name] for name in arrays if name.startswith(kind)}
@@ -155,32 +145,13 @@ def _read(folder: Path, examples: Sequence[Example]) -> TokenizedSplit | None:
             **{name: arrays[name] for name in _FLAT if name in arrays},
             **contents["totals"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, EOFError):
         return None
-
-
-def _map(path: Path, dtype: str, shape: list[int]) -> AnyArray:
-    if np.dtype(dtype).kind not in "biuf":  # objects would be addresses in this process
-        raise ValueError(f"{path} must hold numbers, but the cache says {dtype}")
-    num_bytes = path.stat().st_size
-    if num_bytes != math.prod(shape) * np.dtype(dtype).itemsize:
-        raise ValueError(f"{path} does not hold what the cache says")
-    if not num_bytes:
-        return np.zeros(shape, dtype)  # An empty file cannot be mapped.
-    return np.memmap(path, dtype, "r", shape=tuple(shape)).view(np.ndarray)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a hash of all that decides how text becomes tokens, as a key for cached token files."""
-    backend = tokenizer.backend_tokenizer
-    # These two hold what the last call asked for, not what the tokenizer is. They are taken out before it
-    # becomes text, whose vocabulary is in the order of its ids: to parse and sort it takes 100 times as long.
-    truncation, padding = backend.truncation, backend.padding
-    backend.no_truncation()
-    backend.no_padding()
-    definition = backend.to_str()
-    if truncation is not None:
-        backend.enable_truncation(**truncation)
-    if padding is not None:
-        backend.enable_padding(**padding)
+    # The definition holds how the last call cut and padded too: after this one it is of the tokenizer alone.
+    probe = tokenizer("a", "b", truncation=False, padding=False)["input_ids"]
+    definition = f"{tokenizer.backend_tokenizer.to_str()}{probe}"
     return hashlib.sha256(definition.encode()).hexdigest()[:16]

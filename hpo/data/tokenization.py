@@ -16,9 +16,8 @@ Text outside of both segments is not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,13 +46,11 @@ from hpo.data.tokenized_split import (
     ragged_arange,
     starts,
 )
-from hpo.data.word_table import WordTable, treats_words_apart
 from hpo.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_Encode = Callable[[Sequence[str], IntArray], TokenStream]
 _Segments = tuple[TokenStream, TokenStream]
 
 _CHUNK = 10_000  # Examples tokenised at once: bounds what the tokenizer's Python lists take.
@@ -142,21 +139,18 @@ def tokenize_chunks(
             f"tells them apart, but {type(tokenizer).__name__} puts none. Choose an encoder whose tokenizer "
             "does."
         )
-    encode_texts = (
-        WordTable(tokenizer).encode if treats_words_apart(tokenizer) else partial(encode, tokenizer)
-    )
     for i in range(0, max(len(examples), 1), _CHUNK):
-        yield _tokenize_chunk(examples[i : i + _CHUNK], tasks, encode_texts, layout, windowing)
+        yield _tokenize_chunk(examples[i : i + _CHUNK], tasks, tokenizer, layout, windowing)
 
 
 def _tokenize_chunk(
     examples: Sequence[Example],
     tasks: Sequence[Task],
-    encode_texts: _Encode,
+    tokenizer: PreTrainedTokenizerBase,
     layout: Layout,
     windowing: Windowing,
 ) -> TokenizedSplit:
-    segments = _segments(examples, encode_texts, windowing.pair_segments)
+    segments = _segments(examples, tokenizer, windowing.pair_segments)
     num_first_E, num_second_E = (segment.count_E for segment in segments)
     windows = cut_windows(num_first_E, num_second_E, windowing, len(layout.special.ids_T))
     arrays, at_2W = _lay_out(segments, windows, layout)
@@ -193,13 +187,16 @@ def _tokenize_chunk(
     )
 
 
-def _segments(examples: Sequence[Example], encode_texts: _Encode, names: tuple[str, str] | None) -> _Segments:
+def _segments(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, names: tuple[str, str] | None
+) -> _Segments:
     """The tokens of both segments; without a pair the text is the second, and the first is empty."""
     if names is None:
         begin_E = np.zeros(len(examples), dtype=np.int64)
-        return empty_stream(len(examples)), encode_texts([e.text for e in examples], begin_E)
+        return empty_stream(len(examples)), encode(tokenizer, [e.text for e in examples], begin_E)
     first, second = (
-        encode_texts(
+        encode(
+            tokenizer,
             [e.text[slice(*e.segments[name])] for e in examples],
             np.array([e.segments[name][0] for e in examples], dtype=np.int64),
         )
@@ -242,21 +239,21 @@ def _window_spans(
     task: Task, examples: Sequence[Example], segments: _Segments, windows: Windows, at_2W: IntArray
 ) -> tuple[WindowSpans, int]:
     """A task's spans in every window, and how many are whole in none."""
-    found = [
+    true_spans = [
         (e, label, start, end)
         for e, example in enumerate(examples)
         if example.spans
         for label, name in enumerate(task.labels)
         for start, end in example.spans.get(name, ())
     ]
-    example_S, label_S, start_S, end_S = np.array(found, dtype=np.int64).reshape(-1, 4).T
+    example_S, label_S, start_S, end_S = np.array(true_spans, dtype=np.int64).reshape(-1, 4).T
     windows_E = np.bincount(windows.example_W, minlength=len(examples))
     # Every span in every window of its example.
     count_S = windows_E[example_S]
-    span = np.repeat(np.arange(len(found)), count_S)
+    span = np.repeat(np.arange(len(true_spans)), count_S)
     window = ragged_arange(starts(windows_E)[example_S], count_S)
     rows: list[NDArray[np.int64]] = []
-    is_whole_S = np.zeros(len(found), dtype=bool)
+    is_whole_S = np.zeros(len(true_spans), dtype=bool)
     for number, segment in enumerate(segments):
         first_S, last_S = covering_tokens(segment, example_S, start_S, end_S)
         low, high = windows.from_2W[number, window], windows.to_2W[number, window] - 1

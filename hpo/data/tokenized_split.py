@@ -22,7 +22,7 @@ BoolArray = NDArray[np.bool_]
 AnyArray = NDArray[Any]
 
 LENGTH_MULTIPLE = 8
-"""To a multiple of this batches are padded where few shapes matter: on a GPU and in compiled code."""
+"""Batches are padded to a multiple of this where few shapes matter: on a GPU and in compiled code."""
 WHOLE_TEXTS = 2**31 - 1
 """A `max_length` that cuts no text."""
 BEGINS_BEFORE, ENDS_AFTER = 1, 2
@@ -88,7 +88,7 @@ class TokenizedSplit:
     num_lost_spans: Mapping[str, int]
     """For each span task, the spans that no window holds whole."""
     length_multiple: int = LENGTH_MULTIPLE
-    """To a multiple of this its batches are padded."""
+    """Batches are padded to a multiple of this."""
 
     @property
     def num_windows(self) -> int:
@@ -107,8 +107,8 @@ class TokenizedSplit:
     def used_ids(self) -> IntArray:
         """The token ids that occur, ascending."""
         pieces = range(0, len(self.input_ids_T), _PIECE)
-        found = [np.flatnonzero(np.bincount(self.input_ids_T[at : at + _PIECE])) for at in pieces]
-        return np.unique(np.concatenate(found))
+        used = [np.flatnonzero(np.bincount(self.input_ids_T[at : at + _PIECE])) for at in pieces]
+        return np.unique(np.concatenate(used))
 
     @property
     def example_share_W(self) -> NDArray[np.float64]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
-from hpo.deploy.quantize import QuantizationMode
 from hpo.device import DeviceInfo
 from hpo.errors import InputError, did_you_mean
 from hpo.inference.onnx_network import missing_packages
 from hpo.precision.table import support
+
+Quantization = Literal["dynamic", "static"]
+"""Where the ranges of activations in int8 come from: each batch, or texts of the training split."""
 
 
 @dataclass(frozen=True)
@@ -20,29 +23,23 @@ class Artifact:
     precision: str = "fp32"
     """That PyTorch computes in; of an ONNX model the one that it is made from."""
     is_onnx: bool = False
-    mode: QuantizationMode | None = None
-    """How its weights and activations become int8; None: they do not."""
-    keep_float: tuple[str, ...] = ()
-    """Layers that are left in float where the others are int8."""
+    quantization: Quantization | None = None
+    """None: weights and activations stay as they are."""
 
 
 REFERENCE = Artifact("fp32")
 """What the others are compared with."""
-OBJECTIVES_ARTIFACT = Artifact(
-    "onnx_int8_dynamic_per_channel", is_onnx=True, mode=QuantizationMode(per_channel=True)
-)
+ONNX_REFERENCE = Artifact("onnx_fp32", is_onnx=True)
+"""What the ones in int8 are made from."""
+OBJECTIVES_ARTIFACT = Artifact("onnx_int8_dynamic", is_onnx=True, quantization="dynamic")
 """What the objectives `deployed_int8/...` are of."""
 ARTIFACTS = (
     REFERENCE,
     Artifact("bf16", "bf16"),
     Artifact("fp16", "fp16"),
-    Artifact("onnx_fp32", is_onnx=True),
-    Artifact("onnx_int8_dynamic", is_onnx=True, mode=QuantizationMode()),
+    ONNX_REFERENCE,
     OBJECTIVES_ARTIFACT,
-    Artifact("onnx_int8_static", is_onnx=True, mode=QuantizationMode(static=True)),
-    Artifact(
-        "onnx_int8_static_per_channel", is_onnx=True, mode=QuantizationMode(static=True, per_channel=True)
-    ),
+    Artifact("onnx_int8_static", is_onnx=True, quantization="static"),
 )
 NAMES = tuple(artifact.name for artifact in ARTIFACTS)
 

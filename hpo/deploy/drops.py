@@ -1,7 +1,8 @@
-"""What an artifact has lost of fp32, with its interval, and the verdict on that.
+"""What a form has lost of fp32 on a split, with its interval, and the verdict on that.
 
 The interval is that of the paired difference on the same rows (`hpo.evaluation.intervals`). It cannot show
-what happens on no row of the split: where predictions are equal on all rows its width is zero.
+what happens on no row of the split: where predictions are equal on all rows its width is zero. So "as good"
+needs the exact bound of `hpo.deploy.net_loss` too. A regression has no such bound.
 """
 
 from __future__ import annotations
@@ -10,49 +11,89 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+import numpy as np
+
 from hpo.config.study_config import ObjectiveConfig
-from hpo.deploy.scoring import Answers
+from hpo.deploy.net_loss import TextChanges, least_rows, text_changes
+from hpo.deploy.result import Judged, TaskDrop
 from hpo.errors import DataError
 from hpo.evaluation.intervals import Interval, MetricIntervals, difference_intervals, metric_intervals
 from hpo.non_inferiority import VerdictName, decide
+from hpo.training.metrics import RowStatistics
 from hpo.trial.objectives import unit_of
 
-NOT_FINITE = "its logits are not finite."
+NOT_FINITE = Judged("worse", "its logits are not finite.")
+_CLASSES_SHOWN = 3
+
+Statistics = Mapping[str, RowStatistics]
+"""By task."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How drops in the objective are counted."""
+    """How drops in the objective are counted, and how much of it may be lost."""
 
     metric: str
     """`score`, or `<task>/<metric>`."""
     smaller_is_better: bool
+    max_drop: float
+    """In `unit`."""
 
     @classmethod
-    def of(cls, objective: ObjectiveConfig) -> Scale:
+    def of(cls, objective: ObjectiveConfig, max_drop: float) -> Scale:
         """That of an objective that says something of the model."""
-        return cls(objective.metric, objective.direction == "minimize")
+        return cls(objective.metric, objective.direction == "minimize", max_drop)
 
     @property
     def unit(self) -> str:
         """Of drops in the objective: `points` or `label units`."""
         return unit_of(self.metric)
 
-    def scores(self, found: Answers) -> tuple[Interval, Mapping[str, Mapping[str, Interval]]]:
-        """The objective, and {task: {metric: ...}}. Raises DataError where the split has no labels for it."""
-        intervals = metric_intervals(found.statistics)
-        return self._objective(intervals), intervals.tasks
+    def judge(self, found: Statistics, reference: Statistics) -> Judged:
+        """What a form is worth against fp32 on the same split; fp32 itself is as good.
 
-    def drops(self, found: Answers, reference: Answers) -> tuple[Interval, dict[str, Interval]]:
-        """What was lost of the objective, in `unit`, and of the primary metric of each task, in points."""
-        difference = difference_intervals(found.statistics, reference.statistics)
+        Raises DataError where the split has no labels for the objective.
+        """
+        values, difference = metric_intervals(found), difference_intervals(found, reference)
         factor = (100 if self.unit == "points" else 1) * (1 if self.smaller_is_better else -1)
-        primary = {
-            task.name: _times(-100, difference.tasks[task.name][task.primary_metric])
-            for task in found.tasks
-            if task.primary_metric in difference.tasks[task.name]
+        drop = _times(factor, self._objective(difference))
+        changes: TextChanges | None = None
+        verdict: VerdictName = "as_good"
+        reason = ""
+        if found is not reference:
+            if self.unit == "points":
+                changes = text_changes(self._of_objective(found), self._of_objective(reference))
+            verdict, reason = verdict_on(drop, changes, self.max_drop, self.unit)
+        tasks = {
+            name: TaskDrop(metric, values.tasks[name][metric], _times(-100, difference.tasks[name][metric]))
+            for name, of in found.items()
+            if (metric := of.task.primary_metric) in difference.tasks[name]
         }
-        return _times(factor, self._objective(difference)), primary
+        return Judged(verdict, reason, self._objective(values), drop, changes, tasks)
+
+    def unjudged_classes(self, statistics: Statistics) -> str:
+        """The sentence about the classes that have too few rows for a verdict; empty: none has."""
+        needed = least_rows(self.max_drop / 100) if self.unit == "points" else 0
+        few: dict[str, int] = {}
+        num_classes = 0
+        for name, of in self._of_objective(statistics).items():
+            if not of.counts_NC:
+                continue
+            rows_C = np.asarray((of.counts_NC["true"] > 0).sum(axis=0)).ravel().astype(int)
+            num_classes += len(rows_C)
+            few |= {f"{name}/{one}": n for one, n in zip(of.task.labels, rows_C, strict=True) if n < needed}
+        if not few:
+            return ""
+        fewest = sorted(few, key=lambda name: few[name])[:_CLASSES_SHOWN]
+        return (
+            f"Of {len(few)} of the {num_classes} classes alone nothing is said: each would need "
+            f"{needed:,} rows, and the fewest are {', '.join(f'`{name}` ({few[name]})' for name in fewest)}."
+        )
+
+    def _of_objective(self, statistics: Statistics) -> Statistics:
+        """Of the tasks that the objective is of."""
+        task = self.metric.rpartition("/")[0]
+        return {name: of for name, of in statistics.items() if task in ("", name)}
 
     def _objective(self, intervals: MetricIntervals) -> Interval:
         task, _, metric = self.metric.rpartition("/")
@@ -70,26 +111,29 @@ def _times(factor: float, of: Interval) -> Interval:
     return Interval(value, low + 0.0, high + 0.0)
 
 
-def verdict_on(drop: Interval | None, max_drop: float, num_rows: int, unit: str) -> tuple[VerdictName, str]:
-    """The verdict on a drop (None: not finite), and the reason where it is not `as_good`.
+def verdict_on(
+    drop: Interval, changes: TextChanges | None, max_drop: float, unit: str
+) -> tuple[VerdictName, str]:
+    """The verdict on a drop, and the reason where it is not `as_good`.
 
-    The interval decides, but never against the drop that was measured, which need not lie in it.
+    The interval decides, but never against the drop that was measured, which need not lie in it; and
+    `as_good` is said only where the exact bound of the texts that get worse allows it too.
     """
-    if drop is None:
-        return "worse", NOT_FINITE
     if drop.low is None or drop.high is None:
         return "undecided", f"the drop of {drop.value:+.2f} {unit} has no interval: too few rows have labels."
     interval = f"the drop of {drop.value:+.2f} [{drop.low:+.2f}, {drop.high:+.2f}] {unit}"
     name = decide(-drop.high, -drop.low, max_drop)
     is_beyond = drop.value > max_drop
-    if name == "as_good" and not is_beyond:
-        return name, ""
     if name == "worse" and is_beyond:
         return name, f"{interval} is beyond --max-drop {max_drop:g}."
-    room = abs(max_drop - drop.value)
-    width = (drop.high - drop.low) / 2
-    needed = ceil(num_rows * (width / room) ** 2) if room > 0 else 0
-    more = f"about {needed:,} rows would decide, if it stays so; " if needed > num_rows else ""
-    allowing = ceil(10 * max(drop.high, drop.value) + 0.5) / 10
-    beyond = f"may be beyond --max-drop {max_drop:g}: {more}--max-drop {allowing:g} would allow it."
-    return "undecided", f"{interval} {beyond}"
+    if name != "as_good" or is_beyond:
+        allowing = ceil(10 * max(drop.high, drop.value) + 0.5) / 10
+        return "undecided", f"{interval} may be beyond --max-drop {max_drop:g}; {allowing:g} would allow it."
+    if changes is None or (net := 100 * changes.highest_net_share()) <= max_drop:
+        return name, ""
+    rows, needed = changes.num_rows, least_rows(max_drop / 100)
+    few = f": it takes {needed:,} rows at least" if rows < needed else ""
+    return "undecided", (
+        f"{changes.worse} of {rows:,} texts get worse and {changes.better} better, so of all texts up to "
+        f"{net:.2g} % net can (exact, 97.5 %), and --max-drop is {max_drop:g}{few}."
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hpo.data.examples import Example
-from hpo.deploy.artifacts import REFERENCE, Artifact
+from hpo.deploy.artifacts import ONNX_REFERENCE, REFERENCE, Artifact
 from hpo.inference.model import TrainedModel, load
 from hpo.models.encoder import attention_on
 from hpo.models.export import export_model, load_exported, read_metadata
@@ -17,7 +16,7 @@ _WEIGHTS = (".safetensors", ".onnx", ".data", ".bin")
 
 
 class Workshop:
-    """The artifacts of one trained model, each in a folder of its own under `folder`.
+    """The artifacts of one trained model, each in a folder of its name under `folder`.
 
     `exported` is the export of its trial, `calibration` its training split.
     """
@@ -33,7 +32,7 @@ class Workshop:
 
     def make(self, artifact: Artifact) -> Path:
         """Make the artifact, unless it is there. Raises ModelError where the model has no such form."""
-        folder = self._place_of(artifact)
+        folder = self._folder / artifact.name
         if folder.exists():
             return folder
         if not artifact.is_onnx:
@@ -41,12 +40,9 @@ class Workshop:
         from hpo.deploy.onnx_export import export_onnx
         from hpo.deploy.quantize import quantize
 
-        if artifact.mode is None:
+        if artifact.quantization is None:
             return export_onnx(self.load(REFERENCE), folder)
-        source = self.make(ONNX_REFERENCE)
-        return quantize(
-            source, folder, artifact.mode, calibration=self._calibration, keep_float=artifact.keep_float
-        )
+        return quantize(self.make(ONNX_REFERENCE), folder, artifact.quantization, self._calibration)
 
     def load(self, artifact: Artifact) -> TrainedModel:
         """The model of the artifact, in the precision that it has its name from."""
@@ -57,13 +53,6 @@ class Workshop:
             precision=precision,
             trust_remote_code=self._trusted,
         )
-
-    def remove(self, artifact: Artifact) -> None:
-        """Remove what `make` has made."""
-        shutil.rmtree(self._place_of(artifact), ignore_errors=True)
-
-    def _place_of(self, artifact: Artifact) -> Path:
-        return self._folder / (f"{artifact.name}_mended" if artifact.keep_float else artifact.name)
 
     def _in_precision(self, artifact: Artifact, folder: Path) -> Path:
         """The same weights, which `hpo.load` runs in the artifact's precision, by an attention that
@@ -77,14 +66,6 @@ class Workshop:
         return export_model(network, tokenizer, folder, settings)
 
 
-ONNX_REFERENCE = Artifact("onnx_fp32", is_onnx=True)
-
-
 def weight_bytes(folder: Path) -> int:
     """Of the files with weights in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in _WEIGHTS)
-
-
-def folder_bytes(folder: Path) -> int:
-    """Of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

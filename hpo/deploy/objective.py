@@ -25,7 +25,6 @@ from hpo.inference.model import TrainedModel
 from hpo.models.export import ExportSettings
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
-from hpo.training.metrics import score
 from hpo.trial.best_model import export_checkpoint
 from hpo.trial.executor import Executor
 from hpo.trial.objectives import objective_value
@@ -37,11 +36,12 @@ EFFORT = Effort(rounds=5, seconds=20.0)
 
 def check_export(executor: Executor, network: MultitaskModel, config: TrialConfig) -> None:
     """Raise ModelError where a study's model, here untrained, cannot be exported to ONNX."""
+    loader = executor.loader
     if config.attention.startswith("flash"):  # which ONNX has not; the same weights run with another one
-        network = executor.build_model(config.model_copy(update={"attention": "sdpa"}))
-    settings = ExportSettings(windowing=executor.windowing(config), attention="sdpa", precision="fp32")
+        network = loader.build_model(config.model_copy(update={"attention": "sdpa"}))
+    settings = ExportSettings(windowing=loader.windowing(config), attention="sdpa", precision="fp32")
     with tempfile.TemporaryDirectory(prefix="hpo-deployed-") as temporary:
-        export_onnx(TrainedModel(network, executor.tokenizer(config), settings), Path(temporary, "onnx"))
+        export_onnx(TrainedModel(network, loader.tokenizer(config), settings), Path(temporary, "onnx"))
 
 
 def with_deployed_values(
@@ -91,18 +91,18 @@ def _measured(executor: Executor, folder: Path, result: TrialResult) -> dict[str
         exported = export_checkpoint(executor, folder, Path(temporary, "export"), source, score_test=False)
         trusted = executor.study.model.trust_remote_code
         model = Workshop(exported, Path(temporary, "artifacts"), (), "cpu", trusted=trusted).load(artifact)
-        cache = executor.runs_dir / "cache" / "tokens"
+        cache = executor.loader.cache_dir
         windowing = model.settings.windowing
         said = answers(
             model, load_tokenized(executor.dataset, "validation", model.tokenizer, windowing, cache)
         )
         if said is None:
             raise ModelError("its logits are not finite in int8.")
-        metrics = {
-            task.name: score(task, said.predicted.predictions[task.name], examples) for task in model.tasks
-        }
+        metrics = said.predicted.metrics()
         with batches_untold():
-            seconds = time_in_turn({0: model.predict}, rows_of(examples), 1, EFFORT)[0]
+            seconds = time_in_turn({artifact.name: model.predict}, rows_of(examples), 1, EFFORT)[
+                artifact.name
+            ]
     latency, cpu = timing(seconds, seconds), probe_device("cpu")
     return {
         "score": objective_value("score", metrics, executor.tasks, {}),

@@ -3,13 +3,11 @@
 `torch.onnx`, which comes with PyTorch and follows its operators, writes the graph, and onnxruntime runs it:
 `optimum-onnx`, which wraps both, lags behind the versions of transformers that this package takes.
 
-It computes in fp32 what the model computes in evaluation. Nodes with weights are named after their modules
-(`encoder.encoder.layer.0.attention.self.query/MatMul`), which is how layers are told when it is quantised.
+It computes in fp32 what the model computes in evaluation.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import importlib
 import logging
@@ -39,10 +37,6 @@ LARGEST_BYTES = 2**31 - 2**20
 LARGEST_DIFFERENCE = 1e-4
 """Between the logits of the graph and of PyTorch, of logits up to 1, or relative to larger ones."""
 
-WITH_WEIGHTS = ("MatMul", "Gather")
-"""Operators that linear layers and embeddings become."""
-
-_SCOPES = "pkg.torch.onnx.name_scopes"  # the exporter's key for the modules that a node lies in
 LIBRARIES = ("torch", "onnx", "onnxscript", "onnxruntime")
 """Those that write and run graphs."""
 _CHATTY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
@@ -142,7 +136,7 @@ def _plain(model: TrainedModel) -> MultitaskModel:
             f"{num_bytes / 1e9:.1f} GB of weights in fp32. Use its PyTorch export."
         )
     plain = copy.deepcopy(network).cpu().eval()
-    set_float32_parts(plain, None, ())
+    set_float32_parts(plain, ())
     return plain
 
 
@@ -180,7 +174,7 @@ def _graph(network: MultitaskModel, batch: tuple[Tensor, ...]) -> Any:
         ) from error
     proto: Any = program.model_proto  # type: ignore[union-attr]
     _products_of_matrices(proto.graph)
-    _name_after_modules(proto)
+    _without_paths(proto)
     return proto
 
 
@@ -205,7 +199,6 @@ def _products_of_matrices(graph: Any) -> None:
         product = f"{node.output[0]}_product" if bias else node.output[0]
         graph.initializer.append(numpy_helper.from_array(transposed, f"{weight}_transposed"))
         nodes.append(helper.make_node("MatMul", [inputs, f"{weight}_transposed"], [product], node.name))
-        nodes[-1].metadata_props.extend(node.metadata_props)
         if bias:
             nodes.append(helper.make_node("Add", [product, *bias], node.output, f"{node.name}_bias"))
     used = {name for node in nodes for name in node.input}
@@ -215,38 +208,14 @@ def _products_of_matrices(graph: Any) -> None:
     graph.initializer.extend(initializers)
 
 
-def _name_after_modules(proto: Any) -> None:
-    """Give weights, and nodes with weights, the names of modules; drop what tells of this machine's files."""
+def _without_paths(proto: Any) -> None:
+    """Drop what the exporter tells of this machine's files."""
     graph = proto.graph
-    weights = {one.name for one in graph.initializer}
-    names: dict[str, str] = {name: name.removeprefix("network.") for name in weights}
-    taken: set[str] = set()
-    for number, node in enumerate(graph.node):
-        scopes = next((one.value for one in node.metadata_props if one.key == _SCOPES), None)
-        matrix = next((name for name in node.input if name in weights), None)
-        if node.op_type in WITH_WEIGHTS and scopes and matrix:
-            module = _module(scopes)
-            name = f"{module}/{node.op_type}"
-            node.name = name if name not in taken else f"{name}_{number}"
-            taken.add(node.name)
-            if not matrix.startswith("network."):
-                names[matrix] = f"{module}.weight_transposed"
+    for node in graph.node:
         del node.metadata_props[:]
         node.doc_string = ""
-    for one in graph.initializer:
-        one.name = names[one.name]
-    for node in graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
     for one in (*graph.value_info, *graph.input, *graph.output, *graph.initializer, graph, proto):
         del one.metadata_props[:]
-    kept = [one for one in graph.value_info if one.name not in weights]
-    del graph.value_info[:]
-    graph.value_info.extend(kept)
-
-
-def _module(scopes: str) -> str:
-    """The innermost module of a node's scopes, the last of which is the operator, without `network.`."""
-    return str(ast.literal_eval(scopes)[-2]).removeprefix("network.")
 
 
 def _check_logits(network: MultitaskModel, graph: OnnxNetwork, batches: list[tuple[Tensor, ...]]) -> None:

@@ -1,15 +1,17 @@
 """An ONNX export whose layers compute in int8: weights of one byte, products of integers.
 
 Weights are quantised beforehand. Activations are so on the fly, with the range of each batch (dynamic), or
-with ranges that texts of the training split had (static). Embeddings keep one byte a weight, which is most of
-the file. What no weight takes part in (norms, softmax, products of attention) stays in fp32.
+with ranges that texts of the training split had (static). Each output of a linear layer has a scale of its
+own: one scale for a whole matrix is as fast and as large, and ruins layers (`tests/benchmarks/README.md`).
+Embeddings keep one byte a weight, which is most of the file. What no weight takes part in (norms, softmax,
+products of attention) stays in fp32.
 
 Weights of linear layers have 7 bits (`reduce_range`): x86 processors without VNNI add pairs of products in 16
 bits, which 8 bits overflow without a sign of it
 (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html). So a model computes what it
 was scored with everywhere, at the same speed; unsigned weights of 8 bits, which do not overflow either, take
 1.6 times as long. With MiniLM, against 8 bits, the error of the logits relative to their spread grows from
-0.12 to 0.13 per channel, from 0.4 to 0.5 per tensor.
+0.12 to 0.13.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import logging
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ from hpo.data.batches import collate, evaluation_batches
 from hpo.data.examples import Example
 from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import Windowing
-from hpo.deploy.onnx_export import LIBRARIES, WITH_WEIGHTS, quiet, require, write_onnx_metadata
-from hpo.errors import ModelError, did_you_mean, shorten
+from hpo.deploy.artifacts import Quantization
+from hpo.deploy.onnx_export import LIBRARIES, quiet, require, write_onnx_metadata
+from hpo.errors import ModelError, shorten
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, load_onnx
 from hpo.models.export import check_export_folder, new_folder, not_intact, read_metadata
 from hpo.versions import installed_versions
@@ -44,54 +47,15 @@ CALIBRATION_WINDOWS = 512
 _CALIBRATION_TOKENS = 1024  # of a batch, padding included
 
 
-@dataclass(frozen=True)
-class QuantizationMode:
-    """How a graph is quantised."""
-
-    static: bool = False
-    """Activations have ranges that were measured beforehand; otherwise those of each batch."""
-    per_channel: bool = False
-    """Each output of a layer has a scale of its own; otherwise all of a layer's weights have one."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer or an embedding of a graph."""
-
-    name: str
-    """As in PyTorch's module tree: `encoder.encoder.layer.0.attention.self.query`."""
-    nodes: tuple[str, ...]
-    """The graph's nodes that multiply with its weights, or look them up."""
-    weight: str
-    """The graph's tensor of them."""
-    num_weights: int
-    is_embedding: bool = False
-
-
-def layers(source: Path) -> tuple[Layer, ...]:
-    """The layers of the ONNX export in `source` that can be quantised, in the order of a forward pass.
-
-    Raises ModelError where the folder is no intact ONNX export.
-    """
-    return _layers(_read_graph(source))
-
-
-def quantize(
-    source: Path,
-    directory: Path,
-    mode: QuantizationMode,
-    *,
-    calibration: Sequence[Example] = (),
-    keep_float: Collection[str] = (),
-) -> Path:
+def quantize(source: Path, directory: Path, mode: Quantization, calibration: Sequence[Example] = ()) -> Path:
     """Write the ONNX export in `source`, which is in fp32, as one in int8; the folder has the same form.
 
     `calibration` are texts of the training split, for the static mode: `CALIBRATION_TEXTS` of them are used.
-    `keep_float` names `layers` that stay in fp32. hpo.json tells under `onnx` and `quantization` the mode,
-    the layers in fp32 and the number of texts. The folder appears at once or not at all.
+    hpo.json tells under `onnx` and `quantization` the mode and the number of texts. The folder appears at
+    once or not at all.
 
-    Raises ModelError where `source` is no such export, `directory` is not free, there is no such layer, or
-    the static mode has no texts.
+    Raises ModelError where `source` is no such export, `directory` is not free, or the static mode has no
+    texts.
     """
     check_export_folder(directory)
     require("onnx", "onnxruntime")
@@ -99,34 +63,24 @@ def quantize(
     network, tokenizer, settings = load_onnx(source)
     if network.settings.quantization is not None:
         raise ModelError(f"{source} must be an ONNX export in fp32, but it is quantised already.")
-    if mode.static and not calibration:
+    is_static = mode == "static"
+    if is_static and not calibration:
         raise ModelError("static quantisation needs texts of the training split to calibrate, but got none.")
-    graph = _read_graph(source)
-    known = _layers(graph)
-    names = [layer.name for layer in known]
-    for name in keep_float:
-        if name not in names:
-            raise ModelError(f"keep_float: there is no layer `{name}`.{did_you_mean(name, names)}")
-    chosen = [layer for layer in known if layer.name not in keep_float]
-    if not chosen:
-        raise ModelError("keep_float must leave a layer to quantise, but it names all of them.")
-    texts = _evenly(calibration, CALIBRATION_TEXTS) if mode.static else ()
-    batches = _batches(network, tokenizer, settings.windowing, texts) if mode.static else ()
+    texts = _evenly(calibration, CALIBRATION_TEXTS) if is_static else ()
+    batches = _batches(network, tokenizer, settings.windowing, texts) if is_static else None
     with new_folder(directory) as folder:
-        _write_graph(graph, folder / "model.onnx", mode, chosen, batches)
-        quantised = _read_graph(folder)
-        floats = {one.name for one in quantised.graph.initializer}
+        _write_graph(_read_graph(source), folder / "model.onnx", batches)
         quantization = {
-            **asdict(mode),
+            "static": is_static,
+            "per_channel": True,
             "reduce_range": True,
-            "kept_float": [layer.name for layer in known if layer.weight in floats],
-            "num_layers": len(known),
             "num_calibration_texts": len(texts),
         }
+        opsets = _read_graph(folder).opset_import
         onnx_settings = replace(
             network.settings,
             precision="int8",
-            opset=next(one.version for one in quantised.opset_import if not one.domain),
+            opset=next(one.version for one in opsets if not one.domain),
             versions=installed_versions(*LIBRARIES),
             quantization=quantization,
         )
@@ -140,33 +94,31 @@ def quantize(
     return directory
 
 
-def _write_graph(
-    graph: Any, file: Path, mode: QuantizationMode, chosen: Sequence[Layer], batches: Sequence[Any]
-) -> None:
-    """Quantise the embeddings, then the other layers, among the `chosen`."""
+def _write_graph(graph: Any, file: Path, batches: Sequence[Any] | None) -> None:
+    """Quantise the embeddings, then the linear layers: static with the ranges of `batches`, None: dynamic."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
     from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
     # onnxruntime's pre-processing would change nothing: the exporter has folded constants and told shapes.
     add_pre_process_metadata(graph)
-    embeddings = [node for layer in chosen if layer.is_embedding for node in layer.nodes]
-    linears = [node for layer in chosen if not layer.is_embedding for node in layer.nodes]
+    embeddings, linears = (_with_weights(graph, operator) for operator in ("Gather", "MatMul"))
     of_linears = {
         "op_types_to_quantize": ["MatMul"],
         "nodes_to_quantize": linears,
-        "per_channel": mode.per_channel,
+        "per_channel": True,
         "reduce_range": True,
         "weight_type": QuantType.QInt8,
     }
     with tempfile.TemporaryDirectory(prefix="hpo-quantize-") as temporary, _quiet():
         step = Path(temporary, "model.onnx")
         try:
-            if embeddings:
-                quantize_dynamic(graph, step, op_types_to_quantize=["Gather"], nodes_to_quantize=embeddings)
-                graph = onnx.load(step)
-                add_pre_process_metadata(graph)
-            if linears and mode.static:
+            quantize_dynamic(graph, step, op_types_to_quantize=["Gather"], nodes_to_quantize=embeddings)
+            graph = onnx.load(step)
+            add_pre_process_metadata(graph)
+            if batches is None:
+                quantize_dynamic(graph, step, **of_linears)
+            else:
                 quantize_static(
                     _inputs_apart(graph, linears),
                     step,
@@ -179,20 +131,24 @@ def _write_graph(
                     },
                     **of_linears,
                 )
-            elif linears:
-                quantize_dynamic(graph, step, **of_linears)
         except Exception as error:  # of many kinds, by the graph
             raise ModelError(
                 f"onnxruntime could not quantise the graph ({type(error).__name__}: "
-                f"{shorten(str(error), 200)}). Keep the layers it names in fp32."
+                f"{shorten(str(error), 200)}). Use its ONNX export in fp32."
             ) from error
         file.write_bytes(step.read_bytes())
+
+
+def _with_weights(graph: Any, operator: str) -> list[str]:
+    """The names of the nodes of an operator that take a matrix of weights."""
+    weights = {one.name for one in graph.graph.initializer if one.data_type == 1 and len(one.dims) == 2}
+    return [node.name for node in graph.graph.node if node.op_type == operator and weights & {*node.input}]
 
 
 def _inputs_apart(graph: Any, nodes: Collection[str]) -> Any:
     """Give the inputs of these nodes names of their own, by an Identity that onnxruntime drops when it runs.
 
-    A tensor's range would be put upon all that take it: the residual sum after a layer, layers kept in fp32.
+    A tensor's range would be put upon all that take it, as the residual sum after a layer.
     """
     from onnx import helper
 
@@ -220,22 +176,6 @@ def _read_graph(source: Path) -> Any:
         return onnx.load(source / "model.onnx")
     except (OSError, DecodeError) as error:
         raise ModelError(not_intact(source, error)) from error
-
-
-def _layers(graph: Any) -> tuple[Layer, ...]:
-    weights = {one.name: one for one in graph.graph.initializer if one.data_type == 1 and len(one.dims) == 2}
-    found: dict[str, Layer] = {}
-    for node in graph.graph.node:
-        weight = next((name for name in node.input if name in weights), None)
-        name = node.name.rpartition("/")[0]
-        if node.op_type not in WITH_WEIGHTS or weight is None or not name:
-            continue
-        if name in found:  # run more than once
-            found[name] = replace(found[name], nodes=(*found[name].nodes, node.name))
-        else:
-            size = int(np.prod(weights[weight].dims))
-            found[name] = Layer(name, (node.name,), weight, size, node.op_type == "Gather")
-    return tuple(found.values())
 
 
 def _batches(

@@ -62,17 +62,6 @@ def depends_on_batch(model: TrainedModel) -> bool:
     return isinstance(model.network, OnnxNetwork) and model.network.has_ranges_of_batch
 
 
-def logits_error(found: Answers | None, reference: Answers) -> float:
-    """The largest of the tasks' ||z - z32|| / ||z32||; infinite where logits are not finite."""
-    if found is None:
-        return float("inf")
-    errors = []
-    for name, exact in reference.logits.items():
-        size = float(np.linalg.norm(exact)) or 1.0
-        errors.append(float(np.linalg.norm(found.logits[name] - exact)) / size)
-    return max(errors)
-
-
 def largest_change(found: Answers, reference: Answers) -> float | None:
     """Of any probability of a class or tag; None where no task has probabilities."""
     changes = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from hpo.data.examples import Example
@@ -123,38 +122,6 @@ def _share_covered(spans_of_rows: Sequence[Sequence[Span]], texts: Sequence[str]
             covered += word_counts(text, set(), spans)[1]
             total += word_counts(text, set(), whole)[1]
     return covered / max(total, 1)
-
-
-def search_warning(
-    metric: str,
-    split: str,
-    width: float,
-    best: float,
-    others: Sequence[float],
-    num_rows: tuple[int, int] | None = None,
-) -> str | None:
-    """What the width of the objective's interval on a split says of the search; None where it tells all
-    trials apart.
-
-    `best` and `others` are the values of the complete trials on validation. `num_rows`, of the split and of
-    validation, is for another split than validation: a width goes with one over the square root of the rows.
-    Trials nearer to the best than the interval is wide may be as good: their order is that of this sample of
-    texts. (Two trials are scored on the same texts, so a paired interval of their difference would be
-    narrower; the width is what is known without their predictions.)
-    """
-    said = f"The interval of {metric} on {split} is {width:.3g} wide"
-    if num_rows is not None and min(num_rows) > 0 and num_rows[0] != num_rows[1]:
-        width *= math.sqrt(num_rows[0] / num_rows[1])
-        said += (
-            f", of {num_rows[0]:,} rows; of the {num_rows[1]:,} of validation it would be about {width:.3g}"
-        )
-    num_near = sum(abs(value - best) <= width for value in others)
-    if not num_near:
-        return None
-    return (
-        f"{said}; {num_near} of the {len(others)} other complete trials lie within that of the best, so the "
-        "search cannot tell them apart."
-    )
 
 
 def _names(names: Sequence[str]) -> str:

@@ -42,6 +42,10 @@ class SplitPredictions:
             task.name: row_statistics(task, self.predictions[task.name], self.examples) for task in self.tasks
         }
 
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """{task: {metric: value}}."""
+        return {name: of.scores() for name, of in self.statistics.items()}
+
 
 def predict_split(
     tasks: Sequence[Task],
@@ -61,28 +65,10 @@ def predict_split(
     return SplitPredictions(tuple(tasks), split.examples, chosen, predictions, probabilities)
 
 
-def detailed_evaluation(
-    tasks: Sequence[Task],
-    logits: Mapping[str, NDArray[np.float32]],
-    split: TokenizedSplit,
-    decisions: Mapping[str, DecodingThresholds],
-    *,
-    split_name: str,
-    decided_on: str = DECIDED_ON,
-    num_resamples: int = NUM_RESAMPLES,
-) -> DetailedEvaluation:
-    """`evaluate_predictions` of `predict_split`."""
-    predicted = predict_split(tasks, logits, split, decisions)
-    return evaluate_predictions(
-        predicted, split_name=split_name, decided_on=decided_on, num_resamples=num_resamples
-    )
-
-
 def evaluate_predictions(
     predicted: SplitPredictions,
     *,
     split_name: str,
-    decided_on: str = DECIDED_ON,
     num_resamples: int = NUM_RESAMPLES,
 ) -> DetailedEvaluation:
     """All that the record holds, with intervals of `num_resamples` resamples of the examples."""
@@ -92,7 +78,7 @@ def evaluate_predictions(
         VERSION,
         split_name,
         len(predicted.examples),
-        decided_on,
+        DECIDED_ON,
         num_resamples,
         LEVEL,
         intervals.score,

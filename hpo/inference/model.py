@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.generic import ModelOutput
 
 from hpo.data.batches import evaluation_batches
-from hpo.data.examples import Example, RowChecker
+from hpo.data.examples import Example, RowChecker, listed
 from hpo.data.tasks import Task
 from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import LENGTH_MULTIPLE, TokenizedSplit
@@ -100,7 +100,7 @@ class TrainedModel(nn.Module):
         self._device_info = probe_device("cpu")
         self._packed = PackedLinears()
         if isinstance(network, MultitaskModel):
-            set_float32_parts(network, None, settings.float32_parts)
+            set_float32_parts(network, settings.float32_parts)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -151,38 +151,43 @@ class TrainedModel(nn.Module):
 
         Texts longer than the model's windows must be cut before: `predict` does all of it.
         """
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         with self._flags(), self._mixed_precision().autocast():
-            return MultitaskOutput(logits=self.network(input_ids, mask, token_type_ids))
+            return MultitaskOutput(logits=self.network(input_ids, attention_mask, token_type_ids))
 
     def predict(
         self,
         texts: Sequence[str | Mapping[str, Any]],
         *,
         max_tokens: int | None = None,
-        device: str | None = None,
+        skip_bad_rows: bool = False,
     ) -> list[Prediction]:
         """What the model says of each text, by task, in the order of `texts`.
 
         A text of a model with `pair_segments` is a row of data: `{"text": ..., "segments": {...}}`. Texts of
         any length are cut as in training; batches hold texts of similar length, at most `max_tokens` tokens
-        with padding (left out: as in the study's evaluations, less on a CPU in fp32). `device` moves the
-        model there first.
+        with padding (left out: as in the study's evaluations, less on a CPU in fp32). `skip_bad_rows` gives a
+        text that is empty or none the prediction `{}`, with a warning.
 
-        Raises DataError for a text that is empty or none, RunError where logits are not finite.
+        Raises DataError for such a text without `skip_bad_rows`, RunError where logits are not finite.
         """
         if isinstance(texts, str | Mapping):
             raise DataError("predict takes a list of texts, but got one text. Write predict([text]).")
-        rows = [{"text": text} if isinstance(text, str) else text for text in texts]
-        examples = []
-        for i, row in enumerate(rows):
-            example, problems = self.example(row, str(i))
-            if example is None:
-                raise DataError(f"texts[{i}]: {'; '.join(problems)}.")
+        examples: list[Example | None] = []
+        bad = []
+        for i, text in enumerate(texts):
+            example, problems = self.example({"text": text} if isinstance(text, str) else text, str(i))
             examples.append(example)
-        if device is not None:
-            self.use(device)
-        return [one for chunk in self.predict_examples(examples, max_tokens=max_tokens) for one in chunk]
+            if problems:
+                bad.append(f"texts[{i}]: {'; '.join(problems)}")
+        if bad and not skip_bad_rows:
+            raise DataError(f"{bad[0]}. With skip_bad_rows=True such a text has the prediction {{}}.")
+        if bad:
+            what = "%d of %d texts cannot be read and have no prediction:%s"
+            _logger.warning(what, len(bad), len(examples), listed(bad))
+        good = [example for example in examples if example is not None]
+        chunks = self.predict_examples(good, max_tokens=max_tokens)
+        predictions = (one for chunk in chunks for one in chunk)
+        return [{} if example is None else next(predictions) for example in examples]
 
     def example(self, row: object, row_id: str) -> tuple[Example | None, list[str]]:
         """A row of data as the model reads it, its truth left aside; or None and what is wrong with it.
@@ -244,7 +249,7 @@ class TrainedModel(nn.Module):
 
         logits = self.logits(split, max_tokens=max_tokens, on_batch=on_batch)
         self._check_finite(logits)
-        return predictions_of(self.tasks, logits, split, self.decisions or _defaults(self.tasks))
+        return predictions_of(self.tasks, logits, split, self.decisions)
 
     def logits(
         self,
@@ -357,10 +362,6 @@ def _precision_for(device: DeviceInfo, trained: str, asked: str | None) -> Preci
     return PRECISIONS[name]
 
 
-def _defaults(tasks: Sequence[Task]) -> dict[str, DecodingThresholds]:
-    return {task.name: DecodingThresholds() for task in tasks}
-
-
 def predictions_of(
     tasks: Sequence[Task],
     logits: Mapping[str, NDArray[np.float32]],
@@ -368,6 +369,7 @@ def predictions_of(
     decisions: Mapping[str, DecodingThresholds],
 ) -> list[Prediction]:
     """What the finite `logits` of `predict_logits` say of each example of the split, in its order."""
+    decisions = decisions or {task.name: DecodingThresholds() for task in tasks}
     labels, _ = decode_tasks(tasks, logits, split, decisions)
     probabilities = {
         task.name: class_probabilities(task, logits[task.name], split)

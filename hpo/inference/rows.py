@@ -2,10 +2,10 @@
 
 A predicted row has the form of a data row (`id`, `text`, `segments`, `labels`, `spans`) plus
 `scores: {task: {class: probability}}`, so it can be read as data again. In a table each task has a column of
-its own: `labels.<task>`, `spans.<task>`, `scores.<task>`; beside them `segments`, where the model takes a
-pair of them. Beside the predictions of a split of a data set stands the truth: `truth: {labels, spans}`, in a
-table `truth.<task>`. Where several answers of a span_extraction task are accepted, `truth` has them all as
-`alt_spans`, and a table has them in the place of the spans.
+its own: `labels.<task>`, `spans.<task>`, `scores.<task>`. Beside the predictions of a split of a data set
+stands the truth: `truth: {labels, spans}`, in a table `truth.<task>`. Where several answers of a
+span_extraction task are accepted, `truth` has them all as `alt_spans`, and a table has them in the place of
+the spans.
 
 A file is written under another name and renamed when it is whole: it is there whole or not at all.
 """
@@ -13,25 +13,25 @@ A file is written under another name and renamed when it is whole: it is there w
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig
 from hpo.data.examples import SPAN_KINDS, Example
 from hpo.data.progress import logged
-from hpo.data.sources import nearest_file, text_rows
+from hpo.data.sources import JSON_LINES, nearest_file, text_rows
 from hpo.data.tasks import Task
 from hpo.errors import DataError, InputError
 from hpo.inference.model import Prediction, TrainedModel
 
-MAX_LISTED = 20
-
 Row = dict[str, Any]
+Columns = dict[str, Task]
+"""What a table has beside id and text: columns, and the task of each."""
 WriteRows = Callable[[Iterable[Row]], None]
 
 
@@ -42,9 +42,13 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file.{nearest_file(path)}")
-    columns = ColumnsConfig.model_validate({key: of for key, of in model.settings.columns.items() if of})
-    if model.settings.windowing.pair_segments:
-        columns = columns.model_copy(update={"segments": columns.segments or "segments"})
+    if (pair := model.settings.windowing.pair_segments) and path.suffix.lower() not in JSON_LINES:
+        raise DataError(
+            f"{path}: must be jsonl, since the model takes a pair of segments of each text: `segments` with "
+            f"{' and '.join(pair)} as {{name: [start, end]}}."
+        )
+    given = {key: model.settings.columns.get(key) for key in ("id", "text")}
+    columns = ColumnsConfig.model_validate({key: of for key, of in given.items() if of})
     examples: list[Example] = []
     bad: list[str] = []
     rows = text_rows(path, columns, CsvConfig.model_validate(model.settings.csv))
@@ -59,12 +63,6 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     if not examples and not bad:
         raise DataError(f"{path}: must hold at least one text, but is empty.")
     return examples, bad
-
-
-def listed(bad: Sequence[str]) -> str:
-    """The first of the rows that cannot be read, a line each."""
-    more = f"\n  ... and {len(bad) - MAX_LISTED:,} more" if len(bad) > MAX_LISTED else ""
-    return "\n  ".join(["", *bad[:MAX_LISTED]]) + more
 
 
 def predicted_row(example: Example, prediction: Prediction) -> Row:
@@ -116,20 +114,18 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def predictions_file(
-    path: Path, tasks: Sequence[Task], pair: Sequence[str] = (), *, with_truth: bool = False
-) -> Iterator[WriteRows]:
+def predictions_file(path: Path, tasks: Sequence[Task], *, with_truth: bool = False) -> Iterator[WriteRows]:
     """What writes predicted rows to a file, by its suffix; without an error in the block it appears then.
 
-    `pair` are the segments that the rows have; `with_truth` says that each has the key `truth` (`truth_of`).
-    Raises InputError where it cannot be written.
+    `with_truth` says that each row has the key `truth` (`truth_of`). Raises InputError where it cannot be
+    written.
     """
     check_output(path)
-    table = _Table(_columns(tasks, with_truth), tuple(pair))
+    columns = _columns(tasks, with_truth)
     unfinished = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         try:
-            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, table) as write:
+            with unfinished.open("wb") as file, _WRITERS[path.suffix.lower()](file, columns) as write:
                 yield write
             unfinished.replace(path)
         except OSError as error:
@@ -143,67 +139,52 @@ def json_line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """What a table has beside id and text."""
-
-    columns: dict[str, Task]
-    """Of tasks, and the task of each."""
-    pair: tuple[str, ...]
-    """The segments in the column `segments`; without any there is none."""
-
-    def cells(self, row: Row) -> Row:
-        """A predicted row as cells, in the order of the columns."""
-        cells: Row = {"id": row["id"], "text": row["text"]}
-        if self.pair:
-            cells["segments"] = {name: row["segments"][name] for name in self.pair}
-        for column, task in self.columns.items():
-            kind = column.partition(".")[0]
-            of_row = row["truth"] if kind == "truth" else row
-            if task.kind in SPAN_KINDS:
-                spans = of_row["spans"] | of_row.get("alt_spans", {})
-                found = {name: spans[name] for name in task.labels if name in spans}
-                cells[column] = found if found or kind != "truth" else None
-            elif kind == "truth":
-                cells[column] = of_row["labels"].get(task.name)
-            else:
-                cells[column] = row[kind][task.name]
-        return cells
+def _cells(row: Row, columns: Columns) -> Row:
+    """A predicted row as cells, in the order of the columns."""
+    cells: Row = {"id": row["id"], "text": row["text"]}
+    for column, task in columns.items():
+        kind = column.partition(".")[0]
+        of_row = row["truth"] if kind == "truth" else row
+        if task.kind in SPAN_KINDS:
+            spans = of_row["spans"] | of_row.get("alt_spans", {})
+            found = {name: spans[name] for name in task.labels if name in spans}
+            cells[column] = found if found or kind != "truth" else None
+        elif kind == "truth":
+            cells[column] = of_row["labels"].get(task.name)
+        else:
+            cells[column] = row[kind][task.name]
+    return cells
 
 
 @contextmanager
-def _jsonl(file: IO[bytes], _table: _Table) -> Iterator[WriteRows]:
+def _jsonl(file: IO[bytes], _columns: Columns) -> Iterator[WriteRows]:
     yield lambda rows: file.writelines(f"{json_line(row)}\n".encode() for row in rows)
 
 
 @contextmanager
-def _csv(file: IO[bytes], table: _Table) -> Iterator[WriteRows]:
-    import io
-
+def _csv(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="", write_through=True)
-    writer = csv.DictWriter(text, ["id", "text", *(["segments"] if table.pair else []), *table.columns])
+    writer = csv.DictWriter(text, ["id", "text", *columns])
     writer.writeheader()
 
     def cell(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
 
     def write(rows: Iterable[Row]) -> None:
-        writer.writerows({key: cell(value) for key, value in table.cells(row).items()} for row in rows)
+        writer.writerows({key: cell(value) for key, value in _cells(row, columns).items()} for row in rows)
 
     yield write
     text.detach()
 
 
 @contextmanager
-def _parquet(file: IO[bytes], table: _Table) -> Iterator[WriteRows]:
+def _parquet(file: IO[bytes], columns: Columns) -> Iterator[WriteRows]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     spans = pa.list_(pa.list_(pa.int64(), 2))
     types: dict[str, Any] = {"id": pa.string(), "text": pa.string()}
-    if table.pair:
-        types["segments"] = pa.struct([(name, pa.list_(pa.int64(), 2)) for name in table.pair])
-    for column, task in table.columns.items():
+    for column, task in columns.items():
         kind = column.partition(".")[0]
         if kind != "scores" and task.kind not in SPAN_KINDS:
             label = pa.float64() if task.kind == "regression" else pa.string()
@@ -214,16 +195,15 @@ def _parquet(file: IO[bytes], table: _Table) -> Iterator[WriteRows]:
     schema = pa.schema(list(types.items()))
     with pq.ParquetWriter(file, schema) as writer:
         yield lambda rows: writer.write_table(
-            pa.Table.from_pylist([table.cells(row) for row in rows], schema=schema)
+            pa.Table.from_pylist([_cells(row, columns) for row in rows], schema=schema)
         )
 
 
 _WRITERS = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}
 
 
-def _columns(tasks: Sequence[Task], with_truth: bool) -> dict[str, Task]:
-    """The columns of a table that are of tasks, and the task of each."""
-    columns: dict[str, Task] = {}
+def _columns(tasks: Sequence[Task], with_truth: bool) -> Columns:
+    columns: Columns = {}
     for task in tasks:
         kinds = ("spans",) if task.kind in SPAN_KINDS else ("labels", "scores")
         columns |= {

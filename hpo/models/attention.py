@@ -13,7 +13,7 @@ Under autocast Q, K and V have its dtype, as in PyTorch. Scores and softmax are 
 rounded to the dtype of V.
 
 Among transformers' attention functions this is `hpo_sdpa`, and `attention: sdpa` runs it. On a GPU, without
-dropout, in compiled code, and with a mask other than padding at the end of texts, it calls PyTorch's own.
+dropout, in compiled code, and with a mask other than padding at the end of texts, it calls PyTorch's.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ PIECE_ELEMENTS = 2**20
 DROPOUT_KEYS = ("attention_probs_dropout_prob", "attention_dropout")
 """The names that configurations give to the dropout of attention weights."""
 
+FLASH = "flash_attention_2"
+"""transformers' name of `attention: flash`."""
+
 _uses_training_attention = ContextVar("uses_training_attention", default=False)
 
 
@@ -54,6 +57,20 @@ def use_training_attention() -> Iterator[None]:
         yield
     finally:
         _uses_training_attention.reset(token)
+
+
+@contextmanager
+def sdpa_in_place_of_flash(model: Any) -> Iterator[None]:
+    """Inside, the encoder of a `MultitaskModel` runs sdpa where its attention is flash, which has no fp32."""
+    encoder = model.encoder
+    if getattr(encoder.config, "_attn_implementation", None) != FLASH:
+        yield
+        return
+    encoder.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        encoder.set_attn_implementation(FLASH)
 
 
 def attend_with_fast_dropout(encoder: Any) -> None:
@@ -111,14 +128,13 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attention of [B, H, L, E] queries, keys and values: [B, L, H, E]. See the head of this file."""
     config = getattr(module, "config", None)
-    drops_in_training = any(getattr(config, key, None) for key in DROPOUT_KEYS)
-    is_checked = _uses_training_attention.get() and not dropout and drops_in_training
+    # Asked for first where it is compiled: the compiler splits its graph at a ContextVar.
     is_ours = (
-        (0 < dropout < 1 or is_checked)
+        is_fast_here(query, key, value)
+        and (0 < dropout < 1 or (not dropout and _is_checked(config)))
         and not getattr(module, "is_causal", True)
         and all(options.get(name) is None for name in OTHER_ATTENTION)
         and query.shape == key.shape == value.shape
-        and is_fast_here(query, key, value)
     )
     lengths = _text_lengths(query, attention_mask) if is_ours else None
     if lengths is None:
@@ -134,6 +150,11 @@ def attention_forward(
             query, key, value, lengths, scale, dropout
         )
     return attended, None
+
+
+def _is_checked(config: Any) -> bool:
+    """Whether this is a check of the precision of attention that has dropout in training."""
+    return _uses_training_attention.get() and any(getattr(config, key, None) for key in DROPOUT_KEYS)
 
 
 def _text_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
@@ -180,9 +201,8 @@ class _DropoutAttention(torch.autograd.Function):
             q, k, v = _heads(texts, longest, query, key, value)
             q, k = q.float(), k.float()
             scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
-            own = lengths[texts]
-            if min(own) < longest:
-                padding = torch.arange(longest) >= torch.tensor(own)[:, None]
+            if min(lengths[texts]) < longest:
+                padding = torch.arange(longest) >= torch.tensor(lengths[texts])[:, None]
                 by_text = scores.unflatten(0, (-1, num_heads))
                 by_text.masked_fill_(padding[:, None, None, :], torch.finfo(scores.dtype).min)
             weights = scores.softmax(dim=-1).to(v.dtype)

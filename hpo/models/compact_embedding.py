@@ -42,7 +42,7 @@ class CompactEmbedding(nn.Embedding):
         return F.embedding(self.row_of_id[input], self.weight, self.padding_idx)
 
     def whole(self) -> Tensor:
-        """The whole table as it would be had all of it been trained."""
+        """The whole table as if all of it had been trained."""
         weight = self.weight.detach()
         table = self._whole.to(weight) * weight[-1]
         table[self.used_ids] = weight[:-1]
@@ -66,8 +66,8 @@ class CompactEmbedding(nn.Embedding):
 def compact_vocabulary(model: nn.Module, optimizer: str, used_ids: NDArray[Any]) -> None:
     """Train only the embedding rows `used_ids` of `model.encoder`, where the result is the same.
 
-    Left alone are tables that are frozen, that hold bf16 (where each weight rounds in its own way), that have
-    settings of their own or are not a plain `nn.Embedding`, and all under an optimiser whose step is not
+    Left alone are tables that are frozen, that hold bf16 (where each weight rounds differently), that have
+    settings or are not a plain `nn.Embedding`, and all under an optimiser whose step is not
     linear in a weight without gradient (adam with its L2 term) or looks at the whole matrix (adafactor).
     """
     encoder: Any = model.encoder

@@ -3,12 +3,12 @@
 PyTorch draws a CPU's dropout masks one Bernoulli number at a time: about 5 ns an element, an eighth of a bf16
 training step of MiniLM or more. Here a mask is 16 random bits an element from numpy's SFC64 (0.4 ns),
 compared with a threshold, which makes all ones where the element is kept and all zeros where it is dropped; a
-bitwise AND with the element's own bits then drops it. So p is met to 1/65536.
+bitwise AND with the element's bits then drops it. So p is met to 1/65536.
 
 The generator is seeded from torch's, so `torch.manual_seed` decides the masks, and gradient checkpointing,
 which puts torch's generator back, draws the same ones again. Masks do not depend on the number of threads,
 and differ from `F.dropout`'s of the same seed. What is dropped is 0 even where it was infinite or NaN. On a
-GPU, in compiled code and outside of training everything is PyTorch's own.
+GPU, in compiled code and outside of training everything is PyTorch's.
 """
 
 from __future__ import annotations

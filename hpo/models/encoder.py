@@ -44,11 +44,11 @@ from transformers.utils import logging as transformers_logging
 
 from hpo.errors import ModelError, did_you_mean, shorten
 from hpo.models.attention import DROPOUT_KEYS as ATTENTION_DROPOUT_KEYS
-from hpo.models.attention import attend_with_fast_dropout
+from hpo.models.attention import FLASH, attend_with_fast_dropout
 from hpo.models.hub import download
 
 MINILM_HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
-ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+ATTENTION_IMPLEMENTATIONS = {"sdpa": "sdpa", "eager": "eager", "flash": FLASH}
 
 
 def attention_on(device: str, attention: str) -> str:
@@ -63,7 +63,7 @@ _DROPOUT_KEYS = {
     "attention_dropout": ATTENTION_DROPOUT_KEYS,
 }
 
-# hpo draws its own progress and raises its own errors. torchao (which transformers imports where it is
+# hpo draws progress and raises errors itself. torchao (which transformers imports where it is
 # installed) logs each optional kernel that it could not load.
 if "TRANSFORMERS_VERBOSITY" not in os.environ:
     transformers_logging.set_verbosity_error()
@@ -144,8 +144,8 @@ def load_encoder(
 ) -> nn.Module:
     """Return the encoder with fp32 weights, on the CPU, in evaluation mode.
 
-    `dropout` and `attention_dropout` replace the encoder's own; None keeps them. An inline configuration
-    gets random weights from torch's global generator: seed it before. The encoder's own pooler, which
+    `dropout` and `attention_dropout` replace the encoder's; None keeps them. An inline configuration
+    gets random weights from torch's global generator: seed it before. The encoder's pooler, which
     no head reads, stays in place (so that an export is complete) but is frozen.
     """
     folder = None
@@ -203,6 +203,19 @@ def encoder_layers(encoder: nn.Module) -> list[nn.Module]:
     return list(*found.values())
 
 
+@contextmanager
+def without_gradient_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Inside, layers keep their activations, whatever the trial says."""
+    layers: list[Any] = [one for one in model.modules() if getattr(one, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True
+
+
 def max_positions(encoder: nn.Module) -> int | None:
     """Return how many tokens the encoder has positions for; None if nothing limits it.
 
@@ -248,18 +261,19 @@ def _fresh_config(settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBas
 
 
 def _check_is_encoder(config: PreTrainedConfig, shown: str) -> None:
-    if config.is_encoder_decoder:
-        raise ModelError(
-            f"{shown}: hpo trains encoders, but {config.model_type} is an encoder-decoder. Its decoder would "
-            f"be dead weight. Use an encoder, such as BERT or ModernBERT."
-        )
     causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if getattr(config, "is_decoder", False) or (causal and not masked):
-        raise ModelError(
-            f"{shown}: hpo trains encoders, but {config.model_type} is a decoder: a token sees only those "
-            f"before it, so [CLS] and span starts know nothing of the text. Use an encoder, such as BERT."
+    if config.is_encoder_decoder:
+        what = "an encoder-decoder, whose decoder would be dead weight"
+    elif getattr(config, "is_decoder", False) or (causal and not masked):
+        what = (
+            "a decoder: a token sees only those before it, so [CLS] and span starts know nothing of the text"
         )
+    else:
+        return
+    raise ModelError(
+        f"{shown}: hpo trains encoders, but {config.model_type} is {what}. Use BERT or the like."
+    )
 
 
 def _check_model(model: nn.Module, missing: Iterable[str], shown: str) -> None:

@@ -6,6 +6,7 @@ graph does (`hpo.deploy.onnx_export` writes it, `hpo.inference.onnx_network` run
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -49,7 +50,7 @@ class ExportSettings:
     batch_tokens: int = 8192
     """Tokens of one batch, padding included, in the study's evaluations."""
     columns: Mapping[str, str | None] = field(default_factory=dict)
-    """Where the study's tables have `id`, `text` and `segments`."""
+    """Where the study's tables have `id` and `text`."""
     csv: Mapping[str, str | None] = field(default_factory=dict)
     """How the study's csv files are written: its `data.csv`."""
     decisions: Mapping[str, Any] = field(default_factory=dict)
@@ -63,10 +64,10 @@ def export_model(
 ) -> Path:
     """Write a folder that `transformers.AutoModel` (the encoder) and `hpo.load` (all of it) load.
 
-        config.json, model.safetensors, tokenizer.json ...    the encoder and its tokenizer
-        heads.safetensors                                     pooling, heads, log variances
-        hpo.json                                              tasks, head settings, `ExportSettings`
-        README.md                                             the model card
+        config.json, model.safetensors, tokenizer.json ...  the encoder and its tokenizer
+        heads.safetensors                                   pooling, heads, log variances
+        hpo.json                                            tasks, `ExportSettings`, checksums of the files
+        README.md                                           the model card
 
     Weights keep their dtype. The folder appears at once or not at all. Raises ModelError where `directory`
     holds anything but an earlier export.
@@ -97,9 +98,7 @@ def new_folder(directory: Path, marker: str = "hpo.json") -> Iterator[Path]:
     try:
         staging.mkdir(parents=True)
     except OSError as error:
-        raise ModelError(
-            f"{directory}: an export needs a folder that may be made, but: {error.strerror}."
-        ) from error
+        raise ModelError(f"{directory}: an export needs a new folder, but: {error.strerror}.") from error
     try:
         yield staging
         # safetensors writes files that only their owner can read, whatever the umask.
@@ -127,7 +126,9 @@ def export_metadata(model: MultitaskModel, settings: ExportSettings) -> dict[str
 
 
 def write_metadata(folder: Path, content: Mapping[str, Any], card: str) -> None:
-    """Write hpo.json and the model card."""
+    """Write hpo.json, with the checksums of all other files, and the model card, which may be edited."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    content = {**content, "checksums": {path.name: _sha256(path) for path in files}}
     (folder / "hpo.json").write_text(json.dumps(content, indent=2, default=asdict) + "\n")
     (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -136,17 +137,15 @@ def check_export_folder(directory: Path, marker: str = "hpo.json") -> None:
     """Raise ModelError unless `directory` is free, or holds an earlier `marker`, and can be written."""
     try:
         above = next(path for path in directory.absolute().parents if path.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            problem = f"a folder that may be made, but {above} is none"
-        elif directory.exists() and not directory.is_dir():
-            problem = "a folder that may be made, but this is a file"
+        if not os.access(above, os.W_OK | os.X_OK):
+            problem = f"{above} cannot be written"
         elif directory.exists() and any(directory.iterdir()) and not (directory / marker).is_file():
-            problem = "a folder of its own, but this one holds other files"
+            problem = "this one holds other files"
         else:
             return
-    except OSError as error:  # a name that is too long, a folder that may not be read
-        problem = f"a folder that may be made, but: {error.strerror}"
-    raise ModelError(f"{directory}: an export needs {problem}.")
+    except OSError as error:  # a file, a name that is too long, a folder that may not be read
+        problem = str(error.strerror)
+    raise ModelError(f"{directory}: an export needs a new or empty folder, but: {problem}.")
 
 
 def load_exported(
@@ -163,7 +162,7 @@ def load_exported(
     content = read_metadata(directory)
     if content["runtime"] != "torch":
         raise ModelError(f"{directory} must hold torch's weights, but it is an ONNX export. Use `hpo.load`.")
-    check_files(directory, _FILES)
+    check_files(directory, _FILES, content)
     tasks, settings = read_settings(directory, content)
     try:
         heads = load_file(directory / "heads.safetensors")
@@ -212,11 +211,25 @@ def read_metadata(directory: Path) -> dict[str, Any]:
     return {"runtime": runtime, **content}
 
 
-def check_files(directory: Path, names: Iterable[str]) -> None:
-    """Raise ModelError where a file of the folder is missing."""
-    for name in names:
-        if not (directory / name).is_file():
+def check_files(directory: Path, names: Iterable[str], content: Mapping[str, Any]) -> None:
+    """Raise ModelError where a file of the folder is missing, or is not the one of which hpo.json tells.
+
+    Exports of earlier versions have no checksums in their `content`.
+    """
+    checksums = content.get("checksums", {})
+    if not isinstance(checksums, dict):
+        raise ModelError(not_intact(directory, "its checksums are no mapping"))
+    for name in dict.fromkeys([*names, *checksums]):
+        path = directory / name
+        if path.parent != directory or not path.is_file():
             raise ModelError(not_intact(directory, f"there is no {name}"))
+        if name in checksums and _sha256(path) != checksums[name]:
+            raise ModelError(not_intact(directory, f"{name} has changed since: its checksum is another"))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Task], ExportSettings]:

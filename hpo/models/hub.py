@@ -1,5 +1,4 @@
-"""Models on the Hugging Face hub: downloaded once, from then on read from the cache without the hub; and
-exports, uploaded.
+"""Models of the Hugging Face hub: downloaded once, from then on read from the cache without the hub.
 
 So all trials of a study start from the same weights, a worker needs no network, and a name that is
 neither cached nor in reach fails at once and not after minutes of retries.
@@ -10,20 +9,15 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
-    HFValidationError,
-    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils._validators import validate_repo_id
 
 from hpo.errors import ModelError, shorten
 
@@ -52,7 +46,7 @@ def download(name: str, revision: str | None = None) -> Path:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=["*.json", "*.txt", "*.model", "*.py", "README.md", "LICENSE*", weights],
+                allow_patterns=["*.json", "*.txt", "*.model", "*.py", "README.md", weights],
                 ignore_patterns="*/*",
                 etag_timeout=TIMEOUT_SECONDS,
             )
@@ -61,58 +55,21 @@ def download(name: str, revision: str | None = None) -> Path:
         raise ModelError(_message(name, revision, error)) from error
 
 
-def check_push(repo: str) -> None:
-    """Raise ModelError unless `repo` names a repository, and the hub is in reach and knows the user."""
-    with _as_push_error(repo):
-        validate_repo_id(repo)
-        HfApi().whoami()
-
-
-def push_folder(folder: Path, repo: str) -> str:
-    """Upload an export to the hub as it is, and return where it is; a repository that is made is private.
-
-    Raises ModelError where the hub does not take it.
-    """
-    with _as_push_error(repo):
-        api = HfApi()
-        url = api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model exported by hpo"
-        )
-    return str(url)
-
-
-@contextmanager
-def _as_push_error(repo: str) -> Iterator[None]:
-    """Turn what the hub's client raises (its own errors, those of HTTP, OSError) into one clear message."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, OfflineModeIsEnabled):
-            why = "HF_HUB_OFFLINE forbids asking the hub. Unset it"
-        elif isinstance(error, LocalTokenNotFoundError):
-            why = "the hub must know who you are. Set HF_TOKEN, or run `hf auth login`"
-        elif isinstance(error, HFValidationError):
-            why = f"it must be a repository, OWNER/NAME: {shorten(str(error), 200)}"
-        else:
-            why = f"the hub did not take it ({type(error).__name__}: {shorten(str(error), 200)})"
-        raise ModelError(f"--push {repo}: {why}.") from error
-
-
 def _message(name: str, revision: str | None, error: Exception) -> str:
-    where = f"encoder: `{name}` is no folder here and not in the Hugging Face cache, and "
-    if isinstance(error, OfflineModeIsEnabled):
-        return where + "HF_HUB_OFFLINE forbids asking the hub. Unset it, or name a local folder or `minilm`."
-    if isinstance(error, GatedRepoError):
-        return where + "the hub gives it only to those who accepted its terms. Accept them and set HF_TOKEN."
-    if isinstance(error, RepositoryNotFoundError):
-        return where + "the hub has no such public model. Check the name; a private one needs HF_TOKEN."
     if isinstance(error, RevisionNotFoundError):
         return f"encoder: `{name}` has no revision `{revision}` on the hub. Check model.revision."
-    return where + (
-        f"the hub could not be reached ({shorten(str(error), 200)}). Check the network, or name a local "
-        f"folder or `minilm`."
-    )
+    if isinstance(error, OfflineModeIsEnabled):
+        why = "HF_HUB_OFFLINE forbids asking the hub. Unset it, or name a local folder or `minilm`"
+    elif isinstance(error, GatedRepoError):
+        why = "the hub gives it only to those who accepted its terms. Accept them and set HF_TOKEN"
+    elif isinstance(error, RepositoryNotFoundError):
+        why = "the hub has no such public model. Check the name; a private one needs HF_TOKEN"
+    else:
+        why = (
+            f"the hub could not be reached ({shorten(str(error), 200)}). Check the network, or name a local "
+        )
+        why += "folder or `minilm`"
+    return f"encoder: `{name}` is no folder here and not in the Hugging Face cache, and {why}."
 
 
 def _has_tokenizer_and_weights(folder: Path) -> bool:

@@ -50,6 +50,8 @@ class MultitaskModel(nn.Module):
         self.head_settings = heads
         self.encoder = encoder
         self.passes_type_ids = takes_type_ids(encoder)
+        # Its attention functions make masks, or none: others want one.
+        self.makes_masks = getattr(encoder, "_supports_attention_backend", False)
         size = encoder.config.hidden_size
         self.pool = AttentionPooling(size) if heads.pooling == "attention" else _POOLINGS[heads.pooling]
         # Lists in the order of the tasks: a dictionary of modules refuses names such as `type` or `a.b`.
@@ -75,14 +77,16 @@ class MultitaskModel(nn.Module):
         return dict(zip((task.name for task in self.tasks), self.log_variances, strict=True))
 
     def forward(
-        self, input_ids_BL: Tensor, attention_mask_BL: Tensor, type_ids_BL: Tensor | None = None
+        self, input_ids_BL: Tensor, attention_mask_BL: Tensor | None, type_ids_BL: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Return each task's logits: [B, K] of sequence tasks, [B, L, K] of token tasks.
 
-        `attention_mask_BL` is 1 at real tokens and 0 at padding. Encoders that know no segments get no
-        `type_ids_BL`.
+        `attention_mask_BL` is 1 at real tokens and 0 at padding; None: nothing is padded. Encoders that know
+        no segments get no `type_ids_BL`.
         """
-        inputs = {"input_ids": input_ids_BL, "attention_mask": attention_mask_BL}
+        mask_BL = torch.ones_like(input_ids_BL) if attention_mask_BL is None else attention_mask_BL
+        given_BL = attention_mask_BL if self.makes_masks else mask_BL
+        inputs = {"input_ids": input_ids_BL, "attention_mask": given_BL}
         if type_ids_BL is not None and self.passes_type_ids:
             inputs["token_type_ids"] = type_ids_BL
         hidden_BLD = self.encoder(**inputs).last_hidden_state
@@ -90,7 +94,7 @@ class MultitaskModel(nn.Module):
         logits = {}
         for task, head in zip(self.tasks, self.heads, strict=True):
             if task.level == "sequence" and pooled_BD is None:
-                pooled_BD = self.pool(hidden_BLD, attention_mask_BL)
+                pooled_BD = self.pool(hidden_BLD, mask_BL)
             logits[task.name] = head(hidden_BLD if task.level == "token" else pooled_BD)
         return logits
 

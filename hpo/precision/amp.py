@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpo.device import DeviceInfo
-from hpo.errors import Nonfinite
+from hpo.errors import ModelError, Nonfinite
 from hpo.precision.float8 import convert_to_float8
-from hpo.precision.parts import convert_weights, float32_modules, weights_around_are_float32
+from hpo.precision.parts import float32_modules
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
@@ -31,8 +32,7 @@ _COUNTS = ("epoch_fallbacks", "num_steps", "fp32_fallbacks")
 _TENSORS = ("skipped", "scale_sum", "scale_min", "scale_max")
 """The counters that a checkpoint holds, on the host and on the device."""
 
-
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 
 
 def fp32_backends() -> dict[str, tuple[Any, ...]]:
@@ -66,10 +66,34 @@ def backend_flags(precision: Precision, config: AmpConfig) -> Iterator[None]:
         (backends.cudnn, "benchmark", bool(config.cudnn_benchmark)),
     ]
     with contextlib.ExitStack() as undo:
-        for backend, name, value in flags:
+        for backend, name, _ in flags:
             undo.callback(setattr, backend, name, getattr(backend, name))
-            setattr(backend, name, value)
+        # These set switches too, so before them, and put back before them.
+        undo.callback(_set_older_names, *_older_names())
+        _set_older_names("high" if allows_tf32 else "highest", allows_tf32)
+        for flag in flags:
+            setattr(*flag)
         yield
+
+
+def _older_names() -> tuple[str | None, bool | None]:
+    """PyTorch's older names of the same switches; None where they disagree, which raises when they are read.
+
+    Inductor reads them under `max-autotune`: https://github.com/pytorch/pytorch/issues/196728.
+    """
+    matmul, cudnn = None, None
+    with contextlib.suppress(RuntimeError):
+        matmul = torch.get_float32_matmul_precision()
+    with contextlib.suppress(RuntimeError):
+        cudnn = torch.backends.cudnn.allow_tf32
+    return matmul, cudnn
+
+
+def _set_older_names(matmul: str | None, cudnn: bool | None) -> None:
+    if matmul is not None:
+        torch.set_float32_matmul_precision(matmul)
+    if cudnn is not None:
+        torch.backends.cudnn.allow_tf32 = cudnn
 
 
 def tf32_is_on() -> bool:
@@ -80,12 +104,24 @@ def tf32_is_on() -> bool:
 def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
     """Give the model the weights of the precision: bf16 ones, or float8 linear layers where these pay.
 
-    Parts in fp32 (`hpo.precision.parts`) keep theirs. `float8_linears` among the observed facts says how many
-    layers were converted.
+    Buffers stay as they are: rotary frequencies in bf16 are off by radians at long distances. So do weights
+    of batch norms, which must have the dtype of their running statistics, and float8 leaves parts in fp32
+    (`hpo.precision.parts`) alone. `float8_linears` among the observed facts says how many layers were
+    converted.
+
+    Raises ModelError for parts in fp32 in a model with weights in bf16.
     """
+    in_float32 = float32_modules(model)
+    if in_float32 and precision.weights != "float32":
+        raise ModelError(f"`{precision.name}` has no parts in fp32: use bf16, whose weights are in fp32.")
     if precision.float8:
-        model = convert_to_float8(model, kept=float32_modules(model))
-    return convert_weights(model, getattr(torch, precision.weights))
+        model = convert_to_float8(model, kept=in_float32)
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    kept = {parameter for norm in norms for parameter in norm.parameters()}
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter not in kept:
+            parameter.data = parameter.data.to(getattr(torch, precision.weights))
+    return model
 
 
 def is_matmul_module(module: nn.Module) -> bool:
@@ -103,7 +139,7 @@ class AmpStatistics:
     scale_mean: float | None = None
     scale_max: float | None = None
     skipped_steps: int | None = 0
-    """None where they were not counted (`track_stats: false`)."""
+    """Whose gradients were not finite; None under loss scaling with `track_stats: false`."""
     fp32_fallbacks: int = 0
 
 
@@ -147,46 +183,57 @@ class MixedPrecision:
         with torch.no_grad(), self.autocast():
             yield
 
-    def loss(self, model: nn.Module, compute: Callable[[Callable[..., Any]], Tensor]) -> Tensor:
-        """`compute(model)` under autocast; once more in fp32 if it is not finite and the config says so.
+    def falls_back(self, loss: Tensor) -> bool:
+        """Whether a micro-batch with this loss is to run again in fp32, by the config; counts it.
 
-        Only the forward pass is repeated under fp32's flags; the backward pass has the trial's.
-
-        Raises Nonfinite when the repeats of this epoch are used up.
+        Waits for the device where the config has a fallback.
         """
-        with self.autocast():
-            loss = compute(model)
         # Without autocast too, float8 layers stay float8.
         reduced = self.precision.linear_dtype != "float32" and not self.precision.float8
         if not self.config.fallback_to_fp32 or not reduced or bool(torch.isfinite(loss)):
-            return loss
-        self._check_fallbacks(self._epoch_fallbacks + self.step_fallbacks + 1)
+            return False
         self.step_fallbacks += 1
+        return True
+
+    @contextlib.contextmanager
+    def float32(self, model: nn.Module) -> Iterator[Callable[..., Any]]:
+        """`model` computing with fp32 copies of its weights, without autocast and under fp32's flags.
+
+        Gradients reach the weights themselves; the backward pass has the trial's flags.
+        """
+        weights = {
+            name: parameter.float() if parameter.is_floating_point() else parameter
+            for name, parameter in model.named_parameters()
+        }
         with self.autocast(enabled=False), backend_flags(PRECISIONS["fp32"], self.config):
-            return compute(_in_float32(model))
+            yield lambda *inputs: torch.func.functional_call(model, weights, inputs)
 
     def scale_value(self) -> Tensor:
         """The loss scale as a tensor on the device; 1 where there is no loss scaling."""
         scaled: Tensor = self.scaler.scale(self._one)
         return scaled
 
-    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> None:
-        """Count, on the device, whether this step's loss and unscaled gradients were finite."""
+    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> Tensor:
+        """Count, on the device, whether this step's loss and unscaled gradients were finite.
+
+        Returns 1 where the gradients are not, and the step is to be skipped, else 0.
+        """
         bad_loss = ~torch.isfinite(loss.detach())
         bad_gradient = ~torch.isfinite(gradient_norm.detach())
         self._losses_in_a_row = (self._losses_in_a_row + 1) * bad_loss
+        self._skipped = self._skipped + bad_gradient
         if not self.precision.loss_scaling:
             self._gradients_in_a_row = (self._gradients_in_a_row + 1) * bad_gradient
-            return
+            return bad_gradient.float()
         scale = self.scale_value()
         at_floor = scale <= self.config.min_scale
         self._overflows_at_floor = self._overflows_at_floor + (bad_gradient & at_floor)
         if self.config.track_stats is not False:
-            self._skipped = self._skipped + bad_gradient
             self._scale_sum = self._scale_sum + scale
             self._scale_min = torch.minimum(self._scale_min, scale)
             self._scale_max = torch.maximum(self._scale_max, scale)
             self._num_steps += 1
+        return bad_gradient.float()
 
     def check(self) -> None:
         """Raise Nonfinite if the training cannot recover. Waits for the device."""
@@ -218,10 +265,7 @@ class MixedPrecision:
         self.step_fallbacks = 0
         self._epoch_fallbacks += num_fallbacks
         self._fp32_fallbacks += num_fallbacks
-        self._check_fallbacks(self._epoch_fallbacks)
-
-    def _check_fallbacks(self, count: int) -> None:
-        if count > self.config.max_fp32_fallbacks:
+        if self._epoch_fallbacks > self.config.max_fp32_fallbacks:
             raise Nonfinite(
                 f"more than {self.config.max_fp32_fallbacks} micro-batches of one epoch were not finite "
                 f"under {self.precision.name} (amp.max_fp32_fallbacks)."
@@ -248,17 +292,12 @@ class MixedPrecision:
 
     def statistics(self) -> AmpStatistics:
         """What was counted since the last reset. Waits for the device."""
-        fallbacks = self._fp32_fallbacks + self.step_fallbacks
+        is_counted = not self.precision.loss_scaling or self.config.track_stats is not False
+        skipped, fallbacks = int(self._skipped) if is_counted else None, self._fp32_fallbacks
         if not self._num_steps:
-            untracked = self.precision.loss_scaling and self.config.track_stats is False
-            return AmpStatistics(skipped_steps=None if untracked else 0, fp32_fallbacks=fallbacks)
-        return AmpStatistics(
-            scale_min=float(self._scale_min),
-            scale_mean=float(self._scale_sum) / self._num_steps,
-            scale_max=float(self._scale_max),
-            skipped_steps=int(self._skipped),
-            fp32_fallbacks=fallbacks,
-        )
+            return AmpStatistics(skipped_steps=skipped, fp32_fallbacks=fallbacks)
+        scales = float(self._scale_min), float(self._scale_sum) / self._num_steps, float(self._scale_max)
+        return AmpStatistics(*scales, skipped, fallbacks)
 
     def reset_statistics(self) -> None:
         self._num_steps = self._fp32_fallbacks = self.step_fallbacks = 0
@@ -271,23 +310,10 @@ class MixedPrecision:
         return {"scaler": dict(self.scaler.state_dict()), **numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's state."""
-        self.scaler.load_state_dict(state["scaler"])
-        for name in _COUNTS:
+        """Take over a checkpoint's state; what it lacks stays as it is."""
+        if scaler := state.get("scaler"):
+            self.scaler.load_state_dict(scaler)
+        for name in state.keys() & _COUNTS:
             setattr(self, f"_{name}", int(state[name]))
-        for name in _TENSORS:
+        for name in state.keys() & _TENSORS:
             setattr(self, f"_{name}", torch.tensor(state[name], device=self.device.torch_device))
-
-
-def _in_float32(model: nn.Module) -> Callable[..., Any]:
-    """`model` computing with fp32 copies of its weights; gradients reach the weights themselves."""
-    weights = {
-        name: parameter.float() if parameter.is_floating_point() else parameter
-        for name, parameter in model.named_parameters()
-    }
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with weights_around_are_float32(model):
-            return torch.func.functional_call(model, weights, args, kwargs)
-
-    return call

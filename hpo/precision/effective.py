@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,9 +50,6 @@ KEPT_BY = {12: "float32", 9: "tf32", 5: "bfloat16", 2: "float8"}
 NO_PRODUCT = ""
 SMALL = 2.0**-30
 """Times this, the weights lie below the range of float16 and inside that of tf32."""
-
-_DTYPES = {"tf32": "float32", "float8": "bfloat16"}
-"""What a product of the format is added up and given in, where it is not that format."""
 
 
 @dataclass(frozen=True)
@@ -86,22 +83,13 @@ class Observation:
         facts = self.facts.values()
         return {
             "linear_dtypes": dict(Counter(_joined({fact.dtype for fact in each}) for each in facts)),
-            "linear_products": dict(Counter(_joined({fact.seen for fact in each}) for each in facts)),
-            "unmeasured_linears": sum(any(fact.product is None for fact in each) for each in facts),
+            "linear_products": dict(
+                Counter(_joined({fact.product or "unmeasured" for fact in each}) for each in facts)
+            ),
             "tf32": tf32_is_on(),
             "compiled": compiled,
             **self.float8,
         }
-
-    def unmeasured(self) -> str:
-        """Which modules' products could not be measured; empty when all were."""
-        names = [name for name, facts in self.facts.items() if any(fact.product is None for fact in facts)]
-        if not names:
-            return ""
-        some = f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
-        return (
-            f"Of {len(names)} of {len(self.facts)} linear layers the output's dtype alone is known: {some}."
-        )
 
     def disagreement(self, precision: Precision, float32: Collection[str] = ()) -> str:
         """Why what was seen is not `precision`; empty when it is. `float32`: modules that are to be fp32."""
@@ -111,12 +99,12 @@ class Observation:
             if (wrong := {fact for fact in facts if not _agrees(fact, precision, name in float32)})
         }
         if others:
-            some = ", ".join(
-                f"{name} ({_described(wrong, self.facts[name])})" for name, wrong in list(others.items())[:3]
+            some = _some(
+                [f"{name} ({_described(wrong, self.facts[name])})" for name, wrong in others.items()]
             )
             return (
                 f"{len(others)} of {len(self.facts)} linear layers did not compute in {precision.products}: "
-                f"{some}{', ...' if len(others) > 3 else ''}."
+                f"{some}."
             )
         if self.compiled:
             return self.compiled
@@ -150,20 +138,20 @@ def _bits(dtype: str) -> int:
 
 
 def _described(wrong: Collection[Fact], facts: Collection[Fact]) -> str:
-    """float32; float32, cast to bfloat16; float32 in training."""
-    found = {f"{fact.seen}, cast to {fact.dtype}" if _is_cast(fact) else fact.seen for fact in wrong}
-    modes = {fact.training for fact in wrong}
-    mode = (" in training" if True in modes else " in evaluation") if len(modes) < len(facts) else ""
-    return f"{_joined(found)}{mode}"
+    """`float32`, or `float32, output bfloat16 in training`."""
+    seen = {one.seen if one.seen == one.dtype else f"{one.seen}, output {one.dtype}" for one in wrong}
+    modes = {one.training for one in wrong}
+    is_everywhere = modes == {one.training for one in facts}
+    mode = "" if is_everywhere else " in training" if True in modes else " in evaluation"
+    return f"{_joined(seen)}{mode}"
 
 
-def _is_cast(fact: Fact) -> bool:
-    """Whether the output has a narrower dtype than the products."""
-    return fact.product is not None and _bits(fact.dtype) < _bits(_DTYPES.get(fact.product, fact.product))
-
-
-def _joined(names: Collection[str]) -> str:
+def _joined(names: Iterable[str]) -> str:
     return "/".join(sorted(names))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
 
 
 def observe_model(model: nn.Module, mixed_precision: MixedPrecision, *inputs: Any) -> Observation:
@@ -210,10 +198,10 @@ def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
     first = first_float((args, kwargs))
     if first is None:
         return None
-    own = dict(module._parameters)
+    weights = dict(module._parameters)
 
     def result(k: int | None, scale: float, inputs: Tensor) -> Tensor | None:
-        for name, parameter in own.items():
+        for name, parameter in weights.items():
             if parameter is not None:
                 module._parameters[name] = _planted(parameter, k, scale)
         given = tree_map(lambda leaf: inputs if leaf is first else leaf, (args, kwargs))
@@ -244,7 +232,7 @@ def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
             raise
         return None
     finally:
-        module._parameters.update(own)
+        module._parameters.update(weights)
         torch.set_autocast_cache_enabled(caches)
 
 
@@ -283,16 +271,16 @@ def _signs(size: int) -> Tensor:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the module is one of PyTorch's own, unchanged."""
+    """Whether the module is one of PyTorch's, unchanged."""
     return type(module).__module__.startswith("torch.nn.") and "forward" not in vars(module)
 
 
 def _kind_of_call(name: str, module: nn.Module, inputs: Tensor, output: Tensor) -> Any:
-    """Equal for calls that compute alike: of PyTorch's own modules in one state of autocast and flags."""
+    """Equal for calls that compute alike: of PyTorch's modules in one state of autocast and flags."""
     device_type = inputs.device.type
     return (
         type(module) if _is_plain(module) else name,
-        tuple((own.shape, own.dtype) for own in module.parameters(recurse=False)),
+        tuple((weight.shape, weight.dtype) for weight in module.parameters(recurse=False)),
         (inputs.shape, inputs.dtype, output.dtype),
         (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
         (module.training, torch.is_grad_enabled()),

@@ -1,10 +1,9 @@
 """Environment variables by which libraries change a precision behind PyTorch's flags.
 
-PyTorch's switches do not show them, so what is set is recorded on every trial, and where it makes a precision
-untrue, a trial of that precision is refused: nothing that this process does could undo it, since libraries
-read them when they are loaded. fp32 is also what the compatibility check compares with, what parts of a model
-may be kept in and what a micro-batch may be repeated in, so it must be true there whatever the precision is.
-What has no effect here, or none on what was asked for, is recorded alone.
+PyTorch's switches do not show them, so what is set is recorded on every trial. A variable that makes the
+trial's precision untrue is refused: libraries read it when they are loaded, so this process cannot undo it.
+One that makes fp32 untrue is always refused: the compatibility check compares with fp32, and parts of a model
+and single micro-batches may run in it, whatever the precision is.
 
 Sources: oneDNN, "Primitive Attributes: floating-point math mode" and "CPU Dispatcher Control"; PyTorch, "CUDA
 Environment Variables"; NVIDIA, "Accelerating AI Training with NVIDIA TF32 Tensor Cores"; cuBLAS, "Floating
@@ -53,33 +52,15 @@ def refuse_overrides(
     config: AmpConfig,
     device_type: str,
     environment: Mapping[str, str] = os.environ,
-    *,
-    float32_for: Iterable[str] = (),
 ) -> None:
-    """Refuse a variable that makes one of the precisions, or its native support, untrue.
-
-    `float32_for`: what else needs a true fp32, as `uses_of_float32` names it.
-
-    Raises EnvironmentOverrideError.
-    """
+    """Raise EnvironmentOverrideError for a variable that makes fp32, one of the precisions, or the native
+    support of one untrue."""
     overrides = environment_overrides(environment)
-    needed = [(name, f"fp_precision {name}") for name in precisions]
-    needed += [("fp32", f"{use}, which needs fp32") for use in float32_for]
-    for name, use in needed:
+    for name in (*precisions, "fp32"):
         for variable, effect in _untrue(name, config, device_type, overrides):
             raise EnvironmentOverrideError(
-                f"{variable} must not be set to {overrides[variable]} for {use}: {effect}. Unset it."
+                f"{variable} must not be set to {overrides[variable]} for {name}: {effect}. Unset it."
             )
-
-
-def uses_of_float32(*, check: bool, parts: bool, fallback: bool) -> list[str]:
-    """What of a study needs fp32 whatever its precisions are, of what is switched on."""
-    uses = {
-        "the compatibility check (compat.enabled)": check,
-        "precision_overrides": parts,
-        "amp.fallback_to_fp32": fallback,
-    }
-    return [name for name, is_on in uses.items() if is_on]
 
 
 def _untrue(

@@ -2,28 +2,22 @@
 
 A float8 product is twice as fast as a bf16 one, but its inputs must be scaled and cast first, which takes
 longer than it saves on small layers: torchao measured 0.80 of the speed of bf16 for 1024 x 2048 x 1024 and
-1.39 for 4096 x 8192 x 16384. Its own filter by size decides here. Scaling and casting are fast only where the
+1.39 for 4096 x 8192 x 16384. Its filter by size decides here. Scaling and casting are fast only where the
 compiler fuses them, so without `compile` fp8 is slower than bf16. No GPU has run this yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
 RECIPE = "tensorwise"
-FEW = 0.5
-"""Below this share of the weights of all linear layers, most of the time is still bf16's."""
-
-
-def pays_for() -> Callable[[nn.Module, str], bool]:
-    """torchao's filter: whether a module, by its name, is a linear layer that is large enough."""
-    from torchao.float8 import _auto_filter_for_recipe
-
-    chosen: Callable[[nn.Module, str], bool] = _auto_filter_for_recipe(RECIPE, filter_fqns=[])
-    return chosen
+NEEDS_COMPILE = (
+    "fp8 needs `compile`: without it, scaling its inputs costs more than its products save. Set `compile: "
+    "default`, or use bf16."
+)
 
 
 def convert_to_float8(model: nn.Module, kept: Collection[str] = ()) -> nn.Module:
@@ -31,9 +25,13 @@ def convert_to_float8(model: nn.Module, kept: Collection[str] = ()) -> nn.Module
 
     The number of tokens, which gradient products need in multiples of 16, is padded by torchao.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import (
+        Float8LinearConfig,
+        _auto_filter_for_recipe,
+        convert_to_float8_training,
+    )
 
-    pays = pays_for()
+    pays = _auto_filter_for_recipe(RECIPE, filter_fqns=[])  # by name and size
     config = Float8LinearConfig(pad_inner_dim=True)
     converted: nn.Module = convert_to_float8_training(
         model, module_filter_fn=lambda module, name: name not in kept and pays(module, name), config=config
@@ -42,15 +40,10 @@ def convert_to_float8(model: nn.Module, kept: Collection[str] = ()) -> nn.Module
 
 
 def float8_facts(model: nn.Module) -> dict[str, Any]:
-    """How many linear layers are float8, and their share of the weights of all."""
+    """How many linear layers are float8, and how many there are."""
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     converted = [module for module in linears if type(module).__name__ == "Float8Linear"]
-    sizes = [sum(module.weight.numel() for module in some) for some in (converted, linears)]
-    return {
-        "float8_linears": len(converted),
-        "num_linears": len(linears),
-        "float8_share": sizes[0] / sizes[1] if sizes[1] else 0.0,
-    }
+    return {"float8_linears": len(converted), "num_linears": len(linears)}
 
 
 def no_float8(observed: Mapping[str, Any]) -> str:
@@ -61,19 +54,3 @@ def no_float8(observed: Mapping[str, Any]) -> str:
         "no linear layer of this model is large enough for float8 to pay (torchao's table), so fp8 would be "
         "bf16. Use bf16."
     )
-
-
-def float8_advice(observed: Mapping[str, Any]) -> list[str]:
-    """What to know of a model with some layers in float8, as `Observation.telemetry` has it."""
-    advice = []
-    if not observed.get("compiled"):
-        advice.append(
-            "fp8 needs `compile`: without it, scaling its inputs costs more than its products save. Set "
-            "`compile: default`, or use bf16."
-        )
-    if (share := observed.get("float8_share", 1.0)) < FEW:
-        advice.append(
-            f"float8 pays for {observed['float8_linears']} of {observed['num_linears']} linear layers "
-            f"({share:.0%} of their weights); the rest is bf16, so expect little over bf16."
-        )
-    return advice

@@ -13,7 +13,7 @@ instructions too, tens of times slower than fp32; such a precision is `emulated`
 A requested precision is never replaced silently: `resolve` either gives it, or says what it gave instead
 and why, or raises.
 
-This module knows no PyTorch: `amp.py` turns the values into autocast, scaler and flags.
+This module does not import PyTorch: `amp.py` turns the values into autocast, scaler and flags.
 """
 
 from __future__ import annotations

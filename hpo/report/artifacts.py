@@ -20,17 +20,15 @@ from optuna.artifacts.exceptions import ArtifactNotFound
 
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
-from hpo.report.detailed_charts import charts_of
 from hpo.report.detailed_page import standalone_page
 from hpo.report.detailed_tables import Detailed, detailed_evaluations, worst_errors
-from hpo.report.figures import png
 from hpo.report.report import write_whole
 from hpo.report.tables import StudyTables
-from hpo.study import trial_rows
+from hpo.study.store import optuna_internals
 
 if TYPE_CHECKING:
-    from hpo.study.storage import Storage
-    from hpo.study.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord
+    from hpo.study.store.storage import Storage
 
 _KEY = "artifacts:"
 """What the attributes of a trial begin with that name artifacts, in Optuna and its dashboard."""
@@ -39,7 +37,6 @@ _MAKER = {"made_by": "hpo"}
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _MIMETYPES = {
     ".html": "text/html; charset=utf-8",
-    ".png": "image/png",
     ".json": "application/json",
     ".csv": "text/csv",
 }
@@ -129,7 +126,7 @@ def publish_artifacts(database: Storage, record: StudyRecord, runs_dir: Path) ->
             f"the dashboard's files could not be written to {folder}: {error.strerror or error}. "
             "Free some space there."
         ) from error
-    study_id = database.load_study(record.name)._study_id
+    study_id = optuna_internals.study_id_of(database.load_study(record.name))
     return {
         place: f"/artifacts/{study_id}/{ids[place[0]]}/{artifact_id}"
         for place, artifact_id in pages.items()
@@ -142,9 +139,9 @@ def _replace(database: Storage, study: str, attributes: dict[int, dict[str, str]
 
     Returns the id of each trial by its number, as which `attributes` has it.
     """
-    table, trials = trial_rows.system_attributes, trial_rows.trials
-    of_study = trials.c.study_id == sa.select(trial_rows.studies.c.study_id).where(
-        trial_rows.studies.c.study_name == study
+    table, trials = optuna_internals.system_attributes, optuna_internals.trials
+    of_study = trials.c.study_id == sa.select(optuna_internals.studies.c.study_id).where(
+        optuna_internals.studies.c.study_name == study
     ).scalar_subquery()  # fmt: skip
     with database.engine.begin() as connection:
         ids = {row.number: row.trial_id for row in connection.execute(sa.select(trials).where(of_study))}
@@ -154,7 +151,7 @@ def _replace(database: Storage, study: str, attributes: dict[int, dict[str, str]
                 same = (table.c.trial_id == row.trial_id, table.c.key == row.key)
                 connection.execute(sa.delete(table).where(*same))
         for number in attributes.keys() & ids.keys():
-            trial_rows.write_attributes(connection, table, ids[number], attributes[number])
+            optuna_internals.write_attributes(connection, table, ids[number], attributes[number])
     return ids
 
 
@@ -166,17 +163,9 @@ def _is_ours(value_json: str) -> bool:
 
 
 def files_of(one: Detailed, study: str) -> dict[str, bytes]:
-    """A page that stands alone, the document, the worst errors and the charts, by name."""
-    charts = charts_of(one)
-    pictures = {chart.key: png(chart) for chart in charts}
-    tasks = list(one.tasks)
-    files = {
-        f"{one.split}-evaluation.html": standalone_page(one, study, pictures).encode(),
+    """A page that stands alone, the document and the worst errors, by name."""
+    return {
+        f"{one.split}-evaluation.html": standalone_page(one, study).encode(),
         f"{one.split}-evaluation.json": json.dumps(json_safe(one.document), ensure_ascii=False).encode(),
         f"{one.split}-worst-errors.csv": worst_errors([one]).to_csv(index=False).encode(),
     }
-    for key, picture in pictures.items():
-        what, _, place = key.replace(f"_{one.name}", "").partition("_task_")
-        task = f"-{place}-{re.sub(r'[^A-Za-z0-9]+', '-', tasks[int(place) - 1])[:40]}" if place else ""
-        files[f"{one.split}-{what}{task}.png"] = picture
-    return files

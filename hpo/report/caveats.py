@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,9 +10,9 @@ import pandas as pd
 
 from hpo.config.study_config import DEPLOYED_LATENCY, MEASURED_METRICS
 from hpo.outcome import Outcome
-from hpo.report.search_caution import search_warnings
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
-from hpo.study.study_record import StudyRecord, complete_trials, evaluations_left_out
+from hpo.report.verdicts import chosen_on_test
+from hpo.study.reading.study_record import StudyRecord, complete_trials, lost_weights
 
 LOW_UTILIZATION = 0.8
 """Below this share of busy time the report says what to raise."""
@@ -28,8 +27,11 @@ def caveats(tables: StudyTables) -> list[Notice]:
     """The notices of this study, most serious first."""
     return [
         *_precision_caveats(tables.trials),
-        *_not_told_apart(tables.record),
-        *(Notice(*said) for said in evaluations_left_out(tables.record)),
+        *(Notice(*said) for said in lost_weights(tables.record)),
+        *(
+            Notice(text, "Texts that nothing was chosen on would tell.")
+            for text in chosen_on_test(tables.record)
+        ),
         *_not_run(tables.undrawn),
         *_speed_caveats(tables),
         *_latency_caveats(tables.record),
@@ -68,15 +70,6 @@ def _precision_caveats(trials: pd.DataFrame) -> Iterator[Notice]:
             f"{_trials(degraded)}: the compatibility check found larger errors than usual against fp32 "
             f"({_on_devices(degraded)}).",
             "Look at `compatibility` in the trial's telemetry before trusting a small difference in metric.",
-        )
-
-
-def _not_told_apart(record: StudyRecord) -> Iterator[Notice]:
-    for text in search_warnings(record):
-        yield Notice(
-            text,
-            f"Compare the best on new seeds (`hpo compare {shlex.quote(record.name)} --configurations`), or "
-            "evaluate on more rows.",
         )
 
 
@@ -123,7 +116,7 @@ def _speed_caveats(tables: StudyTables) -> Iterator[Notice]:
     if len(devices) > 1:
         yield Notice(
             f"The study ran on {len(devices)} kinds of device ({', '.join(devices)}).",
-            "Compare speed and memory within one kind only; the report has a table of each.",
+            "Compare scores, speed and memory within one kind only: each has a column of its own.",
         )
         for metric in tables.record.metric_names:
             if metric in MEASURED_METRICS:
@@ -172,7 +165,8 @@ def _comparison_caveats(tables: StudyTables) -> Iterator[Notice]:
         yield Notice("No trial is complete.", "Nothing can be concluded from this study yet.")
         return
     without_seed = [{**trial.params, "seed": None} for trial in complete]
-    if len({json.dumps(params, sort_keys=True, default=str) for params in without_seed}) == len(complete):
+    different = {json.dumps(params, sort_keys=True, default=str) for params in without_seed}
+    if len(different) == len(complete) and not tables.record.comparisons:
         yield Notice(
             f"Each of the {len(complete)} complete configurations was trained with one seed only.",
             "Small differences may be chance: no interval can be given. To say that one precision is as "

@@ -8,10 +8,8 @@ import numpy as np
 import pandas as pd
 
 from hpo.outcome import Outcome
-from hpo.report.failure_map import failure_map
 from hpo.report.figures import OTHER_STYLE, OUTCOME_COLORS, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_metric, format_number, format_seconds
-from hpo.report.interactions import SETTINGS, interactions
 from hpo.report.numerics_chart import numerics
 from hpo.report.tables import (
     ON,
@@ -24,7 +22,7 @@ from hpo.report.tables import (
     searched_parameters,
 )
 from hpo.report.verdicts import forest, speed_and_quality
-from hpo.study.study_record import pareto_front
+from hpo.study.reading.study_record import pareto_front
 
 LINE_COLOR = "#333333"
 """The colour of what is computed over several trials."""
@@ -35,25 +33,9 @@ MAX_CURVES = 24
 MAX_TIMELINE_ROWS = 48
 """Up to here the timeline has one row per trial, beyond it one per worker."""
 
-CHART_KEYS = (
-    "verdicts",
-    "verdicts_speed",
-    "history",
-    "precision_metric",
-    "metric_throughput",
-    "objectives",
-    "importances",
-    "learning_curves_epochs",
-    "learning_curves_seconds",
-    "failure_map",
-    *(f"interaction_{name}" for name in SETTINGS),
-    "numerics",
-    "timeline",
-)
-
 
 def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) -> list[Chart]:
-    """Every chart of the report, in its order; those that cannot be drawn say why.
+    """Every chart of the report, in its order; those that cannot be drawn are left out.
 
     Charts of one metric come once per objective, with its position in the key: `history`, `history_2`, ...
     """
@@ -69,13 +51,8 @@ def all_charts(tables: StudyTables, max_timeline_rows: int = MAX_TIMELINE_ROWS) 
     charts.append(importances(tables))
     for index in range(len(metrics)):
         charts += [*learning_curves(tables, index, "epochs"), *learning_curves(tables, index, "seconds")]
-    return [
-        *charts,
-        failure_map(tables),
-        *interactions(tables),
-        numerics(tables),
-        timeline(tables, max_timeline_rows),
-    ]
+    charts += [numerics(tables), timeline(tables, max_timeline_rows)]
+    return [chart for chart in charts if not chart.absent]
 
 
 def history(tables: StudyTables, index: int = 0) -> Chart:
@@ -108,7 +85,7 @@ def precision_metric(tables: StudyTables, index: int = 0) -> Chart:
     rows = tables.complete[tables.complete["counts"]]
     if rows.empty:
         return Chart(key, title, absent="No complete trial ran the precision that it requested.")
-    groups = _by_group(rows, tables.groups(rows, metric))
+    groups = _by_group(rows, tables.groups(rows))
     x, y = pd.Series(0.0, index=rows.index), _objective(rows, metric)
     medians = []
     for position, (_, group) in enumerate(groups):

@@ -25,18 +25,16 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hpo.errors import InputError
 from hpo.outcome import Outcome
-from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.artifacts import DashboardFiles
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
-from hpo.report.compared import configuration_table, precision_table
 from hpo.report.detailed_page import HEADING
 from hpo.report.detailed_tables import detailed_evaluations, headline
 from hpo.report.figures import plotly_figure
 from hpo.report.formats import format_value, objective_values, precision_facts
 from hpo.report.tables import StudyTables, precision_comparison
-from hpo.report.verdicts import device_table, kept_apart, sentences, untrained, verdict_table
-from hpo.study.storage import open_storage
+from hpo.report.verdicts import comparison_tables, details, sentences
+from hpo.study.store.storage import open_storage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     import optuna
     import pandas as pd
 
-    from hpo.study.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord
 
 LOOPBACK = "127.0.0.1"
 
@@ -95,18 +93,10 @@ def study_note(tables: StudyTables, pages: Mapping[tuple[int, str], str] | None 
     lines = [f"# {_escape(record.name)}", ""]
     if told := sentences(tables):
         lines += ["## Verdict", "", *(f"- **{_escape(sentence)}**" for sentence in told), ""]
-        lines += [*(f"- {_escape(sentence)}" for sentence in untrained(tables)), ""]
-        lines += [_markdown_table(verdict_table(tables)), ""] if "precisions" in record.comparisons else []
-        costs = precision_table(record.comparisons.get("precisions", {}))
-        title = "### What each precision costs and loses"
-        lines += [] if costs.empty else [title, "", _markdown_table(costs), ""]
-        compared = [configuration_table(found) for found in record.comparisons.values()]
-        for table in compared:
-            title = "### Configurations that were compared"
-            lines += [] if table.empty else [title, "", _markdown_table(table), ""]
-        of_devices = device_table(tables)
-        lines += [] if of_devices.empty else [_markdown_table(of_devices), ""]
-        lines += [f"- {_escape(why)}" for why in kept_apart(tables)] + [""]
+        for found in record.comparisons.values():
+            lines += [*(f"- {_escape(sentence)}" for sentence in details(found)), ""]
+            for table in comparison_tables(found):
+                lines += [_markdown_table(table), ""]
     lines += ["## Best", ""]
     for trial in tables.best:
         shown = objective_values(record, trial).items()
@@ -124,14 +114,6 @@ def study_note(tables: StudyTables, pages: Mapping[tuple[int, str], str] | None 
             lines += [f"- Trial {one.trial_number} on {_escape(headline(one))}.{more}"]
             lines += [f"  - {_escape(text)}" for text in one.warnings]
     lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(tables)), ""]
-    if told := pooling(tables):
-        lines += ["## On each kind of device", "", *(f"- {_escape(sentence)}" for sentence in told), ""]
-        lines += [
-            _markdown_table(numbers_by_device(tables)),
-            "",
-            _markdown_table(costs_by_device(tables)),
-            "",
-        ]
     lines += ["## How to read this", ""]
     lines += [f"- {notice.text} {notice.advice}" for notice in caveats(tables)]
     infeasible = ", ".join(f"`{outcome}`" for outcome in Outcome if outcome.infeasible)

@@ -14,7 +14,7 @@ import pandas as pd
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import build_trial_config
-from hpo.data.advice import Advice, data_advice, study_lengths
+from hpo.data.advice import data_advice, study_lengths
 from hpo.data.checks import DataFacts, TaskFacts, data_facts
 from hpo.data.dataset import load_data
 from hpo.data.lengths import LengthFacts, length_facts
@@ -38,7 +38,7 @@ class DataCheck:
     long_text: str
     facts: DataFacts
     lengths: LengthFacts
-    advice: Sequence[Advice]
+    advice: Sequence[str]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,7 +82,6 @@ def rows_table(check: DataCheck) -> pd.DataFrame:
             "split": name,
             "rows": f"{split.num_rows:,}",
             "repeated texts": f"{split.num_duplicates:,}",
-            "in another case": f"{split.num_near_duplicates:,}",
             "tokens": f"{lengths.num_tokens[name]:,}",
         }
         | {_quantile(q): f"{lengths.quantiles[name][q]:,}" for q in QUANTILES}
@@ -125,7 +124,6 @@ def leaks_table(check: DataCheck) -> pd.DataFrame:
             "that stand in": leak.other,
             "rows": f"{leak.num_rows:,}",
             "share": _percent(leak.num_rows, check.facts.splits[leak.split].num_rows),
-            "exactly": f"{leak.num_exact:,}",
             "such as": ", ".join(f"{one} = {other}" for one, other in leak.ids),
         }
         for leak in check.facts.leaks

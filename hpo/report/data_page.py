@@ -34,10 +34,7 @@ def write_data_page(check: DataCheck, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, page)
     except OSError as error:
-        raise RunError(
-            f"the page could not be written to {path}: {error.strerror or error}. Name another file with "
-            "--html."
-        ) from error
+        raise RunError(f"the page could not be written to {path}: {error.strerror or error}.") from error
     return path
 
 

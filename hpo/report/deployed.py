@@ -10,53 +10,44 @@ import pandas as pd
 from hpo.config.study_config import SMALLER_IS_BETTER
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, Chart, Series
 from hpo.report.formats import format_interval, format_number
-from hpo.study.study_record import is_number
+from hpo.study.reading.study_record import is_number
 
-_BLUE, _ORANGE, _GREEN, _PINK, _YELLOW = "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442"
 ARTIFACT_STYLES = {
     "fp32": PRECISION_STYLES["fp32"],
     "bf16": PRECISION_STYLES["bf16"],
     "fp16": PRECISION_STYLES["fp16"],
-    "onnx_fp32": (_BLUE, ("square", "s")),
-    "onnx_int8_dynamic": (_GREEN, ("triangle-down", "v")),
-    "onnx_int8_dynamic_per_channel": (_GREEN, ("pentagon", "p")),
-    "onnx_int8_static": (_PINK, ("hexagon", "h")),
-    "onnx_int8_static_per_channel": (_PINK, ("star", "*")),
+    "onnx_fp32": ("#56B4E9", "square"),
+    "onnx_int8_dynamic": ("#009E73", "pentagon"),
+    "onnx_int8_static": ("#CC79A7", "star"),
 }
 _KEEPS_FP32 = ("bf16", "fp16")
-_MENDED_MARKERS = ("cross", "P")
 
 Stored = Mapping[str, Any]
 
 
-def artifact_name(row: Stored) -> str:
-    """`onnx_int8_dynamic, 2 layers in float`."""
-    num = len(row["float_layers"])
-    return f"{row['artifact']}, {num} layer{'s' * (num > 1)} in float" if num else str(row["artifact"])
-
-
 def quality_table(found: Stored) -> pd.DataFrame:
-    """A row for each artifact: the objective, what it lost of fp32, and the verdict, as text."""
+    """A row for each form: the objective on validation, what it lost of fp32, and the verdict, as text."""
     rows = []
     for index, row in enumerate(found["artifacts"]):
-        is_reference = row["artifact"] == "fp32"
+        is_reference, judged = row["artifact"] == "fp32", row["judged"]
         rows.append(
             {
-                **_named(row, found),
-                found["objective"]: _interval(row["score"], digits=4),
-                "drop": "" if is_reference else _interval(row["drop"], sign="+"),
+                **_named(row),
+                found["objective"]: _interval(judged["score"], digits=4),
+                "drop": "" if is_reference else _interval(judged["drop"], sign="+"),
+                "worse/better": _changes(judged["changes"]),
                 "change": "" if is_reference else _change(row["largest_change"]),
-                "verdict": "chosen" if index == found["chosen"] else _verdict(row),
+                "verdict": "chosen" if index == found["chosen"] else _verdict(judged),
             }
         )
     return pd.DataFrame(rows)
 
 
 def latency_table(found: Stored) -> pd.DataFrame:
-    """A row for each artifact: median and 99th percentile in ms, the speed-up, and sizes, as text."""
+    """A row for each form: median and 99th percentile in ms, the speed-up, and sizes, as text."""
     rows = []
     for row in found["artifacts"]:
-        cells = _named(row, found)
+        cells = _named(row)
         for size, timing in row["timings"].items():
             speed, texts = timing["speed_up"], "1 text" if size == "1" else f"{size} texts"
             cells[texts] = f"{timing['p50_ms']:.3g} / {timing['p99_ms']:.3g}"
@@ -67,94 +58,93 @@ def latency_table(found: Stored) -> pd.DataFrame:
     return pd.DataFrame(rows).fillna("–")
 
 
-def _named(row: Stored, found: Stored) -> dict[str, str]:
-    """The artifact, in words that a line can break at, and its trial where there are several."""
-    several = len({one["trial"] for one in found["artifacts"]}) > 1
-    return {"artifact": artifact_name(row).replace("_", " ")} | (
-        {"trial": str(row["trial"])} if several else {}
-    )
+def _named(row: Stored) -> dict[str, str]:
+    """The form, in words that a line can break at."""
+    return {"form": str(row["artifact"]).replace("_", " ")}
 
 
 def task_table(found: Stored) -> pd.DataFrame:
-    """A row for each artifact, but fp32, and task: the primary metric and what it lost, as text."""
+    """A row for each form, but fp32, and task: the primary metric and what it lost, as text."""
     rows = []
     for row in found["artifacts"]:
         if row["artifact"] == "fp32":
             continue
-        for task, drop in row["task_drops"].items():
-            cells = _named(row, found)
-            metric, value = next(iter(row["metrics"][task].items()))
-            cells |= {"task": task, "metric": metric}
-            rows.append(cells | {"value": _interval(value, digits=4), "drop": _interval(drop, sign="+")})
+        for task, of in row["judged"]["tasks"].items():
+            cells = _named(row) | {"task": task, "metric": of["metric"]}
+            value, drop = _interval(of["value"], digits=4), _interval(of["drop"], sign="+")
+            rows.append(cells | {"value": value, "drop": drop})
     return pd.DataFrame(rows)
 
 
 def sentences(found: Stored) -> list[str]:
-    """Why artifacts are not as good, which layers mend them, and what limits the numbers."""
+    """Why forms are not as good, and what limits the numbers."""
     said = []
-    if cast := [name for name in _KEEPS_FP32 if name in {row["artifact"] for row in found["artifacts"]}]:
+    if cast := [row["artifact"] for row in found["artifacts"] if row["artifact"] in _KEEPS_FP32]:
         each = "it computes" if len(cast) == 1 else "they compute"
         said.append(f"{' and '.join(cast)}: the weights are stored in fp32, which {each} from.")
-    for row in found["artifacts"]:
-        of = f" of trial {row['trial']}" if len({one["trial"] for one in found["artifacts"]}) > 1 else ""
-        name = f"{artifact_name(row)}{of}"
-        if row["mended"]:
-            said.append(f"{name}: {_mended(row, found['split'])}")
-        if row["reason"]:
-            said.append(f"{name}: {row['reason']}")
+    reasons = {row["artifact"]: row["judged"]["reason"] for row in found["artifacts"]}
+    said += [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     said += [f"{name} is left out: {reason}" for name, reason in found["left_out"].items()]
     return [*said, *found["notes"]]
 
 
 def verdict(found: Stored) -> str:
-    """What to use, in one sentence."""
+    """What to use, and what test says of it."""
     best = found["artifacts"][found["chosen"]]
     size = found["batch_size"]
     timing = best["timings"][str(size)]
     speed = timing["speed_up"]
-    told = f"{format_number(timing['p50_ms'])} ms a batch of {size} (median), "
+    told = f"{format_number(timing['p50_ms'])} ms a batch of {size} (median)"
     if best["artifact"] == "fp32":
-        return (
-            f"fp32 of trial {best['trial']} is the fastest that is as good: {told}nothing faster is as good."
-        )
+        return f"fp32 of trial {found['trial']}: {told}. Nothing faster is known to be as good."
     faster = format_interval(speed["ratio"], speed["low"], speed["high"]).replace("\u00a0", " ")
-    slow = speed["low"] <= 1
-    drop = _interval(best["drop"], sign="+").replace("\u00a0", " ")
+    slow = " In a round it was no faster than fp32: time it again when the machine is quiet."
     return (
-        f"{artifact_name(best)} of trial {best['trial']} is the fastest that is as good as fp32: {told}"
-        f"{faster} times fp32's speed, a drop of {drop} {found['unit']}."
-        + (" In a round it was no faster than fp32: time it again when the machine is quiet." if slow else "")
+        f"{best['artifact']} of trial {found['trial']} is the fastest that is as good as fp32 on validation: "
+        f"{told}, {faster} times fp32's speed. {_confirmed(found)}" + (slow if speed["low"] <= 1 else "")
     )
 
 
+def _confirmed(found: Stored) -> str:
+    if found["test"] is None:
+        judged = found["artifacts"][found["chosen"]]["judged"]
+        drop = _interval(judged["drop"], sign="+").replace("\u00a0", " ")
+        return f"There it dropped by {drop} {found['unit']}; no rows that did not choose it were scored."
+    judged, rows = found["test"]["judged"], found["test"]["num_examples"]
+    drop = _interval(judged["drop"], sign="+").replace("\u00a0", " ")
+    said = f"On the {rows:,} rows of test, which chose nothing, it drops by {drop} {found['unit']}"
+    if judged["verdict"] == "as_good":
+        return f"{said}: as good there too."
+    return f"{said}, and is not known to be as good: {judged['reason']}"
+
+
 def loading(found: Stored, model: str) -> str:
-    """The Python expression that loads the chosen artifact from the folder `model`, where it was measured."""
+    """The Python expression that loads the chosen form from the folder `model`, where it was measured."""
     where = ', device="cpu"' if found["device"]["type"] == "cpu" else ""
     return f'hpo.load("{model}"{where})'
 
 
 def card_section(found: Stored) -> str:
-    """What was measured of the chosen artifact, for its model card (Markdown)."""
+    """What was measured of the chosen form, for its model card (Markdown)."""
     best = found["artifacts"][found["chosen"]]
-    table = latency_table({**found, "artifacts": [best]}).drop(columns="artifact").iloc[0].to_dict()
-    facts = {
-        "artifact": artifact_name(best),
-        f"{found['objective']} on {found['num_examples']:,} rows of {found['split']}": _interval(
-            best["score"], digits=4
-        ),
-        f"drop of fp32's, {found['unit']}": ""
-        if best["artifact"] == "fp32"
-        else _interval(best["drop"], "+"),
-        **table,
-        "timed on": f"{found['device']['name']}, {threads(found)}",
-    }
+    table = latency_table({**found, "artifacts": [best]}).drop(columns="form").iloc[0].to_dict()
+    facts = {"form": best["artifact"]}
+    measured = {"validation": (found["num_examples"], best["judged"])}
+    if found["test"]:
+        measured["test"] = found["test"]["num_examples"], found["test"]["judged"]
+    for split, (rows, judged) in measured.items():
+        facts[f"{found['objective']} on {rows:,} rows of {split}"] = _interval(judged["score"], digits=4)
+        if best["artifact"] != "fp32":
+            facts[f"drop of fp32's on {split}, {found['unit']}"] = _interval(judged["drop"], "+")
+    facts |= {**table, "timed on": f"{found['device']['name']}, {threads(found)}"}
     rows = [f"| {name} | {value} |" for name, value in facts.items() if value]
     return "\n".join(
         [
             "## As deployed",
             "",
-            "Measured by `hpo deploy`, with 95 % intervals. Of each number of texts: ms from texts to",
-            "predictions, median / 99th percentile; speed is times fp32's, with the extremes of the rounds.",
+            "Measured by `hpo deploy`, with 95 % intervals; validation chose it, test did not. Of each",
+            "number of texts: ms from texts to predictions, median / 99th percentile; speed is times",
+            "fp32's, with the extremes of the rounds.",
             "",
             "| | |",
             "| --- | --- |",
@@ -166,21 +156,19 @@ def card_section(found: Stored) -> str:
 
 def latency_charts(found: Stored) -> list[Chart]:
     """The score against the latency, at each batch size; bars are the scores' intervals."""
-    several = len({row["trial"] for row in found["artifacts"]}) > 1
     corner = "Lower" if found["objective"].rpartition("/")[2] in SMALLER_IS_BETTER else "Upper"
     charts = []
     for size in found["artifacts"][0]["timings"]:
         series = []
         for row in found["artifacts"]:
-            if row["score"] is None:
+            score, name = row["judged"]["score"], row["artifact"]
+            if score is None:
                 continue
-            color, markers = ARTIFACT_STYLES.get(row["artifact"], OTHER_STYLE)
-            markers = _MENDED_MARKERS if row["float_layers"] else markers
-            name = artifact_name(row) + (f" (trial {row['trial']})" if several else "")
-            score, timing = row["score"], row["timings"][size]
+            color, markers = ARTIFACT_STYLES.get(name, OTHER_STYLE)
+            timing = row["timings"][size]
             told = (
                 f"{name}\n{found['objective']} {_interval(score, digits=4)}\np50 {timing['p50_ms']:.3g} ms, "
-                f"p99 {timing['p99_ms']:.3g} ms\n{row['verdict'].replace('_', ' ')}"
+                f"p99 {timing['p99_ms']:.3g} ms\n{row['judged']['verdict'].replace('_', ' ')}"
             )
             x = timing["p50_ms"]
             bar = [score["low"], score["high"]]
@@ -193,11 +181,11 @@ def latency_charts(found: Stored) -> list[Chart]:
                 key=f"latency_{size}",
                 title=f"Score against latency, {_texts(int(size))}",
                 x_label=f"median ms of a prediction of {_texts(int(size))}, {threads(found)}",
-                y_label=f"{found['objective']} on {found['split']}",
+                y_label=f"{found['objective']} on validation",
                 series=series,
                 caption=(
-                    f"Each artifact's {found['objective']} on the {found['num_examples']:,} rows of "
-                    f"{found['split']}, with its 95 % interval. {corner} left is better."
+                    f"Each form's {found['objective']} on the {found['num_examples']:,} rows of "
+                    f"validation, with its 95 % interval. {corner} left is better."
                 ),
             )
         )
@@ -213,20 +201,14 @@ def threads(found: Stored) -> str:
     return f"{found['num_threads']} thread{'s' * (found['num_threads'] > 1)}"
 
 
-def _mended(row: Stored, split: str) -> str:
-    """What the layers in float do, on the rows that they were found by and on the split."""
-    mended, layers = row["mended"], ", ".join(row["float_layers"])
-    minimal = "none of these layers can be left out" if mended["is_smallest"] else "the time given has ended"
-    told = f"{layers} ({minimal}; {mended['num_quantizations']} models in int8 were made to find them)"
-    if row["verdict"] == "as_good":
-        return f"layers in float that mend it: {told}."
-    return f"layers in float that mend it on the rows they were found by, but not surely on {split}: {told}."
-
-
-def _verdict(row: Stored) -> str:
-    if row["score"] is None:
+def _verdict(judged: Stored) -> str:
+    if judged["score"] is None:
         return "refused: not finite"
-    return "refused: worse" if row["verdict"] == "worse" else str(row["verdict"].replace("_", " "))
+    return "refused: worse" if judged["verdict"] == "worse" else str(judged["verdict"].replace("_", " "))
+
+
+def _changes(changes: Stored | None) -> str:
+    return "" if changes is None else f"{changes['worse']}/{changes['better']}"
 
 
 def _interval(interval: Stored | None, sign: str = "", digits: int = 2) -> str:

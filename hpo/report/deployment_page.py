@@ -27,7 +27,7 @@ def deployment_html(found: Mapping[str, Any], model: str) -> str:
         "deploy.html.j2",
         name=found["study"],
         facts=[
-            f"Scored on {found['num_examples']:,} rows of {found['split']}.",
+            f"Chosen on {found['num_examples']:,} rows of validation.",
             f"Timed on {device['name']} ({', '.join(device['features'])}), {threads(found)}.",
             f"{versions}. Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC.",
         ],

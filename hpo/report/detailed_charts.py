@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from hpo.config.study_config import SMALLER_IS_BETTER
 from hpo.report.detailed_tables import Detailed, interval_text, intervals, off_diagonal, sorted_classes
 from hpo.report.figures import TICK_WIDTH, Chart, Series, interval_line
 from hpo.report.formats import format_number
-from hpo.study.study_record import is_number
+from hpo.study.reading.study_record import is_number
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#6B6B6B"
 
@@ -21,13 +20,6 @@ MAX_CLASSES = 30
 MAX_WRITTEN = 12
 """Of more classes, the cells of a matrix have no numbers in them."""
 MAX_PAIRS = 20
-
-_KEY = re.compile(r"(intervals|classes|confusion|calibration)_[a-z]+_trial_\d+(_task_\d+)?")
-
-
-def is_detailed_key(key: str) -> bool:
-    """Whether a chart of that key is one of these."""
-    return _KEY.fullmatch(key) is not None
 
 
 def task_charts(one: Detailed, task: str) -> list[Chart]:
@@ -40,12 +32,6 @@ def task_charts(one: Detailed, task: str) -> list[Chart]:
         calibration_chart(found, f"calibration_{place}", task),
     )
     return [chart for chart in charts if chart is not None]
-
-
-def charts_of(one: Detailed) -> list[Chart]:
-    """Every chart of a detailed evaluation, in the order of the page."""
-    first = intervals_chart(one)
-    return [*([first] if first else []), *(chart for task in one.tasks for chart in task_charts(one, task))]
 
 
 def intervals_chart(one: Detailed) -> Chart | None:
@@ -92,8 +78,8 @@ def classes_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | None
     ]
     series = [Series("F1", "#9CC7E3", [one["f1"] for one in shown], places, "bars", hover=hover)]
     for name, color, markers in (
-        ("precision", ORANGE, ("triangle-up", "^")),
-        ("recall", GREEN, ("square", "s")),
+        ("precision", ORANGE, "triangle-up"),
+        ("recall", GREEN, "square"),
     ):
         at = [place for place in places if is_number(shown[place][name])]
         values = [shown[place][name] for place in at]
@@ -240,7 +226,7 @@ def calibration_chart(found: Mapping[str, Any], key: str, task: str) -> Chart | 
         x_label="share",
         series=[
             Series("how often true", "#9CC7E3", frequencies, rows, "bars", hover=told),
-            Series("mean probability", ORANGE, confidences, marks, markers=("diamond", "D"), hover=marked),
+            Series("mean probability", ORANGE, confidences, marks, markers="diamond", hover=marked),
         ],
         y_ticks=[f"{one['low']:.2f}–{one['high']:.2f}, n = {format_number(one['count'])}" for one in bins],
         caption=f"{ece if is_number(calibration['ece']) else ''}Probability of {of}, by its size (n: how "

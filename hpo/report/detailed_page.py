@@ -1,14 +1,12 @@
 """What the best model gets right and wrong: a section of the report, and a page that stands alone.
 
-That page is for the dashboard, which serves it from its own address: it has no script, its charts are
-pictures in it, and its policy lets it load and run nothing.
+That page is for the dashboard, which serves it from its own address: it has no script and so no chart,
+and its policy lets it load and run nothing.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from markupsafe import Markup
@@ -27,37 +25,32 @@ from hpo.report.figures import Chart
 from hpo.report.formats import format_number
 from hpo.report.marked import LOOKS, MEANINGS, marked_labels, marked_text
 from hpo.report.templates import fill
-from hpo.study.study_record import is_number
+from hpo.study.reading.study_record import is_number
 
 HEADING = "What the best model gets right and wrong"
 
 Drawn = tuple[Chart, Markup]
 
 
-def standalone_page(one: Detailed, study: str, pictures: Mapping[str, bytes]) -> str:
-    """The page of one detailed evaluation; `pictures` are its charts as PNG, by their keys."""
-
-    def drawn(chart: Chart) -> Drawn:
-        data = base64.b64encode(pictures[chart.key]).decode()
-        picture = Markup('<img alt="{}" src="data:image/png;base64,{}">').format(chart.title, data)
-        return replace(chart, title=""), picture  # which the picture has in it
-
-    return fill("detailed_page.html.j2", name=study, heading=HEADING, one=evaluation(one, drawn))
+def standalone_page(one: Detailed, study: str) -> str:
+    """The page of one detailed evaluation."""
+    return fill("detailed_page.html.j2", name=study, heading=HEADING, one=evaluation(one))
 
 
-def evaluation(one: Detailed, draw: Callable[[Chart], Drawn]) -> dict[str, Any]:
-    """What the template shows of a detailed evaluation; `draw` gives a chart with its place in the page."""
+def evaluation(one: Detailed, draw: Callable[[Chart], Drawn] | None = None) -> dict[str, Any]:
+    """What the template shows of a detailed evaluation.
+
+    `draw` gives a chart with its place in the page; None: there are no charts.
+    """
     first = intervals_chart(one)
+    drawn = {task: [draw(chart) for chart in task_charts(one, task)] if draw else [] for task in one.tasks}
     return {
         "title": f"Trial {one.trial_number} on {one.split}: {num_rows(one)}",
         "about": _about(one),
         "warnings": one.warnings,
         "metrics": metrics_text(one),
-        "charts": [draw(first)] if first else [],
-        "tasks": [
-            _task(task, found, [draw(chart) for chart in task_charts(one, task)])
-            for task, found in one.tasks.items()
-        ],
+        "charts": [draw(first)] if first and draw else [],
+        "tasks": [_task(task, found, drawn[task]) for task, found in one.tasks.items()],
     }
 
 

@@ -14,11 +14,11 @@ import pandas as pd
 
 from hpo.report.formats import format_metric_interval, format_number
 from hpo.report.tables import task_metrics_table
-from hpo.study.study_record import is_number
+from hpo.study.reading.study_record import is_number
 
 if TYPE_CHECKING:
     from hpo.report.tables import StudyTables
-    from hpo.study.study_record import TrialRecord
+    from hpo.study.reading.study_record import TrialRecord
 
 SPLITS = ("test", "validation", "train")
 """In the order of the page: what the search has not seen comes first."""

@@ -1,14 +1,11 @@
-"""What a chart is, and how it is drawn: with plotly in the report and the dashboard, with matplotlib as PNG.
+"""What a chart is, and how plotly draws it in the report and the dashboard.
 
 Colours are those of Okabe and Ito (2008), which people with the common colour-blindnesses can tell apart.
-plotly makes PNGs by running a Chrome browser, which a compute node does not have; matplotlib needs neither
-browser nor display.
 """
 
 from __future__ import annotations
 
 import html
-import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,22 +17,22 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 PRECISION_STYLES = {
-    # precision: (colour, (plotly's marker, matplotlib's marker))
-    "fp32": ("#0072B2", ("circle", "o")),
-    "tf32": ("#56B4E9", ("square", "s")),
-    "bf16": ("#D55E00", ("diamond", "D")),
-    "fp16": ("#E69F00", ("triangle-up", "^")),
-    "bf16-true": ("#CC79A7", ("triangle-down", "v")),
-    "fp8": ("#009E73", ("pentagon", "p")),
+    # precision: (colour, plotly's marker)
+    "fp32": ("#0072B2", "circle"),
+    "tf32": ("#56B4E9", "square"),
+    "bf16": ("#D55E00", "diamond"),
+    "fp16": ("#E69F00", "triangle-up"),
+    "bf16-true": ("#CC79A7", "triangle-down"),
+    "fp8": ("#009E73", "pentagon"),
 }
 
-OTHER_STYLE = ("#6B6B6B", ("x-thin-open", "x"))
+OTHER_STYLE = ("#6B6B6B", "x-thin-open")
 
-KIND_MARKERS = (("star", "*"), ("hexagon", "h"), ("cross", "P"), ("x", "X"))
+KIND_MARKERS = ("star", "hexagon", "cross", "x")
 """Of the second and further kinds of device, where a precision's are kept apart."""
 
 
-def style_of(group: str, groups: Sequence[str] = ()) -> tuple[str, tuple[str, str]]:
+def style_of(group: str, groups: Sequence[str] = ()) -> tuple[str, str]:
     """Colour and markers of a precision, or of one of its kinds of device in `groups`: `bf16 on Tesla T4`."""
     precision = group.partition(" on ")[0]
     color, markers = PRECISION_STYLES.get(precision, OTHER_STYLE)
@@ -63,13 +60,10 @@ TICK_WIDTH = 22
 """Characters of a line where the y axis holds names; that of a device may be long."""
 LEGEND_WIDTH = 40
 """Likewise of the legend."""
-PNG_WIDTH = 100
-"""Characters of a line of a PNG's legend."""
 GRID_COLOR, AXIS_COLOR, TEXT_COLOR = "#E3E6EA", "#9AA4AF", "#22272E"
 CELL_COLOR = "#EEF3F7"
 """Of a cell whose shade is 0."""
 PLOTLY_STEPS = {"line": "linear", "steps_after": "hv", "steps_before": "vh"}
-MATPLOTLIB_STEPS = {"line": "default", "steps_after": "steps-post", "steps_before": "steps-pre"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,8 @@ class Series:
     """How dark each cell is, 0 to 1; `x` and `y` are its whole-numbered column and row."""
     texts: Sequence[str] = ()
     """What stands in each cell."""
-    markers: tuple[str, str] = ("circle", "o")
+    markers: str = "circle"
+    """plotly's symbol."""
     hover: Sequence[str] = ()
     """Plain text about each point."""
     dashed: bool = False
@@ -101,7 +96,7 @@ class Series:
 
 def interval_line(name: str, color: str, x: Sequence[float], y: Sequence[float]) -> Series:
     """An interval from one point to another, across or upright, with a cap at both ends."""
-    caps = ("line-ns-open", "|") if y[0] == y[1] else ("line-ew-open", "_")
+    caps = "line-ns-open" if y[0] == y[1] else "line-ew-open"
     return Series(name, color, x, y, "line", markers=caps, with_markers=True, in_legend=False)
 
 
@@ -188,9 +183,9 @@ def _plotly_trace(series: Series, bar_width: float) -> dict[str, Any]:
             "text": trace["name"],
             "textfont": {"color": series.color, "size": 12},
         }
-    marker: dict[str, Any] = {"symbol": series.markers[0], "size": 6}
+    marker: dict[str, Any] = {"symbol": series.markers, "size": 6}
     if series.draw == "points":
-        size = 12 if series.markers[0].startswith("triangle") else 10
+        size = 12 if series.markers.startswith("triangle") else 10
         outline = {"width": 0.8, "color": "#333333"}
         marker |= {"color": series.color, "size": size, "opacity": 0.9, "line": outline}
         return trace | {"mode": "markers", "marker": marker}
@@ -242,70 +237,3 @@ def _category_axis(names: Sequence[str]) -> dict[str, Any]:
 
 def _wrapped(names: Sequence[str]) -> list[str]:
     return [textwrap.fill(name, TICK_WIDTH) for name in names]
-
-
-def png(chart: Chart) -> bytes:
-    """The chart as a PNG of 1440 pixels width. Needs no display and no browser."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, NullFormatter
-
-    # A `$` in a metric's name is a dollar sign, not the start of a formula.
-    with rc_context({"text.parse_math": False, "font.size": 11, "axes.edgecolor": AXIS_COLOR}):
-        figure = Figure(figsize=(9, max(3.2, chart.height / 85)), dpi=160, layout="constrained")
-        axes = figure.add_subplot()
-        for series in chart.series:
-            _draw(axes, series, chart.bar_width)
-        axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-        figure.suptitle(chart.title, x=0.01, horizontalalignment="left", fontsize=13)
-        axes.set_axisbelow(True)
-        axes.grid(True, axis="x" if chart.y_ticks else "y" if chart.x_ticks else "both", color=GRID_COLOR)
-        axes.spines[["top", "right"]].set_visible(False)
-        if chart.x_log:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")  # without formulas, which are not parsed
-            axes.xaxis.set_minor_formatter(NullFormatter())
-        if chart.x_whole:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if chart.x_ticks:
-            axes.set_xticks(range(len(chart.x_ticks)), chart.x_ticks)
-            axes.set_xlim(-0.6, len(chart.x_ticks) - 0.4)
-        if chart.y_ticks:
-            axes.set_yticks(range(len(chart.y_ticks)), _wrapped(chart.y_ticks))
-            axes.set_ylim(-0.6, len(chart.y_ticks) - 0.4)
-        handles, labels = axes.get_legend_handles_labels()
-        longest = max(map(len, labels), default=0)
-        columns = max(1, min(6, len(labels), PNG_WIDTH // (longest + 5)))
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
-def _draw(axes: Any, series: Series, bar_width: float) -> None:
-    look: dict[str, Any] = {"label": series.name if series.in_legend else None, "color": series.color}
-    if series.draw == "bars":
-        axes.barh(series.y, series.x, left=series.x_start or 0, height=bar_width, **look)
-    elif series.draw == "cells":
-        _draw_cells(axes, series)
-    elif series.draw == "text":
-        for x, y in zip(series.x, series.y, strict=True):
-            axes.text(x, y, series.name, color=series.color, ha="center", va="center")
-    elif series.draw == "points":
-        look |= {"edgecolors": "#333333"} if series.markers[1] != "x" else {}
-        axes.scatter(series.x, series.y, 52, marker=series.markers[1], alpha=0.9, linewidths=0.7, **look)
-    else:
-        look |= {"marker": series.markers[1], "markersize": 4} if series.with_markers else {}
-        look |= {"linestyle": "--" if series.dashed else "-", "drawstyle": MATPLOTLIB_STEPS[series.draw]}
-        axes.plot(series.x, series.y, linewidth=1.5, **look)
-
-
-def _draw_cells(axes: Any, series: Series) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.patches import Rectangle
-
-    colors = LinearSegmentedColormap.from_list(series.name, [CELL_COLOR, series.color])(series.shades)
-    for x, y, shade, color, text in zip(series.x, series.y, series.shades, colors, series.texts, strict=True):
-        axes.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, color=color, linewidth=0))
-        ink = "white" if shade > 0.55 else TEXT_COLOR
-        axes.text(x, y, text, color=ink, ha="center", va="center", fontsize=8)

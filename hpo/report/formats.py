@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpo.study.study_record import is_number
+from hpo.study.reading.study_record import is_number
 
 if TYPE_CHECKING:
-    from hpo.study.study_record import StudyRecord, TrialRecord
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
 
 def format_metric(metric: str, value: Any) -> str:
@@ -109,10 +109,12 @@ def precision_facts(trial: TrialRecord) -> str:
 def _linear_formats(observed: Mapping[str, Any]) -> list[str]:
     """What the linear layers multiplied in; where a trial has no such measurement, what they gave."""
     if products := observed.get("linear_products"):
-        seen = [f"{count} linear layers multiplied in {product}" for product, count in products.items()]
-        if unmeasured := observed["unmeasured_linears"]:
-            seen.append(f"{unmeasured} of them known by the dtype of their output alone")
-        return seen
+        return [
+            f"{count} linear layers multiplied in {product}"
+            if product != "unmeasured"
+            else f"what {count} linear layers multiplied in could not be measured"
+            for product, count in products.items()
+        ]
     return [
         f"{count} linear layers gave {dtype}" for dtype, count in observed.get("linear_dtypes", {}).items()
     ]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from hpo.study.study_record import complete_trials, loss_signs
+from hpo.study.reading.study_record import complete_trials, loss_signs
 
 if TYPE_CHECKING:
     import optuna
 
-    from hpo.study.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord
 
 MIN_TRIALS_FOR_IMPORTANCES = 8
 

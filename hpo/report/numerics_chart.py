@@ -12,15 +12,15 @@ from hpo.report.tables import StudyTables, group_order
 MEASURES = {"updates_lost": "updates lost to rounding", "underflow": "gradients that underflow"}
 """What the chart shows, in the words of its caption."""
 
-ROUNDING_MARKERS = {"stochastic": ("star", "*"), "compensated": ("cross", "P")}
+ROUNDING_MARKERS = {"compensated": "cross"}
 
 _NUMBERS = ("loss_scale", "skipped_steps", "underflow", "overflow", "update_ratio", "updates_lost")
 _TRIAL = ("number", "precision", "counts", "weight_rounding")
-_COLUMNS = (*_TRIAL, "evaluation", "step", "epoch", "part", *_NUMBERS)
+_COLUMNS = (*_TRIAL, "evaluation", "step", "epoch", *_NUMBERS)
 
 
 def numerics_table(tables: StudyTables) -> pd.DataFrame:
-    """One row for each part of the model (and `all`) at each evaluation that was measured.
+    """One row for each evaluation that was measured.
 
     `hpo.training.numerics` says what of. `skipped_steps` are those since the evaluation before.
     """
@@ -31,11 +31,11 @@ def numerics_table(tables: StudyTables) -> pd.DataFrame:
         rounding = trial.telemetry.get("weight_rounding") or ""
         of_trial = dict(zip(_TRIAL, (trial.number, precision, counts, rounding), strict=True))
         for index, row in enumerate(trial.evaluations, 1):
-            found = row.numerics or {}
+            if (found := row.numerics) is None:
+                continue
             at: dict[str, Any] = {"evaluation": index, "step": row.step, "epoch": row.epoch}
             at |= {name: found.get(name) for name in ("loss_scale", "skipped_steps")}
-            parts = {"all": found["all"], **found["parts"]} if found else {}
-            rows += [{**of_trial, **at, "part": part, **shares} for part, shares in parts.items()]
+            rows.append({**of_trial, **at, **found["all"]})
     table = pd.DataFrame(rows, columns=list(_COLUMNS))
     return table.assign(**{name: pd.to_numeric(table[name]) for name in _NUMBERS})
 
@@ -51,12 +51,11 @@ def numerics(tables: StudyTables) -> Chart:
     named = list(zip(table["number"].map(groups), table["weight_rounding"], strict=True))
     table["label"] = [name if kind in ("", "nearest") else f"{name}, {kind}" for name, kind in named]
     meant = dict(zip(table["label"], named, strict=True))
-    whole = table[table["part"].eq("all")]
     series: list[Series] = []
-    for label in sorted(whole["label"].unique(), key=lambda label: (group_order(meant[label][0]), label)):
+    for label in sorted(table["label"].unique(), key=lambda label: (group_order(meant[label][0]), label)):
         group, rounded = meant[label]
         color, markers = style_of(group, sorted(set(groups.values())))
-        of_label = whole[whole["label"].eq(label)]
+        of_label = table[table["label"].eq(label)]
         for measure, what in MEASURES.items():
             values = of_label.dropna(subset=[measure]).groupby("evaluation")[measure]
             if not len(values):
@@ -79,16 +78,11 @@ def numerics(tables: StudyTables) -> Chart:
                     in_legend=all(one.name != label for one in series),
                 )
             )
+    if not series:
+        return Chart(key, title, absent="No share was measured.")
     caption = (
         "Shares; medians over trials. Solid: updates lost to rounding. Dashed: gradients that underflow."
     )
-    if table["weight_rounding"].eq("stochastic").any():
-        caption += " Stochastic rounding loses no update on average."
-    for measure, what in MEASURES.items():
-        by_part = table[table["part"].ne("all")].groupby(["label", "part"])[measure].median()
-        if by_part.max() >= 0.01:
-            label, part = by_part.idxmax()
-            caption += f" Most {what}: {by_part.max():.0%} in {part} ({label})."
     return Chart(
         key,
         title,

@@ -6,17 +6,18 @@ and trials (names, parameters, error messages) is escaped.
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 import shlex
 from collections import Counter
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from hpo.report.across_devices import costs_by_device, numbers_by_device, pooling
 from hpo.report.caveats import caveats
-from hpo.report.compared import configuration_table, precision_table
 from hpo.report.detailed_page import HEADING, evaluation
 from hpo.report.detailed_tables import detailed_evaluations
 from hpo.report.figures import Chart, plotly_figure
@@ -31,17 +32,24 @@ from hpo.report.formats import (
 )
 from hpo.report.status import trial_seconds
 from hpo.report.tables import (
+    ON,
     StudyTables,
+    brief_summary,
     objective_column,
     precision_comparison,
     searched_parameters,
     task_metrics_table,
 )
 from hpo.report.templates import fill
-from hpo.report.verdicts import device_table, kept_apart, sentences, untrained, verdict_table
+from hpo.report.verdicts import comparison_tables, details, sentences
 
 if TYPE_CHECKING:
-    from hpo.study.study_record import StudyRecord, TrialRecord
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
+
+
+_FIRST = ("objectives", "history", "metric_throughput")
+"""What the keys of the charts on the first screen begin with; then those of precision."""
+_OF_PRECISION = ("precision_metric", "numerics")
 
 
 def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None = None) -> str:
@@ -51,19 +59,14 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
     """
     cards = [_cards(tables, trial) for trial in tables.best]
     outcomes = Counter(tables.trials["outcome"]).most_common()
-    plots = [(chart, None if chart.absent else plot(chart)) for chart in charts]
+    plots = [(chart, plot(chart)) for chart in charts]
     reasons = tables.not_complete.assign(time=tables.not_complete["seconds"].map(format_seconds))
     return render(
         "report.html.j2",
         name=tables.record.name,
         facts=_facts(tables),
         sentences=sentences(tables),
-        verdicts=verdict_table(tables),
-        verdicts_by_device=device_table(tables),
-        untrained=untrained(tables),
-        by_precision=precision_table(tables.record.comparisons.get("precisions", {})),
-        configurations=[configuration_table(found) for found in tables.record.comparisons.values()],
-        kept_apart=kept_apart(tables),
+        compared=[(details(found), comparison_tables(found)) for found in tables.record.comparisons.values()],
         num_objectives=len(tables.record.metric_names),
         num_complete=len(tables.complete),
         outcomes=", ".join(f"{count} {outcome}" for outcome, count in outcomes),
@@ -78,13 +81,37 @@ def report_html(tables: StudyTables, charts: list[Chart], study_file: str | None
         evaluate_command=_evaluate_command(tables, study_file),
         caveats=caveats(tables),
         precisions=precision_comparison(tables),
-        pooling=pooling(tables),
-        numbers_by_device=numbers_by_device(tables),
-        costs_by_device=costs_by_device(tables),
+        by_precision_told=_by_precision_told(tables),
+        brief=brief_summary(tables),
         verdict_charts=[drawn for drawn in plots if drawn[0].key.startswith("verdicts")],
-        charts=[drawn for drawn in plots if not drawn[0].key.startswith("verdicts")],
+        first_charts=[drawn for drawn in plots if drawn[0].key.startswith(_FIRST)],
+        precision_charts=[drawn for drawn in plots if drawn[0].key.startswith(_OF_PRECISION)],
+        search_charts=[
+            drawn for drawn in plots if not drawn[0].key.startswith(("verdicts", *_FIRST, *_OF_PRECISION))
+        ],
         reasons=reasons[["number", "precision", "outcome", "time", "reason"]],
         trials=_all_trials(tables),
+    )
+
+
+def _by_precision_told(tables: StudyTables) -> str:
+    """The best value under each precision, and what it takes to know whether they differ; empty where one
+    precision has values, or precisions were compared."""
+    record, metric = tables.record, tables.record.metric_names[0]
+    known = tables.by_precision.dropna(subset=[f"best_{metric}"])
+    if record.comparisons or known["precision"].nunique() < 2:
+        return ""
+    names = known["precision"] + (ON + known["device"] if len(tables.devices) > 1 else "")
+    best = known.assign(name=names).sort_values(
+        f"best_{metric}", ascending=record.directions[0] == "minimize"
+    )
+    told = ", ".join(
+        f"{format_metric(metric, value)} under {name}"
+        for name, value in best[["name", f"best_{metric}"]].to_numpy()
+    )
+    return (
+        f"The best {metric} found is {told}. One search does not tell whether the precisions differ: "
+        f"`hpo compare {shlex.quote(record.name)}` does, on new seeds."
     )
 
 
@@ -173,19 +200,25 @@ def render(template: str, **values: Any) -> str:
     """A page from a template of this folder, with plotly.js inside."""
     from plotly.offline import get_plotlyjs
 
-    return fill(template, plotly=Markup(get_plotlyjs()), **values)
+    packed = gzip.compress(get_plotlyjs().encode(), mtime=0)
+    return fill(template, plotly=Markup(base64.b64encode(packed).decode()), **values)
 
 
 def plot(chart: Chart) -> Markup:
-    """The chart's place in a page that `render` makes."""
-    html = plotly_figure(chart, standalone=False).to_html(
-        full_html=False,
-        include_plotlyjs=False,
-        div_id=chart.key,
-        default_height=f"{chart.height}px",
-        config={"responsive": True, "displaylogo": False, "displayModeBar": False},
+    """The chart's place in a page that `render` makes, and what is drawn there."""
+    figure = json.loads(plotly_figure(chart, standalone=False).to_json())
+    config = {
+        "responsive": True,
+        "displaylogo": False,
+        "modeBarButtons": [["toImage"]],
+        "toImageButtonOptions": {"format": "svg", "filename": chart.key},
+    }
+    content = {"id": chart.key, "data": figure["data"], "layout": figure["layout"], "config": config}
+    drawn = json.dumps(content).replace("<", "\\u003c")  # nothing in it ends the script
+    return Markup(
+        f'<div id="{escape(chart.key)}" class="plotly-graph-div" style="height:{chart.height}px"></div>'
+        f'<script type="application/json" class="chart-data">{drawn}</script>'
     )
-    return Markup(html)
 
 
 def _all_trials(tables: StudyTables) -> pd.DataFrame:

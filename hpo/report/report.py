@@ -1,8 +1,7 @@
-"""A study as one HTML file that opens offline, PNG plots and CSV tables.
+"""A study as one HTML file that opens offline, and CSV tables.
 
-    <folder>/report.html      everything
-    <folder>/figures/*.png    the charts, as far as they can be drawn
-    <folder>/tables/*.csv     the numbers behind them, in base units (seconds, bytes)
+    <folder>/report.html      everything; each chart has a button that saves it as SVG
+    <folder>/tables/*.csv     the numbers behind it, in base units (seconds, bytes)
 
 Each file is written under a temporary name and renamed, so a reader never sees half a file.
 """
@@ -14,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpo.errors import RunError
-from hpo.report.charts import CHART_KEYS, all_charts
-from hpo.report.detailed_charts import charts_of, is_detailed_key
-from hpo.report.detailed_tables import csv_tables, detailed_evaluations
-from hpo.report.figures import png
+from hpo.report.charts import all_charts
+from hpo.report.detailed_tables import csv_tables
 from hpo.report.numerics_chart import numerics_table
 from hpo.report.page import report_html
 from hpo.report.tables import StudyTables
@@ -26,7 +23,7 @@ from hpo.report.verdicts import verdict_table
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hpo.study.study_record import StudyRecord
+    from hpo.study.reading.study_record import StudyRecord
 
 
 def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = None) -> Path:
@@ -36,22 +33,12 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
     Raises RunError when a file cannot be written; files of an earlier report are then still whole.
     """
     tables = StudyTables(record)
-    charts = all_charts(tables)
-    detailed = [chart for one in detailed_evaluations(tables) for chart in charts_of(one)]
-    pictures = {chart.key: chart for chart in [*charts, *detailed] if not chart.absent}
     try:
-        for folder in (out_dir, out_dir / "figures", out_dir / "tables"):
-            folder.mkdir(parents=True, exist_ok=True)
+        (out_dir / "tables").mkdir(parents=True, exist_ok=True)
         for name, table in _csv_tables(tables).items():
             write_whole(out_dir / "tables" / f"{name}.csv", table.to_csv(index=False).encode())
-        for key, chart in pictures.items():
-            write_whole(out_dir / "figures" / f"{key}.png", png(chart))
-        for old in (out_dir / "figures").glob("*.png"):
-            key = old.stem.rstrip("_0123456789").removesuffix("_device")
-            if old.stem not in pictures and (key in CHART_KEYS or is_detailed_key(old.stem)):
-                old.unlink()
         path = out_dir / "report.html"
-        write_whole(path, report_html(tables, charts, study_file).encode())
+        write_whole(path, report_html(tables, all_charts(tables), study_file).encode())
     except OSError as error:
         raise RunError(
             f"the report could not be written to {out_dir}: {error.strerror or error}. "
@@ -67,7 +54,7 @@ def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
         "trials": tables.trials,
         "evaluations": tables.evaluations,
         "numerics": numerics_table(tables),
-        "verdicts": verdict_table(tables),
+        "verdicts": verdict_table(tables.record.comparisons.get("precisions", {})),
         "importances": tables.importances.table,
         "not_complete": tables.not_complete,
         **csv_tables(tables),

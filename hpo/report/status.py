@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hpo.cluster.jobs import JobRecord
-from hpo.cluster.slurm import job_tasks
+from hpo.cluster.batch.jobs import JobRecord
+from hpo.cluster.batch.slurm import job_tasks
 from hpo.errors import HpoError
-from hpo.study.study_record import StudyRecord, TrialRecord, best_trials
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, lost_weights
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
             }
             for worker in workers
         ],
+        "warnings": [" ".join(said) for said in lost_weights(record)],
         "trials_per_hour": rate,
         "estimated_end": end and end.isoformat(timespec="seconds"),
     }

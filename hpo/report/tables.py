@@ -6,32 +6,30 @@ What counts where, so that precisions can be compared:
   that precision is what ran (requested = effective, and the dtypes observed agree). A trial that fell back
   is counted among the trials and left out of the statistics.
 - A trial that shared its device is left out of speed. Speeds of different devices are never put together:
-  a study that ran on several has one row for each precision and device. `across_devices` says of which
-  precisions the scores are.
+  a study that ran on several has one row for each precision and device. Nor are scores: other kernels round
+  otherwise, and in equal time (`max_seconds`) a faster device trains more.
 - Wasted time is time in trials that ended as neither `complete` nor `pruned`; preempted ones have not ended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from hpo.config.study_config import MEASURED_METRICS
 from hpo.device import DeviceInfo
 from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION, PRECISION_NAMES, support
-from hpo.report.across_devices import not_pooled, spread
 from hpo.report.formats import format_bytes, format_metric, format_number, format_seconds
 from hpo.report.importances import Importances, compute_importances
 from hpo.report.status import trial_seconds
-from hpo.study.study_record import best_trials, complete_trials, device_kinds
+from hpo.study.reading.study_record import best_trials, complete_trials, device_kinds
 
 if TYPE_CHECKING:
-    from hpo.study.study_record import StudyRecord, TrialRecord
+    from hpo.study.reading.study_record import StudyRecord, TrialRecord
 
 OUTCOMES = (*Outcome, "running", "waiting")
 """In the order of tables and charts."""
@@ -139,25 +137,12 @@ class StudyTables:
         """The kind of device that a trial ran on."""
         return str(self.trials.set_index("number")["device"].fillna("not known")[number])
 
-    @cached_property
-    def not_pooled(self) -> dict[str, str]:
-        """Each precision that ran on several kinds, with the reason why these are kept apart, or ""."""
-        metrics = [
-            objective_column(name) for name in self.record.metric_names if name not in MEASURED_METRICS
-        ]
-        return not_pooled(self.trials, metrics, self.record.definition)
-
-    def groups(self, rows: pd.DataFrame, metric: str | None = None) -> pd.Series:
-        """What rows of `trials` are put together by: the precision, or where kinds of device are kept apart
-        (as for a `metric` that measures speed or memory) precision and kind, `bf16 on Tesla T4`."""
-        on_each = metric in MEASURED_METRICS and len(self.devices) > 1
-        labels = [
-            f"{precision}{ON}{device or 'not known'}"
-            if on_each or self.not_pooled.get(precision)
-            else precision
-            for precision, device in zip(rows["precision"], rows["device"], strict=True)
-        ]
-        return pd.Series(labels, index=rows.index, dtype=object)
+    def groups(self, rows: pd.DataFrame) -> pd.Series:
+        """What rows of `trials` are put together by: the precision, and the kind of device where the study
+        ran on several, `bf16 on Tesla T4`."""
+        if len(self.devices) < 2:
+            return rows["precision"]
+        return rows["precision"] + ON + rows["device"].fillna("not known")
 
     @cached_property
     def complete(self) -> pd.DataFrame:
@@ -323,44 +308,39 @@ def precision_order(precision: str) -> tuple[int, str]:
 
 
 def precision_comparison(tables: StudyTables) -> pd.DataFrame:
-    """`by_precision` as text for people, on its side: a row per quantity, a column per precision.
-
-    Of several kinds of device, it has what carries over between them alone; `costs_by_device` the rest.
-    """
-    several, metrics = len(tables.devices) > 1, tables.record.metric_names
-    rows = tables.by_precision.assign(label=tables.by_precision["precision"]).to_dict("records")
-    if several:
-        groups = tables.trials.groupby(tables.groups(tables.trials))
-        ran = {label: tables.summary(group) for label, group in groups}
-        undrawn = [row for row in rows if not row["trials"]]
-        rows = [{"label": label, **row} for label, row in ran.items()] + undrawn
-        rows.sort(key=lambda row: group_order(row["label"]))
-        metrics = tuple(name for name in metrics if name not in MEASURED_METRICS)
+    """`by_precision` as text for people, on its side: a row per quantity, a column per precision and kind of
+    device."""
+    several, rows = len(tables.devices) > 1, tables.by_precision.to_dict("records")
     outcomes = [outcome for outcome in OUTCOMES if any(row[outcome] for row in rows)]
     columns = {}
     for row in rows:
         cells = {"support": row["support"] or "–", "trials": str(row["trials"])}
         cells |= {name: str(row[name]) for name in outcomes} | {"fell back": str(row["fell_back"])}
-        for metric in metrics:
+        for metric in tables.record.metric_names:
             cells[f"{metric}, best"] = format_metric(metric, row[f"best_{metric}"])
             cells[f"{metric}, median"] = format_metric(metric, row[f"median_{metric}"])
-        if not several:
-            cells["train examples/s"] = spread(row, "train_examples_per_second", format_number)
-            cells["train tokens/s"] = spread(row, "train_tokens_per_second", format_number)
-            cells["trials measured"] = str(row["measured"])
-            cells["peak memory"] = spread(row, "peak_memory_bytes", format_bytes)
+        cells["train examples/s"] = _spread(row, "train_examples_per_second", format_number)
+        cells["train tokens/s"] = _spread(row, "train_tokens_per_second", format_number)
+        cells["trials measured"] = str(row["measured"])
+        cells["peak memory"] = _spread(row, "peak_memory_bytes", format_bytes)
         cells["skipped steps"] = str(row["skipped_steps"])
         cells["fp32 fallbacks"] = str(row["fp32_fallbacks"])
-        if not several:
-            cells["time"] = format_seconds(row["seconds"])
-            cells["share of time"] = _percent(row["share_of_time"])
-            cells["wasted"] = format_seconds(row["wasted_seconds"])
-        columns[row["label"]] = cells
+        cells["time"] = format_seconds(row["seconds"])
+        cells["share of time"] = _percent(row["share_of_time"])
+        cells["wasted"] = format_seconds(row["wasted_seconds"])
+        on = f"{ON}{row['device']}" if several and row["device"] else ""
+        columns[f"{row['precision']}{on}"] = cells
     return pd.DataFrame(columns).reset_index(names="requested precision")
 
 
+def _spread(row: Mapping[str, Any], quantity: str, show: Callable[[Any], str]) -> str:
+    """Median, and in brackets min to max, of a quantity of `StudyTables.by_precision`."""
+    low, middle, high = (show(row[f"{quantity}_{name}"]) for name in ("min", "median", "max"))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
 def brief_summary(tables: StudyTables) -> pd.DataFrame:
-    """What of `precision_comparison` fits a terminal of 100 columns, with a row per precision."""
+    """What of `precision_comparison` a terminal shows, with a row per precision."""
     summary = tables.by_precision
     several_devices = summary["device"].nunique() > 1
     rows = []

@@ -1,4 +1,7 @@
-"""What `hpo compare` has found of a study, as charts and a table: what somebody decides from."""
+"""What `hpo compare` has found of a study, as tables and charts: for terminal, page and dashboard.
+
+The sentences are `hpo.compare.words`', as they were stored.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from typing import Any
 
 import pandas as pd
 
-from hpo.config.comparison import REFERENCE
-from hpo.outcome import Outcome
-from hpo.report.compared import ratio
 from hpo.report.figures import OTHER_STYLE, PRECISION_STYLES, TEXT_COLOR, Chart, Series, interval_line
-from hpo.report.formats import format_interval
+from hpo.report.formats import format_interval, format_number
 from hpo.report.tables import ON, StudyTables
-from hpo.study.study_record import is_number
+from hpo.study.reading.study_record import StudyRecord, is_number
 
 MARGIN_COLOR = "#6B6B6B"
 
-_COLUMNS = ["precision", "question", "metric", "difference", "verdict", "failed", "seeds", "would decide"]
-
 NOT_COMPARED = "Precisions were not compared on new seeds: hpo compare"
+
+_COLUMNS = ["precision", "metric", "difference", "verdict", "runs", "collapsed", "speed", "memory"]
+
+Found = Mapping[str, Any]
+"""What a comparison has found, as it is stored."""
 
 
 def sentences(tables: StudyTables) -> list[str]:
@@ -30,66 +33,108 @@ def sentences(tables: StudyTables) -> list[str]:
     ]
 
 
-def verdict_table(tables: StudyTables) -> pd.DataFrame:
-    """A row for each precision, question and metric; empty where nothing was compared."""
-    rows = [
-        {
-            "precision": row["precision"],
-            "question": "other seeds" if row["is_noise_floor"] else row["question"],
-            "metric": row["metric"],
-            "difference": format_interval(row["difference"], row["low"], row["high"], sign="+"),
-            "verdict": "noise floor" if row["is_noise_floor"] else row["verdict"].replace("_", " "),
-            "failed": str(row["num_failed"]),
-            "seeds": str(row["num_seeds"]),
-            "would decide": str((not row["is_noise_floor"] and row["seeds_needed"]) or "–"),
-        }
-        for row in _rows(tables)
-    ]
+def details(found: Found) -> list[str]:
+    """The verdict on each precision with what it rests on, collapsed runs, and the search's own best."""
+    told = [row["sentence"] for row in found.get("verdicts", ())]
+    told += [f"Collapsed: {sentence}" for sentence in found.get("collapsed", ())]
+    return [*told, *filter(None, [found.get("tuned_sentence")])]
+
+
+def chosen_on_test(record: StudyRecord) -> list[str]:
+    """A sentence where `hpo compare` has chosen between precisions on the test split."""
+    found = record.comparisons.get("precisions", {})
+    asked = [row for row in found.get("verdicts", ()) if row["num_runs"]]
+    if found.get("split") != "test" or not asked:
+        return []
+    names = ", ".join(row["precision"] for row in asked)
+    used = f"The test split has been used to choose between fp32 and {names} (`hpo compare`)"
+    return [f"{used}: a score on test of what was chosen is a little too good."]
+
+
+def comparison_tables(found: Found) -> list[pd.DataFrame]:
+    """Those of one comparison that have something in them."""
+    made = (verdict_table, standings_table, device_table, configuration_table)
+    return [table for table in (make(found) for make in made) if not table.empty]
+
+
+def verdict_table(found: Found) -> pd.DataFrame:
+    """A row for each precision of the metric that decides, then one for each task's own metric."""
+    rows = []
+    for row in found.get("verdicts", ()):
+        metrics = {row["metric"]: row, **row["tasks"]}
+        for metric, of_metric in metrics.items():
+            decides = metric == row["metric"]
+            rows.append(
+                {
+                    "precision": row["precision"],
+                    "metric": metric,
+                    "difference": format_interval(*_bounds(of_metric), sign="+"),
+                    "verdict": row["verdict"].replace("_", " ") if decides else "",
+                    "runs": str(row["num_runs"]) if decides else "",
+                    "collapsed": _collapsed(row) if decides else "",
+                    "speed": _ratio(row, "speed_ratio") if decides else "",
+                    "memory": _ratio(row, "memory_ratio") if decides else "",
+                }
+            )
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def device_table(tables: StudyTables) -> pd.DataFrame:
-    """What the pairs of each kind of device say, a row for each precision; empty where there was one kind."""
-    paired = [row for row in _deciding(tables) if row["question"] == "paired" and len(row["devices"]) > 1]
+def standings_table(found: Found) -> pd.DataFrame:
+    """The standings of a race, the best first."""
+    return pd.DataFrame(
+        {
+            "trial": str(row["configuration"]),
+            "mean": "–" if row["mean"] is None else f"{row['mean']:.2f}",
+            "seeds": str(row["num_seeds"]),
+            "without a score": str(row["num_failed"]),
+            "in the race": "beaten" if row["is_beaten"] else "yes",
+            "overstated by the search": format_interval(
+                row["overstated"], row["overstated_low"], row["overstated_high"], sign="+"
+            ),
+        }
+        for row in found.get("standings", ())
+    )
+
+
+def configuration_table(found: Found) -> pd.DataFrame:
+    """A row for each configuration: its trial, its precisions, and the settings that differ; of one, all."""
+    rows = found.get("configurations", ())
+    names = dict.fromkeys(name for row in rows for name in row["params"])
+    differing = [name for name in names if len({repr(row["params"].get(name)) for row in rows}) > 1]
+    return pd.DataFrame(
+        {
+            "trial": str(row["trial"]),
+            "compared in": ", ".join(row["precisions"]),
+            **{name: _cell(row["params"].get(name)) for name in (differing if len(rows) > 1 else names)},
+        }
+        for row in rows
+    )
+
+
+def device_table(found: Found) -> pd.DataFrame:
+    """Speed and memory on each kind of device, a row for each precision; empty where there was one kind."""
     return pd.DataFrame(
         {
             "precision": row["precision"],
             "device": there["device"],
-            "pairs": str(there["num_pairs"]),
-            "paired difference": format_interval(there["difference"], there["low"], there["high"], "+"),
-            "speed": ratio(there, "speed_ratio"),
-            "memory": ratio(there, "memory_ratio"),
+            "difference there": format_interval(there["difference"], None, None, sign="+"),
+            "speed": _ratio(there, "speed_ratio"),
+            "memory": _ratio(there, "memory_ratio"),
         }
-        for row in paired
+        for row in found.get("verdicts", ())
         for there in row["devices"]
+        if len(row["devices"]) > 1
     )
-
-
-def kept_apart(tables: StudyTables) -> list[str]:
-    """Why a verdict over several kinds of device is no evidence for any of them."""
-    reasons = {row["precision"]: row["not_pooled"] for row in _deciding(tables) if row["not_pooled"]}
-    return [f"{precision}: {why}." for precision, why in reasons.items()]
-
-
-def untrained(tables: StudyTables) -> list[str]:
-    """A sentence on each precision of which compared trials ended without a score, with the reason."""
-    told = []
-    for found in _precisions(tables):
-        num_without = found["num_trials"] - found["outcomes"].get(Outcome.COMPLETE, 0)
-        if num_without:
-            reason = f": {found['reason']}" if found["reason"] else "."
-            of = f"{num_without} of {found['num_trials']}"
-            told.append(f"{found['precision']}: {of} trials have no score ({_counts(found)}){reason}")
-    return told
 
 
 def forest(tables: StudyTables) -> Chart:
     """The difference of each precision to fp32 with its interval, in the metric that decides."""
     key, title = "verdicts", "Difference to fp32 on new seeds"
-    rows = _deciding(tables)[::-1]
+    found = _precisions(tables)
+    rows = list(found.get("verdicts", ()))[::-1]
     if not rows:
         return Chart(key, title, absent=f"{NOT_COMPARED} {tables.record.name}")
-    margin = tables.record.comparisons["precisions"]["margin"]
+    margin = found["margin"]
     ends = [-0.6, len(rows) - 0.4]
     series = [
         Series("no difference", MARGIN_COLOR, [0.0, 0.0], ends, "line"),
@@ -97,14 +142,14 @@ def forest(tables: StudyTables) -> Chart:
     ]
     known = [row for row in rows if is_number(row["low"])]
     extent = [0.0, -margin, *(row[end] for row in known for end in ("low", "high"))]
-    middle = (min(extent) + max(extent)) / 2
     for position, row in enumerate(rows):
         if row not in known:
-            text = _why_none(tables, row)
+            middle = (min(extent) + max(extent)) / 2
+            text = row["reason"] or "too few runs for an interval"
             series.append(Series(text, TEXT_COLOR, [middle], [position], "text", in_legend=False))
             continue
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
-        text = f"{_name(row)}: {format_interval(row['difference'], row['low'], row['high'], sign='+')} points"
+        text = f"{row['precision']}: {format_interval(*_bounds(row), sign='+')} {row['unit']}"
         place = [position, position]
         series.append(interval_line(row["precision"], color, [row["low"], row["high"]], place))
         point = [row["difference"]], [position]
@@ -112,40 +157,40 @@ def forest(tables: StudyTables) -> Chart:
     return Chart(
         key,
         title,
-        x_label=f"points of {rows[0]['metric']}",
+        x_label=f"{rows[0]['unit']} of {rows[0]['metric']}",
         series=series,
-        y_ticks=[_name(row) for row in rows],
+        y_ticks=[row["precision"] for row in rows],
         caption=(
-            f"Intervals hold together with 90 % at whichever look the comparison stopped. As good: right of "
-            f"the margin of {margin:g} points; worse: left of it. Other seeds: fp32 against itself."
+            "Each end of an interval, over new runs and new texts, errs with 2.5 % at whichever look the "
+            f"comparison stopped. As good: right of the margin of {margin:g}; worse: left of it."
         ),
         height=170 + 34 * len(rows),
     )
 
 
 def speed_and_quality(tables: StudyTables) -> list[Chart]:
-    """Speed over fp32's against the paired difference, both with their intervals, on each kind of device."""
+    """Speed over fp32's against the difference, both with their intervals, on each kind of device."""
     key, title = "verdicts_speed", "Speed against quality on new seeds"
-    paired = [row for row in _deciding(tables) if row["question"] == "paired"]
-    devices = sorted({there["device"] for row in paired for there in row["devices"]})
+    rows = list(_precisions(tables).get("verdicts", ()))
+    devices = sorted({there["device"] for row in rows for there in row["devices"]})
     if len(devices) < 2:
-        return [_speed_and_quality(paired, key, title)]
+        return [_speed_and_quality(rows, key, title)]
     charts = []
     for place, device in enumerate(devices, 1):
-        here = [{**row, **there} for row in paired for there in row["devices"] if there["device"] == device]
+        here = [{**row, **there} for row in rows for there in row["devices"] if there["device"] == device]
         charts.append(_speed_and_quality(here, f"{key}_device_{place}", f"{title}{ON}{device}"))
     return charts
 
 
-def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str) -> Chart:
-    rows = [row for row in paired if is_number(row["speed_ratio"]) and is_number(row["low"])]
+def _speed_and_quality(rows: Sequence[Found], key: str, title: str) -> Chart:
+    rows = [row for row in rows if is_number(row["speed_ratio"]) and is_number(row["low"])]
     if not rows:
         return Chart(key, title, absent="No pair of trials tells the speed: each must have its device alone.")
     series = [Series("fp32", PRECISION_STYLES["fp32"][0], [1.0], [0.0], markers=PRECISION_STYLES["fp32"][1])]
     for row in rows:
         color, markers = PRECISION_STYLES.get(row["precision"], OTHER_STYLE)
         x, y = row["speed_ratio"], row["difference"]
-        text = f"{row['precision']}: {x:.2f} times as fast, {y:+.2f} points"
+        text = f"{row['precision']}: {x:.2f} times as fast, {y:+.2f} {row['unit']}"
         series.append(Series(row["precision"], color, [x], [y], markers=markers, hover=[text]))
         series.append(interval_line(row["precision"], color, [x, x], [row["low"], row["high"]]))
         if is_number(row["speed_ratio_low"]):
@@ -155,42 +200,33 @@ def _speed_and_quality(paired: Sequence[Mapping[str, Any]], key: str, title: str
         key,
         title,
         x_label="training speed over fp32's, of pairs",
-        y_label=f"points of {rows[0]['metric']} against fp32",
+        y_label=f"{rows[0]['unit']} of {rows[0]['metric']} against fp32",
         series=series,
         caption="The same configurations and seeds under each precision.",
     )
 
 
-def _rows(tables: StudyTables) -> list[Mapping[str, Any]]:
-    found = tables.record.comparisons.get("precisions")
-    # Of a comparison that was stored without.
-    nothing = {"devices": (), "not_pooled": "", "num_failed": 0, "seeds_needed": None}
-    return [] if found is None else [{**nothing, **row} for row in found["verdicts"]]
+def _precisions(tables: StudyTables) -> Found:
+    found: Found = tables.record.comparisons.get("precisions", {})
+    return found
 
 
-def _precisions(tables: StudyTables) -> list[Mapping[str, Any]]:
-    return list(tables.record.comparisons.get("precisions", {}).get("precisions", ()))
+def _bounds(row: Found) -> tuple[Any, Any, Any]:
+    return row["difference"], row["low"], row["high"]
 
 
-def _counts(found: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{count} {name}" for name, count in found["outcomes"].items() if name != Outcome.COMPLETE
-    )
+def _ratio(row: Found, name: str) -> str:
+    if len(row.get("devices", ())) > 1:
+        return "by device"
+    return format_interval(row[name], row[f"{name}_low"], row[f"{name}_high"])
 
 
-def _why_none(tables: StudyTables, row: Mapping[str, Any]) -> str:
-    """Instead of an interval."""
-    for found in _precisions(tables):
-        is_meant = found["precision"] in (row["precision"], REFERENCE)
-        if is_meant and found["num_trials"] and not found["outcomes"].get(Outcome.COMPLETE):
-            return f"no {found['precision']} trial has a score"
-    return "too few pairs have a score"
+def _collapsed(row: Found) -> str:
+    """How many did, and how many may."""
+    if not row["num_runs"]:
+        return "–"
+    return f"{row['num_collapsed']} (≤ {100 * row['collapse_share']:.0f} %)"
 
 
-def _deciding(tables: StudyTables) -> list[Mapping[str, Any]]:
-    rows = _rows(tables)
-    return [row for row in rows if row["metric"] == rows[0]["metric"]]
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    return f"{row['precision']}, {'other seeds' if row['is_noise_floor'] else row['question']}"
+def _cell(value: Any) -> str:
+    return format_number(value) if value is None or isinstance(value, float) else str(value)

@@ -1,16 +1,16 @@
-"""Checkpoints that survive being killed: written atomically, verified when read.
+"""Checkpoints that survive being killed: written under a temporary name, flushed, renamed.
 
-A checkpoint is a folder with `model.safetensors`, `state.pt` (plain containers and tensors, read with
-`weights_only=True`) and `manifest.json` with the SHA-256 of both. It is written under a temporary name,
-flushed to disk and renamed, so a folder with its final name was complete when it got that name; one that
-was damaged afterwards does not match its manifest and is passed over for the one before.
+A checkpoint is a folder with `model.safetensors` and `state.pt` (plain containers and tensors, read with
+`weights_only=True`). A folder with its final name was complete when it got that name. One that was cut short
+afterwards does not fit its own header (safetensors) or directory (zip) and is passed over for the one before.
 
-The manifest also holds the resume key: what must be equal for a trial to go on from there (configuration,
-effective precision, device type). A store reads and replaces the checkpoints of its own key only.
+The header of the weights also holds the resume key: what must be equal for a trial to go on from there
+(configuration, effective precision, device type). A store reads and replaces the checkpoints of its own key
+only.
 
 A write that fails (a full disk) does not end the trial: it leaves nothing half-written and the checkpoints
-before as they were, is told as one of the store's `problems`, and the next write is tried all the same. So is
-why a trial does not go on from its newest checkpoint.
+before as they were, and is one of the store's `problems`. So is why a trial does not go on from its newest
+checkpoint.
 
     <trial folder>/
         step-00000120/      to go on from; the two newest while the trial runs, the last when it has ended
@@ -20,8 +20,6 @@ why a trial does not go on from its newest checkpoint.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import os
 import shutil
@@ -35,7 +33,7 @@ from pickle import UnpicklingError
 from typing import Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,13 +41,16 @@ from hpo.errors import CheckpointError, Preempted
 
 _logger = logging.getLogger(__name__)
 
-FILES = WEIGHTS, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+FILES = WEIGHTS, STATE = "model.safetensors", "state.pt"
 MAX_PROBLEMS = 20
+
+_KEY = "resume_key"
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, UnpicklingError)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An intact checkpoint; tensors on the CPU."""
+    """A checkpoint that was read; tensors on the CPU."""
 
     resume_key: str
     weights: dict[str, Tensor]
@@ -57,26 +58,19 @@ class Checkpoint:
 
 
 class CheckpointMirror(Protocol):
-    """Where the checkpoints of a trial are for other workers, too."""
-
-    problems: list[str]
-    """What did not work."""
-    write_seconds: float
-    """How long it took to take the last checkpoint."""
+    """Where the checkpoints of a trial are for other workers, too. All methods may raise CheckpointError."""
 
     def names(self, kind: str, resume_key: str, /) -> Sequence[str]:
         """The checkpoints that are there, of a kind: `step` or `best`."""
 
-    def fetch(self, path: Path, /) -> None:
-        """Bring one of them to its place here. Raises CheckpointError if it cannot be had."""
+    def fetch(self, path: Path, resume_key: str, /) -> None:
+        """Bring one of them to its place here."""
 
-    def sync(self, kept: Sequence[Path], resume_key: str, /) -> None:
-        """Take what is kept here, and drop those of this key that it replaces; returns at once."""
+    def sync(self, kept: Sequence[Path], resume_key: str, /, *, is_last: bool = False) -> None:
+        """Copy what is kept here, and drop what it replaces; `is_last`: the trial is done.
 
-    def end(self, how: Literal["finished", "preempted", "dropped"], /) -> None:
-        """The trial has no further checkpoint here: it is done, goes on elsewhere, or nobody wants its last.
-
-        Waits for that, for a while."""
+        Called in the thread that writes checkpoints.
+        """
 
 
 class CheckpointStore:
@@ -89,9 +83,10 @@ class CheckpointStore:
     def __init__(self, folder: Path, resume_key: str, mirror: CheckpointMirror | None = None) -> None:
         self.folder = folder
         self.resume_key = resume_key
-        self._write_seconds = 0.0
-        self._problems: list[str] = []
-        self._is_failing = False
+        self.write_seconds = 0.0
+        """How long the last write took, until other workers could read it."""
+        self.problems: list[str] = []
+        """What did not work, each once."""
         self._mirror = mirror
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -100,23 +95,10 @@ class CheckpointStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        is_preempted = kind is not None and issubclass(kind, Preempted)
         try:
-            self.wait(must_be_written=is_preempted)
+            self.wait(must_be_written=kind is not None and issubclass(kind, Preempted))
         finally:
             self._writer.shutdown()
-            if self._mirror is not None:
-                self._mirror.end("finished" if kind is None else "preempted" if is_preempted else "dropped")
-
-    @property
-    def write_seconds(self) -> float:
-        """How long the last write took, until other workers could read it."""
-        return self._write_seconds + (self._mirror.write_seconds if self._mirror else 0.0)
-
-    @property
-    def problems(self) -> list[str]:
-        """What did not work, each once."""
-        return [*self._problems, *(self._mirror.problems if self._mirror else ())]
 
     def save(
         self,
@@ -155,11 +137,8 @@ class CheckpointStore:
             return
         try:
             writing.result()
-            self._is_failing = False
         except CheckpointError as error:
-            if not self._is_failing:  # said once, not at every interval
-                self._note(str(error))
-            self._is_failing = True
+            self._note(str(error))
             if must_be_written:
                 raise
 
@@ -175,49 +154,62 @@ class CheckpointStore:
         return self._newest("best", shapes)
 
     def _newest(self, kind: str, shapes: Mapping[str, torch.Size] | None) -> Checkpoint | None:
-        mirrored = set(self._mirror.names(kind, self.resume_key)) if self._mirror else set()
+        mirrored: set[str] = set()
+        if self._mirror is not None:
+            with self._noted():
+                mirrored = set(self._mirror.names(kind, self.resume_key))
         passed: set[str] = set()
         # Listed anew each time: a file system that was waited for may show more meanwhile.
         while names := ({path.name for path in _named(self.folder, kind)} | mirrored) - passed:
             path = self.folder / max(names)
             passed.add(path.name)
-            try:
-                if self._mirror is not None and path.name in mirrored and not (path / MANIFEST).exists():
-                    self._mirror.fetch(path)
-                if _resume_key(path) not in (None, self.resume_key):
-                    self._note(f"checkpoint {path} is of another precision, device, data or version.")
-                    continue
+            with self._noted():
+                if self._mirror is not None and path.name in mirrored and not path.is_dir():
+                    self._mirror.fetch(path, self.resume_key)
                 found = read_checkpoint(path)
-            except CheckpointError as error:
-                self._note(str(error))
-                continue
-            if shapes is not None and shapes != {name: w.shape for name, w in found.weights.items()}:
-                self._note(f"checkpoint {path} is of another model.")
-            else:
-                return found
+                if found.resume_key != self.resume_key:
+                    self._note(f"checkpoint {path} is of another precision, device, data or version.")
+                elif shapes is not None and shapes != {name: w.shape for name, w in found.weights.items()}:
+                    self._note(f"checkpoint {path} is of another model.")
+                else:
+                    return found
         return None
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._note(str(error))
 
     def _note(self, problem: str) -> None:
         _logger.warning("%s", problem)
-        if problem not in self._problems and len(self._problems) < MAX_PROBLEMS:
-            self._problems.append(problem)
+        if problem not in self.problems and len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
 
-    def finish(self, best_step: int) -> None:
-        """Keep of this key the last, and of the best evaluations that at `best_step`, or else the newest."""
+    def finish(self, best_step: int) -> bool:
+        """Keep of this key the last, and of the best evaluations that at `best_step`, or else the newest.
+
+        Returns whether the weights at `best_step` are there; on a full disk they may not be.
+        """
         self.wait()
-        best = self._own("best")
-        kept = [path for path in best if path.name == f"best-{best_step:08d}"] or best[-1:]
-        kept += self._own("step")[-1:]
+        best = self._of_key("best")
+        kept = [path for path in best if path.name == f"best-{best_step:08d}"]
+        is_there = bool(kept)
+        kept = [*(kept or best[-1:]), *self._of_key("step")[-1:]]
         for path in [*_named(self.folder, "best"), *_named(self.folder, "step"), *self.folder.glob(".*.tmp")]:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
-        self._sync()
+        self._sync(is_last=True)
+        return is_there
 
-    def _sync(self) -> None:
+    def _sync(self, *, is_last: bool = False) -> None:
         if self._mirror is not None:
-            self._mirror.sync([*self._own("best"), *self._own("step")], self.resume_key)
+            kept = [*self._of_key("best"), *self._of_key("step")]
+            with self._noted():
+                self._mirror.sync(kept, self.resume_key, is_last=is_last)
 
-    def _own(self, kind: str) -> list[Path]:
+    def _of_key(self, kind: str) -> list[Path]:
         return [path for path in _named(self.folder, kind) if _resume_key(path) == self.resume_key]
 
     def _save(
@@ -233,46 +225,12 @@ class CheckpointStore:
                 path = self.folder / f"{kind}-{step:08d}"
                 _write(path, weights, content, self.resume_key, same_weights=written)
                 # Older ones alone: a newer one is another worker's, which has taken over meanwhile.
-                older = [old for old in self._own(kind) if old.name < path.name]
+                older = [old for old in self._of_key(kind) if old.name < path.name]
                 for old in older[: len(older) + 1 - keep]:
                     shutil.rmtree(old, ignore_errors=True)
                 written = path
-        self._write_seconds = time.monotonic() - began
         self._sync()
-
-
-def best_checkpoint(folder: Path) -> Checkpoint | None:
-    """The best weights that a finished trial left in its folder, or None if they are missing or damaged."""
-    return next(intact_checkpoints(folder, "best"), None)
-
-
-def intact_checkpoints(folder: Path, kind: Literal["step", "best"]) -> Iterator[Checkpoint]:
-    """The checkpoints of a kind that a trial left in its folder, of any key, the newest first."""
-    for path in reversed(_named(folder, kind)):
-        with contextlib.suppress(CheckpointError):
-            yield read_checkpoint(path)
-
-
-def _named(folder: Path, kind: str) -> list[Path]:
-    return sorted(folder.glob(f"{kind}-????????"))
-
-
-def _resume_key(path: Path) -> str | None:
-    """The key of a checkpoint; None where its manifest cannot be read."""
-    with contextlib.suppress(CheckpointError):
-        return _read_manifest(path)[0]
-    return None
-
-
-def _read_manifest(path: Path) -> tuple[str, dict[str, str]]:
-    """The key of a checkpoint, and the SHA-256 of its two files."""
-    try:
-        match json.loads((path / MANIFEST).read_text()):
-            case {"resume_key": str(key), "sha256": dict(digests)} if digests.keys() == {WEIGHTS, STATE}:
-                return key, digests
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-    raise CheckpointError(f"checkpoint {path} cannot be read: its manifest must hold a key and two digests.")
+        self.write_seconds = time.monotonic() - began
 
 
 class NoCheckpoints:
@@ -295,22 +253,43 @@ class NoCheckpoints:
 
     best = latest
 
-    def finish(self, _: int) -> None:
-        pass
+    def finish(self, _: int) -> bool:
+        return True
+
+
+def best_checkpoint(folder: Path) -> Checkpoint | None:
+    """The best weights that a finished trial left in its folder, or None if they are missing or damaged."""
+    return next(intact_checkpoints(folder, "best"), None)
+
+
+def intact_checkpoints(folder: Path, kind: Literal["step", "best"]) -> Iterator[Checkpoint]:
+    """The checkpoints of a kind that a trial left in its folder, of any key, the newest first."""
+    for path in reversed(_named(folder, kind)):
+        with contextlib.suppress(CheckpointError):
+            yield read_checkpoint(path)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint. Raises CheckpointError if it is missing, torn or altered."""
-    key, digests = _read_manifest(path)
+    """Read one checkpoint. Raises CheckpointError if it is missing or torn, or holds code."""
     try:
-        for name, digest in digests.items():
-            if _sha256(path / name) != digest:
-                raise CheckpointError(f"checkpoint {path} is damaged: {name} does not match its manifest.")
+        with safe_open(path / WEIGHTS, framework="pt") as file:
+            key = (file.metadata() or {})[_KEY]
         weights = load_file(path / WEIGHTS)
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, UnpicklingError) as error:
+    except _UNREADABLE as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
     return Checkpoint(key, weights, state)
+
+
+def _resume_key(path: Path) -> str | None:
+    """The key of a checkpoint; None where its weights cannot be read."""
+    with contextlib.suppress(*_UNREADABLE), safe_open(path / WEIGHTS, framework="pt") as file:
+        return (file.metadata() or {}).get(_KEY)
+    return None
+
+
+def _named(folder: Path, kind: str) -> list[Path]:
+    return sorted(folder.glob(f"{kind}-????????"))
 
 
 def _copied(value: Any) -> Any:
@@ -336,24 +315,20 @@ def _write(
             with contextlib.suppress(OSError):  # a file system without hard links
                 (temporary / WEIGHTS).hardlink_to(same_weights / WEIGHTS)
         if not (temporary / WEIGHTS).exists():
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / WEIGHTS)
+            contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+            save_file(contiguous, temporary / WEIGHTS, metadata={_KEY: key})
         torch.save(dict(state), temporary / STATE)
-        names = (WEIGHTS, STATE)
-        with ThreadPoolExecutor(max_workers=1) as disk:  # which is waited for while the hashes are made
-            flushed = disk.map(_flush, [temporary / name for name in names])
-            digests = {name: _sha256(temporary / name) for name in names}
-            list(flushed)
-        (temporary / MANIFEST).write_text(json.dumps({"resume_key": key, "sha256": digests}))
-        _flush(temporary / MANIFEST)
+        for name in FILES:
+            _flush(temporary / name)
         shutil.rmtree(path, ignore_errors=True)  # of the same step, before a restart
         temporary.rename(path)
         _flush(path.parent)
     # safetensors and torch.save report a full disk as errors of their own, not as OSError.
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        full = "No space left" in str(error)
+        advice = " Free some space." if "No space left" in str(error) else ""
         raise CheckpointError(
-            f"checkpoint {path} could not be written: {error}.{' Free some space.' if full else ''} "
+            f"a checkpoint in {path.parent} could not be written: {error}.{advice} "
             "The checkpoint before stays."
         ) from error
 
@@ -364,8 +339,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,15 +1,15 @@
-"""How long PyTorch's compiler works in the middle of training.
+"""Models that `torch.compile` takes, and the shapes that are compiled before the first step.
 
-`torch.compile` compiles for each new kind of shape (the last, smaller batch of an epoch), compiles a backward
-pass when it is first run, and records CUDA graphs. The shapes that are foreseen are compiled before the first
-step; the rest compiles in a step or an evaluation, and does not count as training.
+`torch.compile` compiles for each new kind of shape (the last, smaller batch of an epoch), and a backward pass
+when it is first run. The shapes that are foreseen are compiled before the first step; the rest compiles in a
+step or an evaluation, and does not count as training.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch
@@ -18,32 +18,12 @@ from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.training.losses import MultitaskLoss
+from hpo.training.micro_batches import within_memory
+from hpo.training.progress import TrainState
 
 RECOMPILE_LIMIT = 32
 """Graphs of one function that dynamo may make before it runs the rest uncompiled. Blocks share one: with and
 without gradients, in several shapes, with autocast on and off, plain and in fp32."""
-
-
-class CompileClock:
-    """Seconds that the compiler has worked in this process, or recorded CUDA graphs, since `start`."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._began = 0.0
-
-    def start(self) -> None:
-        """Begin to count, until the next `torch._dynamo.reset()`."""
-        from torch._dynamo.callback import on_compile_end, on_compile_start
-
-        # Called for the outermost of nested compilations alone.
-        on_compile_start(self._begin)
-        on_compile_end(self._end)
-
-    def _begin(self, _: object) -> None:
-        self._began = time.perf_counter()
-
-    def _end(self, _: object) -> None:
-        self.seconds += time.perf_counter() - self._began
 
 
 def apply_compile(
@@ -55,9 +35,26 @@ def apply_compile(
     first call of each shape (`dynamic` as torch.compile's). Blocks share one kernel, so `layers` compiles in
     the time of one block.
     """
+    forget_graphs()
     for module in [model] if scope == "model" else encoder_layers(model.encoder):
         module.compile(mode=mode, dynamic=dynamic)
     return model
+
+
+def forget_graphs() -> None:
+    """Forget the graphs of earlier models, which would count towards the limit of recompilations."""
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+
+
+def keep_gradients(model: nn.Module) -> None:
+    """Move the gradients of a compiled model out of the memory of CUDA graphs, whose next run takes it.
+
+    To be called after the first of several micro-batches: the others are added in place (pytorch 169545).
+    """
+    if compiled_modules(model):
+        for parameter in model.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
 
 
 def compiled_modules(model: nn.Module) -> list[str]:
@@ -65,12 +62,25 @@ def compiled_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
 
 
-def run_compiled_shapes(
-    model: MultitaskModel, loss_fn: MultitaskLoss, batches: Iterable[Batch], mixed_precision: MixedPrecision
+def compile_shapes(
+    model: MultitaskModel,
+    loss_fn: MultitaskLoss,
+    batch: Callable[[int, int], Batch],
+    mixed_precision: MixedPrecision,
+    state: TrainState,
 ) -> None:
-    """Compile before the first step: run the batches, with and without gradients, and drop the gradients."""
-    for batch in batches:
-        run_both_modes(model, loss_fn, batch, mixed_precision)
+    """Compile before the first step: run micro-batches, with and without gradients, and drop the gradients.
+
+    `batch` gives so many of the shortest and of the longest rows. The micro-batch is halved as in a step.
+    """
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)  # of a run that memory ended
+        # Two lengths, so that the compiler finds out which dimensions are dynamic.
+        for part in (batch(0, state.micro_batch_size), batch(state.micro_batch_size, 0)):
+            run_both_modes(model, loss_fn, part, mixed_precision)
+
+    within_memory(run, state, batch(0, state.micro_batch_size))
     synchronize(mixed_precision.device)
 
 
@@ -78,12 +88,11 @@ def run_both_modes(
     model: MultitaskModel, loss_fn: MultitaskLoss, batch: Batch, mixed_precision: MixedPrecision
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Loss and gradients of a batch in training mode, and its logits in evaluation mode."""
-    items, batch = loss_fn.count(batch), batch.to(mixed_precision.device.torch_device)
+    num_items, batch = loss_fn.count(batch), batch.to(mixed_precision.device.torch_device)
     with mixed_precision.evaluation():
-        logits = model.eval()(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-        evaluated = [value.clone() for value in logits.values()]
+        evaluated = [value.clone() for value in model.eval()(*batch.inputs).values()]
     with mixed_precision.autocast():
-        loss = loss_fn(model.train(), batch, items, items)
+        loss = loss_fn(model.train()(*batch.inputs), batch, num_items)
     mixed_precision.scaler.scale(loss).backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad(set_to_none=True)

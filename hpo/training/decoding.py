@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpo.data.tasks import Task
-from hpo.data.tokenized_split import BoolArray, IntArray, TokenizedSplit
+from hpo.data.tokenized_split import TokenizedSplit
 from hpo.training.metrics import f1_macro, f1_micro, indicators, score
 from hpo.training.span_metrics import answer_row
 from hpo.training.spans import Evidence, FloatArray, best_answers, bio_spans, sigmoid
@@ -163,32 +163,18 @@ def _choose_threshold(
     task: Task, logits: FloatArray, split: TokenizedSplit, rows: list[int], metric: str
 ) -> DecodingThresholds:
     """Try `THRESHOLD_LOG_ODDS`; of equal values the one nearest to a probability of a half is taken."""
-    grid_G = THRESHOLD_LOG_ODDS
-    scores_NC = np.nan_to_num(_max_of_windows(logits, split)[rows], nan=-np.inf)
+    scores_NC = _max_of_windows(logits, split)[rows]
     true_NC = indicators(task, [split.examples[row].labels[task.name] for row in rows])
-    # How many thresholds a score is above.
-    passed_NC = np.searchsorted(grid_G, scores_NC)
-    if metric == "exact_match":
-        needed_N = np.where(true_NC, passed_NC, len(grid_G)).min(axis=1)
-        refused_N = np.where(true_NC, 0, passed_NC).max(axis=1)
-        g = np.arange(len(grid_G))[:, None]
-        value_G = ((g < needed_N) & (g >= refused_N)).mean(axis=1)
-    else:
-        f1 = f1_micro if metric == "f1_micro" else f1_macro
-        hits_GC = _num_above(passed_NC, len(grid_G), true_NC)
-        predicted_GC = _num_above(passed_NC, len(grid_G), np.ones_like(true_NC))
-        value_G = f1(hits_GC, true_NC.sum(axis=0), predicted_GC)
-    best = np.flatnonzero(value_G == value_G.max())
-    nearest_half = best[np.abs(grid_G[best]).argmin()]
-    return DecodingThresholds(threshold=float(sigmoid(grid_G[nearest_half])))
+    f1 = f1_micro if metric == "f1_micro" else f1_macro
 
+    def value(log_odds: float) -> float:
+        found_NC = scores_NC > log_odds
+        if metric == "exact_match":
+            return float((found_NC == true_NC).all(axis=1).mean())
+        return float(f1(*(one_NC.sum(axis=0) for one_NC in (found_NC & true_NC, true_NC, found_NC))))
 
-def _num_above(passed_NC: IntArray, num_thresholds: int, where_NC: BoolArray) -> IntArray:
-    """For each threshold g and class the number of rows of `where_NC` with passed > g: [G, C]."""
-    num_classes = passed_NC.shape[1]
-    cell_NC = passed_NC * num_classes + np.arange(num_classes)
-    histogram = np.bincount(cell_NC[where_NC], minlength=(num_thresholds + 1) * num_classes)
-    return np.asarray(histogram.reshape(-1, num_classes)[::-1].cumsum(axis=0)[::-1][1:])
+    best = max(THRESHOLD_LOG_ODDS, key=lambda log_odds: (value(log_odds), -abs(log_odds)))
+    return DecodingThresholds(threshold=float(sigmoid(best)))
 
 
 def _choose_null_offset(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.training.decoding import DecodingThresholds, decode_tasks
-from hpo.training.distributed import ONE_RANK, Ranks
+from hpo.training.distributed import memory_agreed, merge, rank, world_size
 from hpo.training.metrics import score
 
 
@@ -43,21 +44,6 @@ class Evaluation:
     """Throughput of training so far."""
     numerics: dict[str, Any] | None = None
     """What `hpo.training.numerics` measured at the step before it; None: nothing."""
-
-
-def evaluate(
-    model: nn.Module,
-    split: TokenizedSplit,
-    tasks: Sequence[Task],
-    mixed_precision: MixedPrecision,
-    max_tokens: int,
-    pad_id: int,
-    decisions: Mapping[str, DecodingThresholds] | None = None,
-    decision_metrics: Mapping[str, str] | None = None,
-) -> tuple[dict[str, dict[str, float]], dict[str, DecodingThresholds]]:
-    """`score_logits` of `predict_logits`."""
-    logits = predict_logits(model, split, tasks, mixed_precision, max_tokens, pad_id)
-    return score_logits(logits, split, tasks, decisions, decision_metrics)
 
 
 def score_logits(
@@ -92,28 +78,30 @@ def predict_logits(
     mixed_precision: MixedPrecision,
     max_tokens: int,
     pad_id: int,
-    ranks: Ranks = ONE_RANK,
     on_batch: Callable[[], None] = lambda: None,
+    *,
+    shared: bool = False,
 ) -> dict[str, NDArray[np.float32]]:
     """fp32 logits of a whole split: [W, K] for sequence tasks, [T, K] for token tasks, in window order.
 
-    Each of the `ranks` runs some of the batches, which are the same for any number of them. If memory runs
-    out, a batch is halved. `on_batch` runs before each; what it raises ends the evaluation on all ranks.
+    If memory runs out, a batch is halved. `on_batch` runs before each. Where it is `shared`, each rank runs
+    some of the batches, which are the same for any number of ranks.
     """
     device = mixed_precision.device
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     rows = {"sequence": split.num_windows, "token": split.num_tokens}
     logits = {task.name: np.zeros((rows[task.level], task.num_outputs), np.float32) for task in tasks}
     model.eval()
-    pending = ranks.own(evaluation_batches(lengths_W, max_tokens))[::-1]
-    with ranks.together(), ranks.watched(), mixed_precision.evaluation():
+    batches = evaluation_batches(lengths_W, max_tokens)
+    pending = (batches[rank() :: world_size()] if shared else batches)[::-1]
+    agreed = memory_agreed("Shorten `max_length`.") if shared else nullcontext()
+    with agreed, mixed_precision.evaluation():
         while pending:
             on_batch()
-            ranks.count_progress()
             windows = pending.pop()
             batch = collate(split, windows, (), pad_id).to(device.torch_device)
             try:
-                outputs = model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+                outputs = model(*batch.inputs)
                 outputs = {name: output.float().cpu().numpy() for name, output in outputs.items()}
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -130,5 +118,6 @@ def predict_logits(
                     logits[task.name][windows] = outputs[task.name]
                 else:
                     logits[task.name][tokens] = outputs[task.name][real_BL]
-    ranks.merge(logits)
+    if shared:
+        merge(logits)
     return logits

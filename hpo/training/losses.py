@@ -15,9 +15,8 @@ CUDA graph. Missing items are masked before the arithmetic and not only after it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -216,49 +215,27 @@ class MultitaskLoss:
     loss_weight: Mapping[str, float]
     class_weight: Mapping[str, Tensor | None]
     log_variance: Mapping[str, nn.Parameter] | None = None
-    task_losses_T: Tensor = field(init=False)
-    """Each task's unweighted part of the last call's loss, on the device."""
-    _first_nonfinite_T: Tensor | None = field(init=False, default=None)
 
     def count(self, batch: Batch) -> dict[str, int]:
         """Labelled items of a batch by task; on the CPU, before it moves to the device."""
         return {task.name: count_items(task, batch.targets[task.name]) for task in self.tasks}
 
     def __call__(
-        self,
-        forward: Callable[..., Any],
-        batch: Batch,
-        items: Mapping[str, int],
-        global_items: Mapping[str, int],
+        self, logits: Mapping[str, Tensor], batch: Batch, num_items: Mapping[str, int], share: float = 1.0
     ) -> Tensor:
-        """The part that a micro-batch with `items` has in the loss of its global batch of `global_items`."""
-        logits = forward(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
+        """The loss of a batch, or the part that a micro-batch has in the loss of its global batch.
+
+        `num_items` are the labelled items of the global batch (`count`), and `share` is the part of its rows
+        that this batch has.
+        """
         total = torch.zeros((), device=batch.input_ids_BL.device)
-        losses = []
         for task in self.tasks:
             name, weight = task.name, self.class_weight.get(task.name)
             target, mask_BL = batch.targets[name], batch.attention_mask_BL
             loss = loss_sum(task, logits[name], target, self.options, weight, mask_BL)
-            loss = loss / max(global_items[name], 1)
-            losses.append(loss.detach())
-            if self.log_variance is not None and global_items[name]:
+            loss = loss / max(num_items[name], 1)
+            if self.log_variance is not None and num_items[name]:
                 log_variance = self.log_variance[name].float()
-                share = items[name] / global_items[name]
                 loss = torch.exp(-log_variance) * loss + share * log_variance
             total = total + self.loss_weight.get(name, 1.0) * loss
-        self.task_losses_T = torch.stack(losses)
         return total
-
-    def note_nonfinite(self, task_losses_T: Tensor, step: int) -> None:
-        """Note, on the device, the tasks whose loss was not finite for the first time in this step."""
-        now_T = torch.where(torch.isfinite(task_losses_T), float("inf"), float(step))
-        first_T = self._first_nonfinite_T
-        self._first_nonfinite_T = now_T if first_T is None else torch.minimum(first_T, now_T)
-
-    def nonfinite_tasks(self) -> list[str]:
-        """Tasks whose loss was the first not to be finite; all others follow. Waits for the device."""
-        if self._first_nonfinite_T is None:
-            return []
-        steps = self._first_nonfinite_T.tolist()
-        named = zip(self.tasks, steps, strict=True)
-        return [task.name for task, step in named if step == min(steps) < float("inf")]

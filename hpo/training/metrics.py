@@ -81,6 +81,20 @@ class RowStatistics:
         found = _metrics(self.task, np.array([float(self.num_rows)]), counts, sums)
         return {name: float(value_B[0]) for name, value_B in found.items() if np.isfinite(value_B[0])}
 
+    def scores_without_each(self) -> dict[str, FloatArray]:
+        """The metrics [N] of all rows but one, each left out in turn: what the jackknife needs.
+
+        `f1_macro` is the mean over the classes of the whole, as in `weighted_scores`.
+        """
+        sums = {name: values_N.sum() - values_N for name, values_N in self.values_N.items()}
+        counts = {
+            name: counts_NC.sum(axis=0) - counts_NC.toarray() for name, counts_NC in self.counts_NC.items()
+        }
+        found = _metrics(self.task, np.full(self.num_rows, self.num_rows - 1.0), counts, sums)
+        if "f1_macro" in found:
+            found["f1_macro"] = _f1_macro_of_the_whole(self.class_counts(), *counts.values())
+        return found
+
     def weighted_scores(self, weights_BE: NDArray[Any]) -> dict[str, FloatArray]:
         """The metrics [B] where example e of the split counts `weights_BE[b, e]` times; NaN where there are
         none.
@@ -107,10 +121,11 @@ def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -
 def primary_mean(tasks: Sequence[Task], metrics: Mapping[str, Mapping[str, Any]]) -> Any:
     """The objective `score`: the mean of the tasks' primary metrics, of those that have one; else None.
 
-    Metrics are numbers, or arrays of one shape.
+    An r2 below 0 counts as 0: it has no lower bound as the others have, so that one regression that diverged
+    would decide the search. Metrics are numbers, or arrays of one shape.
     """
     of_tasks = [metrics[task.name].get(task.primary_metric) for task in tasks]
-    primary = [value for value in of_tasks if value is not None]
+    primary = [np.maximum(value, 0) for value in of_tasks if value is not None]
     return sum(primary) / len(primary) if primary else None
 
 

@@ -9,8 +9,14 @@ of seconds works like one of steps, and a resumed trial needs no scheduler state
 
 bf16 weights: a bf16 number has 8 bits of mantissa. Adam's second moment moves by 0.1 % of the difference a
 step, which bf16 rounds away, so the state is kept in fp32 and only the weights are rounded
-(`Float32Optimizer`), as `hpo.training.weight_rounding` has it. Gradients are accumulated and clipped in the
-dtype of their weights (on a CPU by a norm in fp32).
+(`Float32Optimizer`). Gradients are accumulated and clipped in the dtype of their weights (on a CPU by a norm
+in fp32).
+
+A bf16 weight w has neighbours w / 256 to w / 128 away, so rounding to nearest loses an update of less than
+w / 512, in every step anew, and weight decay too. Fine-tuning at a rate of 2e-5 moves a weight of 0.05 by
+less than that. `weight_rounding: compensated` keeps what the rounding left out, itself in bf16, and adds it
+before the next step (Kahan 1965, CACM 8, 40; Zamirai et al. 2020, arXiv 2010.06192). Together they have 16
+bits of mantissa or more, for 2 bytes a weight.
 """
 
 from __future__ import annotations
@@ -25,7 +31,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpo.models.multitask import MultitaskModel, parameter_depths
-from hpo.training.weight_rounding import WEIGHT_ROUNDINGS
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda remaining: remaining,
@@ -34,10 +39,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 """The rate's factor after warm-up, by the share of the budget after it that remains."""
 CHUNK_ELEMENTS = 2**24
-"""Weights that `Float32Optimizer` holds in fp32 at a time; 16.8 M are 128 MiB of weights and gradients."""
-
-LION_ELEMENTS = 2**22
-"""Weights that `Lion` updates at a time: what it allocates in a step is 16 MiB in fp32."""
+"""Weights that an optimiser of ours holds in fp32 at a time; 16.8 M are 64 MiB, and as much of gradients."""
 
 
 def parameter_groups(
@@ -62,26 +64,15 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        part = part_name(name, depths, highest)
-        rate = head_rate if part == "heads" else learning_rate
-        if part not in ("heads", "encoder"):
-            rate *= layerwise_lr_decay ** (highest - depths[name])
+        part, rate = "encoder", learning_rate
+        if not name.startswith("encoder."):
+            part, rate = "heads", head_rate
+        elif depths and depths[name] <= highest:
+            part, rate = f"layer {depths[name]}", rate * layerwise_lr_decay ** (highest - depths[name])
         part, decay = (part, weight_decay) if parameter.ndim >= 2 else (f"{part}, no decay", 0.0)
         new = {"name": part, "params": [], "lr": rate, "initial_lr": rate, "weight_decay": decay}
         groups.setdefault(part, new)["params"].append(parameter)
     return list(groups.values())
-
-
-def part_name(name: str, depths: Mapping[str, int], highest: int) -> str:
-    """The part of the model that a parameter is in: `embeddings`, `layer 1`, ..., `encoder` or `heads`.
-
-    `depths` are `parameter_depths`, `highest` is the highest layer's; without depths the encoder is one part.
-    """
-    if not name.startswith("encoder."):
-        return "heads"
-    if not depths or depths[name] > highest:
-        return "encoder"
-    return f"layer {depths[name]}" if depths[name] else "embeddings"
 
 
 def build_optimizer(
@@ -90,11 +81,10 @@ def build_optimizer(
     *,
     betas: tuple[float, float] = (0.9, 0.999),
     weight_rounding: str = "nearest",
-    seed: int = 0,
 ) -> Optimizer:
     """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
 
-    `weight_rounding` is how weights that are not fp32 are rounded; `seed` is of its random bits.
+    `weight_rounding` is how weights that are not fp32 are rounded: `nearest` or `compensated`.
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
     adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
@@ -119,13 +109,33 @@ def build_optimizer(
         options["momentum"] = betas[0]
     own = [dict(group) for group in groups]  # to which the optimiser adds its options
     if all(parameter.dtype == torch.float32 for parameter in parameters):
-        return OPTIMIZERS[name](own, **options)
-    return Float32Optimizer(own, partial(OPTIMIZERS[name], **options), weight_rounding, seed)
+        optimizer = OPTIMIZERS[name](own, **options)
+        _start_momentum(optimizer, {parameter: parameter for parameter in parameters})
+        return optimizer
+    return Float32Optimizer(own, partial(OPTIMIZERS[name], **options), weight_rounding)
 
 
 def rounding_of(optimizer: Optimizer) -> str | None:
     """How the optimiser rounds weights; None where all of them are fp32."""
-    return optimizer.rounding.name if isinstance(optimizer, Float32Optimizer) else None
+    return optimizer.weight_rounding if isinstance(optimizer, Float32Optimizer) else None
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether it is one of PyTorch's fused optimisers."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Step, where `found_inf` is 0 and not 1.
+
+    The fused optimisers and Lion read that on the device; for Adafactor this waits, as GradScaler does.
+    """
+    stepping: Any = optimizer.inner if isinstance(optimizer, Float32Optimizer) else optimizer
+    if is_fused(stepping) or isinstance(stepping, Lion):
+        stepping.found_inf = found_inf
+    elif found_inf:
+        return
+    optimizer.step()
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> None:
@@ -166,6 +176,9 @@ class Lion(Optimizer):
     (the paper, section 5).
     """
 
+    found_inf: Tensor | None = None
+    """1: the next step changes nothing; as PyTorch's fused optimisers have it."""
+
     def __init__(
         self, params: list[dict[str, Any]], lr: float, betas: tuple[float, float], weight_decay: float = 0.0
     ) -> None:
@@ -174,29 +187,21 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
+        first: Tensor = self.param_groups[0]["params"][0]
+        is_skipped = first.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
         for group in self.param_groups:
-            weights = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for weight in weights:
+            beta1, beta2 = group["betas"]
+            rate = torch.where(is_skipped, 0.0, group["lr"])
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
                 if weight not in self.state:
                     self.state[weight]["momentum"] = torch.zeros_like(weight)
-            beta1, beta2 = group["betas"]
-            rows = (row for weight in weights for row in self._rows(weight))
-            for chunk in _chunks(rows, LION_ELEMENTS):
-                pieces, gradients, momenta = map(list, zip(*chunk, strict=True))
-                updates = torch._foreach_lerp(momenta, gradients, 1 - beta1)
-                torch._foreach_sign_(updates)
-                torch._foreach_mul_(pieces, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(pieces, updates, alpha=-group["lr"])
-                torch._foreach_lerp_(momenta, gradients, 1 - beta2)
-                del updates
-
-    def _rows(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Views of a weight, its gradient and its momentum; of a large one, of some rows at a time."""
-        tensors = (weight, cast(Tensor, weight.grad), self.state[weight]["momentum"])
-        if weight.numel() <= LION_ELEMENTS:
-            return iter([tensors])
-        num_rows = max(1, LION_ELEMENTS * len(weight) // weight.numel())
-        return zip(*(tensor.split(num_rows) for tensor in tensors), strict=True)
+                momentum = self.state[weight]["momentum"]
+                gradient = torch.where(is_skipped, momentum, weight.grad)  # which may be NaN
+                update = momentum.lerp(gradient, 1 - beta1).sign_()
+                weight.sub_(weight * rate * group["weight_decay"]).sub_(update.mul_(rate))
+                momentum.lerp_(gradient, 1 - beta2)
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -212,13 +217,13 @@ class Float32Optimizer(Optimizer):
     """An optimiser that steps in fp32 over weights in a shorter dtype.
 
     `build` makes the inner optimiser from groups whose parameters are fp32 stand-ins. A step copies
-    weights and gradients into the stand-ins, lets the inner optimiser step, and rounds the weights back
-    as `rounding` does. Between steps the stand-ins hold no memory; in a step at most `CHUNK_ELEMENTS` of
-    them (or one tensor, if that is larger) do, so that the saving of short weights is not lost in the step.
-    Parameters that are fp32 already are stepped in place.
+    weights and gradients into the stand-ins, lets the inner optimiser step, and rounds the weights back.
+    Between steps the stand-ins hold no memory; in a step at most `CHUNK_ELEMENTS` of them (or one tensor, if
+    that is larger) do, so that the saving of short weights is not lost in the step. Parameters that are fp32
+    already are stepped in place.
 
     To the outside this is an optimiser over the real weights: `zero_grad`, `GradScaler.unscale_` and
-    learning rates see these. The state is the inner optimiser's and that of `rounding`.
+    learning rates see these. The state is the inner optimiser's, and what rounding left out.
     """
 
     def __init__(
@@ -226,7 +231,6 @@ class Float32Optimizer(Optimizer):
         groups: list[dict[str, Any]],
         build: Callable[[list[dict[str, Any]]], Optimizer],
         weight_rounding: str = "nearest",
-        seed: int = 0,
     ) -> None:
         super().__init__(groups, {})
         stand_ins = {
@@ -237,50 +241,77 @@ class Float32Optimizer(Optimizer):
         self.inner = build(
             [{**group, "params": [stand_ins[w] for w in group["params"]]} for group in self.param_groups]
         )
+        _start_momentum(self.inner, {stand_in: weight for weight, stand_in in stand_ins.items()})
         self._copy_options(self.inner.param_groups, self.param_groups)
         self.chunks = list(_chunks(stand_ins.items(), CHUNK_ELEMENTS))
-        short = {index: one for index, one in enumerate(stand_ins) if one.dtype != torch.float32}
-        self.rounding = WEIGHT_ROUNDINGS[weight_rounding](short, seed)
-        self._index = {weight: index for index, weight in short.items()}
+        self.weight_rounding = weight_rounding
+        self._residuals: dict[Tensor, Tensor] = {}
+        if weight_rounding == "compensated":
+            short = (weight for weight in stand_ins if weight.dtype != torch.float32)
+            self._residuals = {weight: torch.zeros_like(weight, requires_grad=False) for weight in short}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         self._copy_options(self.param_groups, self.inner.param_groups)
-        self.rounding.start_step()
         for chunk in self.chunks:
             with_gradient = [pair for pair in chunk if pair[0].grad is not None]
             for weight, stand_in in with_gradient:
-                index = self._index.get(weight)
-                stand_in.data = weight.detach() if index is None else self.rounding.widen(index)
+                stand_in.data = self._widened(weight)
                 stand_in.grad = cast(Tensor, weight.grad).to(torch.float32)
             # The inner optimiser passes over every parameter without a gradient: all of the other chunks.
             self.inner.step()
             for weight, stand_in in with_gradient:
                 stand_in.grad = None
-                if weight in self._index:
-                    self.rounding.narrow(self._index[weight], stand_in.detach())
+                if weight.dtype != torch.float32:
+                    self._round(weight, stand_in.detach())
                 stand_in.data = stand_in.new_empty(0)
+
+    def _widened(self, weight: Tensor) -> Tensor:
+        """The weight in fp32 with what rounding left out: a copy, but of a weight that is fp32 itself."""
+        values, residual = weight.detach().to(torch.float32), self.residual(weight)
+        # Converted first: PyTorch's kernels for two dtypes are slower.
+        return values if residual is None else values.add_(residual.to(torch.float32))
+
+    def _round(self, weight: Tensor, values: Tensor) -> None:
+        """Store fp32 `values`, which are overwritten, as the weight."""
+        weight.copy_(values)
+        if (residual := self.residual(weight)) is not None:
+            # The difference is exact in fp32: the two are equal but for the last bits (Sterbenz 1974).
+            residual.copy_(values.sub_(weight.detach().to(torch.float32)))
 
     def residual(self, weight: Tensor) -> Tensor | None:
         """What is stored of a weight beside it, of its shape; to be added to it."""
-        return self.rounding.residual(self._index[weight]) if weight in self._index else None
+        return self._residuals.get(weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimiser's state, with `rounding`'s; learning rates are those of this optimiser."""
+        """The inner optimiser's state and the residuals; learning rates are those of this optimiser."""
         self._copy_options(self.param_groups, self.inner.param_groups)
-        return {**self.inner.state_dict(), "rounding": self.rounding.state_dict()}
+        return {**self.inner.state_dict(), "residuals": list(self._residuals.values())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "rounding"})
-        self.rounding.load_state_dict(state_dict.get("rounding", {}))
+        state = dict(state_dict)
+        for residual, stored in zip(self._residuals.values(), state.pop("residuals"), strict=True):
+            residual.copy_(stored)
+        self.inner.load_state_dict(state)
         self._copy_options(self.inner.param_groups, self.param_groups)
 
     @staticmethod
     def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
         for from_group, to_group in zip(source, target, strict=True):
             to_group.update({key: value for key, value in from_group.items() if key != "params"})
+
+
+def _start_momentum(optimizer: Optimizer, weights: Mapping[Tensor, Tensor]) -> None:
+    """Give SGD the momenta that its first step would make: a fused step that is skipped leaves them unset.
+
+    `weights` are those, by the optimiser's parameters, that have the momenta's shapes. As of torch 2.13.
+    """
+    if optimizer.defaults.get("momentum"):
+        for parameter, weight in weights.items():
+            momentum = torch.zeros_like(weight, dtype=torch.float32)
+            optimizer.state[parameter]["momentum_buffer"] = momentum
 
 
 def _chunks(rows: Iterable[tuple[Tensor, ...]], num_elements: int) -> Iterator[list[tuple[Tensor, ...]]]:

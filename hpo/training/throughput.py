@@ -5,19 +5,19 @@ on a GPU, which cost no synchronisation. The first steps are left out (allocator
 so is what lies before a `start` call: evaluation, the copy for a checkpoint, compilation. Tokens are real
 tokens, without padding.
 
-The meter's size does not grow with the steps: it holds sums, and a histogram of the steps' seconds whose
-bounds are 2 % apart. A percentile is the middle of its bin, hence within 1 % of the step's seconds.
+The meter's size does not grow with the steps: it holds sums, and the seconds of the last `RECENT_STEPS`, of
+which the percentiles are.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -29,12 +29,8 @@ from hpo.models.multitask import MultitaskModel
 WARMUP_STEPS = 3
 """Steps not counted as throughput, unless a trial has no more than these."""
 
-MAX_PENDING = 1000
-"""Steps of a GPU whose events are kept before it is waited for."""
-
-_LOG_BIN = math.log(1.02)
-_SHORTEST, _LONGEST = 1e-6, 1e6
-"""Seconds that are told apart in the histogram: 1396 bins."""
+RECENT_STEPS = 1000
+"""Steps whose seconds are kept; of a GPU also those whose events are kept before it is waited for."""
 
 
 class StepTotals(NamedTuple):
@@ -60,7 +56,7 @@ class ThroughputMeter:
         self._previous: Any = None
         self._pending: list[tuple[Any, Any, StepTotals]] = []
         self._warmup, self._after = StepTotals(), StepTotals()
-        self._histogram: Counter[int] = Counter()
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         """Of the steps after the warm-up, or of the warm-up while there are no others."""
 
     def _mark(self) -> Any:
@@ -80,7 +76,7 @@ class ThroughputMeter:
         counts = StepTotals(1, 0.0, num_examples, num_windows, num_tokens, num_slots)
         self._pending.append((self._previous, mark, counts))
         self._previous = mark
-        if len(self._pending) > MAX_PENDING:
+        if len(self._pending) > RECENT_STEPS:
             self._settle()
 
     def _settle(self) -> None:
@@ -94,10 +90,9 @@ class ThroughputMeter:
                 self._warmup = self._warmup.plus(step)
             else:
                 if not self._after.steps:
-                    self._histogram.clear()
+                    self._seconds.clear()
                 self._after = self._after.plus(step)
-            clipped = min(max(seconds, _SHORTEST), _LONGEST)
-            self._histogram[int(math.log(clipped / _SHORTEST) / _LOG_BIN)] += 1
+            self._seconds.append(seconds)
         self._pending.clear()
 
     def totals(self) -> StepTotals:
@@ -109,33 +104,30 @@ class ThroughputMeter:
         """Rates and step times in seconds so far; synchronises once."""
         total = self.totals()
         rated = self._after if self._after.steps else self._warmup
-        rates: dict[str, Callable[[], float]] = {
-            "train_examples_per_second": lambda: rated.examples / rated.seconds,
-            "train_tokens_per_second": lambda: rated.tokens / rated.seconds,
-            "step_seconds_p50": lambda: self._percentile(50),
-            "step_seconds_p95": lambda: self._percentile(95),
-            "padding_share": lambda: 1 - total.tokens / total.slots,
+        p50, p95 = None, None
+        if self._seconds:
+            p50, p95 = np.percentile(self._seconds, (50, 95), method="inverted_cdf").tolist()
+        return {
+            "train_examples_per_second": _ratio(rated.examples, rated.seconds),
+            "train_tokens_per_second": _ratio(rated.tokens, rated.seconds),
+            "step_seconds_p50": p50,
+            "step_seconds_p95": p95,
+            "padding_share": _ratio(total.slots - total.tokens, total.slots),
         }
-        return {name: rate() if rated.seconds > 0 else None for name, rate in rates.items()}
-
-    def _percentile(self, percent: int) -> float:
-        """Seconds that so many percent of the steps do not exceed, within 1 %."""
-        rank = math.ceil(self._histogram.total() * percent / 100)
-        for index in sorted(self._histogram):
-            rank -= self._histogram[index]
-            if rank <= 0:
-                break
-        return _SHORTEST * math.exp((index + 0.5) * _LOG_BIN)
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: plain numbers, as many after any number of steps."""
+        """For checkpoints: plain numbers."""
         self._settle()
         totals = {"warmup": self._warmup._asdict(), "after": self._after._asdict()}
-        return {**totals, "histogram": dict(self._histogram)}
+        return {**totals, "seconds": list(self._seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._warmup, self._after = StepTotals(**state["warmup"]), StepTotals(**state["after"])
-        self._histogram = Counter(state["histogram"])
+        self._seconds = deque(state["seconds"], maxlen=RECENT_STEPS)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 # Dense peak of one device in FLOP/s by (name part, dtype of the products), from the vendors' data sheets:

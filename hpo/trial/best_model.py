@@ -29,12 +29,13 @@ from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, Precision, resolve
 from hpo.training.checkpoint import best_checkpoint
 from hpo.training.decoding import DecodingThresholds
-from hpo.training.evaluate import check_finite, predict_logits
+from hpo.training.evaluate import Evaluation, check_finite, predict_logits
+from hpo.training.metrics import RowStatistics
 from hpo.trial.executor import Executor
 from hpo.trial.provenance import TrialSource, provenance
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 
-_BestModel = tuple[MultitaskModel, TrialConfig, Precision, dict[str, DecodingThresholds]]
+_BestModel = tuple[MultitaskModel, TrialConfig, Precision, Evaluation]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class SplitLogits:
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """{task: {metric: value}}. Raises Nonfinite."""
-        return {name: of.scores() for name, of in self.predicted.statistics.items()}
+        return self.predicted.metrics()
 
     def detailed(self) -> DetailedEvaluation:
         """Metrics with intervals, classes, calibration and the worst errors. Raises Nonfinite."""
@@ -87,9 +88,9 @@ def split_logits(
 def _predict(
     executor: Executor, best: _BestModel, split: str, on_batch: Callable[[], None] = lambda: None
 ) -> SplitLogits:
-    model, config, precision, decisions = best
+    model, config, precision, evaluation = best
     resolve(precision.name, executor.device, config.amp.model_copy(update={"on_unsupported": "prune"}))
-    tokens = executor.tokens(split, config)
+    tokens = executor.loader.tokens(split, config)
     with backend_flags(precision, config.amp):
         logits = predict_logits(
             model,
@@ -97,10 +98,10 @@ def _predict(
             executor.tasks,
             MixedPrecision(precision, config.amp, executor.device),
             executor.study.evaluation.batch_tokens,
-            executor.pad_id(config),
+            executor.loader.pad_id(config),
             on_batch=on_batch,
         )
-    return SplitLogits(split, tokens, executor.tasks, logits, decisions)
+    return SplitLogits(split, tokens, executor.tasks, logits, evaluation.decisions)
 
 
 def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
@@ -108,18 +109,25 @@ def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, 
     return split_logits(executor, folder, split).metrics()
 
 
-def with_test_metrics(executor: Executor, folder: Path, result: TrialResult) -> TrialResult:
-    """The result of a trial that has just ended, with the metrics of its best weights on the test split.
+def with_scores(
+    executor: Executor, folder: Path, result: TrialResult, split: str
+) -> tuple[TrialResult, Mapping[str, RowStatistics]]:
+    """The result of a trial that has just ended, and what each row of a split says of its best weights.
 
-    A trial whose best weights were not kept ends as `failed`, to be tried again.
+    Of test, the metrics are in the result too. A trial whose best weights were not kept ends as `failed`, to
+    be tried again; of one that is not complete there is nothing.
     """
     if result.outcome != Outcome.COMPLETE:
-        return result
+        return result, {}
     try:
-        metrics = score_checkpoint(executor, folder, "test")
+        predicted = split_logits(executor, folder, split).predicted
     except RunError as error:
-        return replace(result, outcome=Outcome.FAILED, reason=f"no score on test: {error}", values=None)
-    return replace(result, telemetry={**result.telemetry, "test_metrics": metrics})
+        return replace(
+            result, outcome=Outcome.FAILED, reason=f"no score on {split}: {error}", values=None
+        ), {}
+    if split == "test":
+        result = replace(result, telemetry={**result.telemetry, "test_metrics": predicted.metrics()})
+    return result, predicted.statistics
 
 
 def export_checkpoint(
@@ -134,25 +142,27 @@ def export_checkpoint(
     Raises RunError when the checkpoint is gone or damaged, ModelError when `out_dir` is not free.
     """
     best = _best_model(executor, folder)
-    model, config, precision, decisions = best
+    model, config, precision, evaluation = best
+    # Weights that could not be written leave those of an older evaluation.
+    trial = replace(trial, telemetry={**trial.telemetry, "metrics": evaluation.metrics})
     if score_test and "test" in executor.dataset.splits and "test" not in trial.detailed:
         with suppress(Unsupported):
             detailed = _predict(executor, best, "test").detailed().as_json()
             trial = replace(trial, detailed={**trial.detailed, "test": detailed})
     data = executor.study.data
     settings = ExportSettings(
-        windowing=executor.windowing(config),
+        windowing=executor.loader.windowing(config),
         attention=config.attention,
         precision=precision.name,
         float32_parts=tuple(config.float32_parts),
         tf32=bool(config.amp.tf32),
         batch_tokens=executor.study.evaluation.batch_tokens,
-        columns=data.columns.model_dump(include={"id", "text", "segments"}),
+        columns=data.columns.model_dump(include={"id", "text"}),
         csv=data.csv.model_dump(),
-        decisions=decisions,
+        decisions=evaluation.decisions,
         provenance=provenance(executor, config, trial),
     )
-    return export_model(model, executor.tokenizer(config), out_dir, settings)
+    return export_model(model, executor.loader.tokenizer(config), out_dir, settings)
 
 
 def _best_model(executor: Executor, folder: Path) -> _BestModel:
@@ -166,16 +176,15 @@ def _best_model(executor: Executor, folder: Path) -> _BestModel:
     _check_encoder(executor.study, config)
     precision = PRECISIONS[best.state["precision"]]
     runnable = attention_on(executor.device.type, config.attention)
-    model = executor.build_model(config.model_copy(update={"attention": runnable}))
-    set_float32_parts(model, None, config.float32_parts)
+    model = executor.loader.build_model(config.model_copy(update={"attention": runnable}))
+    set_float32_parts(model, config.float32_parts)
     prepare_model(model, precision)
     model.load_state_dict(best.weights)
-    decisions = ScoredEvaluation.from_state_dict(best.state["best"]).evaluation.decisions
-    return model, config, precision, decisions
+    return model, config, precision, ScoredEvaluation.from_state_dict(best.state["best"]).evaluation
 
 
 def _check_encoder(study: StudyConfig, config: TrialConfig) -> None:
-    """Refuse a checkpoint from elsewhere that names an encoder of its own, whose code would run."""
+    """Refuse a checkpoint from elsewhere that names another encoder, whose code would run."""
     choices = getattr(study.search_space.get("encoder"), "choices", None)
     possible = [{"encoder": choice} for choice in choices] if choices else [{}]
     if config.encoder not in [build_trial_config(study, params, "fp32").encoder for params in possible]:

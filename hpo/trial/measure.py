@@ -15,33 +15,28 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpo.data.batches import Batch
-from hpo.device import DeviceInfo, synchronize
+from hpo.device import synchronize
 from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory, reset_peak_memory
-from hpo.models.attention import use_training_attention
+from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
-from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import Observation, observe_model
 from hpo.precision.parts import float32_modules
 from hpo.precision.table import PRECISIONS
 from hpo.training.compilation import compiled_modules
 from hpo.training.losses import MultitaskLoss
-from hpo.trial.adverse import with_extreme_class_weights
-from hpo.trial.nonfinite import entered_module, is_finite, watch_for_nonfinite
+from hpo.trial.nonfinite import FirstNonfinite, is_finite, module_that_raised
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 4
+MEASUREMENT_VERSION = 7
 """To be raised when the measuring changes: what is cached of another version is measured again."""
 
 _MEANINGFUL_BYTES = 2**20
-_TIMED_SECONDS = 0.2
-"""A timing of each side lasts about as long, over several passes where they are shorter."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +48,15 @@ class Measurement:
     """What was raised, with the module it was raised in."""
     finite: bool = True
     nonfinite: str | None = None
-    """What was not finite first: `logits`, `loss` or `gradients`, and with what."""
+    """What was not finite first: `logits`, `loss` or `gradients`."""
     first_nonfinite_module: str | None = None
+    """The innermost that it ran in; None: after the logits, or not known."""
+    first_nonfinite: str | None = None
+    """The operator that made the first such number, in words."""
     reference_finite: bool = True
     """Whether fp32 was finite; if not, the precision is not to blame."""
     reference_fits: bool = True
     """Whether fp32 fitted into memory; if not, nothing is known against it."""
-    longest_alone: bool = False
-    """Whether the longest text was measured alone, since with others it does not fit into memory."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task: ||y - y32|| / ||y32||}."""
     loss_relative_error: float | None = None
@@ -77,8 +73,6 @@ class Measurement:
     seconds: float | None = None
     disagreement: str = ""
     """Why the observed dtypes are not the precision; empty when they are."""
-    unmeasured: str = ""
-    """Which modules' products could not be measured; empty when all were."""
     observed: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,13 +95,17 @@ class _Pass:
 class _Side:
     """A model under one precision, with the batch (on the device) and the loss that both sides have."""
 
-    model: nn.Module
+    model: Any
     mixed_precision: MixedPrecision
     batch: Batch
     loss_fn: MultitaskLoss
+    is_reference: bool = False
 
-    def flags(self) -> contextlib.AbstractContextManager[None]:
-        return backend_flags(self.mixed_precision.precision, self.mixed_precision.config)
+    @contextlib.contextmanager
+    def flags(self) -> Iterator[None]:
+        flash = sdpa_in_place_of_flash(self.model) if self.is_reference else contextlib.nullcontext()
+        with backend_flags(self.mixed_precision.precision, self.mixed_precision.config), flash:
+            yield
 
     def run(self) -> _Pass:
         """Forward and backward once."""
@@ -133,16 +131,6 @@ class _Side:
                 return result
             amp.update_amp_config(init_scale=max(amp.config.min_scale, scale * amp.config.backoff_factor))
 
-    def inputs(self, rows: slice) -> tuple[Any, ...]:
-        """What the model is called with for some rows of the batch."""
-        batch = self.batch.rows(rows)
-        return batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL
-
-    def outputs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Loss and gradients of a pass, and its logits."""
-        result = self.run()
-        return [result.loss, *result.gradients.values()], list(result.logits.values())
-
     def time(self) -> float:
         """Wall seconds of one pass."""
         seconds = self._step()[0]
@@ -152,54 +140,39 @@ class _Side:
     def _step(self) -> tuple[float, Tensor, dict[str, Tensor]]:
         """The seconds, loss and logits of a pass as in training; the gradients are left in the model."""
         device, items = self.mixed_precision.device, self.loss_fn.count(self.batch)
-        logits: dict[str, Tensor] = {}
-
-        def forward(*args: Any) -> dict[str, Tensor]:
-            logits.update(self.model(*args))
-            return logits
-
         self.model.zero_grad(set_to_none=True)
         synchronize(device)
         started = time.perf_counter()
         with self.flags():
             with self.mixed_precision.autocast():
-                loss = self.loss_fn(forward, self.batch, items, items)
+                logits = self.model(*self.batch.inputs)
+                loss = self.loss_fn(logits, self.batch, items)
             self.mixed_precision.scaler.scale(loss).backward()
         synchronize(device)
         return time.perf_counter() - started, loss, logits
 
-    def culprit(self, result: _Pass) -> str | None:
-        """Run again, watching every module: the first that turns finite values into others, in either pass.
-
-        Where no module does (the loss itself may), it is the one whose parameters' gradients broke first: the
-        backward pass runs from the heads to the embeddings, so the last in the order of the model.
-        """
-        with watch_for_nonfinite(self.model) as found, contextlib.suppress(RuntimeError):
-            self.run()  # hooks refuse some in-place operators
-        if found:
-            return found[0]
-        broken = [name for name, value in result.gradients.items() if not is_finite(value)]
-        return broken[-1].rpartition(".")[0] if broken else None
+    def origin(self) -> dict[str, Any]:
+        """Run again, watching every operator: where the first number that is not finite comes from."""
+        with FirstNonfinite() as watched:
+            self.run()
+        return watched.facts()
 
 
-def measure(
-    parts: TrialParts,
-    batch: Batch,
-    device: DeviceInfo,
-    repeats: int = 0,
-    on_estimate: Callable[[float], None] = lambda _: None,
-) -> Measurement:
+def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
     """Run the trial's model on `batch` in fp32 and under the trial's precision.
 
-    Each side is timed `repeats` times, in turn, after a pass that warms up; with 0 that pass is timed.
-    `on_estimate` is told the seconds that this will take. The model comes back as it was, without gradients.
+    Each side is timed `repeats` times, in turn, after a pass that warms up; with 0 that pass is timed. The
+    model comes back as it was, without gradients.
 
     Raises what an allocator raises where the precision itself does not fit into memory.
     """
     model, precision, config = parts.model, parts.resolution.precision, parts.config.amp
+    device = parts.device
     batch = batch.to(device.torch_device)
-    fp32 = _Side(model, MixedPrecision(PRECISIONS["fp32"], config, device), batch, parts.loss_fn)
-    side = replace(fp32, mixed_precision=MixedPrecision(precision, config, device))
+    is_fp32 = precision.name == "fp32"  # which flash attention is refused by, as in training
+    amp = MixedPrecision(PRECISIONS["fp32"], config, device)
+    fp32 = _Side(model, amp, batch, parts.loss_fn, is_reference=not is_fp32)
+    side = replace(fp32, mixed_precision=MixedPrecision(precision, config, device), is_reference=False)
     with _training_without_dropout(model), use_training_attention():
         reference: _Pass | None = None
         try:
@@ -217,19 +190,12 @@ def measure(
         side, candidate, found = _attempt(side, parts.compile)
         if candidate is None or not found.finite:
             return found
-        if (extreme := with_extreme_class_weights(parts.loss_fn)) is not None:
-            weighted = replace(side, loss_fn=extreme)
-            result = weighted.run_with_backoff()
-            if broken := result.broken():
-                what, where = f"{broken} with class weights at their bounds", weighted.culprit(result)
-                return replace(found, finite=False, nonfinite=what, first_nonfinite_module=where)
         if reference is None:
             return replace(found, reference_fits=False, seconds=candidate.seconds)
-        on_estimate((repeats + 1) * (reference.seconds + candidate.seconds))
         return replace(
             found,
             logits_relative_error={
-                task: relative_error(candidate.logits[task], value)
+                task: relative_error(*(_at_tokens(each, batch) for each in (candidate.logits[task], value)))
                 for task, value in reference.logits.items()
             },
             loss_relative_error=relative_error(candidate.loss, reference.loss),
@@ -246,22 +212,21 @@ def _attempt(
     With `observes`, also what its products really are. Raises what an allocator raises.
     """
     amp, precision = side.mixed_precision, side.mixed_precision.precision
-    with side.flags(), entered_module(side.model) as entered:
+    with side.flags():
         try:
             if precision.float8 or precision.weights != "float32" or compile_model:
                 side = replace(side, model=prepare_model(copy.deepcopy(side.model), precision))
-            inputs, in_float32 = side.inputs(slice(0, 1)), float32_modules(side.model)
+            inputs, in_float32 = side.batch.rows(slice(0, 1)).inputs, float32_modules(side.model)
             seen = observe_model(side.model, amp, *inputs) if observes else Observation()
             if compile_model:  # what is judged is what a trial runs
                 compile_model(side.model)
             result = side.run_with_backoff()
-            if compile_model and not result.broken():
-                seen.compiled = observe_compiled(side.model, side.outputs, precision, in_float32)
         except Exception as error:
             # Whatever an operator or a compiler raises under this precision is the answer; memory is not.
             if is_out_of_memory(error):
                 raise
-            where = f" in {entered[0]}" if entered else ""
+            module = module_that_raised(side.model, error)
+            where = f" in {module}" if module else ""
             message = f"{type(error).__name__}{where}: {error}"
             return side, None, Measurement(precision.name, error=message, finite=False)
         broken = result.broken()
@@ -269,11 +234,10 @@ def _attempt(
             precision.name,
             finite=not broken,
             nonfinite=broken,
-            first_nonfinite_module=side.culprit(result) if broken else None,
+            **(side.origin() if broken else {}),
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
             disagreement=seen.disagreement(precision, in_float32),
-            unmeasured=seen.unmeasured(),
         )
     return side, result, found
 
@@ -299,11 +263,11 @@ def _training_without_dropout(model: nn.Module) -> Iterator[None]:
 def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
     """Time and memory against fp32: one pass of each for memory, then `repeats` of each for time.
 
-    They are timed in turn, so that other load on the machine slows both; of short passes the median of many
-    counts. The first pass has no freed memory to reuse, so its time counts only with `repeats` of 0.
+    They are timed in turn, so that other load on the machine slows both. The first pass has no freed memory
+    to reuse, so its time counts only with `repeats` of 0.
     """
     device = side.mixed_precision.device
-    times, first, peak_bytes = [], [], []
+    first, peak_bytes = [], []
     try:
         for each in (fp32, side):
             release_free_memory(device)
@@ -311,17 +275,13 @@ def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
             held = peak_memory_bytes(device)
             first.append(each.time())
             peak_bytes.append(peak_memory_bytes(device) - held)
-        turns = math.ceil(min(_TIMED_SECONDS / max(first), 50))
-        for _ in range(repeats):
-            passes = [(fp32.time(), side.time()) for _ in range(turns)]
-            times.append([median(seconds) for seconds in zip(*passes, strict=True)])
+        passes = [[fp32.time(), side.time()] for _ in range(repeats)] or [first]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return {}  # fp32 fits alone, but not beside the copy of the model that the precision needs
-    times = times or [first]
-    ratios = [reference / own for reference, own in times]
-    reference, own = (min(seconds) for seconds in zip(*times, strict=True))
+    ratios = [reference / own for reference, own in passes]
+    reference, own = map(min, zip(*passes, strict=True))
     return {
         "speed_ratio": reference / own,
         "speed_ratio_low": min(ratios),
@@ -329,6 +289,11 @@ def _costs(side: _Side, fp32: _Side, repeats: int) -> dict[str, Any]:
         "memory_ratio": peak_bytes[1] / peak_bytes[0] if min(peak_bytes) > _MEANINGFUL_BYTES else None,
         "seconds": own,
     }
+
+
+def _at_tokens(logits: Tensor, batch: Batch) -> Tensor:
+    """Those of token tasks without padding, where attention gives what it likes."""
+    return logits[batch.attention_mask_BL.bool().cpu()] if logits.dim() == 3 else logits
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

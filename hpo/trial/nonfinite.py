@@ -1,16 +1,86 @@
-"""Which module of a model made a number that is not finite, or raised an error: seen by hooks."""
+"""Which operator made the first number that is not finite, and in which module.
+
+Every operator that runs in the block is seen with its real inputs and outputs, after autocast has cast them,
+in the forward and the backward pass. A -inf that masks, and a constant, are no fault: then the operator is
+named that makes more of them, such as the softmax over a row that is masked as a whole.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
-from functools import partial
+import traceback
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.module_tracker import ModuleTracker
+
+_MASKING = {"masked_fill", "where", "log", "_to_copy"}
+"""Operators that give -inf on purpose, the last of fp32's lowest number."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The operator that made the first number that is not finite."""
+
+    module: str | None
+    """The innermost module that it ran in; "" is the model itself, None what is after it: the loss."""
+    operator: str
+    phase: str
+    """`forward` or `backward`."""
+    dtype: str
+    """Of its output."""
+    largest_input: float
+    """The largest absolute value that it was given."""
+
+    def __str__(self) -> str:
+        place = "the loss, after the logits" if self.module is None else self.module or "the model itself"
+        operator = f"{self.operator} ({self.dtype}) in {place}"
+        return f"{operator}, {self.phase} pass, inputs up to {self.largest_input:.4g}"
+
+
+class FirstNonfinite(TorchDispatchMode):
+    """A block whose `origin` is the operator that made the first number that is not finite; None: all are."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.origin: Origin | None = None
+        self._tracker = ModuleTracker()
+
+    def __enter__(self) -> FirstNonfinite:
+        self._tracker.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._tracker.__exit__(*error)
+
+    def facts(self) -> dict[str, Any]:
+        """What a `Measurement` says of it."""
+        found = self.origin
+        return {"first_nonfinite": str(found), "first_nonfinite_module": found.module} if found else {}
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1].rstrip("_")
+        inputs = _floating((args, kwargs))
+        is_constant = "empty" in name or "full" in name
+        if self.origin or func.is_view or is_constant or not inputs:
+            return func(*args, **kwargs)
+        largest = max((float(tensor.abs().max()) for tensor in inputs if tensor.numel()), default=0.0)
+        masks = name in _MASKING or largest == torch.inf
+        result = func(*args, **kwargs)
+        broken = [tensor for tensor in _floating(result) if not is_finite(tensor)]
+        if broken and not (masks and all(map(_only_masks, broken))):
+            chain = [module for module in self._tracker.parents if module != "Global"]
+            module = max(chain, key=len).partition(".")[2] if chain else None
+            phase = "backward" if self._tracker.is_bw else "forward"
+            dtype = str(broken[0].dtype).removeprefix("torch.")
+            self.origin = Origin(module, str(func), phase, dtype, largest)
+        return result
 
 
 def is_finite(values: Tensor) -> bool:
@@ -18,45 +88,18 @@ def is_finite(values: Tensor) -> bool:
     return not values.numel() or bool(torch.stack(torch.aminmax(values.detach())).isfinite().all())
 
 
-@contextlib.contextmanager
-def entered_module(model: nn.Module) -> Iterator[list[str]]:
-    """A list that holds the name of the module whose forward began last."""
-    entered: list[str] = []
-
-    def note(name: str, *_: Any) -> None:
-        entered[:] = [name]
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name:
-                hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
-        yield entered
+def module_that_raised(model: nn.Module, error: BaseException) -> str | None:
+    """The name of the innermost module of the model that was called when `error` was raised."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((names[id(caller)] for caller in reversed(callers) if id(caller) in names), None)
 
 
-@contextlib.contextmanager
-def watch_for_nonfinite(model: nn.Module) -> Iterator[list[str]]:
-    """A list of the modules, in order, that turned finite values into others in the block."""
-    found: list[str] = []
-
-    def forward_hook(name: str, _module: nn.Module, before: Any, after: Any) -> None:
-        if _all_finite(before) and not _all_finite(after):
-            found.append(name)
-
-    def backward_hook(name: str, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        forward_hook(name, module, grad_output, grad_input)
-
-    with contextlib.ExitStack() as hooks, warnings.catch_warnings():
-        for name, module in model.named_modules():
-            if name:
-                hooks.enter_context(module.register_forward_hook(partial(forward_hook, name)))
-                hooks.enter_context(module.register_full_backward_hook(partial(backward_hook, name)))
-        # Warned of modules whose inputs need no gradient, such as embeddings, and of those that return no
-        # tensor: the modules inside them are watched.
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        warnings.filterwarnings("ignore", message="For backward hooks to be called")
-        yield found
+def _floating(values: Any) -> list[Tensor]:
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.layout == torch.strided]
 
 
-def _all_finite(values: Any) -> bool:
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return all(is_finite(tensor) for tensor in tensors if tensor.is_floating_point())
+def _only_masks(tensor: Tensor) -> bool:
+    """Whether all that is not finite is -inf."""
+    return not bool((tensor.isnan() | tensor.isposinf()).any())

@@ -1,6 +1,6 @@
 """What an objective can name, and its value at an evaluation and at the end of a trial.
 
-score                        the mean of the tasks' primary metrics
+score                        the mean of the tasks' primary metrics; an r2 below 0 counts as 0
 <task>/<metric>              one metric of one task
 train_examples_per_second    or another of `study_config.MEASURED_METRICS`: what the trial costs
 deployed_int8/score          or `deployed_int8/latency_ms`: of the best weights in int8, which
@@ -74,7 +74,7 @@ def objective_value(
         return math.nan if seen is None else seen
     if value is None or not math.isfinite(value):
         raise InputError(f"the objective {metric} has no value: the validation split has no labels for it.")
-    return value
+    return float(value)
 
 
 def values_while_training(metrics: Sequence[str], values: Sequence[float]) -> dict[str, float]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import hpo
 from hpo.config.trial_config import TrialConfig
 from hpo.errors import ModelError
@@ -18,20 +16,6 @@ from hpo.json_safe import json_safe
 from hpo.models.encoder import MINILM_HUB_ID, encoder_folder
 from hpo.trial.executor import Executor
 from hpo.versions import installed_versions
-
-_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
-_ELSEWHERE = ("encoder", "amp")
-"""Settings that have a place of their own in the record."""
-_EVALUATION = ("score", "num_examples", "level", "num_resamples")
-"""Of a detailed evaluation, beside what its tasks have."""
-_LICENSES = {
-    "apache-2.0": "Apache License",
-    "mit": "MIT License",
-    "gpl-3.0": "GNU GENERAL PUBLIC LICENSE",
-    "bsd-3-clause": "BSD 3-Clause",
-    "cc-by-4.0": "Attribution 4.0 International",
-}
-"""The hub's name of a licence, and how its text begins."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +34,7 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
     """The record as plain containers."""
     study = executor.study
     dataset, precision = executor.dataset, trial.telemetry.get("precision", {})
-    settings = config.model_dump(mode="json", exclude=set(_ELSEWHERE), exclude_none=True)
+    settings = config.model_dump(mode="json", exclude={"encoder", "amp"}, exclude_none=True)
     record = {
         "study": study.name,
         "trial": trial.number,
@@ -71,7 +55,7 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
         "versions": {
             "hpo": hpo.__version__,
             "python": platform.python_version(),
-            **installed_versions(*_PACKAGES),
+            **installed_versions("torch", "transformers", "tokenizers", "safetensors", "numpy"),
         },
     }
     plain: dict[str, Any] = json_safe(record)
@@ -79,21 +63,21 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
 
 
 def _scores(trial: TrialSource) -> dict[str, Any]:
-    """`scores` {split: {task: {metric: value}}} and, of splits that were evaluated in detail, `intervals`
-    {split: {task: {metric: [low, high]}}} and `evaluations` {split: the score of all tasks with its interval,
-    and what the intervals are of}."""
+    """The trial's `scores` {split: {task: {metric: value}}} and, of splits that were evaluated in detail,
+    `intervals` {split: {task: {metric: [low, high]}}} and `evaluations` {split: what they are of}."""
     of_trial = {"validation": trial.telemetry.get("metrics"), "test": trial.telemetry.get("test_metrics")}
     scores: dict[str, Any] = {split: of_tasks for split, of_tasks in of_trial.items() if of_tasks}
     intervals: dict[str, Any] = {}
+    evaluations: dict[str, Any] = {}
     for split, document in trial.detailed.items():
         metrics = {task: found["metrics"] for task, found in document["tasks"].items()}
         scores[split], intervals[split] = (
             {task: {metric: pick(of) for metric, of in found.items()} for task, found in metrics.items()}
             for pick in (lambda of: of["value"], lambda of: [of["low"], of["high"]])
         )
-    evaluations = {
-        split: {name: document[name] for name in _EVALUATION} for split, document in trial.detailed.items()
-    }
+        evaluations[split] = {
+            key: document[key] for key in ("score", "num_examples", "level", "num_resamples")
+        }
     return {"scores": scores, "intervals": intervals, "evaluations": evaluations}
 
 
@@ -112,20 +96,9 @@ def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dic
 
 
 def license_of(folder: Path) -> str | None:
-    """The hub's name of the licence that an encoder's model card names, or whose text lies beside it."""
+    """The hub's name of the licence, which an encoder's model card has in its front matter."""
     card = folder / "README.md"
-    if card.is_file():
-        text = card.read_text(encoding="utf-8", errors="replace")
-        if match := re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL):
-            try:
-                front = yaml.safe_load(match[1])
-            except yaml.YAMLError:  # of others' making: a card that cannot be read tells nothing
-                front = None
-            if isinstance(front, Mapping) and isinstance(front.get("license"), str):
-                return str(front["license"])
-    for file in sorted(folder.glob("LICENSE*")):
-        head = file.read_text(encoding="utf-8", errors="replace")[:400]
-        for name, begins in _LICENSES.items():
-            if begins.lower() in head.lower():
-                return name
-    return None
+    text = card.read_text("utf-8", "replace") if card.is_file() else ""
+    front = text.split("\n---\n")[0] if text.startswith("---\n") else ""
+    found = re.search(r"^license: *['\"]?([\w.-]+)", front, re.MULTILINE)
+    return found[1] if found else None

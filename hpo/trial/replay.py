@@ -1,78 +1,47 @@
-"""A trial's training run again: to the first step that is not finite, or on from there with other settings.
+"""A trial's training run again: to its first step that is not finite, or on from there with other settings.
 
-The batches and dropout masks of a step follow from the seed and the step's number, so the same steps are
-made again, by the same loop. It runs eagerly and without the fp32 fallback, keeps its states in memory, and
-reads the study's checkpoints without touching them.
+Batches and dropout masks of a step follow from the seed and the step's number, so the same loop makes the
+same steps again, eagerly and without the fp32 fallback. Its states are kept in memory.
 
-A step is bad where its loss is not finite, or its gradients are not and no smaller loss scale is left: as
-long as there is one, the scaler skips the step, which is as it should be.
+A step is bad where its loss is not finite, or its gradients are not and the loss scale is at its floor:
+above that the scaler skips the step, as it should.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from hpo.config.trial_config import TrialConfig
-from hpo.data.batches import Batch, collate, evaluation_batches, training_batches
+from hpo.data.batches import collate, training_batches
 from hpo.errors import Nonfinite
-from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
-from hpo.precision.table import PRECISIONS, Resolution
-from hpo.random_numbers import manual_seed
+from hpo.precision.table import PRECISIONS
 from hpo.training.checkpoint import intact_checkpoints
-from hpo.training.loop import TrainingClock, TrainingData, TrainState, train
-from hpo.training.losses import MultitaskLoss
-from hpo.training.step_seed import step_seed
+from hpo.training.evaluate import predict_logits
+from hpo.training.loop import Learner, TrainingHooks, accumulate_gradients, train
+from hpo.training.progress import TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
-from hpo.trial.executor import Executor
-from hpo.trial.nonfinite import is_finite
-from hpo.trial.tracing import Origin, trace_origins
+from hpo.trial.nonfinite import FirstNonfinite, is_finite
+from hpo.trial.trial_parts import TrialParts, training_args
 
+NUM_UPDATES = 3
+"""Steps that must update the weights, within `MAX_SKIPPED` more: 16 skipped ones halve the scale to 1."""
 MAX_SKIPPED = 24
-"""Steps beyond its end that a run makes for updates, while the scaler skips: 16 halve its default to 1."""
 SNAPSHOT_EVERY = 3
 """Steps; the older of two is of 3 to 5 steps before the step that is being made, or the beginning."""
 
-
-@dataclass(frozen=True)
-class Snapshot:
-    """All that a training goes on from."""
-
-    step: int
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Any]
-    mixed_precision: Mapping[str, Any]
-    progress: Mapping[str, Any]
-    precision: str
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """Where a training stopped being finite."""
-
-    step: int
-    """1 for the first."""
-    what: str
-    """`loss`, `gradients`, or `logits` in an evaluation after the step."""
-    scale: float | None
-    """The loss scale of the step; None where there is none."""
-
-
-_RATES = ("lr", "initial_lr")
-"""Of a group of weights: they are those of the configuration, not of what it goes on from."""
+State = Mapping[str, Any]
+"""What a training goes on from: `weights`, `optimizer`, `mixed_precision`, `progress` and `precision`."""
+BadStep = tuple[int, str]
+"""The step, 1 for the first, and what was not finite: `loss`, `gradients`, or `logits` after it."""
 
 
 class _Stopped(Exception):
-    """Leaves the training loop."""
-
-    def __init__(self, bad: BadStep | None) -> None:
-        self.bad = bad
+    """Leaves the training loop; with what was not finite."""
 
 
 class _WatchedPrecision(MixedPrecision):
@@ -80,189 +49,103 @@ class _WatchedPrecision(MixedPrecision):
 
     num_updates = 0
 
-    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> None:
-        scale = float(self.scale_value())
-        is_last_scale = not self.precision.loss_scaling or scale <= self.config.min_scale
-        what = "loss" if not is_finite(loss) else "gradients"
-        if what == "loss" or (is_last_scale and not is_finite(gradient_norm)):
-            raise _Stopped(BadStep(0, what, scale if self.precision.loss_scaling else None))
+    def record_step(self, loss: Tensor, gradient_norm: Tensor) -> Tensor:
+        is_floor = not self.precision.loss_scaling or float(self.scale_value()) <= self.config.min_scale
+        if not is_finite(loss):
+            raise _Stopped("loss")
+        if is_floor and not is_finite(gradient_norm):
+            raise _Stopped("gradients")
         self.num_updates += is_finite(gradient_norm)
-        super().record_step(loss, gradient_norm)
+        return super().record_step(loss, gradient_norm)
 
 
 class Replay:
-    """The training of a trial of `config`, from its first step or from `start`.
+    """The training of a trial of `parts`, from its first step or from `start`."""
 
-    With `own_scale` the loss scale begins as `config` says, and not as in `start`.
-    """
-
-    def __init__(
-        self,
-        executor: Executor,
-        config: TrialConfig,
-        resolution: Resolution,
-        start: Snapshot | None = None,
-        *,
-        own_scale: bool = False,
-    ) -> None:
-        amp = config.amp.model_copy(update={"fallback_to_fp32": False})
-        self.config = config.model_copy(update={"compile": "none", "amp": amp})
-        self.executor = executor
-        self.resolution = resolution
-        self.parts = executor.parts(self.config, resolution)
-        self.model: MultitaskModel = self.parts.model
-        used_ids = executor.used_ids(self.config)
-        self.optimizer = executor.prepare(self.model, resolution.precision, self.config, used_ids)
-        self.mixed_precision = _WatchedPrecision(resolution.precision, amp, executor.device)
+    def __init__(self, parts: TrialParts, start: State | None) -> None:
+        amp = parts.config.amp.model_copy(update={"fallback_to_fp32": False})
+        precision = parts.resolution.precision
+        self.parts = parts
+        self.optimizer = parts.prepare()
+        self.mixed_precision = _WatchedPrecision(precision, amp, parts.device)
         self.state = TrainState()
-        self.snapshots: list[Snapshot | None] = [start]
+        self.args = training_args(parts.study, parts.config)
+        self.snapshots = [start]
         """The last two states; None is the beginning."""
-        if start is not None:
-            self._load(start, own_scale)
-
-    def _load(self, start: Snapshot, own_scale: bool) -> None:
-        self.model.load_state_dict(start.weights)
+        if start is None:
+            return
+        parts.model.load_state_dict(start["weights"])
         # Weights of another precision have another optimiser, which begins anew.
-        if PRECISIONS[start.precision].weights == self.resolution.precision.weights:
-            own = [{name: group[name] for name in _RATES} for group in self.optimizer.param_groups]
-            self.optimizer.load_state_dict(copy.deepcopy(dict(start.optimizer)))
-            for group, rates in zip(self.optimizer.param_groups, own, strict=True):
-                group.update(rates)
-        if start.precision == self.resolution.effective and not own_scale:
-            self.mixed_precision.load_state_dict(start.mixed_precision)
-        self.state.load_state_dict(start.progress)
+        if PRECISIONS[start["precision"]].weights == precision.weights:
+            rates = [group["initial_lr"] for group in self.optimizer.param_groups]
+            self.optimizer.load_state_dict(copy.deepcopy(start["optimizer"]))
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["initial_lr"] = rate  # that of the configuration
+        if start["precision"] == parts.resolution.effective:
+            self.mixed_precision.load_state_dict(start["mixed_precision"])
+        self.state.load_state_dict(start["progress"])
 
-    def run(self, until: int, *, num_updates: int = 0, evaluates: bool = False) -> BadStep | None:
+    def run(self, until: int, *, evaluates: bool) -> BadStep | None:
         """Train to the first bad step, or until `until` steps are made, or the trial's budget is used up.
 
-        With `num_updates` so many of the steps must also update the weights, within `MAX_SKIPPED` steps more.
         At a bad step the model is as before that step. `evaluates` also makes the trial's evaluations.
         """
-        updated = self.mixed_precision.num_updates + num_updates
+        parts, amp, state = self.parts, self.mixed_precision, self.state
 
         def on_step() -> bool:
-            is_enough = self.mixed_precision.num_updates >= updated or self.state.step >= until + MAX_SKIPPED
-            if is_enough and self.state.step >= until:
-                raise _Stopped(None)
-            if self.state.step % SNAPSHOT_EVERY == 0:
+            if state.step >= until + (MAX_SKIPPED if amp.num_updates < NUM_UPDATES else 0):
+                raise _Stopped
+            if state.step % SNAPSHOT_EVERY == 0:
                 self.snapshots = [*self.snapshots[-1:], self._snapshot()]
             return True
 
-        parts, args = self.parts, self.executor.training_args(self.config)
-        clock = TrainingClock(self.state, ThroughputMeter(self.executor.device))
-        data = TrainingData(parts.train_split, parts.validation_split, parts.pad_id)
+        clock = TrainingClock(state, ThroughputMeter(amp.device))
         if not evaluates:  # none is due
-            self.state.num_evaluations = args.num_evaluations
+            state.num_evaluations = self.args.num_evaluations
+        trained = self._learner, self.optimizer, parts.training_data, self.args
         try:
-            with backend_flags(self.resolution.precision, self.config.amp):
-                for _ in train(
-                    self.model,
-                    self.optimizer,
-                    parts.loss_fn,
-                    self.mixed_precision,
-                    data,
-                    args,
-                    clock,
-                    on_step,
-                ):
+            with backend_flags(amp.precision, amp.config):
+                for _ in train(*trained, clock, TrainingHooks(on_step)):
                     pass
         except _Stopped as stopped:
-            bad = stopped.bad
-            return bad and BadStep(self.state.step + 1, bad.what, bad.scale)
+            return (state.step + 1, *stopped.args) if stopped.args else None
         except Nonfinite:
-            return BadStep(self.state.step, "logits", None)
+            return state.step, "logits"
         return None
 
-    def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            self.state.step,
-            copy.deepcopy(self.model.state_dict()),
-            copy.deepcopy(self.optimizer.state_dict()),
-            self.mixed_precision.state_dict(),
-            self.state.state_dict(),
-            self.resolution.effective,
-        )
+    @property
+    def _learner(self) -> Learner:
+        return Learner(self.parts.model, self.parts.loss_fn, self.mixed_precision)
 
-    def origin(self, bad: BadStep) -> Origin | None:
-        """The operator that `bad`, at which `run` has stopped, goes back to.
+    def _snapshot(self) -> State:
+        return {
+            "weights": copy.deepcopy(self.parts.model.state_dict()),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "mixed_precision": self.mixed_precision.state_dict(),
+            "progress": self.state.state_dict(),
+            "precision": self.parts.resolution.effective,
+        }
 
-        None where each gradient is finite, and only their norm is not.
-        """
-        amp, seed = self.mixed_precision, step_seed(self.config.seed, self.state.step)
-        with backend_flags(self.resolution.precision, self.config.amp):
-            if bad.what == "logits":
-                return self._origin_in_evaluation()
-            manual_seed(seed)
-            batch = self._step_batch()
-            self.model.train()
-            items = self.parts.loss_fn.count(batch)
-            for part in self.executor.ranks.micro_batches(batch, self.state.micro_batch_size):
-                if (origin := trace_batch(self.model, self.parts.loss_fn, part, items, amp)) is not None:
-                    return origin
-        return None
-
-    def _step_batch(self) -> Batch:
-        split, config = self.parts.train_split, self.config
-        batches = training_batches(split.lengths_W, config.batch_size, config.seed, self.state.epoch)
-        return collate(split, batches[self.state.batch], self.parts.loss_fn.tasks, self.parts.pad_id)
-
-    def _origin_in_evaluation(self) -> Origin | None:
-        split, device = self.parts.validation_split, self.executor.device.torch_device
-        self.model.eval()
-        for windows in evaluation_batches(split.lengths_W, self.executor.study.evaluation.batch_tokens):
-            batch = collate(split, windows, (), self.parts.pad_id).to(device)
-            with trace_origins(self.model) as tracer, self.mixed_precision.evaluation():
-                logits = self.model(batch.input_ids_BL, batch.attention_mask_BL, batch.type_ids_BL)
-            for values in logits.values():
-                if not is_finite(values):
-                    return tracer.origin(values)
-        return None
+    def origin(self, what: str) -> dict[str, Any]:
+        """As `FirstNonfinite.facts`, of the step at which `run` has stopped; it is run once more."""
+        parts, args, amp = self.parts, self.args, self.mixed_precision
+        tasks, split = parts.loss_fn.tasks, parts.train_split
+        with backend_flags(amp.precision, amp.config), FirstNonfinite() as watched:
+            if what == "logits":
+                tokens = args.evaluation_tokens, parts.pad_id
+                predict_logits(parts.model, parts.validation_split, tasks, amp, *tokens)
+            else:
+                batches = training_batches(split.lengths_W, args.batch_size, args.seed, self.state.epoch)
+                batch = collate(split, batches[self.state.batch], tasks, parts.pad_id)
+                accumulate_gradients(self._learner, batch, args.seed, self.state)
+        return watched.facts()
 
 
-def trace_batch(
-    model: MultitaskModel,
-    loss_fn: MultitaskLoss,
-    batch: Batch,
-    global_items: Mapping[str, int],
-    mixed_precision: MixedPrecision,
-) -> Origin | None:
-    """The operator that the loss of a (micro-)batch goes back to if it is not finite, or else its gradients.
-
-    Of the gradients those that the backward pass comes to first: from the heads to the embeddings.
-    """
-    items = loss_fn.count(batch)
-    model.zero_grad(set_to_none=True)
-    try:
-        with trace_origins(model) as tracer:
-            with mixed_precision.autocast():
-                loss = loss_fn(model, batch.to(mixed_precision.device.torch_device), items, global_items)
-            if not is_finite(loss):
-                return tracer.origin(loss)
-            mixed_precision.scaler.scale(loss).backward()
-        for parameter in reversed(list(model.parameters())):
-            if parameter.grad is not None and not is_finite(parameter.grad):
-                return tracer.origin(parameter.grad)
-        return None
-    finally:
-        model.zero_grad(set_to_none=True)
-
-
-def stored_snapshot(folder: Path, resume_key: str, precision: str, before: int) -> Snapshot | None:
+def stored_state(folder: Path, resume_key: str, precision: str, before: int) -> State | None:
     """The newest checkpoint of a trial whose weights are finite, of a step before `before`; None: none."""
     for found in intact_checkpoints(folder, "step"):
-        step = int(found.state["progress"]["step"])
-        if found.resume_key == resume_key and step < before and all(map(is_finite, _floats(found.weights))):
-            state = found.state
-            return Snapshot(
-                step,
-                found.weights,
-                state["optimizer"],
-                state["mixed_precision"],
-                state["progress"],
-                precision,
-            )
+        weights = [value for value in found.weights.values() if value.is_floating_point()]
+        is_before = found.resume_key == resume_key and found.state["progress"]["step"] < before
+        if is_before and all(map(is_finite, weights)):
+            return {**found.state, "weights": found.weights, "precision": precision}
     return None
-
-
-def _floats(weights: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    return (value for value in weights.values() if value.is_floating_point())

@@ -22,7 +22,7 @@ from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import TrainState
+from hpo.training.progress import TrainState
 from hpo.training.throughput import ThroughputMeter, peak_flops, training_flops
 
 
@@ -42,6 +42,21 @@ def device_facts(device: DeviceInfo, shared: bool, memory_fraction: float | None
         "shared": shared,
         "memory_limit_bytes": memory_limit(device, memory_fraction),
     }
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a trial is after a step. Reading it never waits for the device."""
+
+    step: int
+    budget_used: float
+    """From 0 to 1."""
+    train_loss: float | None
+    """Mean since the last evaluation; on a GPU as of the last step that waited for it."""
+    examples_per_second: float | None
+    """Of training, without warm-up; None before the first. On a GPU likewise."""
+    checkpoint_seconds: float = 0.0
+    """How long the last checkpoint took to write."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +171,6 @@ class TrialResult:
     values: tuple[float, ...] | None = None
     """One for each objective; None unless the outcome is `complete`. Always finite."""
     headline: Mapping[str, str | float | int | bool] = field(default_factory=dict)
-    """Scalars that become user attributes of their own."""
+    """Scalars that become user attributes."""
     telemetry: Mapping[str, Any] = field(default_factory=dict)
     traceback: str | None = None

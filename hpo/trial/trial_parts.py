@@ -1,24 +1,48 @@
-"""What a trial is made of before its first step."""
+"""A trial's parts: settings -> precision on this device -> tokens -> model and loss.
+
+The order is that of cost: an unsupported precision is refused in milliseconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from hpo.config.trial_config import TrialConfig
+from hpo.config.study_config import StudyConfig
+from hpo.config.trial_config import TrialConfig, build_trial_config
 from hpo.data.batches import Batch, collate
+from hpo.data.dataset import DataSet
 from hpo.data.tokenized_split import TokenizedSplit
+from hpo.device import DeviceInfo
+from hpo.errors import Incompatible
+from hpo.models.compact_embedding import compact_vocabulary
+from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.table import Resolution
-from hpo.training.losses import MultitaskLoss
+from hpo.precision.amp import prepare_model
+from hpo.precision.environment import environment_overrides, refuse_overrides
+from hpo.precision.table import Resolution, apply_preset, resolve, support
+from hpo.random_numbers import manual_seed
+from hpo.training.loop import TrainingArgs, TrainingData
+from hpo.training.losses import LossOptions, MultitaskLoss, check_loss, class_weights
+from hpo.training.optim import build_optimizer, parameter_groups
+from hpo.training.progress import Budget
+from hpo.trial.loader import TrialLoader
+from hpo.trial.objectives import decision_metrics
 
 
 @dataclass(frozen=True)
 class TrialParts:
     """A trial's settings, its model in fp32 weights on the device, its loss and its data."""
 
+    study: StudyConfig
+    device: DeviceInfo
+    dataset: DataSet
     config: TrialConfig
     resolution: Resolution
     model: MultitaskModel
@@ -26,8 +50,14 @@ class TrialParts:
     train_split: TokenizedSplit
     validation_split: TokenizedSplit
     pad_id: int
+    used_ids: NDArray[Any]
+    """See `TrialLoader.used_ids`."""
     compile: Callable[[MultitaskModel], object] | None
     """Compiles a model in place; None: the trial is not compiled."""
+
+    @property
+    def training_data(self) -> TrainingData:
+        return TrainingData(self.train_split, self.validation_split, self.pad_id)
 
     def batch(self, first: int, last: int = 0) -> Batch:
         """The `first` shortest and the `last` longest windows of the training split, on the CPU.
@@ -37,3 +67,129 @@ class TrialParts:
         order = np.argsort(self.train_split.lengths_W)
         windows = np.concatenate([order[:first], order[::-1][:last]])
         return collate(self.train_split, windows, self.loss_fn.tasks, self.pad_id)
+
+    def prepare(self) -> torch.optim.Optimizer:
+        """Give the model the weights that are trained, and return their optimizer."""
+        config = self.config
+        prepare_model(self.model, self.resolution.precision)
+        compact_vocabulary(self.model, config.optimizer, self.used_ids)
+        groups = parameter_groups(
+            self.model,
+            learning_rate=config.learning_rate,
+            head_learning_rate=config.head_learning_rate,
+            weight_decay=config.weight_decay,
+            layerwise_lr_decay=config.layerwise_lr_decay,
+        )
+        return build_optimizer(
+            config.optimizer,
+            groups,
+            betas=config.betas,
+            weight_rounding=config.weight_rounding,
+        )
+
+
+def build_trial(
+    study: StudyConfig,
+    device: DeviceInfo,
+    params: Mapping[str, Any],
+    loader: TrialLoader,
+    note: Callable[..., None] = lambda **_: None,
+) -> TrialParts:
+    """The parts of the trial of `study` with `params` on `device`.
+
+    `note` is told, for the trial's record, what is known of its precision and data as soon as it is.
+
+    Raises InputError for a setting that cannot be, the TrialEnd of a precision that cannot run here.
+    """
+    amp, default_precision = apply_preset(study.amp, device)
+    config = build_trial_config(study, params, default_precision, amp)
+    check_loss(loader.tasks, config.loss)
+    requested = config.fp_precision
+    note(precision={"requested": requested, "effective": None, "support": support(requested, device).level})
+    resolution = resolve(requested, device, config.amp)
+    note(precision=asdict(resolution), environment=environment_overrides())
+    refuse_overrides([resolution.effective], config.amp, device.type)
+    check_overrides(config, resolution)
+    parts = assemble(study, config, resolution, loader)
+    split = parts.train_split
+    note(
+        data={
+            "num_examples": len(split.examples),
+            "splits": {name: len(rows) for name, rows in loader.dataset.splits.items()},
+            "num_cut_examples": split.num_cut_examples,
+            "num_lost_spans": dict(split.num_lost_spans),
+        }
+    )
+    return parts
+
+
+def check_overrides(config: TrialConfig, resolution: Resolution) -> None:
+    """Raise Incompatible where parts that are to be fp32 would not be."""
+    precision = resolution.precision
+    if config.float32_parts and (precision.tf32 or precision.weights != "float32"):
+        raise Incompatible(
+            f"precision_overrides.{config.float32_parts[0]}: a part is in fp32 by leaving autocast, and "
+            f"`{precision.name}` has none. Search it `when: {{fp_precision: [bf16, fp16]}}`."
+        )
+
+
+def assemble(
+    study: StudyConfig, config: TrialConfig, resolution: Resolution, loader: TrialLoader
+) -> TrialParts:
+    """The parts of a trial whose settings and precision are known; the model has the weights of its seed."""
+    train_split, validation_split = (loader.tokens(name, config) for name in ("train", "validation"))
+    manual_seed(config.seed)
+    model = loader.build_model(config)
+    loss_fn = _loss_fn(config, model, train_split)
+    set_float32_parts(model, config.float32_parts)
+    compiling = (config.compile, config.compile_scope, config.compile_dynamic)
+    return TrialParts(
+        study,
+        loader.device,
+        loader.dataset,
+        config,
+        resolution,
+        model,
+        loss_fn,
+        train_split,
+        validation_split,
+        loader.pad_id(config),
+        loader.used_ids(config),
+        (lambda model: loader.apply_compile(model, *compiling)) if config.compile != "none" else None,
+    )
+
+
+def _loss_fn(config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) -> MultitaskLoss:
+    """The trial's loss; class weights are those of the training split."""
+    weights: dict[str, Tensor | None] = {}
+    if config.class_weighting == "balanced":
+        device = next(model.parameters()).device
+        chunks = np.array_split(np.arange(split.num_windows), max(1, split.num_windows // 256))
+        for task in model.tasks:
+            targets = (collate(split, chunk, (task,), 0).targets[task.name] for chunk in chunks)
+            weight = class_weights(task, targets)
+            weights[task.name] = None if weight is None else weight.to(device)
+    return MultitaskLoss(
+        model.tasks,
+        LossOptions(config.loss, config.label_smoothing, config.focal_gamma),
+        config.loss_weight,
+        weights,
+        model.log_variance if config.loss_weighting == "uncertainty" else None,
+    )
+
+
+def training_args(study: StudyConfig, config: TrialConfig) -> TrainingArgs:
+    """What the loop needs to know of the trial's settings."""
+    evaluation = study.evaluation
+    return TrainingArgs(
+        budget=Budget(config.epochs, config.max_steps, config.max_seconds),
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size or config.batch_size,
+        seed=config.seed,
+        schedule=config.schedule,
+        warmup_ratio=config.warmup_ratio,
+        max_grad_norm=config.max_grad_norm or 0.0,
+        num_evaluations=evaluation.count(config.epochs),
+        evaluation_tokens=evaluation.batch_tokens,
+        decision_metrics=decision_metrics([objective.metric for objective in study.objective]),
+    )

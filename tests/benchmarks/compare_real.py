@@ -3,7 +3,8 @@
     python tests/benchmarks/compare_real.py nlupp|snips [--folder DIR]
 
 MiniLM with its published weights; the search has three learning rates in fp32 and bf16. The comparison takes
-the best configuration under each precision that is native here, with five seeds, on the test split.
+the best configuration under each precision that is native here, with at most twelve seeds, on the test split:
+of 455 rows (nlupp) and 700 (snips), which is too few for the usual margin of half a point.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def main() -> None:
         path = study_file(asked.set, folder)
         hpo = [sys.executable, "-m", "hpo"]
         subprocess.run([*hpo, "run", path.name], cwd=folder, check=True)
-        compare = [*hpo, "compare", path.name, "--top", "1", "--seeds", "5", "--max-seeds", "5"]
+        compare = [*hpo, "compare", path.name, "--top", "1", "--margin", "2"]
+        subprocess.run([*compare, "--price"], cwd=folder, check=True)
         subprocess.run(compare, cwd=folder, check=True)
 
 

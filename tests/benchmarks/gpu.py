@@ -36,14 +36,14 @@ from typing import Any
 
 import torch
 import yaml
-from trial_parts import config_of, executor_of
+from executors import config_of, executor_of
 from workload import Workload, study_content, write_workload
 
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import cuda_devices, probe_device
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.precision.table import PRECISIONS
-from hpo.study.storage import open_storage
+from hpo.study.store.storage import open_storage
 from hpo.training.throughput import peak_flops, training_flops
 from hpo.trial.executor import Executor
 
@@ -159,13 +159,13 @@ def _executor(
 
 def _train_split(folder: Path, device: str, encoder: str) -> TokenizedSplit:
     executor = _executor(folder, device, encoder)
-    return executor.tokens("train", config_of(executor, SEED))
+    return executor.loader.tokens("train", config_of(executor, SEED))
 
 
 @cache
 def _flops_per_token(folder: Path, device: str, encoder: str) -> float:
     executor, split = _executor(folder, device, encoder), _train_split(folder, device, encoder)
-    model = executor.build_model(config_of(executor, SEED))
+    model = executor.loader.build_model(config_of(executor, SEED))
     flops = training_flops(model, split.num_tokens, split.num_windows)
     assert flops is not None
     return flops / split.num_tokens

@@ -17,10 +17,10 @@ from unittest import mock
 import tokenizing
 import torch
 import yaml
-from trial_parts import config_of, executor_of
+from executors import config_of, executor_of
 from workload import FIRST_STEP_ROWS, NUM_ROWS, STUDY_LEARNING_RATES, Workload, study_content
 
-from hpo.study.study_record import TrialRecord
+from hpo.study.reading.study_record import TrialRecord
 
 STORAGE = "sqlite:///hpo.db"
 NUM_MEMORY_TRIALS = 50
@@ -48,7 +48,7 @@ def _product_share(executor: Any, workload: Workload, throughput: Mapping[str, f
     """FLOP/s of training over those of the bare matrix products, measured now."""
     from hpo.training.throughput import training_flops
 
-    model = executor.build_model(config_of(executor, seed=42))
+    model = executor.loader.build_model(config_of(executor, seed=42))
     examples, tokens = throughput["train_examples_per_second"], throughput["train_tokens_per_second"]
     config = model.encoder.config
     tokens_per_batch = round(workload.batch_size * tokens / examples)
@@ -137,7 +137,7 @@ def run_hpo_memory(folder: Path, workload: Workload, precision: str) -> dict[str
     """50 trials of a few steps in one worker: its resident memory after the last over that after the fifth,
     less 1, and the seconds of a trial outside training and evaluation."""
     from hpo.config.study_config import load_study
-    from hpo.study import run
+    from hpo.study.running import run
 
     resident: list[int] = []
     keep_best_checkpoints = run.keep_best_checkpoints
@@ -147,10 +147,11 @@ def run_hpo_memory(folder: Path, workload: Workload, precision: str) -> dict[str
         resident.append(_resident_bytes())
 
     learning_rates = [1e-5 * n for n in range(1, NUM_MEMORY_TRIALS + 1)]
+    options = run.OpenOptions(is_file=True)
     with _study_folder(folder, workload, precision, learning_rates, num_rows=64):
         with (
             mock.patch.object(run, "keep_best_checkpoints", after_trial),
-            run.open_study(load_study("study.yaml"), STORAGE, Path("runs")) as opened,
+            run.open_study(load_study("study.yaml"), STORAGE, Path("runs"), options) as opened,
         ):
             run.run_study(opened)
         trials = _read_trials(workload.name)
@@ -180,7 +181,7 @@ def _seconds_outside(trials: Sequence[TrialRecord]) -> float:
 
 def _read_trials(name: str) -> Sequence[TrialRecord]:
     """The trials of the study in this folder's database."""
-    from hpo.study.storage import open_storage
+    from hpo.study.store.storage import open_storage
 
     with open_storage(STORAGE, create=False) as storage:
         return storage.read_study(name).trials

@@ -272,6 +272,7 @@ def run_hpo(search: Search, watch: Watch) -> list[Trial]:
 
     from hpo.cli.commands import app
     from hpo.trial.executor import Executor
+    from hpo.trial.loader import TrialLoader
 
     content = study_content(WORKLOAD, search.folder, "fp32")
     del content["training"]["fp_precision"]
@@ -282,7 +283,7 @@ def run_hpo(search: Search, watch: Watch) -> list[Trial]:
         content["sampler"] = {"name": "tpe", "seed": search.seed}
     content |= {"search_space": space, "n_trials": search.num_trials, "compat": {"enabled": True}}
     content["amp"] = {"allow_emulated": True}
-    build_model, run = Executor.build_model, Executor.run
+    build_model, run = TrialLoader.build_model, Executor.run
 
     def begin_and_run(executor: Executor, *args: Any, **options: Any) -> Any:
         watch.begin_trial()
@@ -292,7 +293,7 @@ def run_hpo(search: Search, watch: Watch) -> list[Trial]:
         Path("study.yaml").write_text(yaml.safe_dump(content))
         with (
             mock.patch.object(
-                Executor, "build_model", lambda *args: plant(build_model(*args), search.broken)
+                TrialLoader, "build_model", lambda *args: plant(build_model(*args), search.broken)
             ),
             mock.patch.object(Executor, "run", begin_and_run),
         ):

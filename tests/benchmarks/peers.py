@@ -36,7 +36,7 @@ from workload import (
     Workload,
 )
 
-from hpo.training.compilation import CompileClock
+from hpo.training.progress import CompileClock
 
 WARMUP_STEPS = 3
 SEED = 42

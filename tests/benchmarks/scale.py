@@ -33,10 +33,10 @@ from postgres import PostgresServer
 from worker_process import CONTEXT, result, study
 
 from hpo.config.search_space import suggest
-from hpo.study.database import parse_url
-from hpo.study.leases import WorkerLease
-from hpo.study.storage import open_storage
-from hpo.study.worker import run_worker
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.running.worker import run_worker
+from hpo.study.store.database import parse_url
+from hpo.study.store.storage import open_storage
 
 SPACE: dict[str, Any] = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},

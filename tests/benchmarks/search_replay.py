@@ -24,7 +24,7 @@ from search_table import Row, Table
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import suggest
 from hpo.outcome import Outcome
-from hpo.study.samplers import build_pruner, build_sampler
+from hpo.study.sampling.samplers import build_pruner, build_sampler
 
 TARGET = 0.99
 MAX_TRIALS = 300

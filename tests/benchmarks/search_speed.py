@@ -2,17 +2,15 @@
 
     python tests/benchmarks/search_speed.py tabulate     run every configuration; resumable
     python tests/benchmarks/search_speed.py replay       search the tables, 20 seeds each
-    python tests/benchmarks/search_speed.py fidelity     rank correlations of cheap runs
 
 The spaces and their tables are in `tests/benchmarks/spaces/`. To tabulate takes the better part of an hour
-and wants a core of its own: `OMP_NUM_THREADS=1 taskset -c 1 python ...`. The others take minutes.
+and wants a core of its own: `OMP_NUM_THREADS=1 taskset -c 1 python ...`. A replay takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 
-import search_fidelity
 import search_replay
 import search_table
 
@@ -22,7 +20,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = search_table.table_names()
-    parser.add_argument("command", choices=("tabulate", "replay", "fidelity"))
+    parser.add_argument("command", choices=("tabulate", "replay"))
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"of {', '.join(known)}; default: all")
     parser.add_argument("--seeds", type=int, default=20, help="replay: how many; default: 20")
     contenders = {contender.name: contender for contender in search_replay.CONTENDERS}
@@ -42,10 +40,8 @@ def main() -> None:
     for name in names:
         if arguments.command == "tabulate":
             search_table.tabulate(name)
-        elif arguments.command == "replay":
-            search_replay.print_replays(search_table.load_table(name), range(arguments.seeds), chosen)
         else:
-            search_fidelity.print_fidelity(search_table.load_table(name))
+            search_replay.print_replays(search_table.load_table(name), range(arguments.seeds), chosen)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from hpo.config.search_space import grid
 from hpo.config.study_config import StudyConfig, load_study
 from hpo.device import DeviceInfo, probe_device
 from hpo.precision.table import support
+from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation
 
@@ -165,7 +166,7 @@ def run_one(executor: Executor, params: Mapping[str, Any]) -> dict[str, Any]:
         one, score = scored.evaluation, round(scored.values[0], 6)
         evaluations.append(TabulatedEvaluation(one.index, one.step, seconds, score))
 
-    result = executor.run(params, folder, "tabulated", on_evaluation)
+    result = executor.run(params, folder, "tabulated", Callbacks(on_evaluation))
     seconds, wall_seconds = time.process_time() - started, time.perf_counter() - wall_started
     shutil.rmtree(folder, ignore_errors=True)
     setup_seconds = result.telemetry.get("setup_seconds")

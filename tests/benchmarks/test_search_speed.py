@@ -8,12 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import optuna
-import pandas as pd
 import pytest
 import search_table
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import GridSampler, RandomSampler
-from search_fidelity import after_evaluation, better_half, between_precisions, rank_correlation
 from search_replay import PLAIN_TPE, RANDOM, TARGET, TRAINER, Contender, ours, replay
 from search_table import Table, begin, configurations, load_table, table_names
 
@@ -90,17 +88,6 @@ def test_an_infeasible_trial_is_never_the_best(table: Table) -> None:
     found = replay(ours("ours", pruner=NO_PRUNER), replace(table, rows=rows), 0)
     assert found.reached
     assert found.seconds == pytest.approx(best.seconds + found.num_trials - 1)
-
-
-def test_rank_correlations(table: Table) -> None:
-    last = max(len(row.evaluations) for row in table.rows.values())
-    assert rank_correlation(after_evaluation(table, last)) == pytest.approx(1.0)
-    assert rank_correlation(after_evaluation(table, 1)) < rank_correlation(after_evaluation(table, last - 1))
-    pairs = between_precisions(table, "bf16", "fp32")
-    assert len(pairs) == len(table.rows) // 3
-    assert len(better_half(pairs)) == len(pairs) // 2
-    reversed_order = pd.DataFrame({"cheap": [1.0, 2.0, 3.0], "whole": [3.0, 2.0, 1.0]})
-    assert rank_correlation(reversed_order) == pytest.approx(-1.0)
 
 
 def test_a_table_that_is_not_whole_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -18,21 +19,8 @@ from hpo.config.study_config import load_study
 from hpo.data.dataset import load_data
 from hpo.errors import StorageError
 from hpo.evaluation.detailed import DetailedEvaluation
-from hpo.study.schema import detailed_evaluations
-from hpo.study.storage import open_storage
-
-
-def test_best(folder: Path) -> None:
-    status = hpo_command(folder, "status", "tiny.yaml", "--json").json
-    found = ok(hpo_command(folder, "best", "tiny.yaml", "--json", "--evaluate", "validation")).json
-    (best,) = found["trials"]
-    assert {key: best[key] for key in ("number", "values", "params")} == status["best"][0]
-    assert best["precision"]["observed"]["linear_dtypes"] == {"float32": 17}
-    assert found["evaluation"]["split"] == "validation"
-    assert found["evaluation"]["metrics"] == best["metrics"], "the checkpoint is the best evaluation's"
-    text = ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test")).out
-    assert re.search(r"Trial \d on test", text)
-    assert re.search(r"criteria +f1_macro +0\.\d+", text)
+from hpo.study.store.schema import detailed_evaluations
+from hpo.study.store.storage import open_storage
 
 
 def metrics_of(document: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -64,17 +52,21 @@ def test_the_run_has_evaluated_the_best_trial_in_detail(ran: Path) -> None:
 
 
 def test_best_stores_what_it_evaluates(folder: Path) -> None:
+    status = hpo_command(folder, "status", "tiny.yaml", "--json").json
     before = hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"][0]["detailed"]
     assert list(before) == ["test"]
     found = ok(hpo_command(folder, "best", "tiny.yaml", "--json", "--evaluate", "validation")).json
     (best,), evaluation = found["trials"], found["evaluation"]
+    assert {key: best[key] for key in ("number", "values", "params")} == status["best"][0]
+    assert best["precision"]["observed"]["linear_dtypes"] == {"float32": 17}
+    assert evaluation["split"] == "validation"
     assert metrics_of(evaluation["detailed"]) == evaluation["metrics"] == best["metrics"]
     assert best["detailed"] == before | {"validation": evaluation["detailed"]}
-    assert found["warnings"] == ok(hpo_command(folder, "best", "tiny.yaml", "--json")).json["warnings"]
     again = ok(hpo_command(folder, "best", "tiny.yaml", "--json", "--evaluate", "test")).json
     assert again["evaluation"]["detailed"] == before["test"], "as the run has evaluated it"
     text = ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "validation")).out
     assert "on validation: 24 rows; thresholds were chosen on validation, so the scores here are" in text
+    assert re.search(r"criteria +f1_macro +0\.\d+", text)
 
 
 def test_a_finished_study_is_not_evaluated_again(folder: Path) -> None:
@@ -84,45 +76,42 @@ def test_a_finished_study_is_not_evaluated_again(folder: Path) -> None:
     assert all(not trial.detailed for trial in stored(folder).trials)
 
 
-def test_best_of_a_database_that_may_only_be_read(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise StorageError("it must be writable.")
+def may_only_be_read(*_: Any) -> bool:
+    raise StorageError("it must be writable.")
 
-    monkeypatch.setattr("hpo.study.detailed_evaluations.store_detailed_evaluation", refuse)
+
+@pytest.mark.parametrize(
+    ("store", "why"),
+    [
+        (may_only_be_read, "it must be writable."),
+        (lambda *_: False, "the study was deleted, or made anew"),  # meanwhile
+    ],
+)
+def test_an_evaluation_that_cannot_be_stored_is_shown(
+    ran: Path, monkeypatch: pytest.MonkeyPatch, store: Any, why: str
+) -> None:
+    monkeypatch.setattr("hpo.study.reading.detailed_evaluations.store_detailed_evaluation", store)
     finished = ok(hpo_command(ran, "best", "tiny.yaml", "--evaluate", "validation"))
-    assert "The evaluation is not stored: it must be writable." in finished.err
+    assert f"The evaluation is not stored: {why}" in finished.err
     assert re.search(r"Trial \d on validation", finished.out)
 
 
-def test_an_evaluation_of_a_study_made_anew_meanwhile_is_shown_and_not_stored(
-    ran: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hpo.study.detailed_evaluations.store_detailed_evaluation", lambda *_: False)
-    finished = ok(hpo_command(ran, "best", "tiny.yaml", "--evaluate", "validation"))
-    assert "The evaluation is not stored: the study was deleted, or made anew" in finished.err
-
-
-def test_an_export_is_evaluated_on_test_first_and_that_is_stored(folder: Path) -> None:
+def test_an_export_has_an_evaluation_on_test_that_the_study_lacks(folder: Path) -> None:
     before = hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"][0]["detailed"]["test"]
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
         connection.execute(sa.update(detailed_evaluations).values(document="{}"))
-    said = ok(hpo_command(folder, "best", "tiny.yaml", width=200)).out
-    assert re.search(r"Warning: The detailed evaluation of trial \d on test is left out: a detailed", said)
-    found = ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model", "--json")).json
-    assert found["trials"][0]["detailed"] == {"test": before}
-    assert not [text for text in found["warnings"] if "left out" in text]
+    ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model"))
     told = json.loads((folder / "model" / "hpo.json").read_text())["provenance"]
     assert told["evaluations"]["test"]["score"] == before["score"]
-    assert hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"] == found["trials"]
 
 
 def test_predictions_are_those_of_predict_with_the_truth(folder: Path) -> None:
-    options = ("--evaluate", "test", "--predictions", "out.jsonl", "--json")
+    options = ("--evaluate", "test", "--predictions", "out.jsonl", "--export", "model", "--json")
     assert ok(hpo_command(folder, "best", "tiny.yaml", *options)).json["predictions"] == "out.jsonl"
     rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
     texts = "".join(json.dumps({"id": row["id"], "text": row["text"]}) + "\n" for row in rows)
     (folder / "texts.jsonl").write_text(texts)
-    ok(hpo_command(folder, "predict", "tiny.yaml", "texts.jsonl", "--output", "predicted.jsonl"))
+    ok(hpo_command(folder, "predict", "model", "texts.jsonl", "--output", "predicted.jsonl"))
     predicted = [json.loads(line) for line in (folder / "predicted.jsonl").read_text().splitlines()]
     assert len(rows) == 24
     for row, expected in zip(rows, predicted, strict=True):
@@ -140,13 +129,10 @@ def test_predictions_are_those_of_predict_with_the_truth(folder: Path) -> None:
     assert [row["id"] for row in rows] == [example.id for example in with_truth]
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_predictions_as_a_table(folder: Path, suffix: str) -> None:
-    out = f"out.{suffix}"
-    text = ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test", "--predictions", out)).out
-    assert re.search(rf"The predictions of trial \d on test are in {re.escape(out)}\.", text)
-    read = pd.read_csv if suffix == "csv" else pd.read_parquet
-    table = read(folder / out)
+def test_predictions_as_a_table(folder: Path) -> None:
+    text = ok(hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test", "--predictions", "out.csv")).out
+    assert re.search(r"The predictions of trial \d on test are in out\.csv\.", text)
+    table = pd.read_csv(folder / "out.csv")
     assert {"truth.severity", "labels.severity", "scores.severity", "truth.evidence"} <= set(table)
     document = hpo_command(folder, "best", "tiny.yaml", "--json").json["trials"][0]["detailed"]["test"]
     accuracy = document["tasks"]["severity"]["metrics"]["accuracy"]["value"]
@@ -218,30 +204,17 @@ def test_best_exports_a_model(folder: Path) -> None:
     assert line in (folder / "model" / "README.md").read_text()
 
 
-def test_best_pushes_a_model(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("hpo.models.hub.check_push", asked.append)
-
-    def push(folder: Path, repo: str) -> str:
-        assert {"hpo.json", "README.md", "model.safetensors"} <= {file.name for file in folder.iterdir()}
-        return f"https://huggingface.co/{repo}"
-
-    monkeypatch.setattr("hpo.models.hub.push_folder", push)
-    finished = ok(hpo_command(ran, "best", "tiny.yaml", "--push", "ann/complaints"))
-    assert re.search(r"Trial \d is at https://huggingface.co/ann/complaints\.", finished.out)
-    assert asked == ["ann/complaints"]
-    found = ok(hpo_command(ran, "best", "tiny.yaml", "--push", "ann/complaints", "--json")).json
-    assert found["pushed"] == "https://huggingface.co/ann/complaints"
-    assert "export" not in found
-
-
-def test_best_without_a_hub(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("HF_TOKEN", "hf_none")
-    finished = hpo_command(ran, "best", "tiny.yaml", "--push", "ann/complaints")
-    assert (finished.exit_code, finished.out) == (2, "")
-    assert "Error: --push ann/complaints: HF_HUB_OFFLINE forbids asking the hub. Unset it." in finished.err
-    assert finished.err.count("\n") == 1
+@pytest.mark.parametrize("provenance", ['{"study": "other"}', "torn"])
+def test_an_export_over_a_model_of_another_study_needs_overwrite(folder: Path, provenance: str) -> None:
+    (folder / "model").mkdir()
+    (folder / "model" / "hpo.json").write_text(f'{{"provenance": {provenance}}}')
+    for command in ("best", "train"):
+        refused = hpo_command(folder, command, "tiny.yaml", "--export", "model")
+        assert (refused.exit_code, refused.out) == (2, "")
+        assert "Name another folder, or give --overwrite." in refused.err
+    for options in (["--overwrite"], []):  # then it is this study's own
+        ok(hpo_command(folder, "best", "tiny.yaml", "--export", "model", *options))
+    assert json.loads((folder / "model" / "hpo.json").read_text())["provenance"]["study"] == "tiny"
 
 
 def test_best_says_why_there_is_no_checkpoint(folder: Path) -> None:
@@ -250,6 +223,47 @@ def test_best_says_why_there_is_no_checkpoint(folder: Path) -> None:
     finished = hpo_command(folder, "best", "tiny.yaml", "--evaluate", "test")
     assert finished.exit_code == 1
     assert "checkpoint.top_k says how many trials keep theirs" in finished.err
+
+
+def full_disk_from(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are not written from the call of that number on."""
+    from hpo.training import checkpoint
+
+    calls, write = itertools.count(1), checkpoint.save_file
+
+    def save_file(*args: Any, **options: Any) -> None:
+        if next(calls) >= call:
+            raise OSError(28, "No space left on device")
+        write(*args, **options)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+
+
+def test_weights_that_a_full_disk_did_not_take_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_study(tmp_path, n_trials=1)
+    full_disk_from(1, monkeypatch)
+    lost = r"Warning: The best weights of trial 0 were not kept: .*No space left on device\. Free some space"
+    for command in ("run", "status", "best"):
+        assert re.search(lost, ok(hpo_command(tmp_path, command, "tiny.yaml", width=1000)).out), command
+    for command in ("status", "best"):
+        warnings = ok(hpo_command(tmp_path, command, "tiny.yaml", "--json")).json["warnings"]
+        assert any(re.search(lost, f"Warning: {text}") for text in warnings), command
+    assert hpo_command(tmp_path, "best", "tiny.yaml", "--export", "model").exit_code == 1
+
+
+def test_an_export_of_older_weights_has_their_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the best evaluation they could not be written any more."""
+    write_study(tmp_path, n_trials=1, evaluation={"per_trial": 2})
+    monkeypatch.setattr("hpo.trial.trial_run.is_better", lambda *_: True)
+    full_disk_from(2, monkeypatch)
+    assert "The best weights of trial 0 were not kept" in ok(hpo_command(tmp_path, "run", "tiny.yaml")).out
+    ok(hpo_command(tmp_path, "best", "tiny.yaml", "--export", "model"))
+    told = json.loads((tmp_path / "model" / "hpo.json").read_text())["provenance"]["scores"]["validation"]
+    (trial,) = stored(tmp_path).trials
+    older, best = (evaluation.metrics for evaluation in trial.evaluations)
+    assert told == {task: older[task] for task in told} != {task: best[task] for task in told}
 
 
 def test_best_without_such_a_split(ran: Path) -> None:
@@ -262,5 +276,5 @@ def test_best_with_a_folder_that_cannot_be_made(ran: Path) -> None:
     for folder in ("/dev/null/x", "/dev/null/x/y"):
         finished = hpo_command(ran, "best", "tiny.yaml", "--export", folder)
         assert (finished.exit_code, finished.out) == (2, "")
-        message = "an export needs a folder that may be made, but /dev/null is none."
+        message = "an export needs a new or empty folder, but: /dev/null cannot be written."
         assert finished.err == f"Error: {folder}: {message}\n"

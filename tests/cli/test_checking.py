@@ -1,4 +1,4 @@
-"""`hpo check`: the facts, the page, and the short form in `hpo run`."""
+"""`hpo check`: the facts and the page."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import page_that_fits
+from browser import page_that_fits, without_plotly
 from command_line import hpo_command, ok
 from every_kind import PAIR_TASKS, pair_row
 from jsonl_sets import write_set
-from plotly.offline import get_plotlyjs
 from tiny import write_study
 from tiny_encoders import save_encoder
 from tiny_tokenizers import tiny_tokenizer
@@ -64,33 +63,33 @@ def test_check_gives_the_facts_as_json(checked: Path) -> None:
     assert found["facts"]["splits"]["train"] == {
         "num_rows": 140,
         "num_duplicates": 0,
-        "num_near_duplicates": 0,
     }
     tags = next(task for task in found["facts"]["tasks"] if task["name"] == "tags")
     assert tags["counts"]["train"] == {"spät": 47, "teuer": 93}
     assert tags["num_empty"]["train"] == 47
     (leak,) = found["facts"]["leaks"]
-    assert (leak["num_rows"], leak["num_exact"]) == (1, 0)
+    assert leak["num_rows"] == 1
     assert [cut["max_length"] for cut in found["lengths"]["cuts"]] == [64, 128, 256, 512]
-    assert {"data.test_fraction", "data.path"} <= {one["key"] for one in found["advice"]}
+    (advice,) = found["advice"]
+    assert advice.startswith("1 of 60 texts (1.7 %) of validation is in train too")
     assert found["page"] == "runs/tiny/report/data.html"
 
 
 def test_check_prints_tables_and_what_to_change(tmp_path: Path) -> None:
     german_study(tmp_path)
-    finished = ok(hpo_command(tmp_path, "check", "tiny.yaml", "--html", "my page.html", width=120))
+    finished = ok(hpo_command(tmp_path, "check", "tiny.yaml", width=120))
     for line in (r"train +140 ", r"tags +train +140 +0 % +33.6 % +33.6 %", r"64 \(this study\) +0", r"note"):
         assert re.search(line, finished.out), line
-    assert "[data.test_fraction]" in finished.out
+    assert "of validation is in train too" in finished.out
     assert "max_length" in finished.out
-    assert finished.out.rstrip().endswith("my page.html")
-    assert (tmp_path / "my page.html").is_file()
-    assert f"{tmp_path}/train.csv: read with `;`, decoded as cp1252, CRLF line ends" in finished.err
+    assert finished.out.rstrip().endswith("runs/tiny/report/data.html")
+    assert (tmp_path / "runs/tiny/report/data.html").is_file()
+    assert f"{tmp_path}/train.csv: read with `;`, decoded as cp1252" in finished.err
     assert not (tmp_path / "runs" / "hpo.db").exists()
 
 
 def test_the_page_holds_the_facts_and_refers_to_nothing_outside(checked: Path) -> None:
-    text = (checked / "runs/tiny/report/data.html").read_text().replace(get_plotlyjs(), "")
+    text = without_plotly(checked / "runs/tiny/report/data.html")
     assert "<h1>tiny: data</h1>" in text
     assert "200 rows: 140 train, 60 validation." in text
     assert "<td>teuer</td><td>93 (66.4 %)</td><td>40 (66.7 %)</td>" in re.sub(r"\n", "", text)
@@ -101,16 +100,6 @@ def test_the_page_holds_the_facts_and_refers_to_nothing_outside(checked: Path) -
     )
 
 
-def test_a_page_that_cannot_be_written_is_one_clear_line(checked: Path) -> None:
-    for page in ("/dev/null/page.html", "/dev/null/x/page.html"):
-        finished = hpo_command(checked, "check", "tiny.yaml", "--html", page)
-        assert (finished.exit_code, finished.out) == (2, "")
-        folder = Path(page).parent
-        assert finished.err.startswith(
-            f"Error: --html must be a file in a folder that may be written, but {folder}:"
-        )
-
-
 def test_check_refuses_bad_data(tmp_path: Path) -> None:
     german_study(tmp_path)
     (tmp_path / "train.csv").write_text("Text;Ton\n")
@@ -118,6 +107,17 @@ def test_check_refuses_bad_data(tmp_path: Path) -> None:
     assert (finished.exit_code, finished.out) == (2, "")
     assert "train.csv: has no column `Note`" in finished.err
     assert not (tmp_path / "runs/tiny/report/data.html").exists()
+
+
+@pytest.mark.parametrize("command", [("check",), ("verify", "--repeats", "1")])
+def test_a_study_of_the_database_by_its_name(tmp_path: Path, command: tuple[str, ...]) -> None:
+    path = write_study(tmp_path)
+    unknown = hpo_command(tmp_path, *command, "tiny")
+    assert (unknown.exit_code, unknown.out) == (2, "")
+    assert "Did you mean `./tiny.yaml`?" in unknown.err
+    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
+    path.unlink()
+    assert ok(hpo_command(tmp_path, *command, "tiny", "--json")).json
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -135,18 +135,6 @@ def test_a_pair_that_the_tokenizer_would_join_is_refused(command: str, tmp_path:
     (error,) = [line for line in finished.err.splitlines() if "Error: " in line]
     assert error.startswith("Error: data.pair_segments: the tokenizer must put a special token between")
     assert finished.err.endswith(f"{error}\n")
-
-
-def test_run_says_what_is_grave_in_new_data(tmp_path: Path) -> None:
-    training = {"max_steps": 2, "batch_size": 8, "max_length": 8, "dropout": 0.0}
-    german_study(tmp_path, n_trials=1, training=training)
-    lines = ok(hpo_command(tmp_path, "run", "tiny.yaml")).out.splitlines()
-    said = [line for line in lines if line.startswith(("Data:", "More of the data"))]
-    assert 2 <= len(said) <= 3
-    assert re.match(r"Data: \d+ of 140 texts \(\d.*\) of train are cut at `max_length` 8: raise it", said[0])
-    assert said[-1] == "More of the data: hpo check tiny.yaml"
-    again = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--n-trials", "2")).out
-    assert "Data:" not in again, "trials have trained, so that is decided"
 
 
 @pytest.mark.browser

@@ -7,20 +7,10 @@ from pathlib import Path
 import pytest
 from command_line import hpo_command, ok
 
-from hpo.study.storage import open_storage
+from hpo.study.store.storage import open_storage
 
 
-def test_backup_restore_and_copy(folder: Path) -> None:
-    before = ok(hpo_command(folder, "database", "backup", "a.backup"))
-    assert "a.backup is a backup of sqlite:///runs/hpo.db" in before.out
-    assert "with tiny (2 trials)." in before.out
-    other = "sqlite:///other.db"
-    restored = ok(hpo_command(folder, "database", "restore", "a.backup", "--storage", other, "--json"))
-    assert restored.json == {"studies": {"tiny": 2}}
-    refused = hpo_command(folder, "database", "restore", "a.backup", "--storage", other)
-    assert refused.exit_code == 2
-    assert "Error: sqlite:///other.db must be empty, but has tiny (2 trials)" in refused.err
-
+def test_copy(folder: Path) -> None:
     copied = ok(hpo_command(folder, "copy", "tiny", "--to", "sqlite:///third.db", "--name", "next"))
     assert "next is in sqlite:///third.db" in copied.out
     assert "2 trials, 2 of 2 done." in copied.out
@@ -42,10 +32,9 @@ def test_no_database(tmp_path: Path) -> None:
     status = hpo_command(tmp_path, "database", "status", "--json")
     assert (status.exit_code, status.json) == (1, {"running": False})
     assert not (tmp_path / "runs").exists()
-    for command in (("database", "backup", "file"), ("copy", "tiny", "--to", "sqlite:///b.db")):
-        ended = hpo_command(tmp_path, *command)
-        assert ended.exit_code == 2
-        assert "Error: There is no" in ended.err
+    copied = hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///b.db")
+    assert copied.exit_code == 2
+    assert "Error: There is no" in copied.err
     assert not list(tmp_path.iterdir())
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Finished, hpo_command, ok
-from planted_int8 import OUTPUT, VALUE, ruined_exports, write_mood_study
+from planted_int8 import MAX_DROP, ruined_exports, write_mood_study
+from study_records import record_of, with_values
 
 import hpo
+from hpo.cli import deploying
+from hpo.cli.deploying import _best
+from hpo.config.study_config import DEPLOYED_LATENCY, StudyConfig
 from hpo.deploy.artifacts import NAMES
 from hpo.deploy.timing import Effort, time_in_turn
 
-INT8 = "onnx_int8_dynamic,onnx_int8_dynamic_per_channel"
+INT8 = "onnx_int8_dynamic,onnx_int8_static"
 
 
 @pytest.fixture(autouse=True)
@@ -40,47 +44,39 @@ def mood(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_int8_ruins_is_refused_and_mended(mood: Path, tmp_path: Path) -> None:
+def test_what_int8_ruins_is_refused(mood: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
+    options = ("--artifacts", INT8, "--max-drop", f"{MAX_DROP:g}", "--out", str(out))
     with ruined_exports():
-        finished = ok(hpo_command(mood, "deploy", "mood", "--artifacts", INT8, "--out", str(out)))
+        finished = ok(hpo_command(mood, "deploy", "mood", *options))
     assert finished.out.count("refused: worse") == 2
-    lines = [line for line in finished.out.splitlines() if "layers in float that mend it" in line]
-    for line, layers in zip(lines, (f"{OUTPUT}, {VALUE}", OUTPUT), strict=True):
-        assert f"mend it: {layers} (" in line
     assert f'hpo.load("{out}/model", device="cpu")' in finished.out
-    assert "looking for the layers that break onnx_int8_dynamic" in finished.err
-    assert {path.name for path in out.iterdir()} == {"model", "deploy.json", "deploy.png", "deploy.html"}
+    assert "making and scoring onnx_int8_dynamic" in finished.err
+    assert {path.name for path in out.iterdir()} == {"model", "deploy.json", "deploy.html"}
     stored = json.loads((out / "deploy.json").read_text())
-    verdicts = [row["verdict"] for row in stored["artifacts"]]
-    assert verdicts == ["as_good", "worse", "as_good", "worse", "as_good"]
-    assert stored["artifacts"][stored["chosen"]]["verdict"] == "as_good"
-    assert stored["command"].startswith("hpo deploy mood --artifacts")
-    page = (out / "deploy.html").read_text()
-    assert OUTPUT in page
-    assert "refused: worse" in page
+    assert [row["judged"]["verdict"] for row in stored["artifacts"]] == ["as_good", "worse", "worse"]
+    assert (stored["chosen"], stored["test"]["num_examples"]) == (0, 320)
+    assert "refused: worse" in (out / "deploy.html").read_text()
     predictions = hpo.load(out / "model", device="cpu").predict(["a good day", "a bad day"])
     assert [one["mood"].label for one in predictions] == ["good", "bad"]
 
 
-def test_several_trials_as_json_and_every_artifact_kept(folder: Path) -> None:
+def test_every_artifact_kept_as_json(folder: Path) -> None:
     finished = ok(
         hpo_command(
             folder,
-            *("deploy", "tiny", "--artifacts", "onnx_fp32", "--split", "validation", "--max-drop", "90"),
-            *("--threads", "1", "--batch", "32", "--keep-all", "--top", "2", "--json"),
+            *("deploy", "tiny", "--artifacts", "onnx_fp32", "--max-drop", "90"),
+            *("--threads", "1", "--batch", "32", "--keep-all", "--json"),
         )
     )
     found = finished.json
-    assert finished.err == "" or "is left out" in finished.err
-    assert (found["split"], found["num_threads"], found["batch_size"]) == ("validation", 1, 32)
-    assert "thresholds were chosen by the split validation" in found["notes"][0]
+    assert finished.err == ""
+    assert (found["num_threads"], found["batch_size"]) == (1, 32)
     out = folder / found["folder"]
     assert out == folder / "runs" / "tiny" / "deploy"
     for row in found["artifacts"]:
-        assert (out / "artifacts" / row["folder"] / "hpo.json").is_file()
-    as_good = [row for row in found["artifacts"] if row["verdict"] == "as_good" and row["behind_best"]]
-    assert found["artifacts"][found["chosen"]] in as_good
+        assert (out / "artifacts" / row["artifact"] / "hpo.json").is_file()
+    assert found["artifacts"][found["chosen"]]["judged"]["verdict"] == "as_good"
     # A second one replaces it as a whole.
     ok(hpo_command(folder, "deploy", "tiny", "--artifacts", "fp32"))
     assert not (out / "artifacts").exists()
@@ -88,11 +84,38 @@ def test_several_trials_as_json_and_every_artifact_kept(folder: Path) -> None:
 
 
 def test_narrow_terminals_show_whole_tables(folder: Path) -> None:
-    arguments = ("deploy", "tiny", "--artifacts", "onnx_int8_dynamic_per_channel", "--max-drop", "90")
+    arguments = ("deploy", "tiny", "--artifacts", "onnx_int8_dynamic", "--max-drop", "90")
     finished = ok(hpo_command(folder, *arguments, width=60))
     tables = finished.out.split("Drop:")[0]
     assert max(map(len, tables.splitlines())) <= 60
     assert "dynamic" in tables
+
+
+def test_with_several_objectives_the_best_is_the_best_model() -> None:
+    fast = with_values(0, (1.0, 0.5), learning_rate=1e-5)
+    good = with_values(1, (9.0, 0.9), learning_rate=1e-4)
+    names, directions = (DEPLOYED_LATENCY, "score"), ("minimize", "maximize")
+    assert _best(record_of([fast, good], metric_names=names, directions=directions)).number == 1
+
+
+def test_a_trial_of_a_gpu_is_deployed_on_a_cpu(mood: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_study: Callable[..., StudyConfig] = deploying.config_of
+    monkeypatch.setattr(
+        deploying, "config_of", lambda *args: of_study(*args).model_copy(update={"device": "cuda"})
+    )
+    found = ok(hpo_command(mood, "deploy", "mood", "--artifacts", "fp32", "--json")).json
+    assert found["device"]["type"] == "cpu"
+
+
+def test_a_full_disk_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpo.report.deployment_page.deployment_html", full)
+    finished = hpo_command(folder, "deploy", "tiny", "--artifacts", "fp32")
+    assert finished.exit_code == 1
+    assert "could not be written: [Errno 28] No space left on device. Free space" in finished.err
+    assert not list((folder / "runs" / "tiny").glob("*deploy*"))
 
 
 def test_what_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
@@ -101,6 +124,10 @@ def test_what_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     (other / "mine.txt").write_text("mine")
     cases = [
         (("--artifacts", "onxn_fp32"), "there is no 'onxn_fp32'. Did you mean `onnx_fp32`?"),
+        (
+            ("--artifacts", "onnx_int8_static_per_channel"),
+            "there is no 'onnx_int8_static_per_channel'. Did you mean `onnx_int8_static`?",
+        ),
         (("--batch", "5"), "--batch must be 1 or 32, but got 5."),
         (("--out", str(other)), "this one holds other files"),
         (("--max-drop", "0"), "Invalid value for '--max-drop'"),

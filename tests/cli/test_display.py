@@ -10,25 +10,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from rich.console import Console
 from study_records import fake_record, fake_trial, record_of, with_values
 from tiny import tiny_study
 
-from hpo.cli import display
+from hpo.cli import display, progress
+from hpo.cli.display import dataframe_table
 from hpo.cli.progress import StudyDisplay
 from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.formats import describe_params
 from hpo.report.status import study_status
-from hpo.study.study_record import WorkerRecord
-from hpo.study.watch import TrialEvent
+from hpo.study.reading.study_record import WorkerRecord
+from hpo.study.reading.watch import Look, WatchedTrial
 from hpo.trial.compat import Compatibility
 from hpo.trial.measure import Measurement
 from hpo.trial.verify import PrecisionCheck
 
 PARAMS = {"fp_precision": "bf16", "learning_rate": 3.14159e-4, "batch_size": 16, "init_scale": 65536.0}
 LONG = "`tf32` needs compute capability >= 8.0, but this is a CPU [of a kind]. Use fp32 or bf16."
-WIDTHS = (80, 120)
 
 
 class Screen:
@@ -50,9 +51,9 @@ class Screen:
 
 
 @pytest.fixture
-def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """Where `display` prints; of the width that the test is parametrised with."""
-    made = Screen(getattr(request, "param", 100))
+def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """Where `display` prints, as narrow as terminals are."""
+    made = Screen(80)
     monkeypatch.setattr(display, "Console", lambda **_: made.console)
     return made
 
@@ -64,13 +65,14 @@ def rendered(shown: StudyDisplay, width: int = 80) -> str:
     return console.export_text()
 
 
-def new_display(
-    tmp_path: Path, screen: Screen, record: Any = None, stop: Any = None, **changes: Any
-) -> StudyDisplay:
-    """The display of a study of two trials, of which one is done now; `changes` are of its file."""
-    record = record or record_of([], slots={"open": 2, "running": 0, "done": 0})
-    config = tiny_study(tmp_path, **changes)
-    return StudyDisplay(config, record, lambda: 1, stop=stop or threading.Event(), console=screen.console)
+def new_display(tmp_path: Path, screen: Screen, stop: Any = None) -> StudyDisplay:
+    """The display of a study of two trials, of which none is done."""
+    config = tiny_study(tmp_path, n_trials=2)
+    return StudyDisplay(config, 0, stop=stop or threading.Event(), console=screen.console)
+
+
+def running(*values: float, progress: Any = None, number: int = 0) -> Look:
+    return Look([WatchedTrial(number, PARAMS, values, progress=progress)])
 
 
 def test_params_are_short_or_exact() -> None:
@@ -80,42 +82,49 @@ def test_params_are_short_or_exact() -> None:
 
 
 def test_live_display_of_a_trial(tmp_path: Path, screen: Screen) -> None:
-    shown = new_display(tmp_path, screen, evaluation={"per_trial": 4})
+    shown = new_display(tmp_path, screen)
     assert "getting ready" in rendered(shown)
     assert "0/2 trials" in rendered(shown)
-    shown.update(TrialEvent("started", 0, PARAMS))
-    assert re.search(r"trial 0 .* 0% .*fp_precision=bf16 learning_rate=0.000314", rendered(shown))
-    shown.update(TrialEvent("evaluated", 0, PARAMS, (0.5,), 1))
-    assert re.search(r"trial 0 .* 25% score 0\.5 ", rendered(shown))
+    shown.show(running())
+    assert re.search(r"trial 0 [^%]* fp_precision=bf16 learning_rate=0.000314", rendered(shown)), (
+        "not known yet"
+    )
+    shown.show(running(0.5))
+    assert re.search(r"trial 0 .* score 0\.5 ", rendered(shown))
     assert "best so far: none yet" in rendered(shown)
-    shown.update(TrialEvent("finished", 0, PARAMS, (0.625,), outcome="complete"))
+    shown.show(Look([], [WatchedTrial(0, PARAMS, (0.625,), "complete")], (0.625, 0), 1))
     assert "best so far: score 0.625 (trial 0)" in rendered(shown)
     assert "1/2 trials" in rendered(shown)
     assert "trial 0 " not in rendered(shown).replace("(trial 0)", "")
     assert all(len(line) <= 80 for line in rendered(shown).splitlines())
 
 
-def test_progress_of_a_trial_is_counted_in_evaluations(tmp_path: Path, screen: Screen) -> None:
-    shown = new_display(tmp_path, screen, evaluation={"per_epoch": 2}, training={"epochs": 3})
-    shown.update(TrialEvent("started", 0, {}, num_evaluations=1))
-    assert "17%" in rendered(shown), "it goes on from where it was"
-    for number, percent in ((2, 33), (3, 50)):
-        shown.update(TrialEvent("evaluated", 0, {}, (0.5,), number))
-        assert f"{percent}%" in rendered(shown)
+STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7}
 
 
-@pytest.mark.parametrize(("direction", "best"), [("maximize", 1), ("minimize", 2)])
-def test_best_so_far_goes_on_from_the_stored_study(
-    tmp_path: Path, screen: Screen, direction: str, best: int
+def test_bars_advance_with_the_heartbeats(tmp_path: Path, screen: Screen) -> None:
+    shown = new_display(tmp_path, screen)
+    shown.show(running(progress=STEP))
+    assert re.search(r"trial 0 .* 40% .*step 30 loss 1\.25 209 ex/s", rendered(shown, 120))
+    shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}))
+    assert re.search(r" 40% .*step 30 ", rendered(shown, 120))
+
+
+def test_a_log_has_a_line_now_and_then_and_one_for_each_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots = {"open": 3, "running": 0, "done": 1}
-    stored = record_of([with_values(0, (0.5,))], slots=slots, directions=(direction,))
-    shown = new_display(tmp_path, screen, stored, objective={"metric": "score", "direction": direction})
-    assert "best so far: score 0.5 (trial 0)" in rendered(shown)
-    for number, value in ((1, 0.75), (2, 0.25)):
-        shown.update(TrialEvent("finished", number, {}, (value,), outcome="complete"))
-    shown.update(TrialEvent("finished", 3, {}, outcome="nonfinite", reason="the loss is NaN"))
-    assert f"(trial {best})" in rendered(shown)
+    screen, clock = Screen(80, terminal=False), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    with new_display(tmp_path, screen) as shown:
+        for second in range(50):
+            clock[0] = float(second)
+            here = {**STEP, "step": second, "budget_used": second / 100}
+            shown.show(running(0.5, progress=here, number=8))
+        shown.show(Look([], [WatchedTrial(8, PARAMS, (), "unsupported", LONG)]))
+    assert screen.lines == [
+        "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
+        f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}",
+    ]
 
 
 def test_the_display_says_that_it_stops(tmp_path: Path, screen: Screen) -> None:
@@ -126,29 +135,15 @@ def test_the_display_says_that_it_stops(tmp_path: Path, screen: Screen) -> None:
     assert "Stopping when the checkpoint is written. Ctrl-C again ends at once" in rendered(shown)
 
 
-@pytest.mark.parametrize("screen", WIDTHS, indirect=True)
-def test_lines_of_finished_trials_are_indented_in_a_terminal(tmp_path: Path, screen: Screen) -> None:
+def test_lines_of_finished_trials_fit_a_terminal(tmp_path: Path, screen: Screen) -> None:
     shown = new_display(tmp_path, screen)
-    shown.update(TrialEvent("finished", 7, PARAMS, (0.625,), outcome="complete"))
-    shown.update(TrialEvent("finished", 8, PARAMS, outcome="unsupported", reason=LONG))
+    complete = WatchedTrial(7, PARAMS, (0.625,), "complete")
+    shown.show(Look([], [complete, WatchedTrial(8, PARAMS, (), "unsupported", LONG)]))
     lines = screen.lines
-    assert lines[0].startswith("trial   7  complete     0.625  fp_precision=bf16")
-    assert any(line.startswith("trial   8  unsupported  fp_precision=bf16") for line in lines)
+    assert lines[0].startswith("trial   7  complete      0.625  fp_precision=bf16")
+    assert any(line.startswith("trial   8  unsupported   fp_precision=bf16") for line in lines)
     assert LONG in " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= screen.console.width
-    assert {line[:24].strip() for line in lines} == {"trial   7  complete", "trial   8  unsupported", ""}
-
-
-def test_a_log_file_has_a_line_for_each_evaluation_and_each_end(tmp_path: Path) -> None:
-    screen = Screen(80, terminal=False)
-    with new_display(tmp_path, screen, evaluation={"per_trial": 4}) as shown:
-        shown.update(TrialEvent("started", 8, PARAMS))
-        shown.update(TrialEvent("evaluated", 8, PARAMS, (0.5,), 1, 75.0))
-        shown.update(TrialEvent("finished", 8, PARAMS, outcome="unsupported", reason=LONG))
-    assert screen.lines == [
-        "trial   8  evaluation 1 of 4  score 0.5  1 min 15 s",
-        f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}",
-    ]
 
 
 # Summaries
@@ -166,7 +161,6 @@ def all_precisions() -> Any:
     return record_of(trials, slots={"open": 0, "running": 0, "done": len(trials)})
 
 
-@pytest.mark.parametrize("screen", WIDTHS, indirect=True)
 @pytest.mark.parametrize("record", [fake_record(), all_precisions()], ids=["outcomes", "precisions"])
 def test_summary_fits_the_terminal(screen: Screen, record: Any) -> None:
     display.print_summary(record)
@@ -186,10 +180,9 @@ def test_summary_without_an_ended_trial(screen: Screen) -> None:
     assert screen.text == "No complete trial of 1.\n"
 
 
-@pytest.mark.parametrize("screen", WIDTHS, indirect=True)
 def test_status(screen: Screen) -> None:
     record = fake_record()
-    display.print_status(record, study_status(record))
+    display.print_status(record, study_status(record) | {"jobs": []})
     assert "fake: 38 of 40 trials done, 0 running, 2 to come" in screen.text, "the one's worker is gone"
     for outcome in ("complete", "nonfinite", "incompatible", "unsupported", "oom", "failed", "preempted"):
         assert re.search(rf"^ +{outcome} +\d+$", "\n".join(screen.lines), re.MULTILINE)
@@ -197,7 +190,6 @@ def test_status(screen: Screen) -> None:
     assert max(map(len, screen.lines)) <= screen.console.width
 
 
-@pytest.mark.parametrize("screen", WIDTHS, indirect=True)
 def test_status_shows_jobs_and_who_runs_what_where(screen: Screen) -> None:
     now, known = datetime.now(UTC), {"device": "GPU-7f", "job": "slurm:123_4", "silent_seconds": 12.0}
     worker = WorkerRecord("node1-7-abc", "node1", 7, now, alive=True, trial_number=3, number=5, **known)
@@ -223,7 +215,6 @@ def test_pareto_front_begins_with_the_best_of_the_first_objective(screen: Screen
     ]
 
 
-@pytest.mark.parametrize("screen", WIDTHS, indirect=True)
 def test_verification(screen: Screen) -> None:
     measurement = Measurement(
         "bf16",
@@ -251,6 +242,30 @@ def test_verification(screen: Screen) -> None:
 
 
 def test_names_with_brackets_are_shown_as_they_are(screen: Screen) -> None:
-    display.print_metrics({"topics[0]": {"f1_macro": 0.5}}, "Trial 0 on [test]")
-    assert re.search(r"topics\[0\] +f1_macro +0\.5", screen.text)
-    assert "on [test]" in screen.text
+    table = pd.DataFrame([{"task": "topics[0]", "value [unit]": "0.5"}])
+    screen.console.print(dataframe_table(table, "Trial 0 on [test]"))
+    for part in ("topics[0]", "value [unit]", "on [test]"):
+        assert part in screen.text
+
+
+TRIALS = pd.DataFrame(
+    [["bf16-mixed", "learning_rate=0.000123", "incompatible"], ["fp32", "", "complete, pruned"]],
+    columns=["precision", "parameters", "what became of it"],
+)
+LABELS = pd.DataFrame(
+    [["criteria", "validation", "24", "0 %", "25.0 %", "37.5 %", "0"]],
+    columns=["task", "split", "labelled", "unlabelled", "none holds", "several hold", "contradicting"],
+)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize("frame", [TRIALS, LABELS], ids=["trials", "labels"])
+def test_no_word_of_a_table_is_broken(
+    frame: pd.DataFrame, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    Console().print(dataframe_table(frame, "trials"))
+    shown = capsys.readouterr().out
+    words = {word for column in frame.columns for cell in [column, *frame[column]] for word in cell.split()}
+    assert words <= {*shown.split()}
+    assert max(map(len, shown.splitlines())) <= width

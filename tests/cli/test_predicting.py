@@ -60,8 +60,7 @@ def refused(finished: Finished, message: str, lines: int = 1) -> None:
 def test_predictions_of_the_command_score_as_best_evaluate(exported: Path) -> None:
     best = ok(hpo_command(exported, "best", "tiny.yaml", "--evaluate", "test", "--json")).json
     data = data_of(exported)
-    of_folder = ok(hpo_command(exported, "predict", "model", "test.jsonl")).out
-    rows = rows_of(of_folder)
+    rows = rows_of(ok(hpo_command(exported, "predict", "model", "test.jsonl")).out)
     assert [row["id"] for row in rows] == [example.id for example in data.splits["test"]]
     for task in data.tasks:
         if task.level == "sequence":
@@ -72,10 +71,6 @@ def test_predictions_of_the_command_score_as_best_evaluate(exported: Path) -> No
             ]
         found = score(task, predictions, data.splits["test"])
         assert found == pytest.approx(best["evaluation"]["metrics"][task.name], abs=1e-6), task.name
-    for study in ("tiny.yaml", "tiny"):
-        of_study = ok(hpo_command(exported, "predict", study, "test.jsonl"))
-        assert of_study.out == of_folder
-        assert "predicting with trial " in of_study.err
 
 
 def test_the_command_of_the_readme(exported: Path) -> None:
@@ -87,9 +82,8 @@ def test_the_command_of_the_readme(exported: Path) -> None:
     assert row.keys() == {"id", "text", "labels", "spans", "scores"}
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_an_output_file(exported: Path, tmp_path: Path, suffix: str) -> None:
-    out = tmp_path / f"out.{suffix}"
+def test_an_output_file(exported: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.parquet"
     finished = ok(hpo_command(exported, "predict", "model", "test.jsonl", "--output", str(out)))
     assert finished.out == ""
     assert f"24 predictions are in {out}." in finished.err
@@ -102,37 +96,33 @@ def test_an_output_file(exported: Path, tmp_path: Path, suffix: str) -> None:
 
 def test_rows_that_cannot_be_read(exported: Path, tmp_path: Path) -> None:
     texts, out = tmp_path / "texts.txt", tmp_path / "out.jsonl"
-    texts.write_text("I sleep badly.\n\nAll is well.\n \n")
+    texts.write_text("I sleep badly.\n\nAll is well.\n \nI am tired.\n\n")  # the last line is no row
     arguments = ("predict", "model", str(texts), "--output", str(out))
     finished = hpo_command(exported, *arguments)
     refused(finished, f"2 rows of {texts} cannot be read; mend or --skip-bad-rows:", lines=3)
     assert f"\n  {texts}:2: `text` is empty\n  {texts}:4: `text` is empty\n" in finished.err
     assert not out.exists()
     finished = ok(hpo_command(exported, *arguments, "--skip-bad-rows"))
-    assert f"2 of 4 rows are left out:\n  {texts}:2: `text` is empty\n" in finished.err
-    assert [row["id"] for row in rows_of(out.read_text())] == ["row-1", "row-3"]
+    assert f"2 of 5 rows are left out:\n  {texts}:2: `text` is empty\n" in finished.err
+    assert [row["id"] for row in rows_of(out.read_text())] == ["row-1", "row-3", "row-5"]
     told = ok(hpo_command(exported, *arguments, "--skip-bad-rows", "--json"))
     left_out = [f"{texts}:{number}: `text` is empty" for number in (2, 4)]
-    assert told.json == {"num_predictions": 2, "left_out": left_out, "output": str(out)}
+    assert told.json == {"num_predictions": 3, "left_out": left_out, "output": str(out)}
     told = ok(hpo_command(exported, *arguments[:3], "--skip-bad-rows", "--json"))
     assert told.err == ""
     assert told.json["predictions"] == rows_of(out.read_text())
     texts.write_text("\n")
-    refused(hpo_command(exported, *arguments, "--skip-bad-rows"), f"1 row of {texts} cannot be read", lines=2)
+    refused(hpo_command(exported, *arguments, "--skip-bad-rows"), "must hold at least one text, but is empty")
 
 
 def test_what_is_refused(exported: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "torn").mkdir()
-    for file in (exported / "model").iterdir():
-        shutil.copy(file, tmp_path / "torn")
-    weights = tmp_path / "torn" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
     (tmp_path / "older").mkdir()
     (tmp_path / "older" / "hpo.json").write_text('{"format": 1}')
     out = str(tmp_path / "out.csv")
     cases = [
         (("model", str(tmp_path / "empty.txt")), "must hold at least one text, but is empty."),
+        (("tiny.yaml", "test.jsonl"), "must be a whole folder written by `hpo best --export`"),
         (("model", "tset.jsonl"), "no such file. Did you mean `test.jsonl`?"),
         (("model", "test.jsonl", "--output", "/dev/null/out.csv"), "/dev/null is no folder"),
         (("model", "test.jsonl", "--output", "out.txt"), "must end in .jsonl, .csv, .parquet"),
@@ -140,14 +130,13 @@ def test_what_is_refused(exported: Path, tmp_path: Path) -> None:
         (("model", "test.jsonl", "--precision", "fp8"), "`fp8` needs CUDA"),
         ((str(tmp_path), "test.jsonl"), "must be a whole folder written by `hpo best --export`"),
         ((str(tmp_path / "nowhere"), "test.jsonl"), "must be a whole folder written by `hpo best --export`"),
-        ((str(tmp_path / "torn"), "test.jsonl"), "torn could not be loaded"),
         ((str(tmp_path / "older"), "test.jsonl"), "must have format 2, but it has 1. Export it again"),
     ]
     for (model, file, *options), message in cases:
         options = options if "--output" in options else [*options, "--output", out]
         refused(hpo_command(exported, "predict", model, file, *options), message)
     assert not Path(out).exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "older", "torn"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "older"]
 
 
 def test_an_onnx_export_predicts_the_same(exported: Path, graph: str) -> None:
@@ -166,11 +155,8 @@ def test_broken_exports_of_both_kinds(exported: Path, graph: str, kind: str, tmp
     weights = {"model": "model.safetensors", "graph": "model.onnx"}[kind]
     assert (exported / graph / "model.onnx").exists()
     content = json.loads((exported / kind / "hpo.json").read_text())
-    cases: list[tuple[str, bytes | None, str]] = [
-        (weights, (exported / kind / weights).read_bytes()[:-100], "broken"),
-        (weights, b"", "broken"),
-        (weights, None, "broken"),
-        ("tokenizer.json", None, "broken"),
+    cases: list[tuple[str, bytes, str]] = [
+        (weights, (exported / kind / weights).read_bytes()[:-100], f"{weights} has changed since"),
         ("hpo.json", json.dumps(content | {"format": 9}).encode(), "Use the version of hpo that wrote it."),
         ("hpo.json", b"[]", "but it has None. Use the version of hpo that wrote it."),
         ("hpo.json", b"{", "must be a whole folder"),
@@ -178,24 +164,15 @@ def test_broken_exports_of_both_kinds(exported: Path, graph: str, kind: str, tmp
     out = tmp_path / "out.jsonl"
     for name, replacement, message in cases:
         broken = Path(shutil.copytree(exported / kind, tmp_path / "broken"))
-        (broken / name).unlink()
-        if replacement is not None:
-            (broken / name).write_bytes(replacement)
+        (broken / name).write_bytes(replacement)
         refused(hpo_command(exported, "predict", str(broken), "test.jsonl", "--output", str(out)), message)
         shutil.rmtree(broken)
     assert not any(tmp_path.iterdir())
 
 
-def test_what_an_onnx_export_refuses(exported: Path, graph: str, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    cases = [
-        (("--precision", "bf16"), "its precision must be that, but got 'bf16'"),
-        (("--output", "/dev/null/out.csv"), "/dev/null is no folder"),
-    ]
-    for options, message in cases:
-        refused(hpo_command(exported, "predict", graph, "test.jsonl", *options), message)
-    finished = hpo_command(exported, "predict", graph, str(tmp_path / "empty.txt"))
-    refused(finished, "must hold at least one text, but is empty.")
+def test_an_onnx_export_has_one_precision(exported: Path, graph: str) -> None:
+    finished = hpo_command(exported, "predict", graph, "test.jsonl", "--precision", "bf16")
+    refused(finished, "its precision must be that, but got 'bf16'")
 
 
 @pytest.mark.parametrize("kind", ["model", "graph"])
@@ -208,16 +185,6 @@ def test_a_text_of_a_million_characters(exported: Path, graph: str, kind: str, t
     assert "1 of 1 texts are longer than 64 tokens and lose their end, as in training" in finished.err
 
 
-def test_a_study_without_a_model(tmp_path: Path, exported: Path) -> None:
-    finished = hpo_command(tmp_path, "predict", "nothing", str(exported / "test.jsonl"))
-    assert finished.exit_code == 2
-    shutil.copy(exported / "tiny.yaml", tmp_path)
-    ok(hpo_command(tmp_path, "init", "tiny.yaml"))
-    finished = hpo_command(tmp_path, "predict", "tiny.yaml", str(exported / "test.jsonl"))
-    assert (finished.exit_code, finished.out) == (1, "")
-    assert "the study tiny has no complete trial yet" in finished.err
-
-
 def test_train_exports_a_model_too(exported: Path, tmp_path: Path) -> None:
     out = tmp_path / "model"
     arguments = ("train", "tiny.yaml", "--param", "learning_rate=1e-3", "--export", str(out), "--json")
@@ -227,7 +194,9 @@ def test_train_exports_a_model_too(exported: Path, tmp_path: Path) -> None:
     assert (provenance["trial"], provenance["parameters"]) == (None, {"learning_rate": 1e-3})
     assert provenance["scores"]["validation"] == record["telemetry"]["metrics"]
     assert len(rows_of(ok(hpo_command(exported, "predict", str(out), "test.jsonl")).out)) == 24
-    refused(hpo_command(exported, "train", "tiny.yaml", "--export", "/dev/null/x"), "/dev/null is none")
+    refused(
+        hpo_command(exported, "train", "tiny.yaml", "--export", "/dev/null/x"), "/dev/null cannot be written"
+    )
 
 
 NEEDED = (

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import time
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import sqlalchemy as sa
 from command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
 from jsonl_sets import write_set
 from tiny import ENCODER, write_study
 
-from hpo.cluster.jobs import add_job
+from hpo.cluster.batch.jobs import add_job
 from hpo.config.study_config import stored_study
 from hpo.report.artifacts import files_folder
-from hpo.study.checkpoint_folders import note_database
-from hpo.study.leases import WorkerLease
-from hpo.study.schema import studies, workers
-from hpo.study.storage import open_storage
+from hpo.study.checkpoints.checkpoint_folders import note_database
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.overview import say_damaged
+from hpo.study.store.schema import slots, studies, workers
+from hpo.study.store.storage import open_storage
 
 CHECKPOINTS = "runs/tiny/checkpoints-*/trial-*/step-*"
 
@@ -70,7 +72,9 @@ def test_a_worker_needs_the_database_alone(made: Path) -> None:
     ok(hpo_command(here, "worker", str(made / "tiny.yaml"), "--storage", url))
 
 
-def test_an_encoder_beside_the_study_file_is_found_by_the_database_alone(tmp_path: Path) -> None:
+def test_an_encoder_beside_the_study_file_is_found_by_the_database_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import AutoConfig, AutoModel, AutoTokenizer
 
     from hpo.models.encoder import encoder_folder
@@ -87,6 +91,10 @@ def test_an_encoder_beside_the_study_file_is_found_by_the_database_alone(tmp_pat
     path.unlink()
     here = tmp_path / "elsewhere"
     here.mkdir()
+    refused = hpo_command(here, "worker", "tiny", "--storage", url)
+    assert refused.exit_code == 2
+    assert "model.encoder: the study `tiny` of the database names" in refused.err
+    monkeypatch.setenv("HPO_ALLOW", str(source))
     ended = ok(hpo_command(here, "worker", "tiny", "--storage", url, "--json"))
     assert ended.json["outcomes"] == {"complete": 1}
 
@@ -215,7 +223,7 @@ def test_cancel_ends_the_trials_where_slurm_does_not_answer(
     assert (trial.state, trial.outcome) == ("FAIL", "preempted")
 
 
-def test_delete(folder: Path) -> None:
+def test_delete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`folder` has a study that was run to its end."""
     kept = [*folder.glob("runs/tiny/checkpoints-*")]
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
@@ -224,12 +232,13 @@ def test_delete(folder: Path) -> None:
     assert (refused.exit_code, "give --yes" in refused.err) == (2, True)
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
         start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
-        alive = {"state": "live", "pid": os.getpid(), "process_start": start}
+        alive = {"state": "live", "pid": os.getpid(), "process_start": start, "last_seen": time.time()}
         connection.execute(sa.update(workers).values(alive))
     refused = hpo_command(folder, "delete", "tiny", "--yes")
     assert refused.exit_code == 2
-    assert "`hpo cancel tiny` stops them; --force does so first" in refused.err
-    refused = hpo_command(folder, "delete", "tiny", "--yes", "--force", "--timeout", "0.1")
+    assert "`hpo cancel tiny` stops them." in refused.err
+    monkeypatch.setattr("hpo.cli.studies.WAIT_SECONDS", 0.1)
+    refused = hpo_command(folder, "cancel", "tiny")
     assert refused.exit_code == 1
     assert "is cancelled, but after 0.1 s it has process" in refused.err
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage, storage.engine.begin() as connection:
@@ -296,15 +305,13 @@ def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path, location: str | 
     before = sorted(folder.rglob("*"))
     again = hpo_command(tmp_path, "copy", "tiny", "--to", other[1])
     assert (again.exit_code, "Go on with that one, or name another database." in again.err) == (2, True)
-    note = f"{folder if location else folder.relative_to(tmp_path)}, of the study tiny, was last used by"
-    assert note in ok(hpo_command(tmp_path, "doctor", "--fix")).out
+    ok(hpo_command(tmp_path, "doctor", "--fix"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
-    assert f"Its checkpoints stay in {note.partition(',')[0]}: {tmp_path}/other.db has" in deleted.out
+    shown = folder if location else folder.relative_to(tmp_path)
+    assert f"Its checkpoints stay in {shown}: {tmp_path}/other.db has" in deleted.out
     assert sorted(folder.rglob("*")) == before
     ok(hpo_command(tmp_path, "best", "tiny", "--evaluate", "test", *other))
-    assert (
-        "trial-00009 (0.0 MiB) is of trial 00009" in ok(hpo_command(tmp_path, "doctor", "--fix", *other)).out
-    )
+    assert "trial-00009 (0.0 MiB) is of trial 9" in ok(hpo_command(tmp_path, "doctor", "--fix", *other)).out
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--json", *other))
     assert deleted.json["removed_here"] is True
     assert not folder.exists()
@@ -322,27 +329,71 @@ def test_delete_takes_the_link_of_a_copy_alone(folder: Path) -> None:
     assert [*target.glob("trial-*/best-*")]
 
 
-def test_delete_takes_what_is_in_the_artifact_store(tmp_path: Path) -> None:
+def test_delete_takes_what_was_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_study(tmp_path, checkpoint={"location": "artifacts:store", "top_k": 2})
     ok(hpo_command(tmp_path, "run", str(path)))
-    store = tmp_path / "store"
-    archives = sorted(store.glob("[!.]*"))  # without the marker
-    assert archives
+
+    def uploaded() -> list[Path]:
+        return sorted((tmp_path / "store").glob("checkpoints-*/trial-*/*-*/model.safetensors"))
+
+    before = uploaded()
+    assert before
     (note,) = tmp_path.glob("runs/tiny/checkpoints-*/database")
-    change_definition(
-        tmp_path, checkpoint={"location": f"artifacts:{store}", "top_k": 1, "every_seconds": 30}
-    )
+    location = f"artifacts:{tmp_path / 'store'}"
+    change_definition(tmp_path, checkpoint={"location": location, "top_k": 1, "every_seconds": 30})
     found = ok(hpo_command(tmp_path, "doctor", "--fix"))
-    assert re.search(
-        r"Study tiny: \d+ checkpoints in artifacts:\S+/store are of trials that keep none", found.out
-    )
-    left = sorted(store.glob("[!.]*"))
-    assert 0 < len(left) < len(archives)
+    assert f"Study tiny: {location} has checkpoints of trials that keep none." in found.out
+    left = uploaded()
+    assert 0 < len(left) < len(before)
+    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        start = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
+        alive = {"state": "live", "pid": os.getpid(), "process_start": start, "host": "\x1b]0;theirs\x07"}
+        connection.execute(sa.update(workers).values(alive))
+    monkeypatch.setattr("hpo.cli.studies.WAIT_SECONDS", 0.1)
+    for command in (["delete", "tiny", "--yes"], ["cancel", "tiny"]):
+        refused = hpo_command(tmp_path, *command)
+        assert "has process" in refused.err
+        assert "\x1b" not in refused.err, "the host of a worker is what its row says"
+        assert uploaded() == left, "nothing is removed while a worker is in the study"
+    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).values(state="left"))
     note.unlink()
     ok(hpo_command(tmp_path, "copy", "tiny", "--to", "sqlite:///other.db"))
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes"))
-    assert f"{len(left)} checkpoints stay in artifacts:{store}" in deleted.out
-    assert sorted(store.glob("[!.]*")) == left
+    assert f"Its checkpoints stay in {location}: nothing on this machine says" in deleted.out
+    assert uploaded() == left
     deleted = ok(hpo_command(tmp_path, "delete", "tiny", "--yes", "--storage", "sqlite:///other.db"))
-    assert f"{len(left)} checkpoints are removed from artifacts:{store}" in deleted.out
-    assert not list(store.glob("[!.]*"))
+    assert f"Its checkpoints in {location} are removed" in deleted.out
+    assert not uploaded()
+
+
+def test_a_worker_that_makes_the_study_makes_its_store(tmp_path: Path) -> None:
+    path = write_study(tmp_path, checkpoint={"location": "artifacts:store"})
+    ok(hpo_command(tmp_path, "worker", str(path)))
+    assert [*tmp_path.glob("store/checkpoints-*/trial-*/best-*/model.safetensors")]
+
+
+@pytest.mark.parametrize("command", ["cancel", "copy"])
+def test_a_study_that_the_dashboard_deleted(made: Path, command: str) -> None:
+    with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage:
+        trial = storage.load_study("tiny").ask()
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(slots).values(trial_number=trial.number))
+        optuna.delete_study(study_name="tiny", storage=storage.optuna)
+    options = ["--to", "sqlite:///other.db"] if command == "copy" else []
+    refused = hpo_command(made, command, "tiny", *options)
+    assert refused.exit_code == 2
+    assert "The study `tiny` in sqlite:///runs/hpo.db was deleted; a run begins it anew." in refused.err
+    ok(hpo_command(made, "delete", "tiny", "--yes"))
+
+
+def test_a_damaged_study_is_left_out_with_a_word(made: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ok(hpo_command(made, "init", str(write_study(made, name="other"))))
+    with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        connection.execute(sa.update(studies).where(studies.c.name == "tiny").values(definition="{"))
+    (made / "tiny.yaml").unlink(missing_ok=True)
+    for command in ("worker", "studies", "doctor"):
+        say_damaged.cache_clear()
+        caplog.clear()
+        ok(hpo_command(made, command, "--json"))
+        assert caplog.text.count("The study `tiny` is left out: its row is damaged") == 1, command

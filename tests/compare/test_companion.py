@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from jsonl_sets import load_set, write_set
-from planted import begun, run, searched
+from planted_comparison import begun, run, searched
 from worker_process import study
 
 from hpo.compare.companion import (
@@ -23,12 +24,12 @@ from hpo.compare.companion import (
 )
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE, ObjectiveConfig, StudyConfig
-from hpo.errors import InputError
-from hpo.study.device_sampler import WorkerDevice
-from hpo.study.grid_sampler import DEVICE_ATTR, POINT_ATTR
-from hpo.study.schema import slots
-from hpo.study.storage import Storage, open_storage
-from hpo.study.worker import run_worker
+from hpo.errors import InputError, StorageError
+from hpo.study.running.worker import run_worker
+from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.sampling.grid_sampler import DEVICE_ATTR, POINT_ATTR
+from hpo.study.store.schema import slots, studies
+from hpo.study.store.storage import Storage, open_storage
 
 REQUEST = Request(top=2, seeds=3, max_seeds=8)
 
@@ -53,19 +54,15 @@ def plan_of(study: StudyConfig) -> ComparisonConfig:
     return study.comparison
 
 
-def test_the_best_under_each_precision_and_the_best_of_each(storage: Storage, config: StudyConfig) -> None:
+def test_the_best_under_each_precision(storage: Storage, config: StudyConfig) -> None:
     companion = begun(storage, config, REQUEST)
-    found = [
-        (one.params["learning_rate"], one.precisions, one.paired, one.tuned)
-        for one in plan_of(companion).configurations
-    ]
-    assert found == [
-        (1e-5, ("fp32", "bf16"), True, ("fp32", "bf16")),
-        (3e-5, ("fp32", "bf16"), True, ("fp32", "bf16")),
-    ]
+    found = [(one.params["learning_rate"], one.precisions) for one in plan_of(companion).configurations]
+    assert found == [(1e-5, ("fp32", "bf16")), (3e-5, ("fp32", "bf16"))]
     assert companion.name == comparison_name("tiny", "precisions") == "tiny-compare"
     assert companion.pruner.name == "none"
     assert companion.evaluation.test
+    race = begun(storage, config, Request("configurations"))
+    assert not race.evaluation.test, "a race chooses, on validation"
 
 
 def test_nothing_is_deployed_in_its_trials(storage: Storage, config: StudyConfig) -> None:
@@ -87,7 +84,7 @@ def test_no_trial_of_it_falls_back(storage: Storage) -> None:
 def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config: StudyConfig) -> None:
     plan = plan_of(begun(storage, config, REQUEST))
     points = plan.points()
-    assert len(points) == 3 * len(plan.arms()) == 3 * 6
+    assert len(points) == 3 * len(plan.arms()) == 3 * 4
     assert min(point["seed"] for point in points) == FIRST_SEED
     assert max(point["seed"] for point in points) <= plan.last_seed
     assert len({tuple(point.values()) for point in points}) == len(points)
@@ -98,21 +95,8 @@ def test_blocks_share_a_seed_that_the_search_never_had(storage: Storage, config:
     assert set(orders) == {("fp32", "bf16"), ("bf16", "fp32")}, "no precision is always the first"
 
 
-def test_what_suits_one_precision_alone_is_no_paired_configuration_of_another(storage: Storage) -> None:
-    """Each question has its own best: one learning rate is among both, and trained once."""
-    suits = {"fp32": 3e-5, "bf16": 1e-4}
-
-    def score(params: dict[str, Any]) -> float:
-        precision, rate = params["fp_precision"], params["learning_rate"]
-        return 80.0 - 9.0 * (rate != suits[precision]) - 1e4 * rate - (precision == "bf16")
-
-    plan = plan_of(begun(storage, searched(storage, score), Request(top=1, seeds=3, max_seeds=8)))
-    found = [(one.params["learning_rate"], one.precisions, one.tuned) for one in plan.configurations]
-    assert found == [(3e-5, ("fp32", "bf16"), ("fp32",)), (1e-4, ("bf16",), ("bf16",))]
-
-
 def test_a_setting_of_one_precision_has_its_best_value_there(storage: Storage) -> None:
-    """In the configuration that all share; another value of it is a configuration of that precision."""
+    """In the configuration that all share."""
     space = {
         "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
         "learning_rate": {"type": "categorical", "choices": [1e-5]},
@@ -122,14 +106,20 @@ def test_a_setting_of_one_precision_has_its_best_value_there(storage: Storage) -
     storage.create_or_resume_study(config)
     run(storage, config, lambda params: 80.0 - (params.get("init_scale") == 8.0))
     plan = plan_of(begun(storage, config, Request(top=2, seeds=3, max_seeds=8)))
-    found = [(one.params["init_scale"], one.precisions, one.tuned) for one in plan.configurations]
-    assert (found[0][0], found[0][1], {*found[0][2]}) == (1024.0, ("fp32", "bf16"), {"fp32", "bf16"})
-    assert found[1:] == [(8.0, ("bf16",), ("bf16",))]
+    found = [(one.params["init_scale"], one.precisions) for one in plan.configurations]
+    assert found == [(1024.0, ("fp32", "bf16"))]
 
 
 def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage) -> None:
     """Where no trial of the precision that searches it is complete."""
-    config = searched(storage, lambda params: None if params["fp_precision"] == "bf16" else by_rate(params))
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5, 1e-4]},
+        "init_scale": {"type": "categorical", "choices": [1024.0], "when": {"fp_precision": "bf16"}},
+    }
+    config = study(20, search_space=space)
+    storage.create_or_resume_study(config)
+    run(storage, config, lambda params: None if params["fp_precision"] == "bf16" else by_rate(params))
     companion = begun(storage, config, REQUEST)
     assert {one.params["init_scale"] for one in plan_of(companion).configurations} == {None}
     assert companion.search_space["init_scale"].grid() == (None,)
@@ -152,10 +142,6 @@ def test_nothing_but_fp32(storage: Storage, config: StudyConfig) -> None:
                 "Leave it out to go on, or begin anew, without its trials: hpo delete tiny-compare"
             ),
         ),
-        (
-            {"max_seeds": 5},
-            "are planned for 8 seeds, of which it has 3, but got 5",
-        ),
     ],
 )
 def test_a_comparison_goes_on_as_it_was_begun(
@@ -173,27 +159,37 @@ def test_a_comparison_goes_on_as_it_was_begun(
 def test_more_seeds_leave_those_before_them_as_they_are(storage: Storage, config: StudyConfig) -> None:
     first = begun(storage, config, REQUEST)
     storage.create_or_resume_study(first)
-    for num in (15, 15, 20):
-        more = begun(storage, config, Request(max_seeds=num))
-        storage.create_or_resume_study(more)
+    storage.create_or_resume_study(begun(storage, config, Request(max_seeds=20)))
     plan = plan_of(begun(storage, config, Request()))
-    assert (plan.extensions, plan.seeds_allowed, plan.max_seeds) == ((15, 20), 20, 8)
+    assert plan.max_seeds == 20
     assert plan.points() == plan_of(first).points()
-    with pytest.raises(InputError, match="are planned for 20 seeds, of which it has 3, but got 15"):
-        begun(storage, config, Request(max_seeds=15))
-    grown = plan.model_copy(update={"num_seeds": 20}).points()
+    grown = with_seeds(plan, 20).points()
     assert grown[: len(plan.points())] == plan.points()
-    assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 6
+    assert len({tuple(point.values()) for point in grown}) == len(grown) == 20 * 4
+
+
+def with_seeds(plan: ComparisonConfig, num: int) -> ComparisonConfig:
+    return plan.model_copy(update={"num_seeds": dict.fromkeys(plan.num_seeds, num)})
 
 
 def test_two_commands_take_nothing_from_each_other(storage: Storage, config: StudyConfig) -> None:
-    """One has added seeds, the other was allowed more; what each knows is older than what is stored."""
+    """One has added seeds; what the other knows is older than what is stored."""
     old = begun(storage, config, REQUEST)
-    storage.create_or_resume_study(grown(old, plan_of(old).model_copy(update={"num_seeds": 5})))
-    assert plan_of(caught_up(storage, old)).num_seeds == 5
-    storage.create_or_resume_study(begun(storage, config, Request(max_seeds=20)))
-    later = plan_of(caught_up(storage, grown(old, plan_of(old).model_copy(update={"num_seeds": 8}))))
-    assert (later.num_seeds, later.extensions) == (8, (20,))
+    storage.create_or_resume_study(grown(old, with_seeds(plan_of(old), 5)))
+    assert plan_of(caught_up(storage, old)).num_seeds == {"fp32": 5, "bf16": 5}
+    later = plan_of(caught_up(storage, grown(old, with_seeds(plan_of(old), 8))))
+    assert later.num_seeds == {"fp32": 8, "bf16": 8}
+
+
+def test_a_comparison_of_an_earlier_version_is_refused(storage: Storage, config: StudyConfig) -> None:
+    storage.create_or_resume_study(begun(storage, config, REQUEST))
+    earlier = storage.read_definition("tiny-compare")
+    earlier["comparison"] |= {"min_seeds": 3, "num_seeds": 3, "extensions": []}
+    with storage.engine.begin() as connection:
+        of_study = studies.update().where(studies.c.name == "tiny-compare")
+        connection.execute(of_study.values(definition=json.dumps(earlier)))
+    with pytest.raises(StorageError, match="comparison: was made by an earlier hpo, which decided"):
+        begun(storage, config, REQUEST)
 
 
 @pytest.mark.parametrize("changes", [{"margin": 0.5}, {"precisions": ("fp32", "bf16")}])
@@ -226,7 +222,7 @@ def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config
     companion = begun(storage, config, REQUEST)
     study = storage.create_or_resume_study(companion)
     for number in range(4):
-        run(storage, companion, by_rate, trials=3, device=f"device {number % 2}")
+        run(storage, companion, by_rate, trials=2, device=f"device {number % 2}")
     plan = plan_of(companion)
     devices: dict[Any, set[str]] = {}
     for trial in study.trials:
@@ -239,13 +235,13 @@ def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config
 def test_trials_of_more_seeds_follow_when_the_plan_grows(storage: Storage, config: StudyConfig) -> None:
     companion = begun(storage, config, REQUEST)
     storage.create_or_resume_study(companion)
-    assert len(run(storage, companion, by_rate).trials) == 18
-    plan = plan_of(companion).model_copy(update={"num_seeds": 5})
+    assert len(run(storage, companion, by_rate).trials) == 12
+    plan = with_seeds(plan_of(companion), 5)
     grown = companion.with_values(comparison=plan, n_trials=len(plan.points()))
     storage.create_or_resume_study(grown)
     record = run(storage, companion, by_rate)  # a worker that has read the old plan
-    assert len(record.trials) == 30
-    assert len({tuple(trial.params.values()) for trial in record.trials}) == 30
+    assert len(record.trials) == 20
+    assert len({tuple(trial.params.values()) for trial in record.trials}) == 20
 
 
 def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
@@ -269,10 +265,10 @@ def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
         connection.execute(of_trial.values(trial_number=interrupted.number))
     record = run(storage, companion, by_rate, device="here")
     assert record.trials[interrupted.number].state == "RUNNING", "left alone, and not waited for"
-    assert record.slots["done"] == 17
+    assert record.slots["done"] == 11
     summary = run_worker(companion, storage, lambda *_: None, device=WorkerDevice(kind="here"))
     assert (summary.ended, summary.elsewhere) == ("elsewhere", ("the name gone",))
-    assert run(storage, companion, by_rate, device="gone").slots["done"] == 18
+    assert run(storage, companion, by_rate, device="gone").slots["done"] == 12
 
 
 @pytest.mark.parametrize(

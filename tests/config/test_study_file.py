@@ -26,14 +26,6 @@ def test_line_of_every_key_is_known(tmp_path: Path) -> None:
     assert file.lines == {"a": 2, "b": 3, "b.c": 4, "b.c.0": 4, "b.c.1": 4, "b.d": 5, "b.d.e": 5}
 
 
-def test_anchors_and_merge_keys_are_not_taken_for_keys_written_twice(tmp_path: Path) -> None:
-    path = tmp_path / "study.yaml"
-    path.write_text("base: &base {a: 1, b: 2}\nmore:\n  <<: *base\n  b: 3\n")
-    file = read_study_file(path)
-    assert file.content["more"] == {"a": 1, "b": 3}
-    assert file.problems == ()
-
-
 def test_values_are_shown_as_in_a_study_file() -> None:
     shown = {"tpe": "`tpe`", None: "`null`", True: "`true`", -1.0: "`-1.0`"}
     assert {value: show(value) for value in shown} == shown
@@ -44,5 +36,7 @@ def test_values_are_shown_as_in_a_study_file() -> None:
 def test_python_objects_are_not_constructed(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
     path.write_text("name: !!python/object/apply:os.system ['true']\n")
-    with pytest.raises(StudyFileError, match=r"study\.yaml:1: this is not valid YAML: .*constructor"):
+    with pytest.raises(
+        StudyFileError, match=r"study\.yaml:1: this is not valid YAML: no value is of tag:yaml"
+    ):
         read_study_file(path)

@@ -15,7 +15,7 @@ from jsonl_sets import load, load_set, write_set
 from pydantic import ValidationError
 
 from hpo.config.data_config import DataConfig
-from hpo.data.dataset import DataSet
+from hpo.data.dataset import DataSet, load_data
 from hpo.data.sources import located
 
 TASKS = {
@@ -32,7 +32,6 @@ LINES: list[dict[str, Any]] = [
         "text": 'Ann works\nin Rome, "she" says',
         "labels": {"tone": "calm", "topics": ["work"], "grade": 1.5},
         "spans": {"person": [[0, 3]], "place": [[13, 17]], "reply": [[4, 9]], "work": [[0, 9]]},
-        "segments": {"who": [0, 3], "rest": [4, 29]},
     },
     {"id": "b", "text": "nothing", "labels": {"tone": "angry", "topics": [], "grade": -2.0}, "spans": {}},
     {"id": "c", "text": "not annotated", "labels": {}},
@@ -40,7 +39,6 @@ LINES: list[dict[str, Any]] = [
 COLUMNS = {
     "id": "key",
     "text": "body",
-    "segments": "parts",
     "labels": {"tone": "tone", "topics": "topics", "grade": "grade"},
     "spans": {"person": "person", "place": "place", "answer": "reply", "proof": "proof"},
 }
@@ -53,7 +51,6 @@ def cells(line: dict[str, Any]) -> dict[str, Any]:
     for name in ("person", "place", "reply"):
         row[name] = None if spans is None else spans.get(name, [])
     work = {"work"} & (spans or {}).keys()
-    row["parts"] = line.get("segments")
     row["proof"] = None if spans is None else json.dumps({name: spans[name] for name in work})
     return row
 
@@ -99,10 +96,10 @@ def one_csv(folder: Path, header: str, *rows: str, tasks: dict[str, Any], **colu
     return load_set(folder, "csv", tasks=tasks, columns=columns)
 
 
-def test_a_table_of_pairs_needs_the_column_of_segments() -> None:
+def test_pairs_come_in_jsonl_alone() -> None:
     pair = {"pair_segments": ["who", "rest"], "tasks": TASKS, "path": "x"}
-    with pytest.raises(ValidationError, match=r"columns\.segments\s+must be given for `pair_segments`\."):
-        load(source="csv", columns={"labels": {"tone": "tone"}}, **pair)
+    with pytest.raises(ValidationError, match="is read with source jsonl, but the source is csv"):
+        load(source="csv", **pair)
 
 
 def test_several_classes_may_be_joined_by_bars(tmp_path: Path) -> None:
@@ -142,50 +139,37 @@ def test_an_empty_cell_of_spans_leaves_its_task_open(tmp_path: Path) -> None:
 
 def test_classes_stored_as_numbers_get_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    kinds = {"tone": "single_label", "stars": "single_label", "topics": "multi_label"}
     features = datasets.Features(
         {
             "text": datasets.Value("string"),
             "tone": datasets.ClassLabel(names=["calm", "angry"]),
+            "stars": datasets.Value("int32"),
             "topics": datasets.List(datasets.ClassLabel(names=["work", "home"])),
         }
     )
-    rows = {"text": ["one", "two", "three"], "tone": [1, 0, -1], "topics": [[1], [0, 1], []]}
+    rows = {
+        "text": ["one", "two", "three"],
+        "tone": [1, 0, -1],
+        "stars": [5, 1, 5],
+        "topics": [[1], [0, 1], []],
+    }
     table = datasets.Dataset.from_dict(rows, features=features)
     (tmp_path / "set").mkdir()
     table.to_parquet(tmp_path / "set" / "train.parquet")
     table.to_parquet(tmp_path / "set" / "dev.parquet")
-    dataset = load(
-        source="hub",
-        hub={"name": str(tmp_path / "set"), "splits": {"validation": "validation"}},
-        tasks={"tone": {"kind": "single_label"}, "topics": {"kind": "multi_label"}},
-        columns={"labels": {"tone": "tone", "topics": "topics"}},
-    )
+    config = {
+        "source": "hub",
+        "hub": {"name": "set", "splits": {"validation": "validation"}},  # a folder beside the study file
+        "tasks": {name: {"kind": kind} for name, kind in kinds.items()},
+        "columns": {"labels": {name: name for name in kinds}},
+    }
+    dataset = load_data(DataConfig.model_validate(config, context={"folder": tmp_path}))
     assert [example.labels for example in dataset.splits["validation"]] == [
-        {"tone": "angry", "topics": ["home"]},
-        {"tone": "calm", "topics": ["work", "home"]},
-        {"topics": []},
+        {"tone": "angry", "stars": "5", "topics": ["home"]},
+        {"tone": "calm", "stars": "1", "topics": ["work", "home"]},
+        {"stars": "5", "topics": []},
     ]
-
-
-@pytest.mark.parametrize(("name", "is_folder"), [("set", True), ("owner/set", False)])
-def test_a_local_folder_in_place_of_a_hub_id_is_relative_to_the_study_file(
-    tmp_path: Path, name: str, is_folder: bool
-) -> None:
-    (tmp_path / "set").mkdir()
-    config = {"source": "hub", "hub": {"name": name}, "tasks": {"tone": {"kind": "single_label"}}}
-    hub = DataConfig.model_validate(config, context={"folder": tmp_path}).hub
-    assert hub is not None
-    assert hub.name == (str(tmp_path / name) if is_folder else name)
-
-
-def test_whole_numbers_may_be_classes_of_a_table(tmp_path: Path) -> None:
-    rows = [{"text": "one", "stars": 1}, {"text": "two", "stars": 5}]
-    for split in ("train", "validation"):
-        write_parquet(tmp_path / f"{split}.parquet", rows)
-    tasks, columns = {"stars": {"kind": "single_label"}}, {"labels": {"stars": "stars"}}
-    dataset = load_set(tmp_path, "parquet", tasks=tasks, columns=columns)
-    assert dataset.tasks[0].labels == ("1", "5")
-    assert [example.labels["stars"] for example in dataset.splits["train"]] == ["1", "5"]
 
 
 def test_the_longest_end_of_a_path_that_is_in_the_folder_of_the_machine(

@@ -1,25 +1,25 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import asdict
+from typing import Any
 
 import pytest
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import f1_score
-from sklearn.multiclass import OneVsRestClassifier
 
+from hpo.config.data_config import DataConfig, SyntheticConfig
+from hpo.data.dataset import load_data
 from hpo.data.examples import Example, RowChecker
-from hpo.data.synthetic import CRITERIA, GENERATOR_VERSION, TASKS_JSON, SyntheticRows
+from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import parse_tasks
 
-
-def test_a_larger_set_begins_with_the_rows_of_a_smaller_one() -> None:
-    assert list(SyntheticRows("train", 20)) == SyntheticRows("train", 500)[:20]
+STORED = "acd9747cb227cf3e952238bb6b76935d"
+"""The fingerprint of 20 rows a split, before `look_alikes` was a setting."""
 
 
 def test_a_row_is_the_same_however_it_is_read() -> None:
     rows = SyntheticRows("train", 10)
+    assert list(rows) == SyntheticRows("train", 500)[:10]
     assert rows[7] == list(rows)[7] == rows[-3] == rows[5:9][2]
     with pytest.raises(IndexError, match="out of range"):
         rows[10]
@@ -63,14 +63,6 @@ def test_labels_evidence_severity_and_score_agree() -> None:
                 assert sentence[0].isupper() or row.text.lower() == row.text
 
 
-def test_every_criterion_and_severity_occurs_and_texts_differ() -> None:
-    rows = list(SyntheticRows("train", 2000))
-    counts = {name: sum(name in row.spans for row in rows) for name in CRITERIA}
-    assert min(counts.values()) > 100
-    assert {row.labels["severity"] for row in rows} == {"none", "mild", "moderate", "severe"}
-    assert len({row.text for row in rows}) > 1990
-
-
 def test_sentence_bounds_hold() -> None:
     short = SyntheticRows("train", 100, min_sentences=1, max_sentences=2)
     long = SyntheticRows("train", 100, min_sentences=20, max_sentences=20)
@@ -88,13 +80,18 @@ def test_label_noise_takes_labels_away_and_adds_some() -> None:
     assert any(row.spans for row in held(1.0))
 
 
-def test_words_alone_tell_much_but_not_all() -> None:
-    """A linear model on TF-IDF learns something, and leaves room for one that reads who, when and whether."""
-    train, test = list(SyntheticRows("train", 1000)), list(SyntheticRows("test", 300))
-    vectorizer = TfidfVectorizer(sublinear_tf=True)
-    features = vectorizer.fit_transform(row.text for row in train)
-    truth = [[int(name in row.spans) for name in CRITERIA] for row in train]
-    model = OneVsRestClassifier(LogisticRegression(C=10)).fit(features, truth)
-    predicted = model.predict(vectorizer.transform(row.text for row in test))
-    f1 = f1_score([[int(name in row.spans) for name in CRITERIA] for row in test], predicted, average="macro")
-    assert 0.6 < f1 < 0.9
+def test_without_look_alikes_the_words_tell() -> None:
+    """And the default is that of the rows that there were before it was a setting."""
+    plain = SyntheticRows("train", 200, look_alikes=0.0)
+    assert not any(re.search(r"not true|used to|My brother", row.text) for row in plain if not row.spans)
+    assert list(SyntheticRows("train", 20, look_alikes=0.45)) == list(SyntheticRows("train", 20))
+    assert list(plain) != list(SyntheticRows("train", 200))
+
+
+def test_look_alikes_belong_to_the_data_and_their_default_to_studies_stored_before() -> None:
+    def fingerprint(**settings: Any) -> str:
+        return load_data(DataConfig(source="synthetic", synthetic=SyntheticConfig(**settings))).fingerprint
+
+    sizes = {"num_train": 20, "num_validation": 20, "num_test": 20}
+    assert fingerprint(**sizes) == STORED
+    assert fingerprint(**sizes, look_alikes=0.1) != STORED

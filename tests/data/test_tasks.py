@@ -38,10 +38,6 @@ def test_parse_tasks_reads_every_kind_and_passes_over_descriptions() -> None:
     assert Task("t", "token_classification", ("a", "b")).num_outputs == 5
 
 
-def test_parse_tasks_takes_the_inner_mapping_alone() -> None:
-    assert parse_tasks({"severity": {"kind": "regression"}}, "study")[0].name == "severity"
-
-
 SINGLE = {"kind": "single_label", "classes": ["a", "b"]}
 SPANS = {"kind": "token_classification", "span_names": ["a"]}
 EVIDENCE = {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "y"}
@@ -53,21 +49,16 @@ EVIDENCE = {"kind": "span_per_label", "span_names": ["a"], "evidence_for": "y"}
         ({}, "t.json: there must be at least one task"),
         ([], "t.json: must be a mapping of tasks, but got `\\[\\]`"),
         ({"x": {"kind": "multilabel"}}, "task `x`: kind: must be one of single_label.* mean `multi_label`"),
-        ({"x": {"classes": ["a"]}}, "task `x`: kind: must be given"),
         ({"x": "single_label"}, "task `x`: must be a mapping of keys, but got `single_label`"),
         ({"x.y": SINGLE}, "task `x.y`: a task's name must be a letter"),
         ({"score": SINGLE}, "task `score`: `score` names the objective over all tasks"),
         ({"x": {"kind": "single_label"}}, r"task `x`: classes: must hold at least 2, but got `\[\]`"),
         ({"x": {**SINGLE, "clases": ["a"]}}, "clases: there is no such key. Did you mean `classes`"),
-        ({"x": {**SINGLE, "classes": "ab"}}, "classes: must be a list, but got `ab`"),
-        ({"x": {**SINGLE, "classes": ["a"]}}, r"classes: must hold at least 2, but got `\[a\]`"),
-        ({"x": {**SINGLE, "classes": ["a", 1]}}, "classes: 1: must be text, but got `1`. Put it in q"),
         ({"x": {**SINGLE, "classes": ["a", ""]}}, "classes: must hold at least one name, and no empty"),
         ({"x": {**SINGLE, "classes": ["a", "b", "a"]}}, "`a` occurs twice"),
         ({"x": {**SPANS, "spans_may_overlap": "maybe"}}, "overlap: must be true or false, but got `maybe`"),
         ({"x": {**SPANS, "span_names": None}}, "span_names: must be given for the kind token_classification"),
-        ({"x": {**SPANS, "kind": "span_extraction", "max_spans": 2}}, "at most one span of one name"),
-        ({"x": {"kind": "span_extraction", "span_names": ["a", "b"]}}, "at most one span of one name"),
+        ({"x": {"kind": "span_extraction", "span_names": ["a", "b"]}}, "finds one span of one name"),
         ({"y": SINGLE, "x": {**EVIDENCE, "evidence_for": "z"}}, "_for: there is no task `z`. Known: y"),
         (
             {"y": {"kind": "regression"}, "x": EVIDENCE},

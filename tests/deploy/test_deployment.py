@@ -1,22 +1,29 @@
-"""The artifacts of a trained model: what they score, what is refused, what mends it."""
+"""The forms of a trained model: what they score, what is refused, what is chosen."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from planted_int8 import OUTPUT, ruin, write_mood_study
+from planted_int8 import MAX_DROP, ruin, write_mood_study
 from tiny import tiny_executor
 
 import hpo
 from hpo.config.study_config import load_study
-from hpo.deploy.deployment import Candidate, Place, deploy
-from hpo.deploy.request import DeploymentRequest
+from hpo.data.examples import Example
+from hpo.deploy.artifacts import NAMES
+from hpo.deploy.deployment import Candidate, DeploymentRequest, Place, deploy
 from hpo.deploy.result import Deployment
 from hpo.deploy.timing import Effort
 from hpo.device import probe_device
 from hpo.errors import RunError
+from hpo.inference.model import TrainedModel
+from hpo.training.metrics import primary_mean
 from hpo.trial.best_model import export_checkpoint, score_checkpoint
 from hpo.trial.executor import Executor
 from hpo.trial.provenance import TrialSource
@@ -32,10 +39,12 @@ def trained(executor: Executor, folder: Path) -> Candidate:
     return Candidate(0, export_checkpoint(executor, folder / "trial", folder / "export", source))
 
 
-def deployed(executor: Executor, candidate: Candidate, folder: Path, *names: str, **of: object) -> Deployment:
-    request = DeploymentRequest(names, effort=QUICK, **of)  # type: ignore[arg-type]
+def deployed(
+    executor: Executor, candidate: Candidate, folder: Path, *names: str, max_drop: float = MAX_DROP, **of: Any
+) -> Deployment:
+    request = DeploymentRequest(names, max_drop, effort=QUICK, **of)
     place = Place(probe_device("cpu"), folder / "artifacts", folder / "tokens")
-    return deploy(executor.study, executor.dataset, [candidate], request, place)
+    return deploy(executor.study, executor.dataset, candidate, request, place)
 
 
 @pytest.fixture(scope="module")
@@ -45,67 +54,124 @@ def mood(tmp_path_factory: pytest.TempPathFactory) -> tuple[Executor, Candidate]
     return executor, trained(executor, folder)
 
 
-def test_artifacts_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) -> None:
+@pytest.fixture
+def ruined(mood: tuple[Executor, Candidate], tmp_path: Path) -> Candidate:
+    return Candidate(0, ruin(Path(shutil.copytree(mood[1].exported, tmp_path / "ruined"))))
+
+
+def test_forms_score_as_an_evaluation_and_as_what_is_loaded(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, search_space={}, amp={"preset": "basic"})
     candidate = trained(executor, tmp_path)
-    names = ("onnx_fp32", "onnx_int8_dynamic_per_channel", "onnx_int8_static")
-    found = deployed(executor, candidate, tmp_path, *names, max_drop=5.0)
+    names = ("onnx_fp32", "onnx_int8_dynamic", "onnx_int8_static")
+    found = deployed(executor, candidate, tmp_path, *names, max_drop=20.0)
     fp32, onnx, dynamic, static = found.artifacts
-    assert [row.artifact.name for row in found.artifacts] == ["fp32", *names]
-    expected = score_checkpoint(executor, tmp_path / "trial", "test")
-    for task, metrics in expected.items():
-        for metric, value in metrics.items():
-            assert fp32.metrics[task][metric].value == pytest.approx(value, abs=1e-6)
-            assert onnx.metrics[task][metric].value == pytest.approx(value, abs=1e-3)
-    assert (fp32.drop.value, fp32.drop.low, fp32.drop.high) == (0, 0, 0)
+    assert [row.artifact for row in found.artifacts] == ["fp32", *names]
+    expected = score_checkpoint(executor, tmp_path / "trial", "validation")
+    for task in executor.tasks:
+        for row, near in ((fp32, 1e-6), (onnx, 1e-3)):
+            of_task = row.judged.tasks[task.name]
+            assert of_task.metric == task.primary_metric
+            assert of_task.value.value == pytest.approx(expected[task.name][of_task.metric], abs=near)
+    assert (fp32.judged.drop.value, fp32.judged.drop.low, fp32.judged.drop.high) == (0, 0, 0)
     assert onnx.largest_change < 1e-5 < dynamic.largest_change < 0.5
     assert fp32.batch_change is onnx.batch_change is static.batch_change is None
     assert 1e-5 < dynamic.batch_change < 0.5, "ranges are those of a batch"
     for row in found.artifacts:
-        assert row.score.low <= row.score.high
-        assert row.drop.value == pytest.approx(100 * (fp32.score.value - row.score.value), abs=1e-6)
-        assert row.drop == row.behind_best
-        assert set(row.task_drops) == {task.name for task in executor.tasks}
+        score, drop = row.judged.score, row.judged.drop
+        assert score.low <= score.high
+        assert drop.value == pytest.approx(100 * (fp32.judged.score.value - score.value), abs=1e-6)
         assert set(row.timings) == {1, 32}
         assert row.timings[1].p50_ms <= row.timings[1].p99_ms
     assert dynamic.weight_bytes < onnx.weight_bytes / 2
-    assert dynamic.weight_bytes < dynamic.folder_bytes
-    assert found.best in [row for row in found.artifacts if row.verdict == "as_good"]
-    assert "24 rows are few" in found.notes[0]
+    assert found.best in [row for row in found.artifacts if row.judged.verdict == "as_good"]
+    on_test = score_checkpoint(executor, tmp_path / "trial", "test")
+    assert found.test.fp32_score.value == pytest.approx(primary_mean(executor.tasks, on_test), abs=1e-6)
+    assert found.test.num_examples == len(executor.dataset.splits["test"])
     assert f"here by up to {dynamic.batch_change:.2g} between texts alone" in found.notes[-1]
-    model = hpo.load(tmp_path / "artifacts" / dynamic.folder, device="cpu")
+    model = hpo.load(tmp_path / "artifacts" / "onnx_int8_dynamic", device="cpu")
     assert model.precision == "int8"
     assert model.predict(["I sleep badly."])[0].keys() == {task.name for task in executor.tasks}
     stored = json.loads(json.dumps(found.as_json()))
-    assert stored["artifacts"][2]["artifact"] == "onnx_int8_dynamic_per_channel"
+    assert stored["artifacts"][2]["artifact"] == "onnx_int8_dynamic"
     assert stored["artifacts"][2]["timings"]["32"]["speed_up"].keys() == {"ratio", "low", "high"}
 
 
-def test_a_model_that_int8_ruins_is_refused_and_mended_by_naming_the_layer(
+def test_a_model_that_int8_ruins_is_refused(
+    mood: tuple[Executor, Candidate], ruined: Candidate, tmp_path: Path
+) -> None:
+    executor, sound = mood
+    verdicts = {}
+    for name, candidate in (("sound", sound), ("ruined", ruined)):
+        fp32, int8 = deployed(executor, candidate, tmp_path / name, "onnx_int8_static").artifacts
+        assert (fp32.judged.score.value, fp32.judged.verdict) == (1.0, "as_good"), "the same function"
+        verdicts[name] = int8.judged
+    assert (verdicts["sound"].verdict, verdicts["sound"].drop.value) == ("as_good", 0.0)
+    assert (verdicts["ruined"].verdict, verdicts["ruined"].drop.value) == ("worse", pytest.approx(50))
+    assert (verdicts["ruined"].changes.worse, verdicts["ruined"].changes.better) == (20, 0)
+    assert f"is beyond --max-drop {MAX_DROP:g}" in verdicts["ruined"].reason
+
+
+def test_few_rows_that_are_alike_do_not_make_a_form_as_good(
     mood: tuple[Executor, Candidate], tmp_path: Path
 ) -> None:
-    executor, candidate = mood
-    sound = deployed(executor, candidate, tmp_path / "sound", "onnx_int8_static_per_channel")
-    assert [row.verdict for row in sound.artifacts] == ["as_good", "as_good"]
-    ruin(candidate.exported)
-    found = deployed(executor, candidate, tmp_path, "onnx_int8_static_per_channel")
-    fp32, broken, mended = found.artifacts
-    assert fp32.score.value == sound.artifacts[0].score.value == 1.0, "in fp32 it is the same function"
-    assert (broken.verdict, broken.drop.value) == ("worse", pytest.approx(50))
-    assert "is beyond --max-drop 1" in broken.reason
-    assert broken.mended is None
-    assert mended.artifact.keep_float == mended.mended.names == (OUTPUT,)
-    assert mended.mended.is_smallest
-    assert (mended.verdict, mended.drop.value) == ("as_good", 0.0)
-    assert found.best.artifact.name in ("fp32", "onnx_int8_static_per_channel")
-    assert found.best is not broken
-    kept = json.loads((tmp_path / "artifacts" / mended.folder / "hpo.json").read_text())
-    assert OUTPUT in kept["onnx"]["quantization"]["kept_float"]
-    left = {path.name for path in (tmp_path / "artifacts" / "trial-00000").iterdir()}
-    assert left == {"fp32", "onnx_fp32", broken.artifact.name, f"{broken.artifact.name}_mended"}
+    found = deployed(*mood, tmp_path, "onnx_fp32", max_drop=1.0)
+    assert (found.artifacts[1].judged.verdict, found.best.artifact) == ("undecided", "fp32")
+    assert found.artifacts[1].judged.reason == (
+        "0 of 40 texts get worse and 0 better, so of all texts up to 10 % net can (exact, 97.5 %), and "
+        "--max-drop is 1: it takes 437 rows at least."
+    )
+    assert "Of 2 of the 2 classes alone nothing is said: each would need 437 rows" in found.notes[1]
 
 
-def test_what_cannot_be_made_is_left_out_with_the_reason(
+def test_the_fastest_as_good_on_validation_is_confirmed_on_test(
+    mood: tuple[Executor, Candidate], ruined: Candidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faster_and_faster(predict: Mapping[str, Any], *_: Any) -> dict[str, list[list[float]]]:
+        return {name: [[1 / (1 + NAMES.index(name))] * 2] for name in predict}
+
+    monkeypatch.setattr("hpo.deploy.deployment.time_in_turn", faster_and_faster)
+    executor, sound = mood
+    found = deployed(executor, sound, tmp_path / "sound", "onnx_fp32", "onnx_int8_static")
+    assert found.best.artifact == "onnx_int8_static", "the fastest"
+    assert (found.test.judged.verdict, found.test.judged.drop.value) == ("as_good", 0.0)
+    assert found.test.num_examples == 320
+    # Of two classes the ruined model knows one: where validation has no other, test alone shows it.
+    splits = executor.dataset.splits
+    chosen = []
+    for number, word in enumerate((" good ", " bad ")):
+        rows = [one for one in splits["validation"] if word in one.text]
+        data = replace(executor.dataset, splits={**splits, "validation": rows}, fingerprint=f"class {number}")
+        place = Place(probe_device("cpu"), tmp_path / str(number), tmp_path / "tokens")
+        request = DeploymentRequest(("onnx_int8_static",), 30.0, effort=QUICK)
+        of_class = deploy(executor.study, data, ruined, request, place)
+        assert of_class.best.artifact == "fp32"
+        assert of_class.test.judged.drop.value == 0
+        chosen += [note for note in of_class.notes if "was chosen" in note]
+    assert chosen == ["onnx_int8_static was chosen, but it is worse on test, so fp32 is deployed."]
+    untested = deployed(executor, sound, tmp_path / "untested", "onnx_fp32", has_test=False)
+    assert (untested.best.artifact, untested.test) == ("onnx_fp32", None)
+    assert untested.notes[-1].startswith("No test split has labels")
+
+
+def test_the_labels_of_a_loaded_form_are_those_that_are_scored(
+    mood: tuple[Executor, Candidate], ruined: Candidate, tmp_path: Path
+) -> None:
+    executor = mood[0]
+    names = ("onnx_fp32", "onnx_int8_dynamic", "onnx_int8_static")
+    found = deployed(executor, ruined, tmp_path, *names, max_drop=90.0)
+    examples: list[Example] = executor.dataset.splits["validation"]
+    truth = [example.labels["mood"] for example in examples]
+    scores = set()
+    for row in found.artifacts:
+        model = hpo.load(tmp_path / "artifacts" / row.artifact, device="cpu")
+        said = [model.predict([example.text])[0]["mood"].label for example in examples]
+        right = [label == true for label, true in zip(said, truth, strict=True)]
+        assert sum(right) / len(right) == row.judged.score.value, row.artifact
+        scores.add(row.judged.score.value)
+    assert len(scores) > 1, "some of them have other labels than fp32"
+
+
+def test_what_cannot_be_made_or_timed_is_left_out_with_the_reason(
     mood: tuple[Executor, Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor, candidate = mood
@@ -113,19 +179,28 @@ def test_what_cannot_be_made_is_left_out_with_the_reason(
     def fail(*_: object, **__: object) -> Path:
         raise RunError("no such operator.")
 
-    monkeypatch.setattr("hpo.deploy.onnx_export.export_onnx", fail)
-    found = deployed(executor, candidate, tmp_path, "onnx_fp32", "onnx_int8_dynamic")
-    assert [row.artifact.name for row in found.artifacts] == ["fp32"]
-    assert found.left_out == {
-        "onnx_fp32 of trial 0": "no such operator.",
-        "onnx_int8_dynamic of trial 0": "no such operator.",
-    }
+    with monkeypatch.context() as patched:
+        patched.setattr("hpo.deploy.onnx_export.export_onnx", fail)
+        found = deployed(executor, candidate, tmp_path / "made", "onnx_fp32", "onnx_int8_dynamic")
+    assert [row.artifact for row in found.artifacts] == ["fp32"]
+    assert found.left_out == {"onnx_fp32": "no such operator.", "onnx_int8_dynamic": "no such operator."}
+    predict = TrainedModel.predict
+
+    def failing(model: TrainedModel, rows: Any, **of: Any) -> Any:
+        if model.precision == "int8" and len(rows) > 1:
+            raise RunError("too many texts.")
+        return predict(model, rows, **of)
+
+    monkeypatch.setattr(TrainedModel, "predict", failing)
+    found = deployed(executor, candidate, tmp_path, "onnx_fp32", "onnx_int8_static")
+    assert [row.artifact for row in found.artifacts] == ["fp32", "onnx_fp32"]
+    assert found.left_out == {"onnx_int8_static": "it failed while it was timed: too many texts."}
+    assert found.best in found.artifacts
 
 
 def test_a_model_that_is_not_finite_in_fp32_ends_it(
     mood: tuple[Executor, Candidate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor, candidate = mood
-    monkeypatch.setattr("hpo.deploy.deployment.answers", lambda *_: None)
+    monkeypatch.setattr("hpo.deploy.deployment.answers", lambda *_, **__: None)
     with pytest.raises(RunError, match="trial 0 are not finite in fp32"):
-        deployed(executor, candidate, tmp_path)
+        deployed(*mood, tmp_path)

@@ -14,7 +14,8 @@ from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE, load_study
 from hpo.deploy.objective import with_deployed_values
 from hpo.device import probe_device
 from hpo.errors import InputError, ModelError
-from hpo.study.storage import open_storage
+from hpo.study.store.storage import open_storage
+from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import ScoredEvaluation, TrialResult
 
@@ -32,7 +33,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Executor, Path, Tri
     study = load_study(write_mood_study(folder, objective=OBJECTIVES))
     executor = Executor(study, probe_device("cpu"), folder / "runs")
     seen: list[ScoredEvaluation] = []
-    result = executor.run({}, folder / "trial", "key", seen.append)
+    result = executor.run({}, folder / "trial", "key", Callbacks(seen.append))
     score, latency, accuracy = seen[-1].values
     assert score == pytest.approx(1.0)
     assert latency != latency, "nothing is known of it while it trains"
@@ -133,7 +134,7 @@ def test_what_is_refused_before_the_first_trial(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(InputError, match="Did you mean `deployed_int8/score`"):
         executor(metric="deployed_int8/scores")
     late = {"metric": DEPLOYED_LATENCY, "direction": "minimize"}
-    with pytest.raises(InputError, match="must be `none` for `deployed_int8/latency_ms`"):
+    with pytest.raises(InputError, match="must be `none` with several objectives, or one that is known"):
         load_study(write_study(tmp_path, objective=late, pruner={"name": "median"}))
     monkeypatch.setattr("hpo.inference.onnx_network.find_spec", lambda _: None)
     with pytest.raises(InputError, match="deployed in int8 needs the package onnx and onnxruntime"):

@@ -15,12 +15,12 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.calls: list[tuple[int, tuple[object, ...]]] = []
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
 
     def __call__(self) -> float:
         return self.now
 
-    def takes(self, name: int, seconds: Callable[[int], float]) -> Callable[[Rows], None]:
+    def takes(self, name: str, seconds: Callable[[int], float]) -> Callable[[Rows], None]:
         def predict(rows: Rows) -> None:
             self.now += seconds(sum(called == name for called, _ in self.calls))
             self.calls.append((name, tuple(rows)))
@@ -28,17 +28,17 @@ class Clock:
         return predict
 
 
-def timed(seconds: dict[int, float], rows: Sequence[str], size: int, effort: Effort) -> tuple[Clock, dict]:
+def timed(seconds: dict[str, float], rows: Sequence[str], size: int, effort: Effort) -> tuple[Clock, dict]:
     clock = Clock()
     predict = {name: clock.takes(name, lambda _, of=of: of) for name, of in seconds.items()}
     return clock, time_in_turn(predict, rows, size, effort, clock)
 
 
 def test_all_take_turns_on_the_same_texts() -> None:
-    clock, found = timed({0: 0.2, 1: 0.1}, ["a", "b", "c"], 2, Effort(rounds=2, seconds=100))
-    assert found == {0: [pytest.approx([0.2] * 5)] * 2, 1: [pytest.approx([0.1] * 5)] * 2}
+    clock, found = timed({"0": 0.2, "1": 0.1}, ["a", "b", "c"], 2, Effort(rounds=2, seconds=100))
+    assert found == {"0": [pytest.approx([0.2] * 5)] * 2, "1": [pytest.approx([0.1] * 5)] * 2}
     names, texts = zip(*clock.calls[2:], strict=True)  # two calls tell how long they take
-    assert names == (0,) * 6 + (1,) * 6 + (1,) * 6 + (0,) * 6, "the second round begins with another"
+    assert names == ("0",) * 6 + ("1",) * 12 + ("0",) * 6, "the second round begins with another"
     assert texts[:3] == (("a", "b"), ("a", "b"), ("c", "a")), "the first call of a turn is not counted"
     assert texts[:6] == texts[6:12]
     assert texts[12:18] == texts[18:]
@@ -47,8 +47,8 @@ def test_all_take_turns_on_the_same_texts() -> None:
 
 @pytest.mark.parametrize(("seconds", "calls"), [(1000.0, 20), (12.0, 5), (0.1, 2)])
 def test_the_time_bounds_the_calls(seconds: float, calls: int) -> None:
-    _, found = timed({0: 0.1, 1: 0.1}, ["a"], 1, Effort(rounds=10, seconds=seconds))
-    assert [len(turn) for turn in found[0]] == [calls] * 10
+    _, found = timed({"0": 0.1, "1": 0.1}, ["a"], 1, Effort(rounds=10, seconds=seconds))
+    assert [len(turn) for turn in found["0"]] == [calls] * 10
 
 
 def test_latency_and_speed_up_are_those_of_the_calls() -> None:

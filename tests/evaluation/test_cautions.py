@@ -4,7 +4,7 @@ from typing import Any
 
 from hpo.data.examples import Example
 from hpo.data.tasks import Task
-from hpo.evaluation.cautions import cover_warnings, search_warning, task_warnings
+from hpo.evaluation.cautions import cover_warnings, task_warnings
 from hpo.evaluation.classes import class_figures
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.metrics import row_statistics
@@ -121,24 +121,3 @@ def test_a_prediction_that_is_not_finite() -> None:
     assert warned(Task("t", "regression"), [1.0] * 30, [2.0] * 29 + [float("inf")]) == [
         "Some predictions are not finite, so there is no metric."
     ]
-
-
-def test_an_interval_that_is_wider_than_what_the_search_found() -> None:
-    others = [0.70, 0.74, 0.79, 0.50]
-    assert search_warning("score", "validation", 0.061, 0.80, others) == (
-        "The interval of score on validation is 0.061 wide; 2 of the 4 other complete trials lie within that "
-        "of the best, so the search cannot tell them apart."
-    )
-    assert search_warning("score", "test", 0.004, 0.80, others) is None
-    assert search_warning("score", "test", 0.061, 0.80, []) is None
-
-
-def test_an_interval_on_many_rows_says_less_of_few() -> None:
-    others = [0.70, 0.74, 0.79, 0.50]
-    assert search_warning("score", "test", 0.009, 0.80, others, (10_000, 10_000)) is None
-    assert search_warning("score", "test", 0.009, 0.80, others, (10_000, 400)) == (
-        "The interval of score on test is 0.009 wide, of 10,000 rows; of the 400 of validation it would be "
-        "about 0.045; 1 of the 4 other complete trials lie within that of the best, so the search cannot "
-        "tell them apart."
-    )
-    assert search_warning("score", "test", 0.061, 0.80, others, (100, 10_000)) is None

@@ -16,7 +16,6 @@ from hpo.data.tasks import Task, parse_tasks
 from hpo.data.tokenized_split import TokenizedSplit, Windowing
 from hpo.evaluation.detailed import (
     SplitPredictions,
-    detailed_evaluation,
     evaluate_predictions,
     predict_split,
 )
@@ -69,9 +68,8 @@ def split() -> TokenizedSplit:
 
 @pytest.fixture(scope="module")
 def evaluation(split: TokenizedSplit) -> DetailedEvaluation:
-    return detailed_evaluation(
-        TASKS, random_logits(split), split, DECISIONS, split_name="test", num_resamples=200
-    )
+    predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
+    return evaluate_predictions(predicted, split_name="test", num_resamples=200)
 
 
 def test_the_metrics_are_those_of_score(split: TokenizedSplit, evaluation: DetailedEvaluation) -> None:
@@ -135,9 +133,8 @@ def test_one_row_and_no_annotated_row() -> None:
     everything = frozenset(task.name for task in TASKS)
     for rows in (rows_of(1), rows_of(2, {0: everything, 1: everything})):
         split = split_of(rows)
-        found = detailed_evaluation(
-            TASKS, random_logits(split), split, DECISIONS, split_name="test", num_resamples=20
-        )
+        predicted = predict_split(TASKS, random_logits(split), split, DECISIONS)
+        found = evaluate_predictions(predicted, split_name="test", num_resamples=20)
         assert DetailedEvaluation.from_json(json.loads(as_text(found))) == found
         assert all(of.warnings for of in found.tasks.values())
     assert found.score is None

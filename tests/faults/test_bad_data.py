@@ -56,12 +56,9 @@ def span(**spans: Any) -> dict[str, Any]:
     ("row", "message"),
     [
         ('{"id": "b", ', "must be one JSON object in UTF-8, but Expecting property name"),
-        ("[1, 2]", "a row must be a JSON object, but got [1, 2]"),
         (changed(id=None), "`id` must be a non-empty string, but got no such key"),
-        (changed(id=1.5), "`id` must be a non-empty string, but got 1.5"),
         (changed(id="a"), "`id` must be unique, but `a` is that of {train}:1 too"),
         (changed(text=None), "`text` must be a string, but got no such key"),
-        (changed(text=""), "`text` is empty"),
         (changed(text=" \n\t"), "`text` is empty"),
         (changed(text=["a"]), "`text` must be a string, but got ['a']"),
         ('{"id": "b", "text": "a \\ud83d"}', "half of a surrogate pair"),
@@ -71,25 +68,20 @@ def span(**spans: Any) -> dict[str, Any]:
         (label(tones="calm"), "labels.tones: unknown task. Did you mean `tone`?"),
         (label(names="x"), "labels.names: `token_classification` is annotated in `spans`"),
         (label(tone="clam"), "unknown class `clam`. Did you mean `calm`?"),
+        (label(tone="clam", grade="x"), "unknown class `clam`. Did you mean `calm`?; labels.grade must be"),
         (label(tone=0), "labels.tone must be one class as a string, but got 0"),
-        (label(topics=["work", "hom"]), "labels.topics: unknown class `hom`. Did you mean `home`?"),
         (label(topics="work"), "labels.topics must be a list of classes, but got 'work'"),
-        (label(topics=[1]), "labels.topics must be a list of classes, but got [1]"),
         (label(topics=["work", "work"]), "labels.topics names a class twice: ['work', 'work']"),
         (label(grade=float("nan")), "labels.grade must be a finite number, but got nan"),
-        (label(grade=float("inf")), "labels.grade must be a finite number, but got inf"),
-        (label(grade="1.5"), "labels.grade must be a finite number, but got '1.5'"),
         (label(grade="x" * 99), f"but got '{'x' * 55} ..."),
         (label(grade=True), "labels.grade must be a finite number, but got True"),
         (changed(spans=[[0, 3]]), "`spans` must be an object of name: [[start, end], ...]"),
         (span(persons=[[0, 3]]), "spans.persons: unknown span name. Did you mean `person`?"),
         (span(person=[[24, 30]]), "spans.person: [24, 30] must lie inside the text of 29 characters"),
         (span(person=[[3, 3]]), "spans.person: 0 <= start < end must hold, but got [3, 3]"),
-        (span(person=[[5, 3]]), "0 <= start < end must hold, but got [5, 3]"),
         (span(person=[[-2, 3]]), "0 <= start < end must hold, but got [-2, 3]"),
         (span(person=[[0.0, 3.0]]), "a span must be [start, end] in whole characters, but got [0.0, 3.0]"),
         (span(person=[[False, True]]), "a span must be [start, end] in whole characters"),
-        (span(person=[[0, 3, 5]]), "a span must be [start, end] in whole characters"),
         (span(person=[0, 3]), "a span must be [start, end] in whole characters, but got 0"),
         (span(person=[[10, 11]]), "spans.person: [10, 11] covers only white space"),
         (span(person=[[11, 14], [11, 14]]), "spans.person has the same span twice"),
@@ -99,7 +91,6 @@ def span(**spans: Any) -> dict[str, Any]:
         (span(home=[[11, 14]]), "spans.home is evidence for a class that labels.topics does not name"),
         (changed(alt_spans={"answer": [[0, 99]]}), "alt_spans.answer: [0, 99] must lie inside the text"),
         (changed(segments=[0, 10]), "`segments` must be an object of name: [start, end]"),
-        (changed(segments={"context": [11, 90]}, spans=None), "segments.context: [11, 90] must lie inside"),
     ],
 )
 def test_a_bad_row_is_refused_with_file_and_line(tmp_path: Path, row: object, message: str) -> None:
@@ -126,16 +117,11 @@ def test_the_first_twenty_bad_rows_of_all_files_are_listed_at_once(tmp_path: Pat
     with pytest.raises(DataError) as caught:
         load_set(tmp_path)
     first, *listed = str(caught.value).splitlines()
-    assert first == "25 bad rows in the data (the first 20 are listed); mend or remove:"
-    assert len(listed) == 20
+    assert first == "25 bad rows in the data; mend or remove:"
+    assert len(listed) == 21
     assert listed[0] == f"  {tmp_path / 'train.jsonl'}:2: `text` is empty"
-    assert listed[-1].startswith(f"  {tmp_path / 'validation.jsonl'}:2: spans.person: [1, 99]")
-
-
-def test_all_problems_of_one_row_are_listed(tmp_path: Path) -> None:
-    row = changed(labels={"tone": "clam", "topics": ["work"], "grade": "x"}, spans={"person": [[9, 3]]})
-    write(tmp_path, row)
-    refused(r"unknown class `clam`.*; labels.grade must be.*; spans.person: 0 <= start", tmp_path)
+    assert listed[-1] == "  ... and 5 more"
+    assert listed[-2].startswith(f"  {tmp_path / 'validation.jsonl'}:2: spans.person: [1, 99]")
 
 
 def test_absent_labels_and_notes_of_the_user_are_no_problem(tmp_path: Path) -> None:
@@ -155,65 +141,38 @@ def test_an_id_or_group_in_two_splits_is_refused(tmp_path: Path) -> None:
     assert second == f"  {path}:2: a group must stay in one split, but `g` is in train and validation"
 
 
-def test_one_file_for_two_splits_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    message = "`id` must be unique, but `a` is that of .*train.jsonl:1 too"
-    refused(message, tmp_path, files={"validation": str(tmp_path / "train.jsonl")})
-
-
 def test_a_pair_needs_its_segments(tmp_path: Path) -> None:
     write(tmp_path, changed(segments={"questions": [0, 10], "context": [11, 29]}))
     message = r"must have `question` .data.pair_segments names it.. Did you mean `questions`"
     refused(message, tmp_path, pair_segments=["question", "context"])
 
 
-def test_an_empty_split_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "validation.jsonl").write_text("\n")
-    refused(r"validation\.jsonl: the validation split must have rows, but it is empty", tmp_path)
-
-
-def test_missing_files_are_named_with_the_nearest(tmp_path: Path) -> None:
+def test_missing_and_empty_files_are_named_with_the_nearest(tmp_path: Path) -> None:
     refused(r"tasks\.json: no such file.*is empty", tmp_path)
     refused(r"tasks\.json: no such file.*There is no folder", tmp_path / "nowhere")
     write(tmp_path)
+    files = {"test": str(tmp_path / "tests.jsonl")}
+    refused(r"tests\.jsonl: no such file; the test split must be there", tmp_path, files=files)
+    (tmp_path / "validation.jsonl").write_text("\n")
+    refused(r"validation\.jsonl: the validation split must have rows, but it is empty", tmp_path)
     (tmp_path / "train.jsonl").rename(tmp_path / "trian.jsonl")
     refused(r"train\.jsonl: no such file; the train split.*Did you mean `trian.jsonl`", tmp_path)
     (tmp_path / "tasks.json").rename(tmp_path / "task.json")
     refused(r"tasks\.json: no such file.*Did you mean `task.json`", tmp_path)
 
 
-def test_a_file_that_the_study_names_must_be_there(tmp_path: Path) -> None:
-    write(tmp_path)
-    files = {"test": str(tmp_path / "tests.jsonl")}
-    refused(r"tests\.jsonl: no such file; the test split must be there", tmp_path, files=files)
-
-
-def test_a_tasks_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    (write(tmp_path) / "tasks.json").write_text("{")
-    refused(r"tasks\.json: must be JSON, but Expecting property name", tmp_path)
-
-
-def test_a_bad_tasks_file_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, tasks={"tasks": {"tone": {"kind": "single_labl"}}})
-    refused(r"tasks\.json: task `tone`: kind: .*Did you mean `single_label`", tmp_path)
-
-
-def test_a_task_that_no_row_is_annotated_for_is_refused(tmp_path: Path) -> None:
+def test_tasks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write(tmp_path, tasks={**TASKS, "mood": {"kind": "regression"}})
     refused("task `mood` must be annotated in a row of the train split, but none of its 1", tmp_path)
+    write(tmp_path, tasks={"tasks": {"tone": {"kind": "single_labl"}}})
+    refused(r"tasks\.json: task `tone`: kind: .*Did you mean `single_label`", tmp_path)
+    (tmp_path / "tasks.json").write_text("{")
+    refused(r"tasks\.json: must be JSON, but Expecting property name", tmp_path)
 
 
 def test_too_few_rows_for_a_drawn_split_are_refused(tmp_path: Path) -> None:
     write_set(tmp_path, TASKS, train=[GOOD])
     refused(r"1 training rows are too few to draw a (train|validation) split from", tmp_path)
-
-
-def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "train.jsonl").unlink()
-    (tmp_path / "train.jsonl").mkdir()
-    refused("no such file", tmp_path)
 
 
 # Tables
@@ -230,12 +189,15 @@ def load_csv(folder: Path, content: str | bytes, **columns: Any) -> DataSet:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text,tones\nhello,calm\n", "train.csv: has no column `tone`. Did you mean `tones`?"),
+        (
+            "text,tones\nhello,calm\n",
+            "`data.csv.delimiter` sets it). Did you mean `tones`?",
+        ),
         ("", "train.csv: the file is empty; its first line must name the columns"),
         ("text,tone\nhello,calm\nhello\n", "train.csv:3: must have 2 cells as the header has, but got 1"),
         ('text,tone\n"a\nb",calm\nhello,clam\n', "train.csv:4: labels.tone: unknown class `clam`"),
         ('text,tone\n"hello"x,calm\n', "train.csv:2: must be CSV, but"),
-        ("text,tone\nпоздно,calm\n".encode("cp1251"), "train.csv: must be UTF-8, but"),
+        ("text,tone\nпоздно,calm\n".encode("cp1251"), "train.csv: must be utf-8, but"),
     ],
 )
 def test_a_bad_csv_file_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:

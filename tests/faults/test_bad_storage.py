@@ -18,11 +18,11 @@ import sqlalchemy as sa
 from postgres import PASSWORD, USER, PostgresServer
 from worker_process import CONTEXT, study
 
-from hpo.cluster.hosts import certificate
+from hpo.cluster.postgres.postgres_server import certificate
 from hpo.errors import HpoError, OutageError, RunError, StoppedError, StorageError
-from hpo.study import database
-from hpo.study.database import explain
-from hpo.study.storage import Storage, open_storage
+from hpo.study.store import database
+from hpo.study.store.failures import explain
+from hpo.study.store.storage import Storage, open_storage
 
 
 def refusal(url: str, *, create: bool = True) -> HpoError:
@@ -237,6 +237,15 @@ def test_unquoted_braces_and_percent_in_a_password(
     open_storage(f"postgresql://brace:{{x}}%z{{0}}@127.0.0.1:{postgres_server.port}/{name}").close()
 
 
+@pytest.mark.postgres
+def test_no_statement_is_prepared(postgres_url: str) -> None:
+    """Behind PgBouncer in transaction mode it would be there twice, or not at all."""
+    with open_storage(postgres_url) as storage, storage.engine.connect() as connection:
+        for _ in range(10):
+            connection.execute(sa.text("SELECT 1"))
+        assert connection.execute(sa.text("SELECT name FROM pg_prepared_statements")).all() == []
+
+
 # TLS
 
 
@@ -335,7 +344,7 @@ def test_worker_waits_for_a_database_that_may_come(
         with pytest.raises(OutageError) as raised:
             open_storage(url, stop=stop)
         assert raised.value.exit_code == 1
-    assert [message.partition(",")[0] for message in caplog.messages] == ["Waiting for the database"] * 2
+    assert [message.partition(";")[0] for message in caplog.messages] == ["The database is away"] * 2
     with postgres_server.connect("postgres") as server:
         server.execute(f"ALTER DATABASE {postgres_url.rpartition('/')[2]} ALLOW_CONNECTIONS false")
     stop.set()
@@ -355,6 +364,21 @@ def test_a_failover_is_an_outage(postgres_server: PostgresServer, postgres_url: 
             storage.attempt(lambda: type(storage).put_compat.__wrapped__(storage, "b", {}))  # type: ignore[attr-defined]
         server.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
         assert storage.put_compat("b", {"b": 2}) == {"b": 2}, "on a new connection"
+
+
+def test_a_connection_that_was_lost_before_the_statement_is_an_outage(tmp_path: Path) -> None:
+    """Optuna's reading asks again in the same transaction when its first query fails."""
+
+    def ask_again() -> None:
+        with storage.engine.connect() as connection:
+            connection.execute(sa.text("SELECT 1"))
+            connection.invalidate()
+            connection.execute(sa.text("SELECT 1"))
+
+    with open_storage(f"sqlite:///{tmp_path}/hpo.db") as storage:
+        with pytest.raises(OutageError, match="Can't reconnect"):
+            storage.attempt(ask_again)
+        storage.put_compat("key", {"a": 1})
 
 
 def test_unknown_error_is_passed_on_without_the_password() -> None:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
-import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optuna
+import numpy as np
 import pytest
 import sqlalchemy as sa
 import torch
 from command_line import hpo_command, ok
-from tiny import ENCODER, tiny_executor, tiny_study, write_study
+from jsonl_sets import write_set
+from tiny import ENCODER, tiny_executor, write_study
 from transformers import AutoConfig, AutoTokenizer
 
+from hpo.config.study_config import load_study, stored_study
 from hpo.errors import CheckpointError, HpoError, ModelError
 from hpo.models.encoder import encoder_folder, load_encoder
-from hpo.study.samplers import build_sampler
-from hpo.study.schema import evaluations, slots, studies, workers
-from hpo.study.storage import open_storage
+from hpo.study.store.schema import evaluations, slots, studies, workers
+from hpo.study.store.storage import open_storage
 from hpo.training.checkpoint import CheckpointStore, read_checkpoint
 from hpo.trial.executor import Executor
 
@@ -52,9 +52,6 @@ def test_a_checkpoint_that_is_a_pickle_is_not_run(bomb: Bomb, tmp_path: Path) ->
             store.save(step, {"w": torch.ones(2)}, state={"step": step})
     path = tmp_path / "step-00000002"
     torch.save({"step": bomb}, path / "state.pt")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["sha256"]["state.pt"] = hashlib.sha256((path / "state.pt").read_bytes()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_checkpoint(path)
     with CheckpointStore(tmp_path, "key") as store:
@@ -76,34 +73,20 @@ def test_weights_of_an_encoder_that_are_a_pickle_are_not_run(bomb: Bomb, tmp_pat
     assert not bomb.marker.exists()
 
 
-def test_code_that_comes_with_an_encoder_is_not_run(bomb: Bomb, tmp_path: Path) -> None:
-    folder = tmp_path / "encoder"
-    shutil.copytree(encoder_folder("minilm"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "own.py").write_text(f"import os\nos.mkdir({str(bomb.marker)!r})\n")
-    with pytest.raises(ModelError, match="comes with its own Python code"):
-        load_encoder(str(folder))
-    assert not bomb.marker.exists()
-
-
 def test_a_token_cache_of_objects_is_made_anew(bomb: Bomb, tmp_path: Path) -> None:
     from hpo.config.trial_config import build_trial_config
 
     def tokens(executor: Executor) -> Any:
         config = build_trial_config(executor.study, {"learning_rate": 1e-4}, "fp32")
-        return executor.tokens("train", config).lengths_W.tolist()
+        return executor.loader.tokens("train", config).lengths_W.tolist()
 
     expected = tokens(tiny_executor(tmp_path))
-    (contents,) = tmp_path.glob("runs/cache/tokens/train-*/contents.json")
-    made = json.loads(contents.read_text())
-    for name, (_, shape) in made["arrays"].items():
-        array = contents.parent / name
-        made["arrays"][name] = ["|O", [8, *shape[1:]]]
-        size = 8 * 8 * int(torch.tensor(shape[1:]).prod())
-        array.write_bytes(pickle.dumps(bomb).ljust(size, b"\0")[:size])
-    contents.write_text(json.dumps(made))
+    arrays = sorted(tmp_path.glob("runs/cache/tokens/train-*/*.npy"))
+    for array in arrays[::2]:
+        np.save(array, np.array([bomb] * 8, dtype=object), allow_pickle=True)
+    for array in arrays[1::2]:
+        array.write_bytes(pickle.dumps(bomb))
+    assert arrays
     assert tokens(tiny_executor(tmp_path)) == expected
     assert not bomb.marker.exists()
 
@@ -170,31 +153,63 @@ def test_the_token_of_a_study_in_a_database_leads_nowhere(made: Path) -> None:
     assert not any(other.iterdir())
 
 
+def test_places_of_a_study_in_a_database_are_taken_only_where_the_machine_allows_them(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where checkpoints are written and removed, and whose texts are read."""
+    private = write_set(made.parent / "private", {"tasks": {"size": {"kind": "regression"}}})
+    data = {"source": "jsonl", "path": str(private)}
+    outside = made.parent / "outside"
+    of_folder = {"checkpoint": {"location": str(outside)}}
+    of_bucket = {"checkpoint": {"location": "s3://theirs/checkpoints"}}
+
+    original = load_study(made / "tiny.yaml").definition()
+
+    def name_place(changes: dict[str, Any]) -> None:
+        definition = stored_study("tiny", original | changes).definition()
+        update = sa.update(studies).values(definition=json.dumps(definition))
+        change(made, lambda connection: connection.execute(update))
+
+    for changes in ({"data": data}, of_folder, of_bucket):
+        name_place(changes)
+        nameless = ok(hpo_command(made, "worker", "--json"))
+        assert "under what HPO_ALLOW names" in nameless.json["left_out"]["tiny"]
+        commands = [["worker", "tiny"]]
+        if "checkpoint" in changes:  # the file says nothing of a location, and has other data
+            commands += [["run", "tiny.yaml"], ["delete", "tiny", "--yes"]]
+        for command in commands:
+            refused = hpo_command(made, *command)
+            assert refused.exit_code == 2
+            assert "under what HPO_ALLOW names" in refused.err
+    assert not outside.exists()
+
+    name_place(of_folder)
+    assert "its checkpoints are not looked at" in hpo_command(made, "doctor", "tiny").out
+    monkeypatch.setenv("HPO_ALLOW", f"s3://ours:{outside}")
+    assert ok(hpo_command(made, "worker", "tiny", "--json")).json["outcomes"] == {"complete": 2}
+    monkeypatch.delenv("HPO_ALLOW")
+    write_study(made, checkpoint=of_folder["checkpoint"], n_trials=4)
+    ended = ok(hpo_command(made, "run", "tiny.yaml", "--workers", "2", "--json"))  # its workers by the name
+    assert ended.json["outcomes"] == {"complete": 4}
+    monkeypatch.setenv("HPO_ALLOW", str(outside))
+    assert f"Its checkpoints in {outside}" in ok(hpo_command(made, "delete", "tiny", "--yes")).out
+
+
+def test_what_a_database_says_does_not_change_the_terminal(made: Path) -> None:
+    def send(connection: sa.Connection) -> None:
+        values = {"host": "host\x1b[2J\x9b31m", "pid": 1, "id": "w", "study": "tiny", "state": "live"}
+        values |= {"machine": "other", "process_start": "", "number": 0}
+        values |= {"started": time.time(), "last_seen": time.time()}
+        connection.execute(sa.insert(workers).values(values))
+
+    change(made, send)
+    shown = hpo_command(made, "status", "tiny").out
+    assert "host\ufffd[2J\ufffd31m" in shown
+    assert not {"\x1b", "\x9b"} & {*shown}
+
+
 @pytest.mark.parametrize("task", ["../../out", "a/b", "..", "a\0b"])
 def test_the_name_of_a_task_leads_nowhere(tmp_path: Path, task: str) -> None:
     tasks = {task: {"kind": "regression"}}
     with pytest.raises(HpoError, match="task's name must be a letter"):
         tiny_executor(tmp_path, data={"source": "jsonl", "path": ".", "tasks": tasks})
-
-
-def test_the_state_of_a_sampler_in_a_database_is_not_run(bomb: Bomb, tmp_path: Path) -> None:
-    """CMA-ES keeps its state as a pickle."""
-    space = {name: {"type": "float", "low": 0.1, "high": 0.2} for name in ("learning_rate", "weight_decay")}
-    config = tiny_study(tmp_path, sampler={"name": "cmaes"}, search_space=space)
-
-    def objective(trial: optuna.Trial) -> float:
-        return sum(trial.suggest_float(name, 0.1, 0.2) for name in space)
-
-    def states(trial: optuna.trial.FrozenTrial) -> list[str]:
-        return [name for name in trial.system_attrs if name.startswith("cma:optimizer:")]
-
-    study = optuna.create_study(sampler=build_sampler(config.sampler, config.search_space))
-    study.optimize(objective, n_trials=20)
-    generations = [trial.system_attrs.get("cma:generation", 0) for trial in study.trials]
-    assert max(generations) > 1, "what is its own is read"
-    last = [trial for trial in study.trials if states(trial)][-1]
-    last.system_attrs |= dict.fromkeys(states(last), pickle.dumps(bomb).hex())
-    study.add_trial(last)
-    study.optimize(objective, n_trials=4)
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 25
-    assert not bomb.marker.exists()

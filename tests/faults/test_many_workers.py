@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,24 @@ from worker_process import evaluate, finish, note, notes, result, start_process,
 
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
-from hpo.study.deaths import MAX_DEATHS
-from hpo.study.leases import Lease
-from hpo.study.schema import slots
-from hpo.study.storage import open_storage
-from hpo.study.worker import run_worker
+from hpo.study.claims.deaths import MAX_DEATHS
+from hpo.study.claims.leases import Lease
+from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.store.schema import slots
+from hpo.study.store.storage import open_storage
 
-TRIAL_SECONDS = 2.0
-"""24 of them keep four workers busy while twenty are killed."""
+TRIAL_SECONDS = 1.2
+"""24 of them keep four workers busy while 25 are killed."""
+
+GRID = {
+    "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
+    "batch_size": {"type": "categorical", "choices": [1, 2, 3, 4, 5, 6, 7, 8]},
+}
+
+
+def value_of(params: Mapping[str, Any]) -> float:
+    """What a trial with these parameters comes to, whoever runs it."""
+    return (len(params["fp_precision"]) + params["batch_size"]) / 100
 
 
 def labour(url: str, config: StudyConfig, log: Path, trial_seconds: float, together: int) -> None:
@@ -34,7 +46,7 @@ def labour(url: str, config: StudyConfig, log: Path, trial_seconds: float, toget
         storage.lease_seconds = 3.0
 
         def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
-            suggest(config.search_space, trial)
+            params = suggest(config.search_space, trial)
             lease.store_params()
             note(log, began=trial.number, pid=os.getpid())
             deadline = time.monotonic() + 200
@@ -48,9 +60,9 @@ def labour(url: str, config: StudyConfig, log: Path, trial_seconds: float, toget
                 lease.check()
                 time.sleep(0.01)
             note(log, ended=trial.number, pid=os.getpid())
-            return result("complete", telemetry={"pid": os.getpid()})
+            return result("complete", values=(value_of(params),), telemetry={"pid": os.getpid()})
 
-        run_worker(config, storage, execute, poll_seconds=0.05)
+        run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.05))
 
 
 def num_begun(log: Path) -> int:
@@ -63,7 +75,7 @@ def begin(url: str, config: StudyConfig, log: Path, trial_seconds: float, togeth
 
 
 def check_exact(url: str, config: StudyConfig, log: Path, num_killed_after_end: int = 0) -> None:
-    """Every slot is done once; a trial that was killed twice in one place may have ended as `crashed`.
+    """Every slot is done once; a trial that was killed often in one place may have ended as `crashed`.
 
     No trial is trained twice to its end, but those whose worker was killed between the end and its record.
     """
@@ -76,36 +88,43 @@ def check_exact(url: str, config: StudyConfig, log: Path, num_killed_after_end: 
     assert [trial.number for trial in record.trials] == list(range(config.n_trials))
     assert {trial.number for trial in record.trials if trial.outcome == "crashed"} == crashed
     assert {trial.outcome for trial in record.trials if trial.number not in crashed} == {"complete"}
+    for trial in record.trials:
+        assert trial.number in crashed or trial.values == (value_of(trial.params),)
     ended = Counter(line["ended"] for line in notes(log) if "ended" in line)
     assert ended.keys() - crashed == set(range(config.n_trials)) - crashed
     assert sum(count - 1 for count in ended.values()) <= num_killed_after_end
 
 
-def test_one_of_four_workers_is_killed_twenty_times(storage_url: str, tmp_path: Path) -> None:
-    config, log = study(24), tmp_path / "log"
+def test_one_of_four_workers_is_killed_25_times(storage_url: str, tmp_path: Path) -> None:
+    """Each point of the grid has one finished trial, with the value of an undisturbed run."""
+    config, log = study(24, sampler={"name": "grid"}, search_space=GRID), tmp_path / "log"
     moments = random.Random(0)
     workers = [begin(storage_url, config, log, TRIAL_SECONDS) for _ in range(4)]
     killed = []
     wait_for(lambda: len(notes(log)) >= 4)
-    for _ in range(20):
+    for _ in range(25):
         time.sleep(moments.uniform(0.0, TRIAL_SECONDS / 2))
         victim = moments.choice(workers)
         os.kill(victim.pid, signal.SIGKILL)
         victim.join(60)
         killed.append((victim.pid, victim.exitcode))
         workers[workers.index(victim)] = begin(storage_url, config, log, TRIAL_SECONDS)
-    assert [exit_code for _, exit_code in killed] == [-signal.SIGKILL] * 20
+    assert [exit_code for _, exit_code in killed] == [-signal.SIGKILL] * 25
     finish(*workers)
     last = {line["pid"]: "ended" in line for line in notes(log)}
     check_exact(storage_url, config, log, sum(last.get(pid, False) for pid, _ in killed))
+    with open_storage(storage_url) as storage:
+        tried = [tuple(trial.params.values()) for trial in storage.read_study(config.name).trials]
+    points = itertools.product(*(dimension["choices"] for dimension in GRID.values()))
+    assert sorted(tried) == sorted(points)
 
 
 @pytest.mark.postgres
-def test_64_workers_start_at_once_on_an_empty_database(postgres_url: str, tmp_path: Path) -> None:
-    config, log = study(128), tmp_path / "log"
-    workers = [begin(postgres_url, config, log, 0.1, together=64) for _ in range(64)]
+def test_32_workers_start_at_once_on_an_empty_database(postgres_url: str, tmp_path: Path) -> None:
+    config, log = study(64), tmp_path / "log"
+    workers = [begin(postgres_url, config, log, 0.1, together=32) for _ in range(32)]
     for worker in workers:
         worker.join(240)
-    assert [worker.exitcode for worker in workers] == [0] * 64
+    assert [worker.exitcode for worker in workers] == [0] * 32
     check_exact(postgres_url, config, log)
     assert {line["pid"] for line in notes(log) if "began" in line} == {worker.pid for worker in workers}

@@ -1,12 +1,11 @@
 """The database restarts, the network to it breaks, a worker is stopped: real processes, a real PostgreSQL.
 
-The trials here train nothing, but all that they say goes the way of real ones: `trial_runner`, outbox, lease.
+The trials here train nothing, but all that they say goes the way of real ones: `TrialRunner`, lease.
 Workers are told that they are on machines of their own, so that only the database says who lives.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 from command_line import finish as finish_command
-from command_line import ok, start_hpo, wait_until
+from command_line import hpo_command, ok, start_hpo, wait_until
 from postgres import PostgresServer
 from proxy import Network, Proxy
 from tiny import write_study
@@ -28,13 +27,13 @@ from worker_process import finish, note, notes, result, start_process, study, wa
 
 from hpo.config.study_config import StudyConfig
 from hpo.errors import LeaseLostError
-from hpo.study import connection
-from hpo.study.connection import IDLE_SECONDS, BoundedConnection
-from hpo.study.deaths import last_saved_step
-from hpo.study.outbox import OUTBOX, Outbox
-from hpo.study.stopping import Stop
-from hpo.study.storage import open_storage
-from hpo.study.worker import run_worker, trial_runner
+from hpo.study.claims.deaths import last_saved_step
+from hpo.study.running.stopping import Stop
+from hpo.study.running.trial_runner import TrialRunner
+from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.store import connection
+from hpo.study.store.connection import IDLE_SECONDS, BoundedConnection
+from hpo.study.store.storage import open_storage
 
 pytestmark = pytest.mark.postgres
 
@@ -46,8 +45,6 @@ STEPS, EVALUATED = 100, list(range(20, 101, 20))
 class Train:
     """Stands in for an Executor: a step takes `step_seconds`, each evaluation is checkpointed."""
 
-    checkpoint_seconds = 0.0
-
     def __init__(self, config: StudyConfig, folder: Path, step_seconds: float) -> None:
         self.study = config
         self.device = SimpleNamespace(device_id="cpu")
@@ -57,9 +54,7 @@ class Train:
     def trial_folder(self, _token: str, number: int) -> Path:
         return self._folder / f"trial-{number:05d}"
 
-    def run(
-        self, _params: Any, folder: Path, _key: str, on_evaluation: Any, should_stop: Any, **_: Any
-    ) -> Any:
+    def run(self, _params: Any, folder: Path, _key: str, callbacks: Any, **_: Any) -> Any:
         number, log = int(folder.name.removeprefix("trial-")), self._folder / "log"
         start = last_saved_step(folder)
         note(log, event="started", number=number, pid=os.getpid(), step=start)
@@ -67,10 +62,10 @@ class Train:
             for step in range(start + 1, STEPS + 1):
                 time.sleep(self._step_seconds)
                 if step in EVALUATED:
-                    on_evaluation(_evaluation(step))
+                    callbacks.on_evaluation(_evaluation(step))
                     (folder / f"step-{step:08d}").mkdir(parents=True)
                 note(log, event="step", number=number, pid=os.getpid(), step=step)
-                if should_stop():
+                if callbacks.should_stop():
                     return result("preempted")
         except LeaseLostError:
             note(log, event="lost", number=number, pid=os.getpid(), step=step)
@@ -99,7 +94,6 @@ def work(
     BoundedConnection.answer_seconds = min(lease_seconds / 2, BoundedConnection.answer_seconds)
     # The locks of a worker that is stopped in the middle of a transaction.
     connection._SESSION = connection._SESSION.replace(f"'{IDLE_SECONDS:.0f}s'", "'5s'")
-    Outbox.wait_seconds = 1.0
     stop = Stop()
 
     def wait_between_trials() -> None:
@@ -112,19 +106,14 @@ def work(
         run_worker(
             config,
             storage,
-            trial_runner(executor, storage, stop),
+            TrialRunner(executor, storage, stop),
+            WorkerOptions(after_trial=wait_between_trials, poll_seconds=0.2),
             stop=stop,
-            after_trial=wait_between_trials,
-            poll_seconds=0.2,
         )
 
 
 def log_of(folder: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in notes(folder / "log") if line["event"] == event]
-
-
-def lines_of(outbox: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in outbox.read_text().splitlines() if line]
 
 
 def check_whole(url: str, config: StudyConfig, folder: Path) -> None:
@@ -139,7 +128,6 @@ def check_whole(url: str, config: StudyConfig, folder: Path) -> None:
         assert frozen.intermediate_values == {i: step / STEPS for i, step in enumerate(EVALUATED, 1)}
     ends = Counter(line["number"] for line in log_of(folder, "ended"))
     assert ends == dict.fromkeys(range(config.n_trials), 1), "none is trained twice to its end"
-    assert not list(folder.glob(f"*/{OUTBOX}"))
 
 
 def check_nobody_was_robbed(folder: Path, config: StudyConfig) -> None:
@@ -169,7 +157,7 @@ def start_workers(url: str, config: StudyConfig, folder: Path, *args: float, cou
     machines = [f"node-{number}" for number in range(count)]
     workers = [start_process(work, url, config, folder, machine, *args) for machine in machines]
     pids = {worker.pid for worker in workers}
-    wait_for(lambda: pids <= {line["pid"] for line in log_of(folder, "started")})
+    wait_for(lambda: pids <= {line["pid"] for line in log_of(folder, "started")}, 180)
     return workers
 
 
@@ -185,12 +173,12 @@ def wait_for_start(folder: Path) -> None:
 
 def wait_for_steps(folder: Path, more: int) -> None:
     enough = steps_made(folder) + more
-    wait_for(lambda: steps_made(folder) >= enough)
+    wait_for(lambda: steps_made(folder) >= enough, 180)  # on a loaded machine
 
 
 @pytest.mark.parametrize(
     ("away_seconds", "lease_seconds", "step_seconds"),
-    [(4.0, 3.0, 0.05), pytest.param(60.0, 60.0, 0.6, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    [(4.0, 3.0, 0.02), pytest.param(60.0, 60.0, 0.6, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
 )
 def test_postgres_stopped_three_times(
     postgres_server: PostgresServer,
@@ -200,17 +188,15 @@ def test_postgres_stopped_three_times(
     lease_seconds: float,
     step_seconds: float,
 ) -> None:
-    config = study(15)
+    config = study(12)
     workers = start_workers(url, config, tmp_path, lease_seconds, step_seconds)
     for _ in range(3):
-        wait_for_start(tmp_path)  # so that there is something to train while the server is away
+        wait_for_start(tmp_path)
         postgres_server.stop(immediate=True)
-        before = steps_made(tmp_path)
         try:
             time.sleep(away_seconds)
         finally:
             postgres_server.start()
-        assert steps_made(tmp_path) > before + 20, "training goes on"
     finish(*workers)
     check_whole(url, config, tmp_path)
     check_nobody_was_robbed(tmp_path, config)
@@ -235,10 +221,8 @@ def test_network_away_and_back(
     workers = start_workers(through, config, tmp_path, lease_seconds, step_seconds)
     wait_for_steps(tmp_path, 50)
     proxy.set(network)
-    before = steps_made(tmp_path)
     time.sleep(away_seconds)
     proxy.set("whole")
-    assert steps_made(tmp_path) > before + 20, "training goes on"
     finish(*workers)
     check_whole(url, config, tmp_path)
     check_nobody_was_robbed(tmp_path, config)
@@ -248,81 +232,28 @@ def through_proxy(url: str, proxy: Proxy) -> str:
     return re.sub(r":\d+/", f":{proxy.port}/", url) + "?connect_timeout=2"
 
 
-@pytest.mark.parametrize(
-    ("slow_seconds", "lease_seconds"), [(10.0, 20.0), pytest.param(60.0, 60.0, marks=pytest.mark.slow)]
-)
-def test_slow_network(
-    url: str, proxy: Proxy, tmp_path: Path, slow_seconds: float, lease_seconds: float
-) -> None:
-    """Each packet 500 ms late: a statement takes a second."""
-    config, through = study(4), through_proxy(url, proxy)
-    workers = start_workers(through, config, tmp_path, lease_seconds, count=2)
-    wait_for_steps(tmp_path, 30)
-    proxy.delay = 0.5
-    before = steps_made(tmp_path)
-    time.sleep(slow_seconds)
-    assert steps_made(tmp_path) > before + 20, "training goes on"
-    proxy.delay = 0.0
-    finish(*workers)
-    check_whole(url, config, tmp_path)
-    check_nobody_was_robbed(tmp_path, config)
-
-
 def test_killed_in_an_outage(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
-    """What only the outbox of the killed worker has is written by the one that goes on with its trial."""
+    """Its trial waits at an evaluation that is not stored, and goes on from the checkpoint before it."""
     config = study(1)
     [worker] = start_workers(url, config, tmp_path, 2.0, count=1)
     wait_for_steps(tmp_path, 30)
     postgres_server.stop(immediate=True)
     try:
-        wait_for(lambda: steps_made(tmp_path) >= 81)
+        wait_for(lambda: steps_made(tmp_path) + 1 in EVALUATED)
+        saved = steps_made(tmp_path) - 19
         os.kill(worker.pid, signal.SIGKILL)
         worker.join()
     finally:
         postgres_server.start()
-    with open_storage(url) as storage:
-        stored = [row.step for row in storage.read_study("tiny").trials[0].evaluations]
-    waiting = [line["row"]["step"] for line in lines_of(tmp_path / "trial-00000" / OUTBOX)]
-    assert 80 not in stored
-    assert sorted({*stored, *waiting}) == [20, 40, 60, 80]
     finish(*start_workers(url, config, tmp_path, 2.0, count=1))
-    assert [line["step"] for line in log_of(tmp_path, "started")] == [0, 80]
+    assert [line["step"] for line in log_of(tmp_path, "started")] == [0, saved]
     check_whole(url, config, tmp_path)
 
 
-def test_killed_after_the_end_of_its_trial_in_an_outage(
-    postgres_server: PostgresServer, url: str, tmp_path: Path
-) -> None:
-    """The one that comes records the outcome, and trains nothing."""
-    config = study(1)
-    [worker] = start_workers(url, config, tmp_path, 2.0, count=1)
-    outbox = tmp_path / "trial-00000" / OUTBOX
-    wait_for_steps(tmp_path, 30)
-    postgres_server.stop(immediate=True)
-    try:
-        wait_for(lambda: outbox.exists() and '"ended"' in outbox.read_text())
-        os.kill(worker.pid, signal.SIGKILL)
-        worker.join()
-    finally:
-        postgres_server.start()
-    made = steps_made(tmp_path)
-    finish(start_process(work, url, config, tmp_path, "node-9", 2.0))
-    assert steps_made(tmp_path) == made == STEPS
-    check_whole(url, config, tmp_path)
-    check_nobody_was_robbed(tmp_path, config)
-
-
-def test_postgres_stopped_at_an_outcome_and_between_trials(
-    postgres_server: PostgresServer, url: str, tmp_path: Path
-) -> None:
+def test_postgres_stopped_between_trials(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
     config, between_trials = study(6), tmp_path / BETWEEN_TRIALS
-    workers = start_workers(url, config, tmp_path, 3.0)
-    postgres_server.stop(immediate=True)
-    try:
-        wait_for(lambda: len(log_of(tmp_path, "ended")) == 3)
-        between_trials.touch()
-    finally:
-        postgres_server.start()
+    between_trials.touch()
+    workers = start_workers(url, config, tmp_path, 3.0, 0.01)
     with open_storage(url) as storage:
         wait_for(lambda: storage.slot_counts("tiny")["done"] == 3)
     postgres_server.stop(immediate=True)
@@ -357,34 +288,31 @@ def test_stopped_past_its_lease_and_continued(url: str, tmp_path: Path) -> None:
 
 
 def test_supervisor_and_its_workers_wait(postgres_server: PostgresServer, url: str, tmp_path: Path) -> None:
-    """None of them dies: not in a trial, not at its end, not between two."""
-    write_study(tmp_path, n_trials=6, training={"max_steps": 12, "batch_size": 8, "max_length": 64})
-    ok(finish_command(start_hpo(tmp_path, "init", "tiny.yaml", HPO_STORAGE=url)))
+    """None of them dies, and nothing that was evaluated is lost."""
+    write_study(tmp_path, n_trials=4, training={"max_steps": 12, "batch_size": 8, "max_length": 64})
+    ok(hpo_command(tmp_path, "init", "tiny.yaml", "--storage", url))
+    process = start_hpo(tmp_path, "worker", "tiny", "--workers", "2", HPO_STORAGE=url)
+    logs = f"runs/tiny/worker-{socket.gethostname()}-*.log"
 
-    def ended_in_outage() -> int:
-        outboxes = tmp_path.glob(f"runs/tiny/checkpoints-*/*/{OUTBOX}")
-        return sum('"ended"' in outbox.read_text() for outbox in outboxes)
+    def num_waiting() -> int:
+        return sum(log.read_text().count("The database is away") for log in tmp_path.glob(logs))
 
-    command = ("worker", "tiny", "--workers", "2", "--max-restarts", "0")
-    process = start_hpo(tmp_path, *command, HPO_STORAGE=url)
     try:
-        for num_trials in (1, 3):
-            folders = "runs/tiny/checkpoints-*/trial-*"
-            wait_until(lambda: len(list(tmp_path.glob(folders))) >= num_trials, process)  # noqa: B023
-            postgres_server.stop(immediate=True)
-            try:
-                wait_until(lambda: ended_in_outage() > 0, process)
-            finally:
-                postgres_server.start()
+        folders = "runs/tiny/checkpoints-*/trial-*"
+        wait_until(lambda: len(list(tmp_path.glob(folders))) >= 2, process)
+        postgres_server.stop(immediate=True)
+        try:
+            wait_until(lambda: num_waiting() >= 2, process, seconds=200)
+        finally:
+            postgres_server.start()
         ok(finish_command(process, seconds=240))
     finally:
         process.kill()
     with open_storage(url) as storage:
         record = storage.read_study("tiny")
-    assert record.slots == {"open": 0, "running": 0, "done": 6}
-    assert [trial.outcome for trial in record.trials] == ["complete"] * 6
-    logs = list(tmp_path.glob("runs/tiny/worker-*.log"))
-    assert [log.read_text().count("--- a worker starts") for log in logs] == [1, 1]
+    assert record.slots == {"open": 0, "running": 0, "done": 4}
+    assert [trial.outcome for trial in record.trials] == ["complete"] * 4
+    assert [log.read_text().count("--- a worker starts") for log in tmp_path.glob(logs)] == [1, 1]
 
 
 def test_worker_that_starts_while_the_database_is_away(
@@ -392,16 +320,16 @@ def test_worker_that_starts_while_the_database_is_away(
 ) -> None:
     """It waits, and runs the study when the server is there; told to stop, it leaves."""
     write_study(tmp_path, n_trials=1)
-    ok(finish_command(start_hpo(tmp_path, "init", "tiny.yaml", HPO_STORAGE=url)))
+    ok(hpo_command(tmp_path, "init", "tiny.yaml", "--storage", url))
     postgres_server.stop()
     try:
-        refused = finish_command(start_hpo(tmp_path, "status", "tiny", HPO_STORAGE=url))
+        refused = hpo_command(tmp_path, "status", "tiny", "--storage", url)
         assert refused.exit_code == 2
         assert "no database answers there" in refused.err
         leaving, staying = (start_hpo(tmp_path, "worker", "tiny", HPO_STORAGE=url) for _ in range(2))
         for process in (leaving, staying):
             assert process.stderr is not None
-            assert process.stderr.readline().startswith("Waiting for the database, 3600 s at most.")
+            assert process.stderr.readline().startswith("The database is away; waiting for it. (")
         leaving.terminate()
         stopped = finish_command(leaving, seconds=60)
         assert stopped.exit_code == 130
@@ -428,6 +356,8 @@ def test_told_to_stop_while_the_database_is_away(
     write(every_seconds=0.1)
     process = start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)
     wait_until(lambda: saved() > 0, process)
+    with postgres_server.connect("postgres") as connection:
+        connection.execute("CHECKPOINT")  # a crash may lose what was committed last, the parameters too
     postgres_server.stop(immediate=True)
     try:
         process.terminate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from tiny import write_study
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 12
-ALL_END_IN = 60.0
+ALL_END_IN = 120.0
+"""Seconds: torchrun ends what does not leave by itself after 30."""
 
 
 def write(folder: Path, n_trials: int = 2) -> None:
@@ -57,7 +57,8 @@ def finish_all(process: subprocess.Popen[str], seconds: float) -> Finished:
         return finish(process, seconds)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()  # torchrun ends its processes, which are in sessions of their own
+            process.communicate()
 
 
 def check_goes_on(folder: Path) -> None:
@@ -76,22 +77,21 @@ def check_goes_on(folder: Path) -> None:
 
 
 def test_a_study_is_run_by_two_ranks_and_each_failure_is_one_of_its_trial(tmp_path: Path) -> None:
-    """In the first trial rank 1 raises, in the second (which tries it again) it gets NaN, in the third it
-    runs out of memory; the fourth is as if there had been no other."""
+    """In the first trial rank 1 gets NaN, in the second it runs out of memory; the third is as if there had
+    been no other."""
     write(tmp_path, n_trials=3)
-    finished = ok(finish_all(run_with_faults(tmp_path, "raises,nan,memory", rank=1), 240))
+    finished = ok(finish_all(run_with_faults(tmp_path, "nan,memory", rank=1), 240))
     record = stored(tmp_path)
-    assert [trial.outcome for trial in record.trials] == ["failed", "nonfinite", "oom", "complete"]
-    assert finished.json["outcomes"] == {"failed": 1, "nonfinite": 1, "oom": 1, "complete": 1}
-    failed, _, _, complete = record.trials
-    assert failed.reason == "RankError: rank 1 raised ValueError: a bug"
-    assert "in fail" in failed.attributes["traceback"]
+    assert [trial.outcome for trial in record.trials] == ["nonfinite", "oom", "complete"]
+    assert finished.json["outcomes"] == {"nonfinite": 1, "oom": 1, "complete": 1}
+    _, memory, complete = record.trials
+    assert "rank 1 ran out of memory" in memory.reason
     assert complete.telemetry["num_ranks"] == 2
-    assert len(record.workers) == 1, "the second rank is no worker of its own"
+    assert len(record.workers) == 1, "the second rank is no worker"
     assert [row.step for row in complete.evaluations] == [4, 8, 12]
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("killed", 0), ("killed", 1), ("hangs", 1), ("stopped", 0)])
+@pytest.mark.parametrize(("fault", "rank"), [("killed", 0), ("raises", 1), ("hangs", 1)])
 def test_a_rank_is_lost(tmp_path: Path, fault: str, rank: int) -> None:
     write(tmp_path)
     process = run_with_faults(tmp_path, fault, rank)

@@ -12,11 +12,11 @@ from postgres import PostgresServer
 from slurm import SlurmCluster
 from tiny import write_study
 
-from hpo.cluster.jobs import read_jobs
-from hpo.cluster.postgres_server import write_secret
-from hpo.cluster.slurm import cancel_jobs, number_of
-from hpo.study.storage import open_storage
-from hpo.study.study_record import StudyRecord
+from hpo.cluster.batch.jobs import read_jobs
+from hpo.cluster.batch.slurm import cancel_jobs, number_of
+from hpo.cluster.postgres.postgres_server import write_secret
+from hpo.study.reading.study_record import StudyRecord
+from hpo.study.store.storage import open_storage
 
 pytestmark = [pytest.mark.slurm, pytest.mark.postgres]
 
@@ -45,8 +45,14 @@ def read(url: str) -> StudyRecord:
         return storage.read_study("tiny")
 
 
+def last_step(folder: Path) -> int:
+    """Of the newest checkpoint; -1: there is none."""
+    found = folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*")
+    return max((int(path.name.removeprefix("step-")) for path in found), default=-1)
+
+
 def has_checkpoint(folder: Path) -> bool:
-    return any(folder.glob("runs/tiny/checkpoints-*/trial-00000/step-*"))
+    return last_step(folder) >= 0
 
 
 def check_went_on(slurm: SlurmCluster, url: str, job: str) -> None:
@@ -70,14 +76,6 @@ def preempt(slurm: SlurmCluster, job: str) -> None:
     slurm.run("sbatch --partition=high --exclusive --nodes=2 --output=/dev/null --wrap", "sleep 1")
 
 
-def requeue(slurm: SlurmCluster, job: str) -> None:
-    slurm.run(f"scontrol requeue {job}_0")
-
-
-def warn(slurm: SlurmCluster, job: str) -> None:
-    slurm.run(f"scancel --signal=USR1 --batch {job}_0")
-
-
 def come_to_the_time_limit(slurm: SlurmCluster, job: str) -> None:
     slurm.run(f"scontrol update jobid={job}_0 EndTime=now+50")  # it looks every 30 s who is to be warned
 
@@ -86,28 +84,37 @@ def kill_the_node(slurm: SlurmCluster, job: str) -> None:
     slurm.kill_node(node_of(slurm, job))
 
 
-@pytest.mark.parametrize(
-    ("befall", "seconds"),
-    [(preempt, 12), (requeue, 6), (warn, 6), (kill_the_node, 12), (come_to_the_time_limit, 45)],
-)
-def test_a_job_that_is_requeued(
-    befall: Callable[[SlurmCluster, str], None],
-    seconds: float,
-    slurm: SlurmCluster,
-    postgres_url: str,
-    tmp_path: Path,
+def check_requeued(
+    befall: Callable[[SlurmCluster, str], None], slurm: SlurmCluster, job: str, folder: Path
 ) -> None:
-    job = submit(tmp_path, postgres_url, "--signal-lead", "50", seconds=seconds)
-    slurm.wait(lambda: has_checkpoint(tmp_path))
+    """Let something happen to the job once its trial is further on than before; Slurm requeues it."""
+    before = last_step(folder)
+    slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "RUNNING"} and last_step(folder) > before, 120)
     befall(slurm, job)
     slurm.wait(lambda: slurm.states(job) != {f"{job}_0": "RUNNING"})
     slurm.start_missing_nodes()
+
+
+def test_a_job_that_is_requeued_again_and_again(
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
+    """By Slurm when it is preempted and when its node dies."""
+    job = submit(tmp_path, postgres_url, seconds=14)
+    for befall in (preempt, kill_the_node):
+        check_requeued(befall, slurm, job, tmp_path)
+    check_went_on(slurm, postgres_url, job)
+
+
+@pytest.mark.slow
+def test_a_job_that_comes_to_its_time_limit(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+    job = submit(tmp_path, postgres_url, "--sbatch", "signal=B:USR1@50", seconds=45)
+    check_requeued(come_to_the_time_limit, slurm, job, tmp_path)
     check_went_on(slurm, postgres_url, job)
 
 
 def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
     """SIGTERM: the worker leaves in time and is not requeued; the next job goes on with its trial."""
-    job = submit(tmp_path, postgres_url)
+    job = submit(tmp_path, postgres_url, seconds=6)
     slurm.wait(lambda: has_checkpoint(tmp_path))
     with open_storage(postgres_url) as storage:
         assert cancel_jobs([found.id for found in read_jobs(storage, "tiny")], "tiny") == [f"slurm:hpo:{job}"]
@@ -115,17 +122,16 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     record = read(postgres_url)
     assert record.slots == {"open": 1, "running": 0, "done": 0}
     assert [trial.outcome for trial in record.trials] == ["preempted"]
-    check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url))
+    check_went_on(slurm, postgres_url, submit(tmp_path, postgres_url, seconds=6))
 
 
-@pytest.mark.parametrize(
-    "study",
-    [pytest.param("tiny", id="of a study", marks=pytest.mark.slow), pytest.param("", id="of all studies")],
-)
 def test_a_job_that_is_warned_while_the_database_is_away(
-    study: str, slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
+    slurm: SlurmCluster, own_server: PostgresServer, tmp_path: Path
 ) -> None:
-    """It is requeued all the same; the next one waits for the database and goes on with the trial."""
+    """It is requeued all the same; the next one waits for the database and goes on with the trial.
+
+    Its worker serves all studies.
+    """
     write(tmp_path, seconds=6)
     script = tmp_path / "job.sh"
     with own_server.database() as url:
@@ -133,7 +139,7 @@ def test_a_job_that_is_warned_while_the_database_is_away(
         write_secret(tmp_path / "url", url)
         script.write_text(
             f"#!/bin/sh\nexport HPO_STORAGE=@{tmp_path}/url PYTHONPATH={ROOT}\n"
-            f"exec {sys.executable} -m hpo worker {study}\n"
+            f"exec {sys.executable} -m hpo worker\n"
         )
         options = f"--parsable --requeue --chdir={tmp_path} --output={tmp_path}/%j.log"
         job = slurm.run(f"sbatch {options}", str(script)).strip()
@@ -148,6 +154,7 @@ def test_a_job_that_is_warned_while_the_database_is_away(
         check_went_on(slurm, url, job)
 
 
+@pytest.mark.slow
 def test_a_node_that_slurm_loses_with_its_job_alive(
     slurm: SlurmCluster, postgres_url: str, tmp_path: Path
 ) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CPU, ENCODER, tiny_executor, tiny_study
+from tiny import ENCODER, tiny_executor
 
-from hpo.errors import InputError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
-from hpo.training.compilation import CompileClock
-from hpo.training.loop import TrainState
+from hpo.training.progress import CompileClock, TrainState
+from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 
 
@@ -44,7 +43,9 @@ def compile_layers_alone(model: MultitaskModel, *_: Any) -> None:
 
 
 def executor_of(folder: Path, **changes: Any) -> Executor:
-    return Executor(tiny_study(folder, **changes), CPU, folder / "runs", apply_compile=compile_layers_alone)
+    executor = tiny_executor(folder, **changes)
+    executor.loader.apply_compile = compile_layers_alone
+    return executor
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -80,6 +81,36 @@ def test_a_shape_that_comes_up_later_is_charged_as_compilation(
     assert result.telemetry["compile_seconds"] > later.seconds > 3600, "before the first step and after it"
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_trial_needs_no_more_memory_than_one_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, too, the model sees the micro-batch alone, which is halved until it fits."""
+    sizes: list[int] = []
+    forward = MultitaskModel.forward
+
+    def forward_of_two_rows(model: MultitaskModel, *inputs: torch.Tensor) -> Any:
+        sizes.append(len(inputs[0]))
+        if len(inputs[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(model, *inputs)
+
+    monkeypatch.setattr(MultitaskModel, "forward", forward_of_two_rows)
+    executor = executor_of(
+        tmp_path,
+        model={"encoder": ENCODER | {"num_hidden_layers": 1}},
+        data={"source": "synthetic", "synthetic": {"num_train": 8, "num_validation": 4}},
+        training={"max_steps": 1, "batch_size": 8, "micro_batch_size": 4, "max_length": 16}
+        | {"compile": "default"},
+        compat={"enabled": False},
+    )
+    result = executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
+    assert (result.outcome, result.reason) == ("complete", ""), result.traceback
+    assert max(sizes) == 4, "never the whole batch"
+    assert result.telemetry["precision"]["observed"]["compiled"]
+    assert (result.telemetry["micro_batch_size"], result.telemetry["oom_halvings"]) == (2, 1)
+
+
 def throughput_executor(folder: Path, max_steps: int, **changes: Any) -> Executor:
     """All rows in one batch of one length; its micro-batches of 3, 3 and 2 are compiled in the first step."""
     return executor_of(
@@ -101,29 +132,26 @@ def throughput_executor(folder: Path, max_steps: int, **changes: Any) -> Executo
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("searched", [False, True])
-def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path, searched: bool) -> None:
-    """Where it may be the settings of this trial alone, the study goes on."""
-    scopes = {"compile_scope": {"type": "categorical", "choices": ["model", "layers"]}}
-    space = scopes if searched else {"learning_rate": {"type": "float", "low": 1e-4, "high": 1e-3}}
-    executor = throughput_executor(tmp_path, max_steps=1, search_space=space)
+def test_a_trial_of_nothing_but_compilation_has_no_throughput(tmp_path: Path) -> None:
+    """It may be the settings of this trial alone, so the study goes on."""
+    result = throughput_executor(tmp_path, max_steps=1).run(
+        {"learning_rate": 1e-3}, tmp_path / "trial", "trial"
+    )
+    assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)
     message = (
         r"train_tokens_per_second has no value: .* \(1 in all\).* Raise `max_steps`, or use `compile: none`"
     )
-    if searched:
-        result = executor.run({"compile_scope": "layers"}, tmp_path / "trial", "trial")
-        assert (result.outcome, result.values, result.traceback) == ("incompatible", None, None)
-        assert re.search(message, result.reason)
-    else:
-        with pytest.raises(InputError, match=message):
-            executor.run({"learning_rate": 1e-3}, tmp_path / "trial", "trial")
+    assert re.search(message, result.reason)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_throughput_may_come_after_the_first_evaluation(tmp_path: Path) -> None:
     values: list[float] = []
     result = throughput_executor(tmp_path, max_steps=2).run(
-        {"learning_rate": 1e-3}, tmp_path / "trial", "trial", lambda scored: values.extend(scored.values)
+        {"learning_rate": 1e-3},
+        tmp_path / "trial",
+        "trial",
+        Callbacks(lambda scored: values.extend(scored.values)),
     )
     assert result.outcome == "complete", result.traceback
     first, last = values

@@ -7,8 +7,8 @@ from pathlib import Path
 from hpo.config.study_config import load_study
 from hpo.report.report import write_report
 from hpo.report.tables import StudyTables
-from hpo.study.run import open_study, run_study
-from hpo.study.study_record import best_trials
+from hpo.study.reading.study_record import best_trials
+from hpo.study.running.run import open_study, run_study
 
 STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,9 @@ from tiny_encoders import FAMILIES, family_model, make_batch, make_model
 from torch import Tensor
 
 import hpo.models.attention
+from hpo.data.batches import Batch
 from hpo.models.attention import NAME, attention_forward, use_training_attention
 from hpo.models.dropout import DropoutMaskGenerator
-from hpo.models.encoder import load_encoder
 from hpo.trial.verify import check_precision
 
 HEADS, SIZE, P = 3, 8, 0.2
@@ -191,10 +192,39 @@ def test_encoders_give_what_their_own_attention_gives(
         torch.testing.assert_close(trained[real_BL], evaluated[real_BL], rtol=1e-4, atol=1e-5)
 
 
-def test_a_batch_without_padding_needs_no_mask_in_evaluation() -> None:
-    encoder = load_encoder("minilm")
-    ids_BL = torch.randint(1000, 2000, (2, 6))
-    whole = encoder(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL)).last_hidden_state
-    padded_BL = F.pad(ids_BL, (0, 3))
-    padded = encoder(input_ids=padded_BL, attention_mask=(padded_BL != 0).long()).last_hidden_state
-    torch.testing.assert_close(whole, padded[:, :6], rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("lengths", [(6, 6), (6, 4)], ids=["whole", "padded"])
+def test_on_a_device_there_is_a_mask_only_where_something_is_padded(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU takes its flash kernel only without one. A meta device refuses to be waited for, too."""
+    masks: list[Tensor | None] = []
+
+    def attend(_: Any, query: Tensor, *args: Tensor | None, **__: Any) -> tuple[Tensor, None]:
+        masks.append(args[-1])
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(hpo.models.attention, "sdpa_attention_forward", attend)
+    ids_BL, mask_BL = make_batch(lengths)
+    batch = Batch(ids_BL, mask_BL, None, {}, np.arange(len(lengths)), np.array(lengths)).to("meta")
+    make_model("minilm").eval().to("meta")(*batch.inputs)
+    assert len(masks) == 6
+    assert {mask is None for mask in masks} == {lengths == (6, 6)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_without_padding_needs_no_mask(family: str) -> None:
+    model = family_model(family).eval()
+    ids_BL, mask_BL = make_batch((6, 6))
+    padded = model(F.pad(ids_BL, (0, 3)), F.pad(mask_BL, (0, 3)))
+    for task, whole in model(ids_BL, None).items():
+        same = padded[task] if whole.ndim == 2 else padded[task][:, :6]
+        torch.testing.assert_close(whole, same, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_compiled_model_is_one_graph(trains: bool) -> None:
+    model = make_model().train(trains)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with use_training_attention(), torch.autocast("cpu", torch.bfloat16):
+        assert compiled(*make_batch()).keys() == {"label", "spans"}
+    torch._dynamo.reset()

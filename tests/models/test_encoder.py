@@ -132,10 +132,8 @@ def test_tokenizer_fingerprint_is_of_the_tokenizer_and_not_of_its_last_call(bert
     tokenizer = load_tokenizer("minilm")
     before = tokenizer_fingerprint(tokenizer)
     tokenizer(["some text"] * 2, truncation=True, max_length=3, padding=True)
-    of_the_call = tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding
-    assert None not in of_the_call
+    assert None not in (tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding)
     assert tokenizer_fingerprint(tokenizer) == before
-    assert (tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding) == of_the_call
     assert tokenizer_fingerprint(load_tokenizer(str(bert_folder))) == before
     tokenizer.add_tokens(["[PII]"])
     assert tokenizer_fingerprint(tokenizer) != before

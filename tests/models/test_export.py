@@ -17,6 +17,8 @@ from hpo.errors import ModelError, RunError
 from hpo.models.encoder import load_tokenizer
 from hpo.models.export import ExportSettings, export_model, load_exported
 from hpo.models.multitask import MultitaskModel
+from hpo.precision.amp import prepare_model
+from hpo.precision.table import PRECISIONS
 from hpo.training.decoding import DecodingThresholds
 
 # transformers up to 5.17 scripts parts of DeBERTa, which torch 2.13 deprecates.
@@ -36,6 +38,23 @@ def exported(folder: Path, model: MultitaskModel | None = None, **changes: Any) 
     """An export of this model, or of a fresh one."""
     settings = {"windowing": Windowing(16), "attention": "sdpa", "precision": "fp32", **changes}
     return export_model(model or make_model(), load_tokenizer("minilm"), folder, ExportSettings(**settings))
+
+
+def test_weights_in_bf16_leave_rotary_frequencies_in_fp32(tmp_path: Path) -> None:
+    """In bf16 the angle of a distance of 8192 would be off by 7.8 rad."""
+    model = spoil(make_model(FAMILIES["modernbert"][0]))
+    frequencies = {name: value.clone() for name, value in model.named_buffers()}
+    assert {value.dtype for value in frequencies.values()} == {torch.float32}
+    prepare_model(model, PRECISIONS["bf16-true"])
+    exported(tmp_path / "export", model, precision="bf16-true")
+    loaded = prepare_model(load_exported(tmp_path / "export")[0], PRECISIONS["bf16-true"])
+    for one in (model, loaded):
+        assert {weight.dtype for weight in one.parameters()} == {torch.bfloat16}
+        for name, value in one.named_buffers():
+            torch.testing.assert_close(value, frequencies[name], rtol=0, atol=0)
+    batch = make_batch()
+    for name, logits in model(*batch).items():
+        assert torch.equal(loaded(*batch)[name], logits)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "minilm"])
@@ -104,7 +123,7 @@ def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     other = tmp_path / "thesis"
     other.mkdir()
     (other / "chapter1.tex").write_text("...")
-    with pytest.raises(ModelError, match="needs a folder of its own"):
+    with pytest.raises(ModelError, match="this one holds other files"):
         exported(other)
     assert [path.name for path in other.iterdir()] == ["chapter1.tex"]
 
@@ -126,9 +145,9 @@ def test_an_export_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: py
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cases = {
-        tmp_path / "file": "a folder that may be made, but this is a file",
-        tmp_path / "file" / "x": f"a folder that may be made, but {tmp_path}/file is none",
-        tmp_path / ("x" * 300): "a folder that may be made, but: File name too long",
+        tmp_path / "file": "an export needs a new or empty folder, but: Not a directory",
+        tmp_path / "file" / "x": f"but: {tmp_path}/file cannot be written",
+        tmp_path / ("x" * 300): "but: File name too long",
     }
     for folder, message in cases.items():
         with pytest.raises(ModelError, match=message):

@@ -62,8 +62,10 @@ def test_any_task_name_works() -> None:
     assert list(log_variance) == [task.name for task in tasks]
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "pooling"),
+    [*((family, "mean") for family in FAMILIES), ("bert", "cls"), ("bert", "max"), ("bert", "attention")],
+)
 def test_padding_does_not_change_logits(family: str, pooling: str) -> None:
     model = family_model(family, pooling=pooling).eval()
     input_ids, mask = make_batch((7, 16))
@@ -221,8 +223,9 @@ def test_parameter_depths_put_every_parameter_in_its_place(family: str) -> None:
     assert {name for name in outside if ".pooler." not in name} == expected.get(family, set())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("freeze_layers", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("family", "freeze_layers"), [*((family, 1) for family in FAMILIES), ("bert", 0), ("bert", 2)]
+)
 def test_freeze_layers_keeps_the_lowest_layers_and_trains_the_rest(family: str, freeze_layers: int) -> None:
     model = family_model(family, freeze_layers=freeze_layers, pooling="attention")
     depths, before = parameter_depths(model), state(model)
@@ -241,8 +244,9 @@ def test_freeze_layers_keeps_the_lowest_layers_and_trains_the_rest(family: str, 
 # Memory and speed settings that must not change results.
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mpnet"])
-@pytest.mark.parametrize("freeze_layers", [0, 1])
+@pytest.mark.parametrize(
+    ("family", "freeze_layers"), [*((name, 0) for name in FAMILIES if name != "mpnet"), ("bert", 1)]
+)
 def test_gradient_checkpointing_runs_layers_twice_and_gives_the_same_gradients(
     family: str, freeze_layers: int
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from tiny import CPU, CPU_PRECISIONS, EMULATED, tiny_batch, tiny_model
-from torch import Tensor, nn
+from torch import nn
 
 from hpo.errors import Nonfinite
 from hpo.precision.amp import (
@@ -49,6 +49,21 @@ def test_backend_flags_are_set_and_put_back(name: str) -> None:
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_older_names_of_the_switches_can_be_read(name: str, tf32: bool) -> None:
+    """Inductor reads them under `max-autotune`; where they and the switches disagree, PyTorch raises."""
+    backends = torch.backends
+    before = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    with backend_flags(PRECISIONS[name], AmpConfig(tf32=tf32)):
+        assert torch.get_float32_matmul_precision() == ("high" if tf32_is_on() else "highest")
+        assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == tf32_is_on()
+        with backend_flags(PRECISIONS["fp32"], AmpConfig()):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == tf32_is_on()
+    assert (torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32) == before
+
+
 def all_switches(of: Any = torch.backends, depth: int = 2) -> set[tuple[str, str]]:
     """Every backend and operation with an `fp32_precision`, wherever it lies below `torch.backends`."""
     found = set()
@@ -86,49 +101,41 @@ def test_embeddings_and_norms_are_no_matmul_modules() -> None:
     assert not is_matmul_module(nn.Sequential(nn.Linear(2, 2)))
 
 
-def infinite_under_autocast(_forward: Any) -> Tensor:
-    return torch.tensor(math.inf if torch.is_autocast_enabled("cpu") else 2.0)
-
-
-def test_a_micro_batch_that_is_not_finite_runs_again_in_fp32() -> None:
-    model, amp = nn.Identity(), mixed("bf16", fallback_to_fp32=True)
-    assert float(amp.loss(model, infinite_under_autocast)) == 2.0
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-true"])
+def test_a_micro_batch_that_is_not_finite_falls_back_where_the_config_says_so(name: str) -> None:
+    amp = mixed(name, fallback_to_fp32=True)
+    assert not amp.falls_back(FINITE)
+    assert amp.falls_back(INF)
+    amp.end_step(amp.step_fallbacks)
     assert amp.statistics().fp32_fallbacks == 1
-    assert math.isinf(mixed("bf16").loss(model, infinite_under_autocast)), "without fallback"
+    assert not mixed(name).falls_back(INF), "without fallback"
+    assert not mixed("fp32", fallback_to_fp32=True).falls_back(INF), "it is fp32"
 
 
-def test_fallback_reaches_bf16_weights_in_fp32() -> None:
+def test_a_fallback_computes_in_fp32_and_its_gradients_reach_the_weights() -> None:
     linear = nn.Linear(4, 4, dtype=torch.bfloat16)
     amp = mixed("bf16-true", fallback_to_fp32=True)
-    seen: list[torch.dtype] = []
-
-    def compute(forward: Any) -> Tensor:
-        inputs = torch.ones(1, 4, dtype=torch.bfloat16 if not seen else torch.float32)
-        output = forward(inputs)
-        seen.append(output.dtype)
-        return output.sum() * (math.inf if len(seen) == 1 else 1.0)
-
-    amp.loss(linear, compute).backward()
-    assert seen == [torch.bfloat16, torch.float32]
+    with amp.float32(linear) as in_float32:
+        output = in_float32(torch.ones(1, 4))
+    assert output.dtype == torch.float32
+    output.sum().backward()
     assert linear.weight.grad.dtype == torch.bfloat16
 
 
 def test_the_limit_of_fallbacks_is_for_an_epoch() -> None:
-    model, amp = nn.Identity(), mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
+    amp = mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=2)
     for _ in range(3):
         amp.start_epoch()
-        for _ in range(2):
-            amp.loss(model, infinite_under_autocast)
-        amp.end_step(amp.step_fallbacks)
+        amp.end_step(2)
     with pytest.raises(Nonfinite, match="more than 2 micro-batches of one epoch"):
-        amp.loss(model, infinite_under_autocast)
+        amp.end_step(1)
 
 
 def test_the_fallbacks_of_a_step_that_is_made_again_count_once() -> None:
-    model, amp = nn.Identity(), mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=3)
+    amp = mixed("bf16", fallback_to_fp32=True, max_fp32_fallbacks=3)
     for _ in range(3):
         amp.start_step()
-        amp.loss(model, infinite_under_autocast)
+        amp.falls_back(INF)
     amp.end_step(amp.step_fallbacks)
     assert amp.statistics().fp32_fallbacks == 1
     assert amp.state_dict()["epoch_fallbacks"] == 1
@@ -138,9 +145,9 @@ def test_the_fallbacks_of_a_step_that_is_made_again_count_once() -> None:
 def test_gradients_that_stay_infinite_end_the_training(name: str) -> None:
     amp = mixed(name)
     for _ in range(NONFINITE_PATIENCE - 1):
-        amp.record_step(FINITE, INF)
+        assert amp.record_step(FINITE, INF) == 1, "to be skipped"
     amp.check()
-    amp.record_step(FINITE, FINITE)
+    assert amp.record_step(FINITE, FINITE) == 0
     for _ in range(NONFINITE_PATIENCE):
         amp.check()
         amp.record_step(FINITE, INF)
@@ -211,3 +218,10 @@ def test_the_state_survives_a_checkpoint(name: str) -> None:
     other.load_state_dict(amp.state_dict())
     assert other.statistics() == amp.statistics()
     assert other.scaler.get_scale() == amp.scaler.get_scale()
+
+
+def test_a_checkpoint_without_the_state_of_a_scaler_leaves_it_as_it_is() -> None:
+    amp = mixed("fp16", init_scale=1024.0)
+    amp.load_state_dict({"epoch_fallbacks": 2.0})
+    assert amp.scaler.get_scale() == 1024.0
+    assert amp.state_dict()["epoch_fallbacks"] == 2

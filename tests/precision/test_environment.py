@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import ROOT, hpo_command
+from command_line import hpo_command
 from tiny import tiny_executor, write_study
 
 from hpo.errors import InputError
-from hpo.precision.environment import WATCHED, environment_overrides, refuse_overrides, uses_of_float32
+from hpo.precision.environment import WATCHED, environment_overrides, refuse_overrides
 from hpo.precision.table import PRECISION_NAMES, AmpConfig
 
 REFUSED = {
@@ -57,22 +53,12 @@ def test_a_variable_is_recorded_and_refused_where_it_makes_a_precision_untrue(
     monkeypatch.setenv(variable, value)
     assert environment_overrides() == {variable: value}
     said = {name: refused([name], device_type) for name in PRECISION_NAMES}
-    assert {name for name, message in said.items() if message} == untrue
+    assert {name for name, message in said.items() if message} == (
+        set(PRECISION_NAMES) if "fp32" in untrue else untrue
+    )
     for name in untrue:
-        assert said[name].startswith(f"{variable} must not be set to {value} for fp_precision {name}: ")
+        assert said[name].startswith(f"{variable} must not be set to {value} for {name}: ")
         assert said[name].endswith(". Unset it.")
-    # Whatever the precision is, nothing may be compared with an fp32 that is none.
-    message = refused(["bf16"], device_type, float32_for=["the check"])
-    assert ("for the check, which needs fp32: " in message) == ("fp32" in untrue)
-
-
-def test_what_needs_fp32_beside_the_precision() -> None:
-    assert uses_of_float32(check=False, parts=False, fallback=False) == []
-    assert uses_of_float32(check=True, parts=True, fallback=True) == [
-        "the compatibility check (compat.enabled)",
-        "precision_overrides",
-        "amp.fallback_to_fp32",
-    ]
 
 
 def test_what_is_of_another_device_refuses_nothing() -> None:
@@ -94,60 +80,21 @@ def test_what_is_empty_is_not_set() -> None:
 
 
 TRAINING = {"max_steps": 1, "batch_size": 4, "max_length": 32}
-UNCHECKED = {"enabled": False}
 
 
-@pytest.mark.parametrize(
-    ("precision", "changes", "needs"),
-    [
-        ("fp32", {"compat": UNCHECKED}, "fp_precision fp32"),
-        ("bf16", {}, "the compatibility check (compat.enabled), which needs fp32"),
-        (
-            "bf16",
-            {"compat": UNCHECKED, "training": {"precision_overrides.loss": "fp32"}},
-            "precision_overrides, which needs fp32",
-        ),
-        (
-            "bf16",
-            {"compat": UNCHECKED, "amp": {"allow_emulated": True, "fallback_to_fp32": True}},
-            "amp.fallback_to_fp32, which needs fp32",
-        ),
-    ],
-    ids=["the precision", "the check", "a part", "the fallback"],
-)
-def test_a_study_that_needs_fp32_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, changes: dict[str, Any], needs: str
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_study_is_refused_where_fp32_is_untrue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    training = {**TRAINING, "fp_precision": precision, **changes.get("training", {})}
-    write_study(tmp_path, device="cpu", **changes | {"training": training})
+    write_study(tmp_path, device="cpu", training=TRAINING | {"fp_precision": precision})
     monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
     ended = hpo_command(tmp_path, "train", "tiny.yaml", "--json")
     assert (ended.exit_code, ended.out) == (2, "")
-    message = f"Error: ONEDNN_DEFAULT_FPMATH_MODE must not be set to BF16 for {needs}: oneDNN may then"
+    message = "Error: ONEDNN_DEFAULT_FPMATH_MODE must not be set to BF16 for fp32: oneDNN may then"
     assert message in " ".join(ended.err.split())
 
 
-def test_a_part_that_one_trial_alone_has_in_fp32_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = tiny_executor(tmp_path, compat=UNCHECKED, training=TRAINING | {"fp_precision": "bf16"})
-    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
-    with pytest.raises(InputError, match="for precision_overrides, which needs fp32"):
-        executor.run({"precision_overrides.loss": "fp32"}, None, "")
-
-
-def test_a_trial_without_fp32_says_what_was_set(tmp_path: Path) -> None:
-    """In a process of its own: libraries read the variables when they are loaded."""
-    write_study(tmp_path, device="cpu", compat=UNCHECKED, training=TRAINING | {"fp_precision": "bf16"})
-    overrides = {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16", "TRITON_F32_DEFAULT": "tf32"}
-    environment = {name: value for name, value in os.environ.items() if name not in WATCHED}
-    ended = subprocess.run(
-        [sys.executable, "-m", "hpo", "train", "tiny.yaml", "--json"],
-        env=environment | overrides | {"PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)["telemetry"]["environment"] == overrides
+def test_a_trial_says_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    result = tiny_executor(tmp_path, training=TRAINING).run({"fp_precision": "fp32"}, None, "")
+    assert result.telemetry["environment"]["TRITON_F32_DEFAULT"] == "tf32"

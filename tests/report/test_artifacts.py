@@ -20,11 +20,11 @@ from worker_process import result, study
 from hpo.errors import InputError, RunError
 from hpo.report.artifacts import DashboardFiles, files_folder, files_folders, publish_artifacts, remove_files
 from hpo.report.dashboard import publish
-from hpo.study import trial_rows
-from hpo.study.detailed_evaluations import store_detailed_evaluation
-from hpo.study.leases import WorkerLease
-from hpo.study.lifecycle import delete_study
-from hpo.study.storage import Storage, open_storage
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
+from hpo.study.store import optuna_internals
+from hpo.study.store.lifecycle import delete_study
+from hpo.study.store.storage import Storage, open_storage
 
 HOSTILE = "<script>document.title='hacked'</script>"
 
@@ -76,20 +76,11 @@ def files(storage: Storage, runs_dir: Path) -> set[str]:
     return {path.name for path in files_folder(storage, "tiny", runs_dir).glob("*")}
 
 
-def test_the_best_trial_gets_page_document_errors_and_charts(database: Storage, tmp_path: Path) -> None:
+def test_the_best_trial_gets_page_document_and_errors(database: Storage, tmp_path: Path) -> None:
     evaluate_in_detail(database, 1, every_kind())
     publish_all(database, tmp_path)
     found = listed(database, 1)
-    charts = {
-        "confusion-1-topic",
-        "confusion-2-tags",
-        "calibration-1-topic",
-        "calibration-2-tags",
-        "intervals",
-    }
-    charts |= {f"classes-{place}" for place in ("1-topic", "2-tags", "3-phrases", "4-why")}
-    others = {"test-evaluation.html", "test-evaluation.json", "test-worst-errors.csv"}
-    assert found.keys() == {f"test-{name}.png" for name in charts} | others
+    assert found.keys() == {"test-evaluation.html", "test-evaluation.json", "test-worst-errors.csv"}
     assert files(database, tmp_path) == set(found.values())
     assert listed(database, 0) == {}
     store = DashboardFiles(tmp_path)
@@ -104,8 +95,8 @@ def test_published_again_they_take_the_place_of_the_former(database: Storage, tm
     trial_id = database.load_study("tiny").get_trials()[1]._trial_id
     theirs = {"artifact_id": "x", "filename": "theirs.txt", "mimetype": "text/plain", "encoding": None}
     with database.engine.begin() as connection:
-        table = trial_rows.system_attributes
-        trial_rows.write_attributes(connection, table, trial_id, {"artifacts:x": json.dumps(theirs)})
+        table = optuna_internals.system_attributes
+        optuna_internals.write_attributes(connection, table, trial_id, {"artifacts:x": json.dumps(theirs)})
     publish_all(database, tmp_path)
     first = listed(database, 1)
     evaluate_in_detail(database, 1, document({}, "test"))
@@ -116,7 +107,6 @@ def test_published_again_they_take_the_place_of_the_former(database: Storage, tm
         "test-evaluation.html",
         "test-evaluation.json",
         "test-worst-errors.csv",
-        "test-intervals.png",
     }
     assert second.items() <= first.items()
     assert files(database, tmp_path) == set(second.values()) - {"x"}
@@ -127,7 +117,7 @@ def test_published_again_they_take_the_place_of_the_former(database: Storage, tm
 def test_a_trial_that_is_the_best_no_more_loses_them(database: Storage, tmp_path: Path) -> None:
     evaluate_in_detail(database, 1, document({}))
     publish_all(database, tmp_path)
-    table = trial_rows.values
+    table = optuna_internals.values
     with database.engine.begin() as connection:
         connection.execute(sa.update(table).where(table.c.value == 0.2).values(value=0.9))
     publish_all(database, tmp_path)
@@ -142,12 +132,12 @@ def test_what_somebody_removed_in_the_dashboard_does_not_stop_us(database: Stora
     """It leaves a null in the place of an artifact."""
     trial_id = database.load_study("tiny").get_trials()[1]._trial_id
     with database.engine.begin() as connection:
-        trial_rows.write_attributes(
-            connection, trial_rows.system_attributes, trial_id, {"artifacts:gone": json.dumps(None)}
+        optuna_internals.write_attributes(
+            connection, optuna_internals.system_attributes, trial_id, {"artifacts:gone": json.dumps(None)}
         )
     evaluate_in_detail(database, 1, document({}))
     publish_all(database, tmp_path)
-    assert len(files(database, tmp_path)) == 4
+    assert len(files(database, tmp_path)) == 3
 
 
 def test_a_deleted_study_leaves_neither_rows_nor_files(database: Storage, tmp_path: Path) -> None:
@@ -160,7 +150,7 @@ def test_a_deleted_study_leaves_neither_rows_nor_files(database: Storage, tmp_pa
     assert not folder.exists()
     remove_files(folder)
     with database.engine.connect() as connection:
-        assert connection.execute(sa.select(trial_rows.system_attributes)).all() == []
+        assert connection.execute(sa.select(optuna_internals.system_attributes)).all() == []
 
 
 def test_files_of_an_earlier_study_of_the_name_go(local: Storage, tmp_path: Path) -> None:
@@ -174,7 +164,7 @@ def test_files_of_an_earlier_study_of_the_name_go(local: Storage, tmp_path: Path
     publish_all(local, tmp_path)
     assert files_folders("tiny", tmp_path) == [files_folder(local, "tiny", tmp_path)]
     assert other.is_dir()
-    assert len(files(local, tmp_path)) == 4
+    assert len(files(local, tmp_path)) == 3
 
 
 def test_a_file_in_the_way_is_one_clear_message(database: Storage, tmp_path: Path) -> None:
@@ -236,7 +226,7 @@ def test_the_dashboard_lists_and_serves_them(served: tuple[str, int, int], local
             assert answer.headers["Content-Security-Policy"].startswith("sandbox; default-src 'none'")
             assert answer.headers["X-Content-Type-Options"] == "nosniff"
             assert answer.headers["Access-Control-Allow-Origin"] is None
-        begins = {"png": b"\x89PNG", "json": b"{", "csv": b"number,", "html": b"<!DOCTYPE html>"}
+        begins = {"json": b"{", "csv": b"number,", "html": b"<!DOCTYPE html>"}
         assert content.lstrip().startswith(begins[name.rpartition(".")[2]])
 
 
@@ -289,11 +279,6 @@ def test_the_dashboard_shows_them_and_a_page_runs_nothing(
         page = chromium.new_page(viewport={"width": 1200, "height": 900})
         page.goto(f"{address}/dashboard/studies/{study_id}/trials?numbers=1")
         page.get_by_text("test-evaluation.html").first.wait_for()
-        picture = page.locator("img[alt='test-confusion-1-topic.png']").first
-        picture.wait_for()
-        page.wait_for_function(
-            "[...document.images].some(e => e.alt.includes('confusion') && e.naturalWidth == 1440)"
-        )
         page.goto(f"{address}/dashboard/studies/{study_id}/note")
         page.get_by_role("link", name="All of it").click()
         html_id = listed(local, 1)["test-evaluation.html"]
@@ -302,6 +287,5 @@ def test_the_dashboard_shows_them_and_a_page_runs_nothing(
         assert page.title() == "tiny: Trial 1 on test: 500 rows"
         assert page.evaluate("self.origin") == "null"
         assert HOSTILE in page.inner_text("body")
-        assert page.evaluate("[...document.images].every(e => e.naturalWidth == 1440)")
         assert page.evaluate("document.documentElement.scrollWidth") <= 1200
         page.close()

@@ -5,12 +5,11 @@ import re
 from typing import Any
 
 import pytest
-from detailed_documents import document
 from study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
 
 from hpo.config.study_config import DEPLOYED_LATENCY
 from hpo.report.caveats import Notice, caveats
-from hpo.study.study_record import TrialRecord
+from hpo.study.reading.study_record import TrialRecord
 
 
 def texts(trials: list[TrialRecord], **changes: Any) -> str:
@@ -125,18 +124,10 @@ def test_precisions_that_no_trial_ran_are_said() -> None:
     assert "No trial drew bf16." in said
 
 
-def test_trials_that_the_interval_does_not_tell_apart_are_named() -> None:
-    """The interval of the score is 0.06 wide."""
-    values = [(0.72,), (0.68,), (0.5,)]
-    trials = [with_values(number, value) for number, value in enumerate(values)]
-    assert "cannot tell them apart" not in texts(trials)
-    trials[0] = dataclasses.replace(trials[0], detailed={"validation": document({}, "validation")})
-    (found,) = (one for one in caveats(tables_of(trials, name="my study")) if "cannot tell" in one.text)
-    assert found.text == (
-        "The interval of score on validation is 0.06 wide; 1 of the 2 other complete trials lie within "
-        "that of the best, so the search cannot tell them apart."
-    )
-    assert "(`hpo compare 'my study' --configurations`)" in found.advice
+def test_one_seed_is_a_caveat_until_configurations_are_compared_on_new_ones() -> None:
+    trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16")]
+    assert "with one seed only" in texts(trials)
+    assert "with one seed only" not in texts(trials, comparisons={"precisions": {}})
 
 
 def test_latencies_of_deployed_models_say_where_they_were_measured() -> None:

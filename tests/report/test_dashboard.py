@@ -18,7 +18,7 @@ from study_records import fake_record, fake_tables, fake_trial, record_of, table
 
 from hpo.errors import InputError
 from hpo.report.dashboard import LOOPBACK, NOTE_END, dashboard_server, is_own_name, publish, study_note
-from hpo.study.storage import open_storage
+from hpo.study.store.storage import open_storage
 
 
 @pytest.fixture

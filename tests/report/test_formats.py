@@ -73,18 +73,12 @@ SEEN = {"linear_dtypes": {"bfloat16": 38}, "tf32": False, "compiled": False}
         ({}, "observed: 38 linear layers gave bfloat16, TF32 off"),
         # The product beats the dtype of the output, which may be a cast.
         (
-            {
-                "observed": {
-                    **SEEN,
-                    "linear_products": {"float32": 2, "bfloat16": 36},
-                    "unmeasured_linears": 0,
-                }
-            },
+            {"observed": {**SEEN, "linear_products": {"float32": 2, "bfloat16": 36}}},
             "2 linear layers multiplied in float32, 36 linear layers multiplied in bfloat16, TF32 off",
         ),
         (
-            {"observed": {**SEEN, "linear_products": {"tf32": 38}, "unmeasured_linears": 1}},
-            "38 linear layers multiplied in tf32, 1 of them known by the dtype of their output alone, TF32",
+            {"observed": {**SEEN, "linear_products": {"tf32": 37, "unmeasured": 1}}},
+            "37 linear layers multiplied in tf32, what 1 linear layers multiplied in could not be measured",
         ),
     ],
 )

@@ -11,8 +11,8 @@ from tiny import tiny_study
 
 from hpo.config.search_space import suggest
 from hpo.report.importances import compute_importances
-from hpo.study.storage import open_storage
-from hpo.study.study_record import TrialRecord
+from hpo.study.reading.study_record import TrialRecord
+from hpo.study.store.storage import open_storage
 
 
 def test_importances_find_the_parameter_that_decides() -> None:

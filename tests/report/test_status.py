@@ -10,7 +10,7 @@ import pytest
 from study_records import fake_trial, record_of
 
 from hpo.report.status import study_status
-from hpo.study.study_record import StudyRecord, WorkerRecord
+from hpo.study.reading.study_record import StudyRecord, WorkerRecord
 
 
 def at(number: int, begin: float, end: float) -> Any:

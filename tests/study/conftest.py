@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpo.study.storage import Storage, open_storage
+from hpo.study.store.storage import Storage, open_storage
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from worker_process import result, study
 from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.precision.table import AmpConfig, left_out
-from hpo.study.device_sampler import WorkerDevice
-from hpo.study.grid_sampler import POINT_ATTR
-from hpo.study.leases import Lease, WorkerLease
-from hpo.study.schema import slots, workers
-from hpo.study.storage import Storage, open_storage
-from hpo.study.worker import RunSummary, run_worker
+from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.sampling.grid_sampler import POINT_ATTR
+from hpo.study.store.schema import slots, workers
+from hpo.study.store.storage import Storage, open_storage
 
 CHOICES = ("fp32", "bf16", "fp16")
 PRECISION = {"fp_precision": {"type": "categorical", "choices": list(CHOICES)}}
@@ -77,9 +77,9 @@ class Worker:
                 self.config,
                 storage,
                 self.execute,
+                WorkerOptions(poll_seconds=0.01),
                 device=worker_device(self.device),
                 stop=self.stop,
-                poll_seconds=0.01,
             )
 
 
@@ -94,7 +94,7 @@ def run_all(url: str, together: Sequence[Worker]) -> list[RunSummary]:
 @pytest.mark.parametrize(
     ("name", "space"),
     [(name, "finite") for name in ("tpe", "gp", "nsga2", "random", "qmc")]
-    + [(name, "ranges") for name in ("tpe", "gp", "cmaes")],
+    + [(name, "ranges") for name in ("tpe", "gp")],
 )
 def test_two_devices_finish_a_study(sqlite_url: str, name: str, space: str) -> None:
     options = {"population_size": 4} if name == "nsga2" else {}

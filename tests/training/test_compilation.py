@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tiny_encoders import BERT, LABEL, make_batch, make_model, scalar_loss
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-from hpo.training.compilation import CompileClock, apply_compile, compiled_modules
+from hpo.training.compilation import RECOMPILE_LIMIT, apply_compile, compiled_modules
+from hpo.training.progress import CompileClock
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,40 @@ def test_only_compilation_is_counted(now: list[float]) -> None:
     torch._dynamo.reset()
     double(torch.ones(5))
     assert clock.seconds == 5.0, "a reset ends it"
+
+
+def test_recording_a_cuda_graph_is_training_time(now: list[float]) -> None:
+    """There may be one for every length: a budget of seconds would have no end."""
+    clock = CompileClock()
+    clock.start()
+    for trigger, seconds in ((CallbackTrigger.CUDAGRAPH_RECORDING, 0.0), (CallbackTrigger.DYNAMO, 7.0)):
+        before = clock.num_interruptions
+        with callback_handler.install_callbacks(trigger, "0"):
+            now[0] += 7.0
+        assert clock.seconds == seconds
+        assert clock.num_interruptions == before + 1, "no step that is rated"
+
+
+def test_every_trial_compiles_under_the_same_limit_and_without_earlier_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, list[str]]] = []
+    events: list[str] = []
+
+    def fake_compile(function: Any, **_: Any) -> Any:
+        def compiled(*inputs: Any) -> Any:
+            seen.append((torch._dynamo.config.recompile_limit, list(events)))
+            events.append("graph")
+            return function(*inputs)
+
+        return compiled
+
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch._dynamo, "reset", events.clear)
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    for _ in range(2):
+        apply_compile(make_model(), "default")(*make_batch())
+    assert seen == [(RECOMPILE_LIMIT, [])] * 2
 
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])

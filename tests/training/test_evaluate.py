@@ -19,7 +19,8 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.evaluate import predict_logits
-from hpo.training.loop import TrainState, accumulate_gradients
+from hpo.training.loop import Learner, accumulate_gradients
+from hpo.training.progress import TrainState
 from hpo.trial.executor import Executor
 
 
@@ -70,7 +71,7 @@ def test_an_evaluation_sees_the_weights_as_they_are(executor: Executor, config: 
     gradients = []
     for some in (model, deepcopy(model)):
         state = TrainState(micro_batch_size=4)
-        accumulate_gradients(some.train(), loss_fn, batch, mixed_precision, 0, state)
+        accumulate_gradients(Learner(some.train(), loss_fn, mixed_precision), batch, 0, state)
         gradients.append([weight.grad for weight in some.parameters() if weight.grad is not None])
     assert gradients[0]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

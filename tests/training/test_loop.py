@@ -25,22 +25,24 @@ from hpo.data.batches import collate, training_batches
 from hpo.data.examples import Example
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
 from hpo.models.multitask import MultitaskModel
-from hpo.precision.table import PRECISIONS
+from hpo.precision.table import PRECISIONS, Resolution
 from hpo.training import loop as loop_module
-from hpo.training.compilation import CompileClock
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Budget, TrainingClock, TrainState, accumulate_gradients, train
+from hpo.training.loop import Learner, accumulate_gradients, train
 from hpo.training.losses import LossOptions, count_items, loss_sum
+from hpo.training.progress import Budget, CompileClock, TrainingClock, TrainState
 from hpo.training.step_seed import step_seed
 from hpo.training.throughput import ThroughputMeter
+from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import assemble, training_args
 
 
 @pytest.mark.parametrize(("mode", "multiple"), [("none", 1), ("default", 8)])
 def test_lengths_are_rounded_only_where_few_shapes_matter(
     executor: Executor, mode: str, multiple: int
 ) -> None:
-    assert executor.tokens("train", config_of(executor, compile=mode)).length_multiple == multiple
+    assert executor.loader.tokens("train", config_of(executor, compile=mode)).length_multiple == multiple
 
 
 # Against plain loops
@@ -50,9 +52,9 @@ def reference_losses(executor: Executor, num_steps: int, **params: Any) -> list[
     """A plain training loop: one forward, backward and step at a time, for any precision."""
     config = config_of(executor, **params)
     precision = PRECISIONS[config.fp_precision]
-    split = executor.tokens("train", config)
+    split = executor.loader.tokens("train", config)
     torch.manual_seed(config.seed)
-    model = executor.build_model(config).train()
+    model = executor.loader.build_model(config).train()
     if precision.weights == "bfloat16":
         model.bfloat16()
     # fp32 moments whatever the weights: update fp32 copies, then round.
@@ -157,12 +159,12 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
     """In fp32 without dropout: our attention, the rows of the vocabulary that are used and batches padded to
     their longest text change nothing."""
     executor = tiny_executor(tmp_path, model={"encoder": encoder})
-    executor.tasks = tuple(task for task in executor.tasks if task.level == "sequence")
+    executor.loader.tasks = tuple(task for task in executor.tasks if task.level == "sequence")
     nothing = {"dropout": 0.0, "attention_dropout": 0.0, "head_dropout": 0.0}
     config = config_of(executor, **nothing, max_length=64, batch_size=16)
-    split, tokenizer = executor.tokens("train", config), executor.tokenizer(config)
-    torch.manual_seed(config.seed)
-    model = executor.build_model(config)
+    split, tokenizer = executor.loader.tokens("train", config), executor.loader.tokenizer(config)
+    parts = assemble(executor.study, config, Resolution("fp32", "fp32", "native"), executor.loader)
+    model = parts.model
     for head in model.heads:  # larger than at their start, so that the encoder's gradients are not tiny
         nn.init.normal_(head[-1].weight, std=0.2)
     assert model.encoder.config._attn_implementation == "hpo_sdpa"
@@ -173,10 +175,12 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
     compact_vocabulary(model, "adamw", split.used_ids)
     embedding: Any = model.encoder.get_input_embeddings()
     assert isinstance(embedding, CompactEmbedding)
-    batch = collate(split, windows, executor.tasks, executor.pad_id(config))
+    batch = collate(split, windows, model.tasks, parts.pad_id)
     assert batch.input_ids_BL.shape[1] < 64
-    loss_fn, state = executor.loss_fn(config, model, split), TrainState(micro_batch_size=micro_batch_size)
-    loss = accumulate_gradients(model.train(), loss_fn, batch, amp_of("fp32"), config.seed, state)
+    state = TrainState(micro_batch_size=micro_batch_size)
+    loss = accumulate_gradients(
+        Learner(model.train(), parts.loss_fn, amp_of("fp32")), batch, config.seed, state
+    )
 
     assert float(loss) == pytest.approx(plain_loss, rel=1e-5)
     ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -240,8 +244,10 @@ def test_the_train_loss_of_a_resumed_trial_is_that_of_an_uninterrupted_one(
             {"learning_rate": 1e-3, "fp_precision": "fp32"},
             folder,
             "key",
-            on_evaluation=lambda scored: losses.append(scored.evaluation.train_loss),
-            should_stop=lambda: asked.append(None) or len(asked) == stop_after,
+            Callbacks(
+                lambda scored: losses.append(scored.evaluation.train_loss),
+                lambda: asked.append(None) or len(asked) == stop_after,
+            ),
         )
         return losses
 
@@ -260,7 +266,7 @@ def test_every_step_draws_from_a_seed_of_its_own() -> None:
     torch.manual_seed(5 + 2**40)
     assert torch.equal(torch.rand(3), first)
     for seed in (0, 42):
-        assert len({step_seed(seed, step) % 2**32 for step in range(10**6)}) == 10**6
+        assert len({step_seed(seed, step) % 2**32 for step in range(2 * 10**5)}) == 2 * 10**5
     shared = {step_seed(0, step) for step in range(10**4)} & {step_seed(1, step) for step in range(10**4)}
     assert not shared
 
@@ -284,9 +290,9 @@ def train_for_seconds(
     config = config_of(executor)
     model, optimizer, loss_fn, data = loop_parts(executor, config)
     args = replace(
-        executor.training_args(config), budget=Budget(max_seconds=4.5), num_evaluations=num_evaluations
+        training_args(executor.study, config), budget=Budget(max_seconds=4.5), num_evaluations=num_evaluations
     )
-    return list(train(model, optimizer, loss_fn, amp_of("fp32"), data, args, clock))
+    return list(train(Learner(model, loss_fn, amp_of("fp32")), optimizer, data, args, clock))
 
 
 def test_compiling_in_a_step_is_no_training(
@@ -298,6 +304,7 @@ def test_compiling_in_a_step_is_no_training(
     def spend(seconds: float, compiling: float) -> None:
         now[0] += seconds + compiling
         compiler.seconds += compiling
+        compiler.num_interruptions += compiling > 0
 
     (last,) = train_for_seconds(
         executor,
@@ -309,7 +316,10 @@ def test_compiling_in_a_step_is_no_training(
     )
     assert compiler.seconds == 2000.0
     assert (state.step, state.train_seconds, state.evaluation_seconds) == (5, 5.0, 2.0)
-    assert last.examples_per_second == len(executor.tokens("validation", config_of(executor)).examples) / 2
+    assert (
+        last.examples_per_second
+        == len(executor.loader.tokens("validation", config_of(executor)).examples) / 2
+    )
     assert (meter.totals().seconds, last.rates["step_seconds_p95"]) == (4.0, pytest.approx(1.0, rel=0.01))
 
 

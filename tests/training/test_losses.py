@@ -39,6 +39,7 @@ CLASS_WEIGHTS = {
 }
 UNLABELLED = dict.fromkeys(TASKS, -100) | {"multi_label": -1, "span_per_label": -1, "regression": math.nan}
 CASES = [(name, loss) for name, task in TASKS.items() for loss in LOSSES[task.kind]]
+GAMMA_CASES = [(*case, gamma) for case in CASES for gamma in ((0.5, 2.0) if case[1] == "focal" else (2.0,))]
 
 
 def make_batch(name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,9 +130,8 @@ def gradient(loss: Tensor, logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("gamma", [0.5, 2.0])
 @pytest.mark.parametrize("eps", [0.0, 0.1])
-@pytest.mark.parametrize(("name", "loss"), CASES)
+@pytest.mark.parametrize(("name", "loss", "gamma"), GAMMA_CASES)
 def test_loss_and_gradient_equal_a_float64_reference(
     name: str, loss: str, eps: float, gamma: float, weighted: bool
 ) -> None:
@@ -173,9 +173,8 @@ def test_a_batch_without_labels_gives_zero_with_zero_gradient(name: str, loss: s
     assert torch.equal(gradient(ours, logits), torch.zeros_like(logits))
 
 
-@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("size", [30.0, 300.0, 60000.0])
-@pytest.mark.parametrize(("name", "loss"), CASES)
+@pytest.mark.parametrize("size", [30.0, 60000.0])
+@pytest.mark.parametrize(("name", "loss", "gamma"), GAMMA_CASES)
 def test_gradients_are_finite_at_extreme_logits(name: str, loss: str, size: float, gamma: float) -> None:
     logits, target, mask = make_batch(name)
     logits = (logits.sign() * size).requires_grad_()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import CPU, EMULATED, tiny_batch, tiny_model, tiny_objective
 from tiny_encoders import BERT, make_model
-from tiny_loop import LossRecorder, amp_of, config_of, loop_parts, train_steps
+from tiny_loop import LossRecorder, amp_of, config_of, loop_parts
 from torch import nn
 
 from hpo.models.multitask import MultitaskModel
@@ -20,13 +20,20 @@ from hpo.precision.table import PRECISIONS
 from hpo.training import loop as loop_module
 from hpo.training import numerics
 from hpo.training.evaluate import Evaluation
-from hpo.training.loop import Budget, TrainingClock, TrainState, accumulate_gradients, apply_gradients, train
+from hpo.training.loop import Learner, accumulate_gradients, apply_gradients, train
 from hpo.training.numerics import StepProbe
 from hpo.training.optim import build_optimizer, parameter_groups
+from hpo.training.progress import Budget, TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import training_args
 
 LAYER = "encoder.encoder.layer.0.attention.self.query.weight"
+
+
+@pytest.fixture(autouse=True)
+def _all_weights_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "SAMPLE_ELEMENTS", 2**30)
 
 
 def sgd(model: MultitaskModel, lr: float = 2.0**-12, rounding: str = "nearest") -> torch.optim.Optimizer:
@@ -55,23 +62,6 @@ def probe(
 # By construction
 
 
-def test_every_parameter_is_in_a_part() -> None:
-    model = make_model({**BERT, "num_hidden_layers": 3}, pooling="attention")
-    with_gradients(model)
-    found = probe(model)
-    assert list(found["parts"]) == ["embeddings", "layer 1", "layer 2", "layer 3", "heads"]
-    assert (found["step"], found["loss_scale"]) == (7, None)
-    assert found["all"]["underflow"] == found["all"]["overflow"] == 0
-    albert = make_model({**BERT, "model_type": "albert", "embedding_size": 16})
-    with_gradients(albert)
-    assert list(probe(albert)["parts"]) == ["encoder", "heads"]
-    frozen = make_model(freeze_layers=1)
-    frozen.encoder.requires_grad_(False)
-    for name, parameter in frozen.named_parameters():
-        parameter.grad = None if name.startswith("encoder.") else torch.ones_like(parameter)
-    assert list(probe(frozen)["parts"]) == ["heads"]
-
-
 @pytest.mark.parametrize(
     ("precision", "value", "expected"),
     [
@@ -92,57 +82,51 @@ def test_what_underflows_depends_on_the_dtype(precision: str, value: float, expe
     gradient = with_gradients(model)[LAYER].grad
     assert gradient is not None
     gradient[:, ::2] = value
-    parts = probe(model, precision)["parts"]
-    size = sum(p.numel() for name, p in model.named_parameters() if ".layer.0." in name)
-    assert parts["layer 1"]["underflow"] == pytest.approx(expected * gradient.numel() / size, rel=1e-3)
-    assert {parts[name]["underflow"] for name in parts if name != "layer 1"} == {0.0}
+    found = probe(model, precision)
+    assert (found["step"], found["loss_scale"]) == (7, None if precision != "fp16" else 65536.0)
+    size = sum(parameter.numel() for parameter in model.parameters() if parameter.grad is not None)
+    assert found["all"]["underflow"] == pytest.approx(expected * gradient.numel() / size, rel=1e-3)
+    assert found["all"]["overflow"] == 0.0
 
 
-def test_autocast_does_not_reach_norms_and_embeddings() -> None:
+def test_what_computes_in_fp32_has_its_range() -> None:
+    """Autocast reaches neither norms and embeddings nor a part that is to be in fp32."""
     model = make_model()
     for name, parameter in with_gradients(model).items():
         if "LayerNorm" in name or "embeddings" in name:
             parameter.grad = torch.full_like(parameter, 2.0**-20)
     assert probe(model, "fp16")["all"]["underflow"] == 0
-
-
-def test_a_part_that_computes_in_fp32_has_its_range() -> None:
-    model = make_model()
     for name, parameter in with_gradients(model).items():
         if ".layer.0." in name:
             parameter.grad = torch.full_like(parameter, 2.0**-20)
-    assert probe(model, "fp16")["parts"]["layer 1"]["underflow"] > 0.9
+    assert probe(model, "fp16")["all"]["underflow"] > 0
     run_in_float32(model.get_submodule("encoder.encoder.layer.0"))
-    assert probe(model, "fp16")["parts"]["layer 1"]["underflow"] == 0
+    assert probe(model, "fp16")["all"]["underflow"] == 0
 
 
-def test_tokens_that_are_not_in_the_batch_do_not_underflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "EMBEDDING_ELEMENTS", 2**30)
+def test_tokens_that_are_not_in_the_batch_do_not_underflow() -> None:
     model = make_model()
     parameters = with_gradients(model)
     table = parameters["encoder.embeddings.word_embeddings.weight"]
     assert table.grad is not None
     table.grad[5:] = 0
-    assert probe(model)["parts"]["embeddings"]["underflow"] == 0
+    assert probe(model)["all"]["underflow"] == 0
     table.grad[:5, ::2] = 0
-    others = sum(p.numel() for name, p in parameters.items() if "embeddings" in name and p is not table)
-    expected = 5 * 16 / (5 * 32 + others)
-    assert probe(model)["parts"]["embeddings"]["underflow"] == pytest.approx(expected, rel=1e-3)
-    for linear in (parameters[LAYER], parameters["heads.0.1.weight"]):
-        linear.grad = torch.zeros_like(linear)
-    assert probe(model)["parts"]["heads"]["underflow"] > 0.1  # all of its gradient is gone
+    others = sum(parameter.numel() for parameter in parameters.values() if parameter is not table)
+    assert probe(model)["all"]["underflow"] == pytest.approx(5 * 16 / (5 * 32 + others), rel=1e-3)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_what_is_not_finite_overflows(value: float) -> None:
     model = make_model()
-    gradient = with_gradients(model)[LAYER].grad
+    parameters = with_gradients(model)
+    gradient = parameters[LAYER].grad
     assert gradient is not None
     gradient[0] = value
-    found = probe(model)["parts"]
-    size = sum(p.numel() for name, p in model.named_parameters() if ".layer.0." in name)
-    assert found["layer 1"]["overflow"] == pytest.approx(32 / size, rel=1e-3)
-    assert (found["layer 1"]["underflow"], found["layer 2"]["overflow"]) == (0.0, 0.0)
+    found = probe(model)["all"]
+    size = sum(parameter.numel() for parameter in parameters.values())
+    assert found["overflow"] == pytest.approx(32 / size, rel=1e-3)
+    assert (found["underflow"], found["updates_lost"], found["update_ratio"]) == (0.0, None, None)
 
 
 @pytest.mark.parametrize(
@@ -154,83 +138,41 @@ def test_what_is_not_finite_overflows(value: float) -> None:
         ("bf16-true", 2.0**-6, "nearest", 0.0),
         ("bf16-true", 2.0**-12, "compensated", 0.0),
         ("bf16-true", 2.0**-20, "compensated", 0.0),
-        ("bf16-true", 2.0**-12, "stochastic", None),
     ],
 )
-def test_updates_that_rounding_loses(precision: str, lr: float, rounding: str, lost: float | None) -> None:
+def test_updates_that_rounding_loses(precision: str, lr: float, rounding: str, lost: float) -> None:
     model = make_model()
     prepare_model(model, PRECISIONS[precision])
     for parameter in with_gradients(model).values():
         parameter.data.fill_(1.0)
     found = probe(model, precision, sgd(model, lr, rounding))
-    for shares in (found["all"], *found["parts"].values()):
-        assert shares["updates_lost"] == lost
-        if rounding != "stochastic":
-            assert shares["update_ratio"] == pytest.approx(0.0 if lost else lr, rel=1e-3)
+    assert found["all"]["updates_lost"] == lost
+    assert found["all"]["update_ratio"] == pytest.approx(0.0 if lost else lr, rel=1e-3)
 
 
 def test_weights_without_a_gradient_lose_no_update() -> None:
     model = make_model()
     parameters = with_gradients(model, 0.0)
+    assert probe(model)["all"]["updates_lost"] is None
     grad = parameters[LAYER].grad
     assert grad is not None
     grad[0] = 1.0
-    found = probe(model)["parts"]
-    assert found["layer 1"]["updates_lost"] == 0.0
-    assert found["layer 2"]["updates_lost"] is None
-
-
-def test_the_ratio_and_the_whole_are_weighted_by_size() -> None:
-    model = make_model()
-    for name, parameter in with_gradients(model).items():
-        parameter.data.fill_(2.0 if name.startswith("heads") else 1.0)
-    found = probe(model, optimizer=sgd(model, 0.5))
-    assert found["parts"]["heads"]["update_ratio"] == 0.25
-    assert found["parts"]["layer 1"]["update_ratio"] == 0.5
-    sizes = {True: 0, False: 0}
-    for name, parameter in model.named_parameters():
-        sizes[name.startswith("heads")] += parameter.numel()
-    expected = (0.25 * sum(sizes.values()) / (4 * sizes[True] + sizes[False])) ** 0.5
-    assert found["all"]["update_ratio"] == pytest.approx(expected, rel=1e-3)
-
-
-def test_one_probe_measures_many_steps() -> None:
-    """Also where the weights that have gradients change, as without labels of a task, or move in memory."""
-    model = make_model()
-    parameters = with_gradients(model)
-    optimizer = sgd(model)
-    seen = StepProbe(model, optimizer, amp_of("fp32"))
-
-    def measure() -> dict[str, Any]:
-        seen.start()
-        optimizer.step()
-        parts: dict[str, Any] = seen.result(1)["parts"]
-        return parts
-
-    whole = list(measure())
-    for name, parameter in parameters.items():
-        parameter.grad = None if name.startswith("heads.") else parameter.grad
-    assert list(measure()) == whole[:-1]
-    for parameter in parameters.values():
-        parameter.grad = torch.ones_like(parameter)
-        parameter.data = torch.ones_like(parameter)
-    assert {part: shares["update_ratio"] for part, shares in measure().items()} == dict.fromkeys(
-        whole, pytest.approx(2.0**-12, rel=1e-3)
-    )
+    assert probe(model)["all"]["updates_lost"] == 0.0
 
 
 def test_a_sample_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of matrices far larger than what is looked at."""
     large = {**BERT, "hidden_size": 128, "intermediate_size": 512}
     shares = []
-    for elements in (2**30, 2**13):
-        monkeypatch.setattr(numerics, "PART_ELEMENTS", elements)
+    for elements in (2**30, 2**14):
+        monkeypatch.setattr(numerics, "SAMPLE_ELEMENTS", elements)
         torch.manual_seed(0)
         model = make_model(large)
-        for parameter in with_gradients(model).values():
-            parameter.grad = 2.0**-14 * torch.randn_like(parameter)
+        for name, parameter in with_gradients(model).items():
+            is_linear = parameter.ndim == 2 and "embeddings" not in name
+            parameter.grad = 2.0**-14 * torch.randn_like(parameter) if is_linear else None
         shares.append(probe(model, "fp16", sgd(model, 10.0)))
-    whole, sample = (found["parts"]["layer 1"] for found in shares)
+    whole, sample = (found["all"] for found in shares)
     assert whole["underflow"] == pytest.approx(0.68, abs=0.02)  # of a normal distribution, within one sigma
     assert sample["underflow"] == pytest.approx(whole["underflow"], abs=0.03)
     assert sample["update_ratio"] == pytest.approx(whole["update_ratio"], rel=0.1)
@@ -244,10 +186,14 @@ def test_underflow_of_fp16_is_that_of_the_gradients_in_fp64() -> None:
     for scale in (1.0, 2.0**-6, 2.0**-10):
         model, plain = tiny_model(), tiny_model().double()
         amp = MixedPrecision(PRECISIONS["fp16"], EMULATED.model_copy(update={"init_scale": scale}), CPU)
-        accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6))
         accumulate_gradients(
-            plain, tiny_objective(), tiny_batch(), amp_of("fp32"), 0, TrainState(micro_batch_size=6)
+            Learner(model, tiny_objective(), amp), tiny_batch(), 0, TrainState(micro_batch_size=6)
         )
+        accumulate_gradients(
+            Learner(plain, tiny_objective(), amp_of("fp32")), tiny_batch(), 0, TrainState(micro_batch_size=6)
+        )
+        for parameter in model.heads.parameters():
+            parameter.grad = None
         found = StepProbe(model, sgd(model), amp)
         found.start()
         true = counted = 0
@@ -259,7 +205,7 @@ def test_underflow_of_fp16_is_that_of_the_gradients_in_fp64() -> None:
         table = model.encoder.embedding.weight.grad
         rows = table[table.abs().amax(1) > 0]
         apply_gradients(model, sgd(model), torch.zeros(()), amp, 0.0)
-        share = found.result(1)["parts"]["encoder"]["underflow"]
+        share = found.result(1)["all"]["underflow"]
         expected = (true + int((rows == 0).sum())) / (counted + rows.numel())
         assert share == pytest.approx(expected, abs=0.02)
         if scale == 1.0:
@@ -275,7 +221,7 @@ def test_a_step_that_loss_scaling_skips_has_no_update() -> None:
         if not is_skipped:
             amp.scaler.update(2.0**8)
         loss = accumulate_gradients(
-            model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6)
+            Learner(model, tiny_objective(), amp), tiny_batch(), 0, TrainState(micro_batch_size=6)
         )
         seen = StepProbe(model, optimizer, amp)
         seen.start()
@@ -295,45 +241,55 @@ def evaluations_of(
 ) -> tuple[list[Evaluation], LossRecorder]:
     config = config_of(executor, **params)
     model, optimizer, loss_fn, data = loop_parts(executor, config)
-    args = replace(executor.training_args(config), budget=budget, num_evaluations=num_evaluations)
+    args = replace(training_args(executor.study, config), budget=budget, num_evaluations=num_evaluations)
     recorder = LossRecorder(PRECISIONS[config.fp_precision], EMULATED, CPU)
     if "init_scale" in params:
         recorder.update_amp_config(init_scale=params["init_scale"])
     clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
-    return list(train(model, optimizer, loss_fn, recorder, data, args, clock)), recorder
+    return list(train(Learner(model, loss_fn, recorder), optimizer, data, args, clock)), recorder
 
 
-@pytest.mark.parametrize("budget", [Budget(max_steps=7), Budget(max_seconds=0.6)], ids=["steps", "seconds"])
-def test_the_step_before_each_evaluation_is_measured(
-    executor: Executor, budget: Budget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[int] = []
-    result = StepProbe.result
-    monkeypatch.setattr(
-        StepProbe, "result", lambda self, step: (measured.append(step), result(self, step))[1]
-    )
-    evaluations, recorder = evaluations_of(executor, 3, budget, fp_precision="bf16-true")
-    assert len(evaluations) == 3
-    steps = [evaluation.step for evaluation in evaluations]
-    if budget.max_steps:
-        assert measured == steps == [3, 5, 7]
-    for evaluation in evaluations:
-        found = evaluation.numerics
-        assert found is not None
-        assert found["step"] <= evaluation.step
-        assert found["skipped_steps"] == 0
-        assert {"embeddings", "layer 1", "layer 2", "heads"} <= found["parts"].keys()
-        assert set(found["all"]) == set(numerics.SHARES)
-        assert found["all"]["updates_lost"] > 0.01
-        assert json.loads(json.dumps(found)) == found
-    assert len(recorder.losses) == steps[-1]
+def test_a_step_between_two_evaluations_is_measured(executor: Executor) -> None:
+    evaluations, recorder = evaluations_of(executor, 3, Budget(max_steps=7), fp_precision="bf16-true")
+    assert len(recorder.losses) == evaluations[-1].step
+    found = [evaluation.numerics or {} for evaluation in evaluations]
+    assert [one["step"] for one in found] == [2, 4, 6]
+    for one in found:
+        assert one["skipped_steps"] == 0
+        assert set(one["all"]) == set(numerics.SHARES)
+        assert one["all"]["updates_lost"] > 0.01
+        assert json.loads(json.dumps(one)) == one
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "bf16-true"])
+def test_in_a_budget_of_seconds_the_step_may_take_twice_as_long_as_the_last() -> None:
+    budget, state = Budget(max_seconds=6.0), TrainState(step_seconds=0.4)
+    assert not budget.is_measured(state, 3)
+    state.train_seconds = 0.2
+    assert budget.is_measured(state, 3)
+    state.numerics = {}
+    assert not budget.is_measured(state, 3)
+
+
+def test_what_rounding_loses_is_measured_at_a_rate_of_training(executor: Executor) -> None:
+    """At the end of a schedule the rate is almost 0, and fp32 too loses updates."""
+    params = {"learning_rate": 2e-5, "schedule": "linear", "warmup_ratio": 0.0}
+    lost = {}
+    for rounding in (None, "nearest", "compensated"):
+        kind = {"fp_precision": "bf16-true", "weight_rounding": rounding} if rounding else {}
+        (evaluation,) = evaluations_of(executor, 1, Budget(max_steps=20), **kind, **params)[0]
+        assert evaluation.numerics is not None
+        assert evaluation.numerics["step"] == 10
+        lost[rounding] = evaluation.numerics["all"]["updates_lost"]
+    assert lost[None] < 0.02
+    assert lost["nearest"] > 0.5
+    assert lost["compensated"] < 0.02
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16-true"])
 def test_measuring_changes_nothing(executor: Executor, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"fp_precision": name, "dropout": 0.1}
     measured = evaluations_of(executor, 6, Budget(max_steps=6), **params)[1].losses
-    monkeypatch.setattr(Budget, "evaluation_follows", lambda *_: False)
+    monkeypatch.setattr(Budget, "is_measured", lambda *_: False)
     evaluations, recorder = evaluations_of(executor, 6, Budget(max_steps=6), **params)
     assert recorder.losses == measured
     assert {evaluation.numerics for evaluation in evaluations} == {None}
@@ -349,14 +305,14 @@ def test_steps_are_skipped_since_the_evaluation_before(executor: Executor) -> No
     assert found[0]["skipped_steps"] > 0
     assert sum(one["skipped_steps"] for one in found) == total
     scales = [one["loss_scale"] for one in found]
-    assert scales[0] > scales[-1] == recorder.scale_value().item()
+    assert scales[0] > scales[-1] >= recorder.scale_value().item()
 
 
 def test_an_evaluation_that_was_left_keeps_its_numbers() -> None:
-    state = TrainState(step=5, numerics={"step": 5, "parts": {}}, skipped_steps=2)
+    state = TrainState(step=5, numerics={"step": 5}, skipped_steps=2)
     restored = TrainState()
     restored.load_state_dict(state.state_dict())
-    assert restored.take_numerics(6) == {"step": 5, "parts": {}, "skipped_steps": 4}
+    assert restored.take_numerics(6) == {"step": 5, "skipped_steps": 4}
     assert restored.take_numerics(9) is None
     restored.numerics = {"step": 8}
     assert restored.take_numerics(9) == {"step": 8, "skipped_steps": 3}
@@ -364,21 +320,7 @@ def test_an_evaluation_that_was_left_keeps_its_numbers() -> None:
     assert restored.take_numerics(None) == {"step": 9, "skipped_steps": None}
 
 
-def test_a_trial_of_nearest_rounding_loses_updates_and_one_of_compensated_does_not(
-    executor: Executor,
-) -> None:
-    params = {"fp_precision": "bf16-true", "learning_rate": 2e-5}
-    lost = {
-        rounding: (train_steps(executor, 4, **params, weight_rounding=rounding).evaluation.numerics or {})[
-            "all"
-        ]
-        for rounding in ("nearest", "compensated")
-    }
-    assert lost["nearest"]["updates_lost"] > 0.5
-    assert lost["compensated"]["updates_lost"] < 0.02
-
-
 def test_the_loop_measures_on_rank_0_alone(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module.Ranks, "is_main", False)
+    monkeypatch.setattr(loop_module, "rank", lambda: 1)
     evaluations, _ = evaluations_of(executor, 2, Budget(max_steps=4))
     assert [evaluation.numerics for evaluation in evaluations] == [None, None]

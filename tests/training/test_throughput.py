@@ -12,7 +12,7 @@ from tiny import CPU
 from tiny_encoders import BERT, make_model, scalar_loss
 
 from hpo.device import probe_device
-from hpo.training.throughput import ThroughputMeter, training_flops
+from hpo.training.throughput import RECENT_STEPS, ThroughputMeter, training_flops
 
 
 def measure(meter: ThroughputMeter, now: list[float], seconds: Sequence[float]) -> ThroughputMeter:
@@ -31,8 +31,8 @@ def test_rates_leave_out_the_first_steps_and_what_is_between_stretches(now: list
     assert meter.summary() == {
         "train_examples_per_second": pytest.approx(12 / 8),
         "train_tokens_per_second": pytest.approx(120 / 8),
-        "step_seconds_p50": pytest.approx(2.0, rel=0.01),
-        "step_seconds_p95": pytest.approx(4.0, rel=0.01),
+        "step_seconds_p50": pytest.approx(2.0),
+        "step_seconds_p95": pytest.approx(4.0),
         "padding_share": pytest.approx(0.2),
     }
     total = meter.totals()
@@ -42,28 +42,23 @@ def test_rates_leave_out_the_first_steps_and_what_is_between_stretches(now: list
 def test_fewer_steps_than_the_warm_up_still_have_a_rate(now: list[float]) -> None:
     summary = measure(ThroughputMeter(CPU), now, [2.0]).summary()
     assert summary["train_examples_per_second"] == pytest.approx(2.0)
-    assert summary["step_seconds_p95"] == pytest.approx(2.0, rel=0.01)
+    assert summary["step_seconds_p95"] == pytest.approx(2.0)
     assert set(ThroughputMeter(CPU).summary().values()) == {None}
 
 
-@pytest.mark.parametrize("scale", [1e-4, 0.3, 100.0])
-def test_percentiles_are_within_one_percent(now: list[float], scale: float) -> None:
-    seconds = scale * np.random.default_rng(0).lognormal(sigma=0.8, size=4001)
-    summary = measure(ThroughputMeter(CPU, warmup_steps=0), now, seconds.tolist()).summary()
+def test_percentiles_are_those_of_the_last_thousand_steps(now: list[float]) -> None:
+    seconds = np.random.default_rng(0).lognormal(sigma=0.8, size=2500)
+    summary = measure(ThroughputMeter(CPU), now, seconds.tolist()).summary()
     for percent in (50, 95):
-        expected = np.percentile(seconds, percent, method="inverted_cdf")
+        expected = np.percentile(seconds[-RECENT_STEPS:], percent)
         assert summary[f"step_seconds_p{percent}"] == pytest.approx(expected, rel=0.01)
 
 
 def test_the_state_does_not_grow_with_the_steps(now: list[float]) -> None:
-    generator, meter = np.random.default_rng(0), ThroughputMeter(CPU)
-    sizes = []
-    for _ in range(2):
-        measure(meter, now, generator.uniform(0.1, 10.0, size=20_000).tolist())
-        sizes.append(len(json.dumps(meter.state_dict())))
-    assert sizes[1] < 1.1 * sizes[0] < 10_000
+    meter = measure(ThroughputMeter(CPU), now, [0.5] * 4000)
+    assert len(meter.state_dict()["seconds"]) == RECENT_STEPS
     restored = ThroughputMeter(CPU)
-    restored.load_state_dict(meter.state_dict())
+    restored.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     assert restored.summary() == meter.summary()
     assert measure(restored, now, [3.0]).summary() == measure(meter, now, [3.0]).summary()
 

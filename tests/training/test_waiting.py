@@ -18,15 +18,17 @@ from hpo.precision.amp import backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS
 from hpo.training.loop import (
     CHECK_EVERY,
-    TrainingClock,
-    TrainState,
+    Learner,
+    TrainingHooks,
     accumulate_gradients,
     apply_gradients,
     train,
 )
 from hpo.training.optim import build_optimizer, parameter_groups
+from hpo.training.progress import TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.executor import Executor
+from hpo.trial.trial_parts import training_args
 
 
 class Enough(Exception):
@@ -59,11 +61,11 @@ def run_steps(
                 watched.append(state.step)
             return False
 
-        args = replace(executor.training_args(config), micro_batch_size=config.batch_size // 2)
+        args = replace(training_args(executor.study, config), micro_batch_size=config.batch_size // 2)
         clock, amp = TrainingClock(state, meter), amp_of(config.fp_precision, device)
         watch_next()
         with pytest.raises(Enough):
-            list(train(model, optimizer, loss_fn, amp, data, args, clock, watch_next))
+            list(train(Learner(model, loss_fn, amp), optimizer, data, args, clock, TrainingHooks(watch_next)))
     return state.step, watched
 
 
@@ -102,9 +104,9 @@ def test_no_loss_reads_what_a_device_computes(loss: str) -> None:
     loss_fn = tiny_objective(loss=loss, label_smoothing=0.1)
     amp = amp_of("fp32", META_GPU)
     with no_waiting():
-        accumulate_gradients(model, loss_fn, tiny_batch(), amp, 0, TrainState(micro_batch_size=4))
+        accumulate_gradients(Learner(model, loss_fn, amp), tiny_batch(), 0, TrainState(micro_batch_size=4))
     with pytest.raises(WaitsForDevice), no_waiting():
-        loss_fn.nonfinite_tasks()
+        amp.check()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
@@ -118,7 +120,7 @@ def test_no_update_reads_what_a_device_computes(name: str, optimizer: str) -> No
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for step in range(3):
         amp.device = CPU
-        loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, step, state)
+        loss = accumulate_gradients(Learner(model, tiny_objective(), amp), tiny_batch(), step, state)
         amp.device = replace(CPU, type="cuda")
         with no_waiting("cpu"):
             apply_gradients(model, update, loss, amp, max_grad_norm=1.0)
@@ -129,6 +131,8 @@ def test_an_optimizer_that_is_not_fused_asks_the_scaler_whether_to_step() -> Non
     model = tiny_model()
     update = build_optimizer("lion", parameter_groups(model, learning_rate=1e-3))
     amp = amp_of("fp16")
-    loss = accumulate_gradients(model, tiny_objective(), tiny_batch(), amp, 0, TrainState(micro_batch_size=6))
+    loss = accumulate_gradients(
+        Learner(model, tiny_objective(), amp), tiny_batch(), 0, TrainState(micro_batch_size=6)
+    )
     with pytest.raises(WaitsForDevice), no_waiting("cpu"):
         apply_gradients(model, update, loss, amp, max_grad_norm=1.0)

@@ -8,30 +8,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import CPU, tiny_executor
+import torch
+from tiny import CPU, EMULATED, tiny_executor
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+import hpo.models.attention
+import hpo.models.encoder
 import hpo.trial.compat
 from hpo.config.study_config import CompatConfig
-from hpo.config.trial_config import build_trial_config
-from hpo.data.batches import Batch
 from hpo.device import DeviceInfo
-from hpo.precision.table import resolve
-from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge
+from hpo.precision.amp import MixedPrecision
+from hpo.precision.table import PRECISIONS
+from hpo.training.loop import Learner, compute_loss
+from hpo.trial.compat import Compatibility, cache_key, check_compatibility, judge, measure_parts
 from hpo.trial.executor import Executor
-from hpo.trial.measure import Measurement, measure
-from hpo.trial.trial_parts import TrialParts
+from hpo.trial.measure import Measurement
+from hpo.trial.trial_parts import TrialParts, build_trial
 
 BOUNDS = CompatConfig()
 
 
 def parts_of(executor: Executor, **params: Any) -> TrialParts:
-    config = build_trial_config(executor.study, params, "fp32", executor.amp)
-    return executor.parts(config, resolve("fp32", CPU, config.amp))
+    return build_trial(executor.study, CPU, {"fp_precision": "fp32", **params}, executor.loader)
 
 
 def key_of(executor: Executor, device: DeviceInfo = CPU, **params: Any) -> str:
-    parts = parts_of(executor, **params)
-    return cache_key(parts, executor.study, executor.dataset.fingerprint, device)
+    return cache_key(replace(parts_of(executor, **params), device=device))
 
 
 def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None:
@@ -39,6 +44,25 @@ def test_batches_of_the_shortest_and_the_longest_windows(tmp_path: Path) -> None
     lengths = sorted(parts.train_split.lengths_W)
     assert sorted(parts.batch(2, 1).lengths_B) == [*lengths[:2], lengths[-1]]
     assert sorted(parts.batch(0, 10**6).lengths_B) == lengths == sorted(parts.batch(10**6).lengths_B)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_what_breaks_on_texts_that_are_mostly_padding_is_found(tmp_path: Path, name: str) -> None:
+    parts = parts_of(tiny_executor(tmp_path), fp_precision=name)
+    shortest = int(parts.train_split.lengths_W.min())
+
+    def break_short(_encoder: Any, _args: Any, inputs: dict[str, Tensor], output: Any) -> Any:
+        """As where all that a row attends to is masked."""
+        if torch.is_autocast_enabled("cpu"):
+            is_short_B = inputs["attention_mask"].sum(dim=1) <= shortest
+            hidden = output.last_hidden_state
+            output.last_hidden_state = hidden.masked_fill(is_short_B[:, None, None], torch.nan)
+        return output
+
+    parts.model.encoder.register_forward_hook(break_short, with_kwargs=True)
+    found = judge(measure_parts(parts), BOUNDS)
+    assert found.verdict == ("incompatible" if name == "fp16" else "ok")
+    assert not found.reasons or "logits not finite under fp16" in found.reasons[0]
 
 
 def test_attention_with_dropout_is_another_measurement(tmp_path: Path) -> None:
@@ -72,8 +96,72 @@ class Cache:
 
 
 def check(executor: Executor, cache: Cache, device: DeviceInfo = CPU) -> Compatibility:
-    fingerprint = executor.dataset.fingerprint
-    return check_compatibility(parts_of(executor), executor.study, fingerprint, device, cache)
+    return check_compatibility(replace(parts_of(executor), device=device), cache)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as FlashAttention's: in fp16 and bf16 alone, and zero behind the end of a text."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
+        return output if mask is None else output * mask[:, 0, 0, :, None, None], None
+
+    name = "half_precision_alone"
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    monkeypatch.setitem(hpo.models.encoder.ATTENTION_IMPLEMENTATIONS, "flash", name)
+    monkeypatch.setattr(hpo.models.attention, "FLASH", name)
+
+
+@pytest.mark.usefixtures("flash")
+def test_flash_attention_is_compared_with_sdpa_since_it_has_no_fp32(tmp_path: Path) -> None:
+    training = {"max_steps": 1, "max_length": 64, "attention": "flash"}
+    executor = tiny_executor(tmp_path, training=training)
+    executor.check_study()
+    found = check_compatibility(parts_of(executor, fp_precision="bf16"), None)
+    assert (found.verdict, found.reasons) == ("ok", ())
+    assert found.measurement.speed_ratio
+    result = executor.run({"fp_precision": "bf16"}, None, "")
+    assert (result.outcome, result.reason) == ("complete", "")
+    refused = executor.run({"fp_precision": "fp32"}, None, "")
+    assert (refused.outcome, "only support fp16 and bf16" in refused.reason) == ("incompatible", True)
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["bf16", "bf16-true"])
+def test_a_micro_batch_is_repeated_in_fp32_by_sdpa_where_attention_is_flash(
+    name: str, gradient_checkpointing: bool, tmp_path: Path
+) -> None:
+    """Also its backward pass, in which gradient checkpointing would compute activations again by flash."""
+    training = {"max_steps": 1, "max_length": 64, "attention": "flash"}
+    executor = tiny_executor(
+        tmp_path, training={**training, "gradient_checkpointing": gradient_checkpointing}
+    )
+    parts = parts_of(executor, fp_precision=name)
+    parts.prepare()
+
+    def overflow(_module: object, _inputs: object, logits: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            task: value * (1.0 if value.dtype == torch.float32 else torch.inf)
+            for task, value in logits.items()
+        }
+
+    parts.model.register_forward_hook(overflow)
+    config = EMULATED.model_copy(update={"fallback_to_fp32": True})
+    mixed_precision = MixedPrecision(PRECISIONS[name], config, CPU)
+    batch = parts.batch(2)
+    learner = Learner(parts.model, parts.loss_fn, mixed_precision)
+    loss = compute_loss(learner, batch, parts.loss_fn.count(batch), 1.0)
+    assert (mixed_precision.step_fallbacks, bool(loss.isfinite())) == (1, True)
+    assert parts.model.encoder.config._attn_implementation == hpo.models.attention.FLASH
+    loss.backward()
+    gradients = [weight.grad for weight in parts.model.parameters() if weight.grad is not None]
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert any(bool(gradient.any()) for gradient in gradients)
 
 
 def test_a_measurement_is_made_once(tmp_path: Path) -> None:
@@ -97,6 +185,7 @@ def test_a_result_of_one_kind_of_device_is_not_used_on_another(
     other: DeviceInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor, cache = tiny_executor(tmp_path), Cache()
+    monkeypatch.setattr("hpo.trial.compat.measure", lambda *_: Measurement("fp32"))
     assert check(executor, cache).verdict == "ok"
     breaks = Measurement("fp32", finite=False, nonfinite="logits are")
     monkeypatch.setattr("hpo.trial.compat.measure", lambda *_: breaks)
@@ -135,27 +224,6 @@ def test_a_check_without_fp32_is_not_kept_for_machines_with_more_memory(
     assert check(executor, cache).measurement == alone
     monkeypatch.undo()
     assert check(executor, cache).measurement.gradient_cosine == pytest.approx(1)
-    assert len(cache.stored) == 1
-
-
-def test_the_longest_text_alone_is_said_and_not_kept_for_machines_with_more_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor, cache = tiny_executor(tmp_path), Cache()
-
-    def little_memory(parts: TrialParts, batch: Batch, *rest: Any) -> Measurement:
-        if len(batch.lengths_B) > 1:
-            raise MemoryError
-        return measure(parts, batch, *rest)
-
-    monkeypatch.setattr("hpo.trial.compat.measure", little_memory)
-    found = check(executor, cache)
-    assert (found.verdict, found.measurement.longest_alone) == ("ok", True)
-    (reason,) = found.reasons
-    assert reason.endswith("so fp32 was compared with fp32 on the longest alone.")
-    monkeypatch.undo()
-    found = check(executor, cache)
-    assert (found.cached, found.reasons, found.measurement.longest_alone) == (False, (), False)
     assert len(cache.stored) == 1
 
 

@@ -9,41 +9,43 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from broken_models import (
-    TRAINING,
-    altered,
-    cancelling_layer,
-    lacking_operator,
-    product_loss,
-    sharp_attention,
-    wide_head,
-    wide_layer,
-)
+from broken_models import TRAINING, altered, cancelling_layer, product_loss, wide_head, wide_layer
 from tiny import CPU
 
-from hpo.device import DeviceInfo
-from hpo.errors import InputError, RunError
+from hpo.errors import InputError
 from hpo.models.multitask import MultitaskModel
+from hpo.trial.callbacks import Callbacks
 from hpo.trial.diagnosis import Diagnosis, StoredTrial, diagnose
 from hpo.trial.executor import Executor
 
 UNCHECKED = {"compat": {"enabled": False}}
-ATTENTION, LAYER_0, LAYER_1 = (
-    f"precision_overrides.{part}" for part in ("attention", "encoder.layer.0", "encoder.layer.1")
+FP16_ONLY = {"amp": {}, "device": replace(CPU, cpu_features=frozenset({"avx512_fp16"}))}
+LAYER_0, LAYER_1, HEAD = (
+    f"precision_overrides.{part}" for part in ("encoder.layer.0", "encoder.layer.1", "heads")
 )
+PLANTED = {"allow_emulated": True, "init_scale": 1e38, "min_scale": 1e38}
+
+
+def executor_of(
+    folder: Path, alter: Callable[[MultitaskModel], object] = lambda _: None, **study: Any
+) -> Executor:
+    device = study.pop("device", CPU)
+    executor = altered(folder, alter, **study)
+    executor.device = device
+    return executor
 
 
 def ended(executor: Executor, folder: Path, **params: Any) -> StoredTrial:
     """A trial that has been run to its end, with its checkpoints."""
     result = executor.run(params, folder, "token/0")
     telemetry = json.loads(json.dumps(result.telemetry))  # as a database has it
-    return StoredTrial(0, str(result.outcome), result.reason, params, telemetry, folder, "token/0")
+    return StoredTrial(0, str(result.outcome), params, telemetry, folder, "token/0")
 
 
-def diagnosed(executor: Executor, folder: Path, **params: Any) -> Diagnosis:
+def diagnosed(executor: Executor, folder: Path, say: Any = lambda _: None, **params: Any) -> Diagnosis:
     trial = ended(executor, folder, **params)
     before = contents(folder)
-    found = diagnose(executor, trial, 1000)
+    found = diagnose(executor, trial, say)
     assert contents(folder) == before
     json.dumps(asdict(found))
     return found
@@ -53,26 +55,37 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def tried(found: Diagnosis, **settings: Any) -> bool | None:
-    """Whether a remedy of these settings heals; None: it was not tried."""
-    return next((one.heals for one in found.remedies if one.settings == settings), None)
+def tried(found: Diagnosis) -> list[str]:
+    """The settings that were tried, in order."""
+    return ["+".join(one.settings) for one in found.remedies]
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["in the check", "in training"])
+def test_a_planted_loss_scale_is_healed_by_the_default_one_first(tmp_path: Path, check: bool) -> None:
+    """One replay finds what broke, one heals it: nothing else is tried."""
+    said: list[str] = []
+    executor = altered(tmp_path, amp=PLANTED, compat={"enabled": check})
+    found = diagnosed(executor, tmp_path / "trial", said.append, fp_precision="fp16")
+    assert found.outcome == ("incompatible" if check else "nonfinite")
+    assert found.broken.what == "gradients"
+    assert found.healed_by["init_scale"] == 65536
+    assert found.healed_by["amp.min_scale"] == 1
+    assert len(found.remedies) == 1
+    assert len(said) == 2
+    assert said[0].startswith(
+        "making the compatibility check of trial 0 again" if check else "running trial 0 again from step 1"
+    )
+    assert said[1].startswith("trying init_scale: 65536")
 
 
 @pytest.mark.parametrize("check", [True, False], ids=["in the check", "in training"])
 @pytest.mark.parametrize(
-    ("alter", "module", "operator", "healed_by"),
+    ("alter", "module", "operator", "part"),
     [
-        (sharp_attention, "encoder.encoder.layer.0.attention.self", "aten.bmm.default", ATTENTION),
-        (
-            lambda model: sharp_attention(model, 1),
-            "encoder.encoder.layer.1.attention.self",
-            "aten.bmm.default",
-            LAYER_1,
-        ),
         (wide_layer, "encoder.encoder.layer.1.output.dense", "aten.addmm.default", LAYER_1),
-        (wide_head, "heads.2.1", "aten._to_copy.default", "precision_overrides.heads.severity"),
+        (wide_head, "heads.2.1", "aten._to_copy.default", HEAD),
     ],
-    ids=["attention", "one layer's attention", "one layer", "a head"],
+    ids=["one layer", "a head"],
 )
 def test_what_overflows_in_fp16_is_named_and_healed(
     tmp_path: Path,
@@ -80,88 +93,44 @@ def test_what_overflows_in_fp16_is_named_and_healed(
     alter: Callable[[MultitaskModel], object],
     module: str,
     operator: str,
-    healed_by: str,
+    part: str,
 ) -> None:
-    executor = altered(tmp_path, alter, compat={"enabled": check})
+    executor = executor_of(tmp_path, alter, compat={"enabled": check}, **FP16_ONLY)
     found = diagnosed(executor, tmp_path / "trial", fp_precision="fp16")
-    assert found.outcome == ("incompatible" if check else "nonfinite")
-    assert (found.what, found.step) == (("logits", None) if check else ("loss", 1))
-    origin = found.origin
-    assert (origin.module, origin.operator, origin.phase) == (module, operator, "forward")
-    assert origin.inputs_finite
-    assert any(one.dtype == "float16" and one.nonfinite_share > 0 for one in origin.outputs)
-    assert found.healed_by == {healed_by: "fp32"}
-    assert healed_by.removeprefix("precision_overrides.") in found.parts
-    assert tried(found, fp_precision="fp32") is True
-    (scaled,) = (one for one in found.remedies if "init_scale" in one.settings)
-    assert scaled.settings["init_scale"] == (1 / 64 if check else 1024.0)
-    assert not scaled.heals, "nothing of it is in the backward pass"
+    text = "logits not finite under fp16" if check else "loss not finite at step 1"
+    assert found.broken.text.startswith(text)
+    assert found.broken.operator.startswith(f"{operator} (float16) in {module}, forward pass, inputs up to ")
+    assert found.healed_by == {part: "fp32"}
+    assert part == f"precision_overrides.{found.broken.part}"
+    assert tried(found) == ["fp_precision", *([] if check else ["max_grad_norm"]), part]
+    assert found.remedies[0].result.startswith("not tried: `bf16` needs a CPU with AMX or AVX512-BF16")
 
 
-def test_two_layers_that_overflow_are_found_one_after_the_other(tmp_path: Path) -> None:
+def test_bf16_heals_what_fp16_cannot_hold(tmp_path: Path) -> None:
+    found = diagnosed(altered(tmp_path, wide_layer), tmp_path / "trial", fp_precision="fp16")
+    assert found.healed_by == {"fp_precision": "bf16"}
+
+
+def test_two_parts_that_overflow_are_found_one_after_the_other(tmp_path: Path) -> None:
+    """And a part that the trial had in fp32 already stays."""
+
     def alter(model: MultitaskModel) -> None:
         wide_layer(model, 0)
         wide_layer(model, 1)
-
-    found = diagnosed(altered(tmp_path, alter, **UNCHECKED), tmp_path / "trial", fp_precision="fp16")
-    assert found.origin.module == "encoder.encoder.layer.0.output.dense"
-    assert tried(found, **{LAYER_0: "fp32"}) is False
-    assert found.healed_by == {LAYER_0: "fp32", LAYER_1: "fp32"}
-
-
-def test_a_part_that_the_trial_had_in_fp32_already_stays(tmp_path: Path) -> None:
-    def alter(model: MultitaskModel) -> None:
-        wide_layer(model, 0)
         wide_head(model)
 
-    executor = altered(tmp_path, alter, **UNCHECKED)
-    found = diagnosed(executor, tmp_path / "trial", fp_precision="fp16", **{LAYER_0: "fp32"})
-    assert found.origin.module == "heads.2.1"
-    assert found.healed_by == {LAYER_0: "fp32", "precision_overrides.heads.severity": "fp32"}
+    executor = executor_of(tmp_path, alter, **UNCHECKED, **FP16_ONLY)
+    found = diagnosed(executor, tmp_path / "trial", fp_precision="fp16", **{HEAD: "fp32"})
+    assert "encoder.encoder.layer.0.output.dense" in found.broken.operator
+    assert found.healed_by == {HEAD: "fp32", LAYER_0: "fp32", LAYER_1: "fp32"}
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_loss_that_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: bool) -> None:
+def test_a_loss_that_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.training.losses.loss_sum", product_loss)
-    executor = altered(tmp_path, compat={"enabled": check}, training=TRAINING | {"max_steps": 24})
-    found = diagnosed(executor, tmp_path / "trial", fp_precision="fp16")
-    assert (found.what, found.origin.module, found.origin.operator) == ("loss", None, "aten.mm.default")
-    assert found.parts == ("loss",)
-    assert found.healed_by == {"precision_overrides.loss": "fp32"}
-
-
-def test_what_loses_its_digits_in_bf16_is_the_farthest_module(tmp_path: Path) -> None:
-    found = diagnosed(altered(tmp_path, cancelling_layer), tmp_path / "trial", fp_precision="bf16")
-    assert (found.outcome, found.what, found.origin) == ("incompatible", "far", None)
-    farthest = found.farthest[0]
-    assert (farthest.module, farthest.kind) == (
-        "encoder.encoder.layer.0.attention.output.dense",
-        "Cancelling",
-    )
-    assert farthest.own_error > 10 * found.farthest[1].own_error
-    assert found.healed_by == {LAYER_0: "fp32"}
-
-
-def test_an_operator_that_bf16_lacks(tmp_path: Path) -> None:
-    found = diagnosed(altered(tmp_path, lacking_operator), tmp_path / "trial", fp_precision="bf16-true")
-    assert (found.outcome, found.what, found.origin) == ("incompatible", "raised", None)
-    assert "in encoder.encoder.layer.1.output.dense.dense: " in found.notes[0]
-    assert found.healed_by == {LAYER_1: "fp32"}
-
-
-@pytest.mark.parametrize("grows", [False, True])
-def test_a_scale_whose_floor_is_too_high(tmp_path: Path, grows: bool) -> None:
-    """One that grows by too much is not healed by the one step that it makes before."""
-    growth = {"growth_interval": 1, "growth_factor": 2.0**20} if grows else {}
-    amp = {"allow_emulated": True, "min_scale": 2.0**20, "init_scale": 2.0**20, **growth}
-    found = diagnosed(altered(tmp_path, amp=amp, **UNCHECKED), tmp_path / "trial", fp_precision="fp16")
-    assert (found.what, found.step, found.origin.phase) == ("gradients", 1, "backward")
-    lower = {"init_scale": 2.0**14, "amp.min_scale": 2.0**8}
-    (scaled,) = (one for one in found.remedies if one.settings == lower)
-    assert (scaled.heals, tried(found, max_grad_norm=0.1)) == (not grows, False)
-    assert found.healed_by == ({"fp_precision": "bf16"} if grows else lower)
-    if grows:
-        assert scaled.result == "the scaler skipped 5 of 6 steps from step 1 to 6"
+    found = diagnosed(executor_of(tmp_path, **FP16_ONLY), tmp_path / "trial", fp_precision="fp16")
+    assert "aten.mm.default (float16) in the loss, after the logits" in found.broken.operator
+    assert found.broken.part is None
+    assert found.healed_by == {"fp_precision": "fp32"}
 
 
 DIVERGING = {
@@ -173,9 +142,9 @@ DIVERGING = {
 def test_a_training_that_diverges_is_not_the_precision_s_fault(tmp_path: Path) -> None:
     executor = altered(tmp_path, **DIVERGING)
     found = diagnosed(executor, tmp_path / "trial", fp_precision="fp32", learning_rate=10.0)
-    assert (found.outcome, found.step, found.started_at) == ("nonfinite", 4, 0)
+    assert (found.outcome, found.broken.text) == ("nonfinite", "loss not finite at step 4")
     assert found.healed_by == {"max_grad_norm": 1.0}
-    assert not any(name.startswith("precision_overrides") for one in found.remedies for name in one.settings)
+    assert tried(found) == ["max_grad_norm"]
 
 
 def test_it_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
@@ -184,118 +153,63 @@ def test_it_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
     params = {"fp_precision": "bf16", "learning_rate": 10.0}
     whole = diagnosed(executor, tmp_path / "whole", **params)
     calls = iter(range(100))
-    stopped = executor.run(params, tmp_path / "cut", "token/0", should_stop=lambda: next(calls) == 1)
+    stopped = executor.run(
+        params, tmp_path / "cut", "token/0", Callbacks(should_stop=lambda: next(calls) == 1)
+    )
     assert stopped.outcome == "preempted"
-    found = diagnosed(executor, tmp_path / "cut", **params)
-    assert (whole.started_at, found.started_at) == (0, stopped.telemetry["num_steps"]) != (0, 0)
-    assert replace(found, started_at=0, remedies=()) == replace(whole, remedies=())
+    said: list[str] = []
+    found = diagnosed(executor, tmp_path / "cut", said.append, **params)
+    assert said[0].startswith(f"running trial 0 again from step {stopped.telemetry['num_steps'] + 1}: ")
+    assert found.broken == whole.broken
     assert whole.healed_by == {"max_grad_norm": 1.0}
 
 
-def test_steps_are_counted_before_they_are_made(tmp_path: Path) -> None:
-    executor = altered(tmp_path, **DIVERGING)
-    trial = ended(executor, tmp_path / "trial", fp_precision="fp32", learning_rate=10.0)
-    said: list[str] = []
-    with pytest.raises(
-        InputError, match=r"up to 7 steps .*from its first step.* --max-steps allows 6\. Raise it"
-    ):
-        diagnose(executor, trial, 6, said.append)
-    assert not said
-    facts = {"fp32_fallbacks": 2, "device": trial.telemetry["device"] | {"name": "another CPU"}}
-    found = diagnose(executor, replace(trial, telemetry={**trial.telemetry, **facts}), 7, said.append)
-    assert found.notes[0].startswith("The trial ran on another device (another CPU) than this one (test CPU)")
-    assert found.notes[1].startswith("The trial made 2 of its micro-batches again in fp32")
-    assert said[0].startswith(
-        "running trial 0 again from its first step: no checkpoint is left; at most 7 steps"
-    )
-    assert said[1:] == ["trying max_grad_norm: 1", "trying learning_rate: 1"]
-
-
 def test_logits_that_break_in_evaluation(tmp_path: Path) -> None:
-    """A module that is sound in training alone."""
+    """A module that is sound in training alone; nothing heals it."""
 
     def alter(model: MultitaskModel) -> None:
-        model.heads[2][-1].register_forward_hook(
-            lambda module, _, output: output if module.training else output * 1e30 * 1e30
-        )
+        head: Any = model.heads[2][-1]
+        forward = head.forward
+        head.forward = lambda hidden: forward(hidden) * (1.0 if head.training else 1e30 * 1e30)
 
-    executor = altered(tmp_path, alter, **UNCHECKED)
-    trial = ended(executor, tmp_path / "trial", fp_precision="bf16")
-    found = diagnose(executor, replace(trial, reason="in other words"), 1000)
-    assert (found.what, found.step, found.origin.module) == ("logits", 6, "heads.2.1")
+    found = diagnosed(altered(tmp_path, alter, **UNCHECKED), tmp_path / "trial", fp_precision="bf16")
+    assert found.broken.text == "logits not finite at step 6"
+    assert "heads.2.1" in found.broken.operator
     assert found.healed_by is None
+    assert tried(found) == ["max_grad_norm", HEAD, "fp_precision", "learning_rate"]
 
 
-def test_the_modules_of_a_good_trial_that_are_farthest_from_fp32(tmp_path: Path) -> None:
-    executor = altered(tmp_path)
-    found = diagnosed(executor, tmp_path / "trial", fp_precision="bf16-true")
-    assert (found.outcome, found.what, found.remedies) == ("complete", None, ())
-    errors = [one.own_error for one in found.farthest]
-    assert errors == sorted(errors, reverse=True)
-    assert 1e-3 < errors[0] < 0.1
-    exact = diagnosed(executor, tmp_path / "fp32", fp_precision="fp32")
-    assert {one.error for one in exact.farthest} == {0.0}
-    assert "fp32 is what the others are compared with" in exact.notes[0]
-
-
-def test_a_remedy_that_this_device_cannot_run_is_said(tmp_path: Path) -> None:
-    fp16_only = replace(CPU, cpu_features=frozenset({"avx512_fp16"}))
-    executor = altered(tmp_path, wide_layer, amp={}, **UNCHECKED)
-    executor.device = fp16_only
-    found = diagnosed(executor, tmp_path / "trial", fp_precision="fp16")
-    (bf16,) = (one for one in found.remedies if one.settings == {"fp_precision": "bf16"})
-    assert not bf16.heals
-    assert bf16.result.startswith("not tried: `bf16` needs a CPU with AMX or AVX512-BF16")
+def test_what_was_finite_is_for_verify(tmp_path: Path) -> None:
+    executor = altered(tmp_path, cancelling_layer)
+    trial = ended(executor, tmp_path / "trial", fp_precision="bf16")
+    assert trial.outcome == "incompatible"
+    with pytest.raises(InputError, match=r"trial 0 was finite: .*`hpo verify STUDY` compares"):
+        diagnose(executor, trial)
 
 
 def test_what_cannot_be_diagnosed(tmp_path: Path) -> None:
     executor = altered(tmp_path)
     trial = ended(executor, tmp_path / "trial", fp_precision="bf16")
-    gpu = DeviceInfo(type="cuda", name="A100", compute_capability=(8, 0))
-    never = {"precision": {"requested": "tf32", "effective": None}}
-    cases: list[tuple[StoredTrial, type[Exception], str]] = [
-        (replace(trial, outcome="running"), InputError, "must have ended, but it is running"),
-        (replace(trial, outcome="waiting", telemetry={}), InputError, "must have begun, but it never did"),
+    broke = replace(trial, outcome="nonfinite")
+    tf32 = {"precision": {**trial.telemetry["precision"], "effective": "tf32"}}
+    elsewhere = {"device": {"type": "cuda", "name": "A100"}}
+    cases: list[tuple[StoredTrial, str]] = [
+        (trial, "must have ended as nonfinite or incompatible, but it is complete"),
+        (replace(broke, telemetry={**trial.telemetry, **elsewhere}), "but it ran on cuda. Diagnose it there"),
         (
-            replace(trial, outcome="unsupported", reason="`tf32` needs CUDA.", telemetry=never),
-            InputError,
-            r"it never did \(unsupported: `tf32` needs CUDA\.\)",
+            replace(broke, telemetry={**trial.telemetry, **tf32}),
+            "cannot be run again here: `tf32` needs CUDA",
         ),
-        (replace(trial, outcome="oom", reason="too long"), InputError, "as oom, which is not about numbers"),
-        (replace(trial, outcome="pruned"), InputError, "was pruned, and no pruned trial keeps its weights"),
-        (
-            replace(trial, telemetry={**trial.telemetry, "device": {"type": gpu.type}}),
-            InputError,
-            r"ran on another type of device \(cuda\) than this one \(cpu\)",
-        ),
-        (
-            replace(trial, params={"fp_precision": "tf32"}, telemetry=with_effective(trial, "tf32")),
-            InputError,
-            "cannot be run again on this device: `tf32` needs CUDA",
-        ),
-        (replace(trial, folder=tmp_path / "gone"), RunError, r"checkpoint of trial 0 must be in .*gone, but"),
     ]
-    for case, error, message in cases:
-        with pytest.raises(error, match=message):
-            diagnose(executor, case, 1000)
-
-
-def never_trained(**params: Any) -> StoredTrial:
-    telemetry = {"precision": {"effective": params["fp_precision"]}, "device": {"type": "cpu", "name": "CPU"}}
-    return StoredTrial(3, "incompatible", "", params, telemetry, Path("none"), "token/3")
+    for case, message in cases:
+        with pytest.raises(InputError, match=message):
+            diagnose(executor, case)
+    assert diagnose(executor, broke).broken is None, "it was finite, and is so again"
 
 
 def test_a_trial_that_could_not_be_built_is_not_about_numbers(tmp_path: Path) -> None:
     executor = altered(tmp_path, training=TRAINING | {"freeze_layers": 9})
-    message = "trial 3 never trained, and not for its numbers: "
-    with pytest.raises(InputError, match=f"{message}freeze_layers must be between 0 and"):
-        diagnose(executor, never_trained(fp_precision="bf16"), 1000)
-    executor.device = DeviceInfo(type="cuda", name="A100", compute_capability=(8, 0))
-    trial = never_trained(fp_precision="tf32", **{LAYER_0: "fp32"})
-    trial = replace(trial, telemetry={**trial.telemetry, "device": {"type": "cuda", "name": "A100"}})
-    with pytest.raises(InputError, match=f"{message}precision_overrides.encoder.layer.0: a part is in fp32"):
-        diagnose(executor, trial, 1000)
-
-
-def with_effective(trial: StoredTrial, name: str) -> dict[str, Any]:
-    return {**trial.telemetry, "precision": {**trial.telemetry["precision"], "effective": name}}
+    telemetry = {"precision": {"effective": "bf16"}, "device": {"type": "cpu", "name": "CPU"}}
+    trial = StoredTrial(3, "incompatible", {"fp_precision": "bf16"}, telemetry, Path("none"), "token/3")
+    with pytest.raises(InputError, match="trial 3 cannot be run again here: freeze_layers"):
+        diagnose(executor, trial)

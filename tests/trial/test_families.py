@@ -26,13 +26,10 @@ from hpo.config.study_config import CompatConfig
 from hpo.data.batches import Batch
 from hpo.models.encoder import load_encoder
 from hpo.models.multitask import HeadSettings, build_model
-from hpo.precision.known_breaks import KNOWN_BREAKS, known_breaks
-from hpo.precision.table import PRECISION_NAMES, Resolution
+from hpo.precision.table import Resolution
 from hpo.training.losses import LossOptions, MultitaskLoss
 from hpo.trial.compat import Compatibility, judge
 from hpo.trial.measure import measure
-from hpo.trial.trial_parts import TrialParts
-from hpo.trial.verify import check_precision
 
 DROP_NOTHING = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DISENTANGLED: dict[str, Any] = {
@@ -52,10 +49,15 @@ def check(encoder: nn.Module, name: str) -> Compatibility:
     ids_BL, mask_BL = make_batch((12, 3, 1))
     labels = {"label": torch.tensor([0, 1, 2])}
     batch = Batch(ids_BL % 90 * mask_BL, mask_BL, None, labels, np.arange(3), np.array([12, 3, 1]))
-    config: Any = SimpleNamespace(amp=EMULATED)
-    loss_fn = MultitaskLoss((LABEL,), LossOptions(), {}, {})
-    parts = TrialParts(config, Resolution(name, name, "native"), model, loss_fn, *[None] * 4)  # type: ignore
-    return judge(measure(parts, batch, CPU), CompatConfig())
+    parts: Any = SimpleNamespace(
+        device=CPU,
+        config=SimpleNamespace(amp=EMULATED),
+        resolution=Resolution(name, name, "native"),
+        model=model,
+        loss_fn=MultitaskLoss((LABEL,), LossOptions(), {}, {}),
+        compile=None,
+    )
+    return judge(measure(parts, batch), CompatConfig())
 
 
 def t5(gain: float) -> nn.Module:
@@ -152,43 +154,3 @@ def test_modernbert_passes_with_sdpa_where_texts_are_mostly_padding() -> None:
 def test_attention_is_part_of_what_is_cached(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path)
     assert key_of(executor, attention="eager") != key_of(executor, attention="sdpa")
-
-
-@pytest.mark.parametrize(
-    ("model_type", "precision", "attention", "links"),
-    [
-        ("t5", "fp16", "sdpa", ["issues/9295"]),
-        ("longt5", "fp16", "eager", ["issues/9295", "issues/19229"]),
-        ("t5", "bf16", "sdpa", []),
-        ("deberta-v2", "fp16", "eager", ["DeBERTa/issues/77"]),
-        ("deberta-v2", "bf16", "eager", ["issues/35332"]),
-        ("deberta-v2", "fp32", "eager", []),
-        ("modernbert", "bf16", "flash", ["issues/35988"]),
-        ("modernbert", "bf16", "sdpa", []),
-        ("bert", "fp16", "sdpa", []),
-    ],
-)
-def test_what_is_said_of_a_family(model_type: str, precision: str, attention: str, links: list[str]) -> None:
-    said = known_breaks(model_type, precision, attention)
-    assert len(said) == len(links)
-    for sentence, link in zip(said, links, strict=True):
-        assert sentence.startswith(f"{model_type} is known for this in {precision}: ")
-        assert sentence.endswith(f"{link}).")
-
-
-def test_the_table_names_precisions_and_families_that_there_are() -> None:
-    from transformers import CONFIG_MAPPING
-
-    assert KNOWN_BREAKS.keys() <= set(CONFIG_MAPPING)
-    for each in (one for known in KNOWN_BREAKS.values() for one in known):
-        assert set(each.precisions) <= set(PRECISION_NAMES)
-
-
-def test_verify_says_it_before_a_search(tmp_path: Path) -> None:
-    config, attention = FAMILIES["deberta-v2"]
-    training = {"max_steps": 1, "max_length": 32, "attention": attention}
-    executor = tiny_executor(tmp_path, model={"encoder": config}, training=training)
-    found = check_precision(executor, "bf16", 0)
-    assert found.verdict == "ok"
-    assert found.known == tuple(known_breaks("deberta-v2", "bf16", attention))
-    assert check_precision(executor, "fp32", 0).known == ()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE, ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError
+from hpo.training.metrics import primary_mean
 from hpo.trial.objectives import (
     check_metric,
     decision_metrics,
@@ -26,6 +28,16 @@ METRICS = {"topic": {"f1_macro": 0.5, "accuracy": 0.7}, "size": {"r2": 0.1, "mae
 def test_score_is_the_mean_of_the_primary_metrics_of_tasks_with_labels() -> None:
     assert objective_value("score", METRICS, TASKS, {}) == pytest.approx(0.3)
     assert objective_value("score", METRICS | {"size": {}}, TASKS, {}) == 0.5
+
+
+def test_a_regression_that_diverged_counts_as_nothing_in_the_score_and_no_less() -> None:
+    """Otherwise it alone would decide the search: r2 has no lower bound, F1 has."""
+    diverged = METRICS | {"size": {"r2": -40.0}}
+    assert objective_value("score", diverged, TASKS, {}) == 0.25
+    assert objective_value("size/r2", diverged, TASKS, {}) == -40.0
+    resampled = {"topic": {"f1_macro": np.ones(2)}, "size": {"r2": np.array([-9, 0.5])}}
+    of_resamples = primary_mean(TASKS, resampled)
+    assert of_resamples.tolist() == [0.5, 0.75]
 
 
 def test_a_metric_of_a_task_and_a_measured_one() -> None:

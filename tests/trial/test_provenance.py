@@ -18,9 +18,6 @@ from hpo.trial.provenance import encoder_facts, license_of
         ("README.md", "# A model\nlicense: mit\n", None),
         ("README.md", "---\nlicense: [\n---\n", None),
         ("README.md", "---\njust words\n---\n", None),
-        ("LICENSE", "                 Apache License\n           Version 2.0, January 2004\n", "apache-2.0"),
-        ("LICENSE.txt", "MIT License\n\nCopyright", "mit"),
-        ("LICENSE", "Ask Ann.", None),
         ("config.json", "{}", None),
     ],
 )

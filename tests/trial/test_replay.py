@@ -8,12 +8,9 @@ import pytest
 import torch
 from broken_models import TRAINING, altered
 
-from hpo.config.trial_config import build_trial_config
-from hpo.precision.table import Resolution
 from hpo.trial.executor import Executor
-from hpo.trial.replay import Replay, Snapshot
-
-COMPENSATED = {"weight_rounding": "compensated"}
+from hpo.trial.replay import Replay, State
+from hpo.trial.trial_parts import build_trial
 
 
 @pytest.fixture(scope="module")
@@ -23,52 +20,31 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     return altered(tmp_path_factory.mktemp("replay"), training=training, search_space=space)
 
 
-def replay(executor: Executor, name: str, start: Snapshot | None = None, **settings: Any) -> Replay:
-    config = build_trial_config(executor.study, settings, name, executor.amp)
-    return Replay(executor, config, Resolution(name, name, "emulated"), start)
+def replay(executor: Executor, name: str, start: State | None = None, **settings: Any) -> Replay:
+    params = {**settings, "fp_precision": name}
+    return Replay(build_trial(executor.study, executor.device, params, executor.loader), start)
 
 
 def test_a_state_does_not_bring_its_learning_rates(executor: Executor) -> None:
     """Else a lower one would be tried in name alone."""
     first = replay(executor, "fp32", learning_rate=1e-3)
-    assert first.run(7) is None
+    assert first.run(7, evaluates=False) is None
     before = first.snapshots[0]
-    assert before.step == 3
+    assert before["progress"]["step"] == 3
     lower = replay(executor, "fp32", before, learning_rate=1e-5, head_learning_rate=1e-4)
-    lower.run(5)
+    lower.run(6, evaluates=False)
     rates = {group["name"]: (group["initial_lr"], group["lr"]) for group in lower.optimizer.param_groups}
     assert rates["encoder"] == (1e-5, 1e-5)
     assert rates["heads"] == (1e-4, 1e-4)
     moments = next(iter(lower.optimizer.state_dict()["state"].values()))
-    assert moments["step"] == 5, "the state itself goes on"
+    assert moments["step"] == 6, "the state itself goes on"
 
 
 def test_the_same_steps_are_made_again_from_a_state(executor: Executor) -> None:
     whole = replay(executor, "fp32")
-    whole.run(7)
+    whole.run(7, evaluates=False)
     rest = replay(executor, "fp32", whole.snapshots[0])
-    rest.run(7)
+    rest.run(7, evaluates=False)
     assert rest.state.step == whole.state.step == 7
-    for one, other in zip(rest.model.parameters(), whole.model.parameters(), strict=True):
+    for one, other in zip(rest.parts.model.parameters(), whole.parts.model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_part_in_fp32_leaves_each_compensation_with_its_weight(executor: Executor) -> None:
-    first = replay(executor, "bf16-true", learning_rate=1e-3, **COMPENSATED)
-    assert first.run(7) is None
-    before = first.snapshots[0]
-    part = "encoder.encoder.layer.0."
-    overrides = {"precision_overrides.encoder.layer.0": "fp32"}
-    other = replay(executor, "bf16-true", before, learning_rate=1e-3, **COMPENSATED, **overrides)
-    same = replay(executor, "bf16-true", before, learning_rate=1e-3, **COMPENSATED)
-    weights = dict(same.model.named_parameters())
-    num_kept = 0
-    for name, weight in other.model.named_parameters():
-        kept = other.optimizer.residual(weight)
-        if name.startswith(part):
-            assert (weight.dtype, kept) == (torch.float32, None)
-        elif kept is not None:
-            assert torch.equal(kept, same.optimizer.residual(weights[name]))
-            num_kept += bool(kept.any())
-    assert num_kept
-    assert other.run(7) is None

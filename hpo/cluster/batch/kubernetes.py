@@ -1,0 +1,86 @@
+"""Workers of a study on Kubernetes: the manifests in `kubernetes.yaml.j2`, filled in.
+
+Nothing in them has a password: pods read the database's URL from a file of a Secret that the user makes. The
+study file goes along in a ConfigMap, and the first worker makes the study, so neither the database nor a
+cluster is asked here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hpo.config.study_config import StudyConfig
+from hpo.errors import InputError
+
+CPUS_PER_GPU = 4
+"""Of a pod, where the user gives no number: batches are prepared on them."""
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What the workers' pods are made from, as the options of `hpo submit` name it."""
+
+    image: str
+    num_workers: int = 1
+    num_gpus: int = 0
+    """Of each pod, which runs a worker on each; 0: one on the CPU."""
+    num_cpus: int | None = None
+    memory: str | None = None
+    seconds: int | None = None
+    """After so long the Job ends, finished or not."""
+    volume_claim: str | None = None
+    """A claim that pods on all nodes can mount: `runs/` and `data/` are folders in it."""
+
+
+def manifests(study: str, config: StudyConfig | None, pods: Pods) -> str:
+    """Return what `kubectl apply` takes.
+
+    Args:
+        config: of the study's file; None: the study is in the database.
+
+    Raises:
+        InputError: nothing would outlive a pod, or the memory is no quantity.
+    """
+    location = config.checkpoint.location if config else None
+    if pods.volume_claim is None and "://" not in str(location):
+        raise InputError(
+            "--kubernetes needs a place for checkpoints and models that outlives a pod: --volume-claim NAME "
+            "of a PersistentVolumeClaim that pods on all nodes can mount, or a study file with a store in "
+            "`checkpoint.location`, such as s3://BUCKET/FOLDER."
+        )
+    resources: dict[str, str | int] = {"cpu": pods.num_cpus or max(1, CPUS_PER_GPU * pods.num_gpus)}
+    if pods.memory:
+        if not (found := re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", pods.memory.upper())):
+            raise InputError(
+                f"--mem must be a number with K, M, G or T, such as 16G, but got `{pods.memory}`."
+            )
+        resources["memory"] = f"{found[1]}{found[2] or 'M'}i"
+    if pods.num_gpus:
+        resources["nvidia.com/gpu"] = pods.num_gpus
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, autoescape=False
+    )
+    return environment.get_template("kubernetes.yaml.j2").render(
+        **vars(pods),
+        study=study,
+        study_file=config.path.read_text() if config else None,
+        name=f"hpo-{dns_label(study)}",
+        num_pods=math.ceil(pods.num_workers / max(1, pods.num_gpus)),
+        resources=json.dumps(resources),
+    )
+
+
+def dns_label(name: str, limit: int = 40) -> str:
+    """Return a DNS label of at most `limit` characters for `name`; one that had to change ends in a hash."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if label == name and len(name) <= limit:
+        return label
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{label[: limit - 7].rstrip('-')}-{digest}".lstrip("-")

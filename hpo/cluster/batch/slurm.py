@@ -1,0 +1,342 @@
+"""Workers as Slurm jobs: an array of batch jobs, each of them `hpo worker` on one node.
+
+The script replaces its shell by the worker, because Slurm sends the warning (`--signal=B:...`) to the process
+of the script alone.
+
+Who requeues: Slurm itself, after a preemption, a failed node and `scontrol requeue`. A job that comes to its
+time limit would end for good, so the worker asks for the requeue when it has left. After `scancel` nobody
+does. A requeued job keeps its number and its log. The worker that sees the end of the study cancels the jobs
+of its array that still wait: those that Slurm holds after a failed launch would wait for ever.
+
+The database's URL, which may hold a password, reaches a job by a file that only its owner may read: the
+script, its arguments and its variables name the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hpo.cluster.postgres.postgres_server import write_secret
+from hpo.config.allowed import ALLOW
+from hpo.errors import HpoError, InputError, RunError
+from hpo.study.claims.process import this_job
+from hpo.study.running.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
+from hpo.study.store.database import redact
+
+COMMAND_SECONDS = 60
+"""How long a command of Slurm may take: one that cannot reach its server tries for minutes."""
+
+# Older versions of Slurm do not tell a job when it ends; `date` fails where it never does.
+_END_OF_JOB = (
+    f'[ -n "${SLURM_END}" ] || {{ end=$(squeue --noheader --job="$SLURM_JOB_ID" --format=%e) && '
+    f'[ -n "$end" ] && export {SLURM_END}="$(date +%s --date="$end" 2>/dev/null)"; }}'
+)
+SIGNAL_LEAD = 120
+"""Seconds between the warning and the end of a job's time; `--sbatch signal=B:USR1@S` changes it."""
+_NO_REQUEUE = "no-requeue"
+_NO_REQUEUE_SET = "HPO_NO_REQUEUE"
+"""Tells a worker in a job that its owner does not want it requeued."""
+_ARRAY = "HPO_SLURM_ARRAY"
+"""The array of a job whose worker is in one study; scripts of others may have arrays of several studies."""
+_OTHER_GPU_OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "G")
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerArray:
+    """An array of jobs that are workers of one study."""
+
+    study: str
+    """Its name in the database."""
+    storage: str
+    """The database's URL; `@FILE` names a file that holds it."""
+    folder: Path
+    """For the script, the logs and the file with the URL; on a file system that the nodes share."""
+    num_workers: int = 1
+    """The least; every job has one for each of its GPUs."""
+    sbatch: Mapping[str, str | bool] = field(default_factory=dict)
+    """More options of sbatch, without their dashes; True for one that takes no value."""
+    trust_remote_code: bool = False
+    """Whether the code that comes with the study's encoder may run in the jobs."""
+    allow: str | None = None
+    """Their HPO_ALLOW; None: as where they are submitted."""
+
+    @property
+    def workers_per_job(self) -> int:
+        """One for each GPU, or one on the CPU."""
+        others = [name for name in _OTHER_GPU_OPTIONS if name in self.sbatch]
+        if others or "gpu" in str(self.sbatch.get("gres", "")):
+            raise InputError(
+                "The GPUs of a job must be given by --gpus-per-node, so that it has a worker on each, but "
+                f"got --sbatch {(others or ['gres'])[0]}. Use --gpus-per-node."
+            )
+        given = str(self.sbatch.get("gpus-per-node", 0))
+        count = given.rpartition(":")[2]  # also `a100:4`
+        if not count.isdigit():
+            raise InputError(f"--gpus-per-node must be a number or TYPE:NUMBER, but got `{given}`.")
+        return max(1, int(count))
+
+    def check_time(self) -> None:
+        """Raise InputError where a job would be warned, and requeued, before it does anything."""
+        limit = seconds_of(str(self.sbatch.get("time", "")))  # None: sbatch says what is wrong with it
+        if limit is not None and limit <= SIGNAL_LEAD + 60:  # Slurm may warn a minute early
+            raise InputError(
+                f"--time must be more than a minute longer than the {SIGNAL_LEAD} s that a job is warned "
+                f"before its end, or that is at its beginning, but got `{self.sbatch['time']}`."
+            )
+
+    @property
+    def num_jobs(self) -> int:
+        return math.ceil(self.num_workers / self.workers_per_job)
+
+    @property
+    def storage_file(self) -> Path:
+        """What the jobs read the database's URL from; one for all submissions of a study to a database."""
+        given = self.storage.removeprefix("@")
+        if given != self.storage:
+            return Path(given).absolute()
+        digest = hashlib.sha256(redact(self.storage).encode()).hexdigest()[:8]
+        return self.folder.absolute().with_name(f"storage-{digest}")
+
+    def script(self) -> str:
+        """The batch script."""
+        worker = [sys.executable, "-m", "hpo", "worker", self.study, "--workers-per-device", "1"]
+        worker += ["--trust-remote-code"] if self.trust_remote_code else []
+        lines = [
+            f"export HPO_STORAGE={shlex.quote(f'@{self.storage_file}')}",
+            *([f"export {ALLOW}={shlex.quote(self.allow)}"] if self.allow else []),
+            *([f"export {_NO_REQUEUE_SET}=1"] if _NO_REQUEUE in self.sbatch else []),
+            f'export {_ARRAY}="$SLURM_ARRAY_JOB_ID"',
+            _END_OF_JOB,
+            "trap '' USR1  # until the worker listens to it: it would kill Python's start",
+            f"exec {shlex.join(worker)}",
+        ]
+        options = {
+            "array": f"0-{self.num_jobs - 1}",
+            "output": self.folder.absolute() / "%A_%a.log",
+            "signal": f"B:USR1@{SIGNAL_LEAD}",
+            **self.sbatch,
+        }
+        return batch_script("\n".join(lines), job_name=job_name(self.study), options=options)
+
+    def submit(self) -> str:
+        """Submit the array and return its id, `slurm:CLUSTER:123`.
+
+        Raises:
+            InputError: there is no Slurm here, or it refuses the options.
+        """
+        self.folder.mkdir(parents=True, mode=0o700)
+        if not self.storage.startswith("@"):
+            write_secret(self.storage_file, self.storage)
+        return sbatch(self.script(), self.folder / "job.sh")
+
+
+def batch_script(command: str, *, job_name: str, options: Mapping[str, Any]) -> str:
+    """Return a script for sbatch that runs `command`, on one node and, unless told otherwise, requeued.
+
+    Args:
+        options: of sbatch, without their dashes; True for one that takes no value.
+    """
+    given = {"job-name": job_name, "nodes": 1, "open-mode": "append", "chdir": Path.cwd(), **options}
+    given |= {} if _NO_REQUEUE in options else {"requeue": True}
+    lines = [
+        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        for name, value in given.items()
+    ]
+    return "\n".join(["#!/bin/bash", *lines, "", command, ""])
+
+
+def sbatch(script: str, path: Path) -> str:
+    """Write a script to `path`, submit it and return the job's id, `slurm:CLUSTER:123`.
+
+    Raises:
+        InputError: there is no Slurm here, or it refuses the options.
+    """
+    path.write_text(script)
+    # sbatch gives the job the variables that it has itself.
+    environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
+    answer = _slurm(["sbatch", "--parsable", str(path)], environment)
+    number, _, cluster = answer.strip().partition(";")
+    return f"{_prefix(cluster or _cluster())}{number}"
+
+
+def _prefix(cluster: str) -> str:
+    """What the ids of its jobs begin with in the database, as `this_job` makes them."""
+    return f"slurm:{cluster}:"
+
+
+def _cluster() -> str:
+    """The name of the cluster that Slurm's commands ask."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", _slurm(["scontrol", "show", "config"]), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def job_name(study: str) -> str:
+    """The name of the jobs of a study."""
+    return f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', study)}"
+
+
+def seconds_of(limit: str) -> int | None:
+    """Seconds of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None: it is none."""
+    days, dash, rest = limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in (days if dash else "0", *parts)) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash or len(numbers) == 3:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def job_folder(runs: Path, study: str) -> Path:
+    """Return a new folder's path for the files of one submission."""
+    return runs / study / f"slurm-{datetime.now().astimezone():%Y%m%d-%H%M%S-%f}-{os.getpid()}"
+
+
+def requeue_this_job(ended: str, stop: Stop) -> None:
+    """Ask Slurm to run this process's job again if it is `stopped` for want of time; Slurm then ends it.
+
+    Where the study is `finished`, the jobs of the array that wait are cancelled. Nothing happens outside a
+    job, and in the processes of a supervisor, which itself asks.
+    """
+    job = this_job()
+    if job is None or WORKERS_ON_DEVICE in os.environ:
+        return
+    try:
+        if ended == "finished" and _ARRAY in os.environ:
+            _slurm(["scancel", "--state=PENDING", os.environ[_ARRAY]])
+        elif ended == "stopped" and stop.asks_for_requeue and _NO_REQUEUE_SET not in os.environ:
+            _slurm(["scontrol", "requeue", number_of(job)])
+    except HpoError as error:
+        _logger.warning("Slurm was not told that this job is %s: %s", ended, error)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One job of an array, as Slurm knows it."""
+
+    id: str
+    """`slurm:CLUSTER:123_4`; of those that wait, also `slurm:CLUSTER:123_[0-4]`."""
+    state: str
+    """In Slurm's words: PENDING, RUNNING, COMPLETED ..."""
+    reason: str
+    """Why it waits: Resources, Priority ...; empty: it does not, or nothing is known."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
+
+    @property
+    def description(self) -> str:
+        """`running`, `pending (Resources)`."""
+        return self.state.lower() + (f" ({self.reason})" if self.reason else "")
+
+
+_ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+
+
+def number_of(job_id: str) -> str:
+    """What Slurm calls a job: `123` of `slurm:CLUSTER:123`."""
+    return job_id.rpartition(":")[2]
+
+
+def job_tasks(job_ids: Iterable[str], *, name: str | None = None) -> dict[str, list[Task]]:
+    """Return what Slurm knows of these jobs, by their ids; nothing of one that ended minutes ago.
+
+    Jobs of other clusters and schedulers are left out.
+
+    Args:
+        name: only jobs of this user that have this name.
+
+    Raises:
+        InputError, RunError: there is no Slurm here, or it does not answer.
+    """
+    asked = list(job_ids)
+    prefix = _prefix(_cluster()) if asked else ""
+    tasks: dict[str, list[Task]] = {job: [] for job in asked if job.startswith(prefix)}
+    if not tasks:
+        return {}
+    numbers = ",".join(map(number_of, tasks))
+    which = [f"--jobs={numbers}", *(_of_user(name) if name else ())]
+    try:
+        listed = _slurm(["squeue", "--noheader", "--array", "--states=all", *which, "--format=%F|%i|%T|%r"])
+    except InputError as error:
+        if "Invalid job id" not in str(error):  # all of them ended long ago
+            raise
+        listed = ""
+    for line in listed.splitlines():
+        job, task, state, reason = line.split("|", 3)
+        waits = state == "PENDING" and reason != "None"
+        tasks[prefix + job].append(Task(prefix + task, state, reason if waits else ""))
+    return tasks
+
+
+def _of_user(name: str) -> tuple[str, str]:
+    """Options of squeue and scancel for this user's jobs of that name."""
+    return f"--user={os.getuid()}", f"--name={name}"
+
+
+def cancel_jobs(job_ids: Iterable[str], study: str) -> list[str]:
+    """End these jobs of a study, running and waiting, and return the ids of those that had not ended.
+
+    Their workers write a checkpoint first; nothing is requeued. A job that has one of the numbers, but is
+    another user's or no job of the study, is left alone: a cluster that is set up anew begins at 1 again.
+    """
+    name = job_name(study)
+    living = [
+        job
+        for job, found in job_tasks(job_ids, name=name).items()
+        if not all(task.has_ended for task in found)
+    ]
+    if living:
+        _slurm(["scancel", *_of_user(name), *map(number_of, living)])
+    return living
+
+
+def _slurm(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Run a command of Slurm and return what it prints."""
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        raise InputError(
+            f"Slurm's commands must be on the PATH, but there is no `{command[0]}`. "
+            "Run this on a login node of the cluster."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError(f"`{command[0]}` has not answered for {COMMAND_SECONDS} s. Try again later.") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split())
+        raise InputError(
+            f"`{command[0]}` must succeed, but it says: {said or f'exit code {done.returncode}'}"
+        )
+    return done.stdout

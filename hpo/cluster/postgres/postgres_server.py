@@ -1,0 +1,348 @@
+"""A private PostgreSQL server for a study that outgrows SQLite where nobody runs a database.
+
+One folder holds all of it:
+
+    data/        PostgreSQL's files, with its log; of the user that the server runs as
+    url          how workers reach it, with the password; for its owner alone (`--storage @FOLDER/url`)
+    server.crt   what `sslrootcert` in that URL names, where others than this machine may connect
+    lock         held by the server's processes; its text is the host that they run on
+
+fsync stays on, so what a worker was told is stored outlives a power cut. The role of the workers is no
+superuser, the superuser cannot connect, and a server that listens on more than loopback refuses connections
+without TLS.
+
+Two servers on one data folder would destroy it. PostgreSQL's guard is a file with a process id, which says
+nothing to another host of a shared file system, where batch jobs put their databases. So the server inherits
+a lock on a file, and the kernel releases it when the last of its processes ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import psycopg
+import sqlalchemy as sa
+
+from hpo.cluster.postgres.programs import Programs, find_programs, server_user
+from hpo.errors import InputError, RunError, shorten
+from hpo.study.store.database import URL_FROM_FILE, storage_url
+
+ROLE = DATABASE = "hpo"
+START_SECONDS = 600
+"""How long a server may take to be ready: after a crash it first replays its log."""
+OTHER_SECONDS = 60.0
+"""How long a server that another process starts may take to answer."""
+STOP_SECONDS = 120
+
+_SETTINGS = """
+# hpo: a worker has two or three connections and sends small statements.
+max_connections = 1000
+shared_buffers = 256MB
+max_parallel_workers_per_gather = 0
+jit = off
+# A worker that hangs, or whose host or network is gone, does not hold its locks for ever.
+idle_in_transaction_session_timeout = 10min
+tcp_keepalives_idle = 60
+tcp_keepalives_interval = 10
+tcp_keepalives_count = 6
+tcp_user_timeout = 60s
+"""
+"""At the end of `postgresql.conf` of a new database, for its owner to change."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server."""
+
+    url: str
+    """With the password; empty where it has not been written yet."""
+    host: str
+    """The machine that it runs on."""
+    is_new: bool = False
+    """Whether this call has started it."""
+
+
+@dataclass(frozen=True)
+class PostgresServer:
+    """The server of one folder, which need not be there yet."""
+
+    folder: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Of PostgreSQL, for the next start."""
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def log(self) -> Path:
+        return self.data / "server.log"
+
+    @property
+    def url_file(self) -> Path:
+        return self.folder / "url"
+
+    def start(self, host: str = "127.0.0.1", port: int = 0) -> Running:
+        """Make the database where there is none, start its server, and return when it answers.
+
+        Args:
+            host: what it listens on: an address or name of this machine, or `0.0.0.0` for all of them. Where
+                others than this machine can connect, connections without TLS are refused.
+            port: 0 takes that of last time, or a free one.
+
+        Raises:
+            InputError: the folder, host or port cannot be used, or PostgreSQL's programs are not there.
+            RunError: the server does not start.
+        """
+        deadline = time.monotonic() + OTHER_SECONDS
+        while True:
+            with self._locked() as lock:
+                if lock is not None:
+                    return self._start(lock, host, port)
+            running = self.running()
+            if running is not None and running.url and not connection_problem(running.url):
+                return running
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"A process of {running.host if running else 'another host'} has the database in "
+                    f"{self.folder}, but it does not answer. `hpo database stop` ends it; see {self.log}."
+                )
+            time.sleep(0.1)
+
+    def running(self) -> Running | None:
+        """Return the server if there is one, also on another host."""
+        if not self.folder.is_dir():
+            return None
+        with self._locked() as lock:
+            if lock is not None:
+                return None
+        url = storage_url(f"{URL_FROM_FILE}{self.url_file}") if self.url_file.exists() else ""
+        return Running(url, (self.folder / "lock").read_text().strip())
+
+    def stop(self, mode: str = "fast") -> bool:
+        """End the server without waiting for its clients; False: there is none.
+
+        Args:
+            mode: of `pg_ctl`; with `immediate` it ends as if it had crashed.
+
+        Raises:
+            InputError: it runs on another host.
+            RunError: it does not end, or is of another user.
+        """
+        running = self.running()
+        if running is None:
+            return False
+        if running.host != socket.gethostname():
+            raise InputError(
+                f"The database in {self.folder} runs on {running.host}. Stop it there, or cancel its job."
+            )
+        self._pg_ctl(self._programs(), "stop", "-m", mode, "-t", STOP_SECONDS)
+        while self.running() is not None:  # its last process ends after its file with the process id
+            time.sleep(0.02)
+        return True
+
+    def single_user(self, programs: Programs, *statements: str, data: Path | None = None) -> None:
+        """Run SQL as the superuser, without a server. Nothing else may use the data meanwhile."""
+        text = "".join(f"{statement};\n" for statement in statements)
+        done = programs.run("postgres", "--single", "-D", data or self.data, "postgres", input=text)
+        if done.returncode or re.search("ERROR|FATAL|PANIC", done.stderr):
+            raise RunError(f"The database in {self.folder} cannot be prepared: {_errors(done.stderr)}")
+
+    def prepare(self) -> Programs:
+        """Make the database where there is none, and return the programs that serve it.
+
+        Raises:
+            InputError: the folder holds something else, or there are no such programs.
+            RunError: the database cannot be made.
+        """
+        held = {path.name for path in self.folder.iterdir()} - {"lock", "data.new"}
+        if held and not self.data.exists():
+            raise InputError(
+                f"{self.folder} must be empty or made by `hpo database start`, but it holds "
+                f"{', '.join(sorted(held)[:3])} and no database. Name another with --folder."
+            )
+        programs = self._programs()
+        if not held:
+            self._make_database(programs)
+        return programs
+
+    def _programs(self) -> Programs:
+        version = self.data / "PG_VERSION"
+        major = int(version.read_text().split(".")[0]) if version.exists() else None
+        return find_programs(server_user(self.data), major)
+
+    @contextmanager
+    def _locked(self) -> Iterator[IO[str] | None]:
+        """The folder's lock; None: a server has it, or who is about to start one."""
+        try:
+            # Root's server is another user, who must be able to go through.
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o711 if os.geteuid() == 0 else 0o700)
+            lock = (self.folder / "lock").open("a+")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_free = True
+            except BlockingIOError:
+                is_free = False
+        except OSError as error:
+            raise InputError(
+                f"{self.folder} must be a folder that may be written, on a file system with locks, but: "
+                f"{error.strerror}. Name another with --folder."
+            ) from None
+        with lock:
+            yield lock if is_free else None
+
+    def _start(self, lock: IO[str], host: str, port: int) -> Running:
+        here, tls = socket.gethostname(), not is_loopback(host)
+        lock.seek(0)
+        before, last = lock.read().strip(), self._last_url()
+        if last and before not in ("", here) and not connection_problem(_text(last)):
+            raise InputError(
+                f"The database in {self.folder} runs on {before}, but the lock that it holds is not seen on "
+                f"{here}: the file system does not share locks. Start it on {before} alone."
+            )
+        lock.truncate(0)
+        lock.write(here)
+        lock.flush()
+        try:
+            programs = self.prepare()
+            port = port or free_port(host, last.port or 0 if last else 0)
+            name, query = here if host == "0.0.0.0" else host, {}
+            if tls:
+                names = [name, here, socket.getfqdn(), "localhost", "127.0.0.1"]
+                shutil.copyfile(certificate(self.data, names, programs.user), self.folder / "server.crt")
+                query = {"sslmode": "verify-full", "sslrootcert": str(self.folder / "server.crt")}
+            kind, where = ("hostssl", "all") if tls else ("host", "samehost")
+            (self.data / "pg_hba.conf").write_text(f"{kind} all all {where} scram-sha-256\n")
+            password = last.password if last else self._new_password(programs)
+            url = _text(sa.URL.create("postgresql", ROLE, password, name, port, DATABASE, query))
+        except OSError as error:
+            raise RunError(f"The database in {self.folder} cannot be started: {error}") from error
+        settings = {"listen_addresses": host, "port": port, "ssl": "on" if tls else "off"}
+        settings |= {"unix_socket_directories": "", **self.settings}
+        options = shlex.join(f"--{name}={value}" for name, value in settings.items())
+        more = ("-l", self.log, "-t", START_SECONDS, "-o", options)
+        self._pg_ctl(programs, "start", *more, pass_fds=(lock.fileno(),))
+        if problem := connection_problem(url):
+            self._pg_ctl(programs, "stop", "-m", "fast")
+            raise RunError(f"The database in {self.folder} has started, but cannot be reached: {problem}")
+        write_secret(self.url_file, url)
+        return Running(url, here, is_new=True)
+
+    def _pg_ctl(self, programs: Programs, command: str, *options: object, **of_process: Any) -> None:
+        begin = self.log.stat().st_size if self.log.exists() else 0
+        done = programs.run("pg_ctl", command, "-w", "-D", self.data, *options, **of_process)
+        if done.returncode:
+            log = self.log.read_bytes()[begin:].decode(errors="replace") if self.log.exists() else ""
+            raise RunError(
+                f"`pg_ctl {command}` fails for the database in {self.folder}: {_errors(done.stderr + log)}"
+            )
+
+    def _make_database(self, programs: Programs) -> None:
+        new = self.folder / "data.new"  # an attempt that was killed is begun anew
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(mode=0o700)
+        if programs.user:
+            os.chown(new, programs.user["user"], programs.user["group"])
+        free = shutil.disk_usage(self.folder).free >> 20
+        options = ("-U", "postgres", "-A", "reject", "-E", "UTF8", "--locale=C", "--data-checksums")
+        done = programs.run("initdb", "-D", new, *options)
+        if done.returncode:
+            shutil.rmtree(new)
+            raise RunError(
+                f"The database in {self.folder} cannot be made ({free} MiB were free): {_errors(done.stderr)}"
+            )
+        with (new / "postgresql.conf").open("a") as settings:
+            settings.write(_SETTINGS)
+        made = (f"CREATE ROLE {ROLE} LOGIN", f"CREATE DATABASE {DATABASE} OWNER {ROLE}")
+        self.single_user(programs, *made, data=new)
+        new.rename(self.data)
+
+    def _last_url(self) -> sa.URL | None:
+        return sa.make_url(self.url_file.read_text().strip()) if self.url_file.exists() else None
+
+    def _new_password(self, programs: Programs) -> str:
+        password = secrets.token_urlsafe(24)
+        self.single_user(programs, f"ALTER ROLE {ROLE} PASSWORD '{password}'")
+        return password
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach what listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def free_port(host: str, wanted: int = 0) -> int:
+    """Return `wanted` if nothing listens there on `host`, else a port that is free."""
+    for port in (wanted, 0):
+        with suppress(OSError), socket.create_server((host, port)) as probe:
+            return int(probe.getsockname()[1])
+    raise InputError(f"--host must be an address or a name of this machine, but got `{host}`.")
+
+
+def certificate(folder: Path, names: list[str], user: Mapping[str, Any]) -> Path:
+    """Make a self-signed `server.crt` with its `server.key` in `folder`.
+
+    Args:
+        user: options of `subprocess`, for the owner of the key.
+    """
+    kinds = {name: "IP" if re.fullmatch(r"[\d.]+", name) else "DNS" for name in names}
+    subject = "subjectAltName=" + ",".join(f"{kind}:{name}" for name, kind in kinds.items())
+    kind = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "3650")
+    made = folder / "server.crt"
+    files = ("-keyout", folder / "server.key", "-out", made, "-subj", "/CN=hpo", "-addext", subject)
+    try:
+        done = subprocess.run(
+            ["openssl", "req", "-x509", *kind, *files], cwd="/", capture_output=True, text=True, **user
+        )
+    except FileNotFoundError:
+        raise InputError(
+            "TLS needs the program `openssl`, but it is not there. Install it, or listen on 127.0.0.1."
+        ) from None
+    if done.returncode:
+        raise RunError(f"openssl cannot make a certificate for {names[0]}: {shorten(done.stderr, 300)}")
+    return made
+
+
+def _errors(said: str) -> str:
+    lines = said.splitlines()
+    errors = [line for line in lines if re.search("FATAL|PANIC|ERROR|error:|could not", line)]
+    return shorten(" ".join(errors[-3:] or lines[-3:]), 500)
+
+
+def _text(url: sa.URL) -> str:
+    return url.render_as_string(hide_password=False)
+
+
+def connection_problem(url: str) -> str:
+    """Why the server at `url` does not answer; empty: it does."""
+    try:
+        psycopg.connect(url, connect_timeout=5).close()
+    except psycopg.OperationalError as error:
+        return str(error)
+    return ""
+
+
+def write_secret(file: Path, text: str) -> None:
+    """Write a file that only its owner may read, whole or not at all."""
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # 0600
+    with os.fdopen(handle, "w") as opened:
+        opened.write(f"{text}\n")
+    Path(name).replace(file)

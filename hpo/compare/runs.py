@@ -1,0 +1,237 @@
+"""The runs of a comparison as arrays: what each scores, and what each row of the split adds to that.
+
+Scores are times 100 (points) but for `mae` and `rmse`, which are in the units of the labels, and all are
+turned so that higher is better. A metric that is no mean over rows has pseudo-values in place of rows: N
+times the metric less N - 1 times that of all rows but one (the jackknife: Efron & Tibshirani 1993, chapter
+11). Their mean is nearly the metric, and of one that is such a mean they are the rows' own values.
+
+A pair is one configuration with one seed, under a precision and under fp32. It counts where fp32 has trained.
+Where the precision then ended without a score, its score is 0, the worst there is: nothing that fails to
+train is as good. `mae` and `rmse` have no worst score; there such a pair has no difference, and forbids `as
+good`. A run that failed by a bug or the machine, or that fell back to another precision, says nothing of the
+precision, and its pair is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpo.compare.decision import Array, half_width
+from hpo.config.comparison import REFERENCE, Arm
+from hpo.config.study_config import SMALLER_IS_BETTER, StudyConfig
+from hpo.data.tasks import Task
+from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION
+from hpo.study.reading.study_record import StudyRecord, TrialRecord, complete_trials, device_kinds
+from hpo.training.metrics import RowStatistics, primary_mean
+from hpo.trial.objectives import objective_value, quality_objective, unit_of
+
+Statistics = Mapping[str, RowStatistics]
+"""Of one run, by task."""
+Scored = tuple[float, Array]
+"""The score of a run, and the pseudo-value of each example of the split."""
+
+_NO_EVIDENCE = (Outcome.FAILED, Outcome.UNSUPPORTED)
+"""A bug or the infrastructure; a device that lacks the precision."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The runs of one configuration and seed."""
+
+    ours: TrialRecord
+    theirs: TrialRecord
+    configuration: int
+    """Its place in the plan."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What the pairs of a precision say in one metric."""
+
+    pairs: tuple[Pair, ...]
+    """Those that count."""
+    of_runs: Array
+    """Precision minus fp32, [pairs]; NaN where the precision has no score and there is no worst one."""
+    of_rows: Array
+    """What each row adds to their mean, [rows]."""
+
+    @property
+    def num_lost(self) -> int:
+        """Pairs without a difference, since the precision did not train."""
+        return int(np.isnan(self.of_runs).sum())
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A geometric mean over pairs, with the interval that holds at every look; None: too few pairs."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+
+
+class Runs:
+    """The trials of a comparison that have ended.
+
+    Args:
+        study: the comparison, of which `record` is.
+        statistics: what the rows say of each trial, by its number.
+    """
+
+    def __init__(
+        self,
+        record: StudyRecord,
+        study: StudyConfig,
+        tasks: Sequence[Task],
+        statistics: Mapping[int, Statistics],
+    ) -> None:
+        assert study.comparison is not None
+        self.plan = study.comparison
+        self.split = "test" if study.evaluation.test else "validation"
+        self.kinds = device_kinds(record.trials)
+        decides = quality_objective(study.objective)
+        self.metric = decides.metric
+        self._minimized = decides.direction == "minimize"
+        self._tasks, self._statistics = tasks, statistics
+        # A retry has the parameters of the trial that failed, and a higher number.
+        ended = [trial for trial in record.trials if trial.state not in ("RUNNING", "WAITING")]
+        self._trials = {_key(trial.params): trial for trial in ended}
+        self._scored: dict[tuple[int, str], Scored | None] = {}
+
+    @property
+    def task_metrics(self) -> tuple[str, ...]:
+        """The primary metric of each task, where it is not the metric that decides."""
+        named = [f"{task.name}/{task.primary_metric}" for task in self._tasks]
+        return tuple(name for name in named if name != self.metric) if len(named) > 1 else ()
+
+    def trial(self, arm: Arm, index: int) -> TrialRecord | None:
+        """The trial of an arm with the seed of this index, if it has ended."""
+        return self._trials.get(_key(self.plan.point(arm, index)))
+
+    def scored(self, trial: TrialRecord, metric: str) -> Scored | None:
+        """None: it ended without a score."""
+        key = (trial.number, metric)
+        if key not in self._scored:
+            found = self._statistics.get(trial.number)
+            has_score = trial.outcome == Outcome.COMPLETE and found
+            self._scored[key] = self._score(found, metric) if found and has_score else None
+        return self._scored[key]
+
+    def _score(self, statistics: Statistics, metric: str) -> Scored | None:
+        factor = (100 if unit_of(metric) == "points" else 1) * (-1 if self._is_minimized(metric) else 1)
+        whole = _value({task: of.scores() for task, of in statistics.items()}, statistics, metric)
+        if whole is None:
+            return None
+        without = _value({task: _without_each(of) for task, of in statistics.items()}, statistics, metric)
+        num = max(of.num_examples for of in statistics.values())
+        rows = num * float(whole) - (num - 1) * np.broadcast_to(without, (num,))
+        return factor * float(whole), factor * np.where(np.isfinite(rows), rows, float(whole))
+
+    def of_search(self, search: StudyRecord) -> dict[int, float]:
+        """The scores of the search's trials on validation, by their numbers, as those of the runs."""
+        factor = (100 if unit_of(self.metric) == "points" else 1) * (-1 if self._minimized else 1)
+        return {
+            trial.number: factor * objective_value(self.metric, trial.telemetry["metrics"], self._tasks, {})
+            for trial in complete_trials(search)
+            if trial.telemetry.get("metrics")
+        }
+
+    def _is_minimized(self, metric: str) -> bool:
+        return self._minimized if metric == self.metric else metric.rpartition("/")[2] in SMALLER_IS_BETTER
+
+    def says_nothing(self, trial: TrialRecord) -> bool:
+        """Whether a trial tells nothing of the precision that it was to have."""
+        ran = trial.attributes.get("fp_precision_effective")
+        return trial.outcome in _NO_EVIDENCE or ran not in (None, trial.params[PRECISION])
+
+    def pairs(self, precision: str) -> Iterator[Pair]:
+        """All whose two trials have ended and tell something, seed by seed."""
+        num_seeds = min(self.plan.num_seeds.get(name, 0) for name in (precision, REFERENCE))
+        for index in range(num_seeds):
+            for configuration in range(len(self.plan.configurations)):
+                both = [self.trial((configuration, name), index) for name in (precision, REFERENCE)]
+                ours, theirs = both
+                if ours and theirs and not (self.says_nothing(ours) or self.says_nothing(theirs)):
+                    yield Pair(ours, theirs, configuration)
+
+    def differences(self, precision: str, metric: str) -> Differences:
+        """Of the pairs in which fp32 has a score."""
+        has_worst = unit_of(metric) == "points" and not self._is_minimized(metric)
+        pairs, of_runs, of_rows = [], [], []
+        for pair in self.pairs(precision):
+            theirs, ours = self.scored(pair.theirs, metric), self.scored(pair.ours, metric)
+            if theirs is None:
+                continue
+            if ours is None:
+                ours = (0.0 if has_worst else math.nan, np.zeros_like(theirs[1]))
+            pairs.append(pair)
+            of_runs.append(ours[0] - theirs[0])
+            if np.isfinite(of_runs[-1]):
+                of_rows.append(ours[1] - theirs[1])
+        rows = np.mean(of_rows, axis=0) if of_rows else np.zeros(0)
+        return Differences(tuple(pairs), np.array(of_runs, dtype=float), np.asarray(rows))
+
+    def difference_on(self, kind: str, found: Differences) -> float:
+        """The mean difference of the pairs that ran on a kind of device; NaN where there is none."""
+        here = [self.kinds.get(pair.ours.number) == kind for pair in found.pairs]
+        of_kind = found.of_runs[here]
+        return float(of_kind.mean()) if len(of_kind) else math.nan
+
+    def ratios(self, precision: str, attribute: str) -> dict[str, Ratio]:
+        """Of an attribute over fp32's, by the kind of device: of pairs that had their device alone."""
+        logs: dict[str, list[float]] = {}
+        for pair in self.pairs(precision):
+            kinds = {self.kinds.get(one.number) for one in (pair.ours, pair.theirs)}
+            values = [_measured(one, attribute) for one in (pair.ours, pair.theirs)]
+            same_threads = _threads(pair.ours) == _threads(pair.theirs)
+            if len(kinds) == 1 and None not in {*kinds, *values} and same_threads:
+                logs.setdefault(str(kinds.pop()), []).append(math.log(values[0] / values[1]))  # type: ignore[operator]
+        return {kind: _ratio(np.array(of_kind)) for kind, of_kind in sorted(logs.items())}
+
+
+def _key(params: Mapping[str, Any]) -> str:
+    return json.dumps(params, sort_keys=True)
+
+
+def _value(metrics: Mapping[str, Mapping[str, Any]], statistics: Statistics, metric: str) -> Any:
+    """A number, or an array where the metrics are arrays; None: the split has no row for it."""
+    task, _, name = metric.rpartition("/")
+    if task:
+        return metrics[task].get(name)
+    return primary_mean([of.task for of in statistics.values()], metrics)
+
+
+def _without_each(statistics: RowStatistics) -> dict[str, Array]:
+    """The metrics of all examples but one, [examples]; those that are not annotated change nothing."""
+    whole, without = statistics.scores(), statistics.scores_without_each()
+    found = {}
+    for name, value in whole.items():
+        found[name] = np.full(statistics.num_examples, value)
+        found[name][statistics.index_N] = without[name]
+    return found
+
+
+def _measured(trial: TrialRecord, attribute: str) -> float | None:
+    """What says how the precision does: of a trial that had its device alone."""
+    shared = trial.telemetry.get("device", {}).get("shared")
+    value = trial.attributes.get(attribute)
+    return float(value) if value and not shared and trial.outcome == Outcome.COMPLETE else None
+
+
+def _threads(trial: TrialRecord) -> Any:
+    return trial.telemetry.get("device", {}).get("num_threads")
+
+
+def _ratio(logs: Array) -> Ratio:
+    mean, width = float(logs.mean()), float(half_width(logs))
+    known = math.isfinite(width)
+    return Ratio(
+        math.exp(mean), math.exp(mean - width) if known else None, math.exp(mean + width) if known else None
+    )

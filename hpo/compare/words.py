@@ -1,0 +1,219 @@
+"""What a comparison says, in sentences: the only place for them. The terminal, the report and the dashboard
+show what is made here and stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hpo.compare.decision import collapse_share
+from hpo.compare.price import POWER, Price
+from hpo.compare.runs import Pair
+from hpo.config.comparison import MOST_SEEDS, REFERENCE, ComparisonConfig
+from hpo.precision.table import PRECISION
+from hpo.study.reading.study_record import TrialRecord, is_number
+
+if TYPE_CHECKING:
+    from hpo.compare.results import Answer
+    from hpo.compare.runs import Ratio
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all sentences of a comparison have in common."""
+
+    study: str
+    metric: str
+    unit: str
+    split: str
+    margin: float
+    num_configurations: int
+
+    @property
+    def within(self) -> str:
+        return f"{self.metric} within {self.margin:g} {self.unit}"
+
+
+@dataclass(frozen=True)
+class CollapsedRun:
+    """A run that ended without a score, or far below its twin."""
+
+    trial: TrialRecord
+    configuration: int
+    """The number of its trial in the search."""
+    difference: float | None
+    """To its twin; None: it has no score."""
+
+
+def verdict(answer: Answer, context: Context) -> str:
+    """The verdict on a precision, its numbers, and what they leave open."""
+    name = answer.precision
+    head = {"as_good": f"{name} is as good as {REFERENCE}", "worse": f"{name} is worse than {REFERENCE}"}
+    told = f"{head.get(answer.verdict, f'{name} is not decided')}"
+    if not answer.num_runs:
+        return f"{told}: {answer.reason}."
+    if is_number(answer.difference):
+        told += f": {answer.difference:+.2f} {context.unit} of {context.metric}"
+        told += f" [{answer.low:+.2f}, {answer.high:+.2f}]" if is_number(answer.low) else ""
+    told += f", margin {context.margin:g}; {_evidence(answer, context)}."
+    if answer.verdict == "as_good":
+        return f"{told} It holds if {conditions(answer, context)}."
+    told += f" {unseen(answer.num_runs, answer.num_collapsed)}."
+    return f"{told}{_what_would_decide(answer, context)}" if answer.verdict == "undecided" else told
+
+
+def _evidence(answer: Answer, context: Context) -> str:
+    num = context.num_configurations
+    of = f"{num} configuration{'s' * (num > 1)}"
+    return f"{answer.num_runs} runs of {of}, {len(answer.found.of_rows):,} rows of {context.split}"
+
+
+def unseen(num_runs: int, num_collapsed: int) -> str:
+    """What stands beside every verdict."""
+    share = 100 * collapse_share(num_runs, num_collapsed)
+    if num_collapsed:
+        return f"{num_collapsed} of {num_runs} runs collapsed, and up to {share:.0f} % may"
+    return f"A collapse in up to {share:.0f} % of the runs would not have been seen"
+
+
+def conditions(answer: Answer, context: Context) -> str:
+    """What `as good` rests on beside the interval."""
+    share = 100 * answer.collapse_share
+    seen = f"{answer.num_collapsed or 'none'} of these {answer.num_runs} did, which shows no more"
+    rows = f"new texts are like the {len(answer.found.of_rows):,} of {context.split}"
+    if context.unit != "points":
+        rows += ", with none that loses far more than all of these"
+    return f"no more than {share:.0f} % of the runs collapse ({seen}), and {rows}"
+
+
+def _what_would_decide(answer: Answer, context: Context) -> str:
+    if answer.reason:
+        return f" Not decided, since {answer.reason}."
+    price = answer.price
+    if price is None:
+        return ""
+    if price.decides:
+        command = f"hpo compare {context.study} --max-seeds {price.seeds}"
+        return f" {price.seeds} seeds should decide, if what was seen goes on: {command}"
+    return (
+        f" No number of seeds up to {MOST_SEEDS} is likely to decide with {len(answer.found.of_rows):,} "
+        f"rows; {_least(price, context.margin)}."
+    )
+
+
+def no_pair(precision: str, pairs: Sequence[Pair]) -> str:
+    """Why no pair of runs counts."""
+    if pairs:
+        return f"{REFERENCE} itself ended without a score in {len(pairs)} of {len(pairs)} runs"
+    return (
+        f"no pair of runs tells anything: those of {precision} or {REFERENCE} failed, or ran in another one"
+    )
+
+
+def collapsed(run: CollapsedRun, context: Context) -> str:
+    """One run that collapsed."""
+    trial, precision = run.trial, run.trial.params[PRECISION]
+    which = (
+        f"{precision}, trial {trial.number} (configuration {run.configuration}, seed {trial.params['seed']})"
+    )
+    if run.difference is not None:
+        return f"{which}: {-run.difference:.2f} {context.unit} below its twin."
+    return (
+        f"{which}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
+    )
+
+
+def tuned(rows: Sequence[Mapping[str, Any]], context: Context) -> str:
+    """What the search itself found in each precision."""
+    if len(rows) < 2:
+        return ""
+    told = ", ".join(f"{row['precision']} {row['value']:.4g} (trial {row['trial']})" for row in rows)
+    return f"Best {context.metric} of the search itself: {told}. That is partly luck, and no verdict."
+
+
+def recommendation(answers: Sequence[Answer], context: Context) -> str:
+    """The fastest precision that is as good."""
+    good = [answer for answer in answers if answer.verdict == "as_good"]
+    kinds = sorted({kind for answer in answers for kind in answer.speed})
+    fastest = {kind: found for kind in kinds if (found := _fastest(good, kind))}
+    told = []
+    for answer in dict.fromkeys(found for found, _ in fastest.values()):
+        speeds = [
+            f"{ratio.ratio:.2f} times as fast ({ratio.low:.2f} to {ratio.high:.2f}) on {kind}"
+            for kind, (found, ratio) in fastest.items()
+            if found is answer
+        ]
+        told.append(
+            f"Use {answer.precision}: as good as {REFERENCE} ({context.within}, {answer.num_runs} runs) if "
+            f"{conditions(answer, context)}; {', '.join(speeds)}."
+        )
+    if fastest and (others := [kind for kind in kinds if kind not in fastest]):
+        told.append(
+            f"Use {REFERENCE} on {' and '.join(others)}: nothing as good is shown to be faster there."
+        )
+    if fastest:
+        return " ".join(told)
+    if good:
+        names = " and ".join(answer.precision for answer in good)
+        where = f" on {' and '.join(kinds)}" if kinds else ""
+        return f"Use {REFERENCE}: as good ({context.within}), but not shown to be faster{where}: {names}."
+    first = answers[0]
+    if not first.num_runs:
+        return f"{first.precision} is not decided: {first.reason}."
+    if first.verdict == "worse":
+        return f"Use {REFERENCE}: {first.precision} is worse ({context.within})."
+    return (
+        f"Use {REFERENCE}: {first.num_runs} runs do not tell whether {first.precision} is as good "
+        f"({context.within}).{_what_would_decide(first, context)}"
+    )
+
+
+def _fastest(good: Sequence[Answer], kind: str) -> tuple[Answer, Ratio] | None:
+    """The fastest precision on a kind of device, of those whose whole interval says that they are faster."""
+    faster = [
+        (answer, ratio)
+        for answer in good
+        if (ratio := answer.speed.get(kind)) and ratio.low is not None and ratio.low > 1
+    ]
+    return max(faster, key=lambda found: found[1].ratio, default=None)
+
+
+def price(found: Price | None, plan: ComparisonConfig, num_rows: int, split: str) -> str:
+    """What a comparison costs, before anything is trained."""
+    first, num = plan.precisions[1], len(plan.configurations)
+    if found is None:
+        trials = 2 * num * plan.max_seeds
+        told = f"Price: at most {trials} trials for {first}. How probable it is that they decide is not known"
+        return f"{told}: the search has too few trials, or the metric is in the labels' units."
+    time = "" if found.seconds is None else f", about {_time(found.seconds)} of one worker"
+    arms = f"{num} configuration{'s' * (num > 1)} in {REFERENCE} and {first}"
+    told = f"{found.trials} trials ({found.seeds} seeds of {arms}{time})"
+    rests = f"if runs differ as in the search, by {found.spread:.2g} points, and {num_rows:,} rows of {split}"
+    if found.decides:
+        more = f" Each further precision adds {found.trials // 2} trials." if len(plan.precisions) > 2 else ""
+        return (
+            f"Price: {told}. They decide with a probability of {found.probability:.0%}, {rests} do as is "
+            f"usual.{more}"
+        )
+    return (
+        f"Price: no plan of at most {found.seeds} seeds decides in {POWER:.0%} of cases at the margin of "
+        f"{plan.margin:g}: {told} do so in {found.probability:.0%}, {rests} do as is usual; "
+        f"{_least(found, plan.margin)}. More labelled rows would show a smaller one."
+    )
+
+
+def _least(found: Price, margin: float) -> str:
+    """The smallest margin that can be shown, rounded up."""
+    if not math.isfinite(found.least_margin):
+        return f"{found.seeds} seeds show none"
+    least = max(math.ceil(10 * found.least_margin) / 10, margin)
+    return f"the smallest margin that {found.seeds} seeds are likely to show is {least:g}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

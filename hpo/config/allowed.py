@@ -1,0 +1,89 @@
+"""Which folders and buckets a study of the database may name on this machine.
+
+Whoever can write to the database decides what stands in a study's definition, and so where a worker would
+write and remove checkpoints, whose texts it would store and whose models it would read. Of such a definition
+only what lies under the working folder, or the folders and buckets of `HPO_ALLOW`, is taken, and what the
+user's study file names too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpo.config.checkpoint_config import ARTIFACTS, CheckpointConfig
+from hpo.config.study_file import show
+from hpo.config.trial_config import encoders_of
+from hpo.errors import InputError
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+
+ALLOW = "HPO_ALLOW"
+"""Environment variable: folders and such as `s3://BUCKET/PREFIX`, with `:` between them."""
+DATA_DIR = "HPO_DATA_DIR"
+"""Environment variable: the folder with this machine's data, for studies whose paths do not lead to them."""
+
+
+def places(config: StudyConfig) -> dict[str, str]:
+    """The folders, files and buckets that a study names, by their keys."""
+    data = config.data
+    found = {"data.path": data.path, **{f"data.files.{split}": path for split, path in data.files}}
+    if isinstance(data.tasks, Path):
+        found["data.tasks"] = data.tasks
+    if data.hub is not None and Path(data.hub.name).is_dir():
+        found["data.hub.name"] = Path(data.hub.name)
+    for number, encoder in enumerate(encoders_of(config)):
+        name = encoder if isinstance(encoder, str) else str(encoder.get("tokenizer", ""))
+        if name and Path(name).is_dir():
+            found["model.encoder" if number == 0 else f"search_space.encoder.choices.{number - 1}"] = Path(
+                name
+            )
+    return checkpoint_place(config.checkpoint) | {key: str(path) for key, path in found.items() if path}
+
+
+def checkpoint_place(config: CheckpointConfig) -> dict[str, str]:
+    return {"checkpoint.location": config.location.removeprefix(ARTIFACTS)} if config.location else {}
+
+
+def check_allowed(study: str, named: Mapping[str, str], of_file: Mapping[str, str] = {}) -> None:
+    """Raise InputError where a study of the database names a place that this machine does not allow.
+
+    Args:
+        named: the study's `places`. Data that are not at their path need no leave: they are looked for in
+            HPO_DATA_DIR alone.
+        of_file: those that the user's own study file names.
+    """
+    allowed = [".", "runs", *_named_here(), *of_file.values()]  # runs/ may be a link to a larger disk
+    for key, place in named.items():
+        is_data = key.startswith("data.")
+        if is_data and not Path(place).exists():
+            continue
+        roots = [*allowed, os.environ[DATA_DIR]] if is_data and os.environ.get(DATA_DIR) else allowed
+        if not any(_resolved(place).is_relative_to(_resolved(root)) for root in roots):
+            raise InputError(
+                f"{key}: the study `{study}` of the database names {show(place, 200)}, which whoever can "
+                f"write to the database can change. It must lie in the working folder or under what {ALLOW} "
+                f"names. If it is right, set that environment variable to it (several with `{os.pathsep}` "
+                "between them), or give the path of the study's file in place of its name."
+            )
+
+
+def allowing(config: StudyConfig) -> str:
+    """The value of `HPO_ALLOW` with which another process may do what this one may with the study."""
+    return os.pathsep.join(dict.fromkeys([*_named_here(), *places(config).values()]))
+
+
+def _named_here() -> list[str]:
+    found = re.split(rf"{re.escape(os.pathsep)}(?!//)", os.environ.get(ALLOW, ""))
+    return [place for place in found if place]
+
+
+def _resolved(place: str) -> Path:
+    """Without `..` and links; a bucket is a relative path, and so under no folder."""
+    if "://" in place:
+        return Path(os.path.normpath(place))
+    return Path(os.path.realpath(place))

@@ -1,0 +1,143 @@
+"""The folder of a study's checkpoints: which database it belongs to, and how other machines see it.
+
+Several databases may share one `runs/`, and only its own knows whether a study is still there. After `hpo
+copy` two of them have the same study with the same checkpoints. So the folder of a study's checkpoints says
+in a file, without the password, which database has worked on the study last: that one alone removes them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpo.errors import CheckpointError, RunError
+from hpo.study.store.database import parse_url, sqlite_path
+
+if TYPE_CHECKING:
+    from hpo.study.claims.leases import Lease
+    from hpo.study.store.storage import Storage
+
+_NOTE = "database"
+
+
+def noted_database(storage: Storage) -> str:
+    """Return what says which database this is.
+
+    PostgreSQL is known by the number that its files were given when they were made: the host and port of a
+    private one change.
+    """
+    url = parse_url(storage.url)
+    path = sqlite_path(url)
+    if path is not None:
+        return str(path.resolve())
+    number = storage.persist(lambda: _system_identifier(storage))
+    return f"{url.host or ''}:{url.port or 5432}/{url.database} of server {number}"
+
+
+def _system_identifier(storage: Storage) -> int:
+    with storage.engine.connect() as connection:
+        query = "SELECT system_identifier FROM pg_control_system()"
+        return int(connection.exec_driver_sql(query).scalar_one())
+
+
+def note_database(folder: Path, storage: Storage) -> None:
+    """Note in the folder of a study's checkpoints which database has the study."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _NOTE).write_text(noted_database(storage))
+
+
+def database_of(folder: Path) -> str | None:
+    """Return what `note_database` has noted in a folder; None: nothing."""
+    note = folder / _NOTE
+    return note.read_text() if note.is_file() else None
+
+
+def is_of(folder: Path, noted: str) -> bool:
+    """Whether the folder is of the database that `noted_database` describes so, whatever its host is now."""
+    note = database_of(folder)
+    return note is not None and note.partition("/")[2] == noted.partition("/")[2]
+
+
+def hand_over(before: Path, now: Path, target: Storage) -> Path | None:
+    """Note whose the checkpoints of a copied study are now, and make them be found by its new name.
+
+    Returns the link to them, if one was made.
+    """
+    if not before.is_dir():
+        return None
+    note_database(before, target)
+    if now.exists():
+        return None
+    now.parent.mkdir(parents=True, exist_ok=True)
+    now.symlink_to(Path("..", before.parent.name, before.name), target_is_directory=True)
+    return now
+
+
+def remove_checkpoints(folder: Path, noted: str) -> str:
+    """Remove a study's folder of checkpoints if it is of this database; return what became of it.
+
+    A link, which `hpo copy --name` makes, is removed and what it leads to is left.
+
+    Raises RunError where it cannot be removed.
+    """
+    try:
+        if folder.is_symlink():
+            target = folder.resolve()
+            folder.unlink()
+            return f"The link {folder} is removed; the checkpoints stay in {target}, where it led"
+        if not folder.is_dir():
+            return f"There were no checkpoints in {folder}"
+        if not is_of(folder, noted):
+            whose = database_of(folder) or "an unknown database"
+            return f"Its checkpoints stay in {folder}: {whose} has used them last"
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise RunError(f"The checkpoints in {folder} cannot be removed: {error.strerror}.") from None
+    return f"Its checkpoints in {folder} are removed"
+
+
+class FolderCheckpoints:
+    """The checkpoints of one trial in a folder that workers may share, for `CheckpointStore`.
+
+    On a network file system a new one may not be seen at once from another machine, so the step of the
+    newest is in the database, and whoever goes on with the trial waits for that one first.
+    """
+
+    wait_seconds = 20.0
+    """NFS shows a file within `acregmax`/`acdirmax`, 60 s at most, and at once where nobody looked before."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._newest = lease.saved_step
+
+    def names(self, kind: str, _resume_key: str) -> Sequence[str]:
+        """The checkpoints that there must be, whether they can be seen here or not."""
+        return [f"step-{self._newest:08d}"] if kind == "step" and self._newest else []
+
+    def fetch(self, path: Path, _resume_key: str) -> None:
+        """Wait until a checkpoint can be read. Raises CheckpointError if it cannot."""
+        deadline = time.monotonic() + self.wait_seconds
+        while True:
+            try:
+                if path.parent.is_dir():
+                    list(path.parent.iterdir())  # makes a network file system ask its server
+                (path / "state.pt").read_bytes()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"checkpoint {path} was written by the trial's last worker, but cannot be read here "
+                        f"after {self.wait_seconds:.0f} s: {error.strerror}. Do the workers share the folder?"
+                    ) from None
+            time.sleep(0.5)
+
+    def sync(self, kept: Sequence[Path], _resume_key: str, *, is_last: bool = False) -> None:  # noqa: ARG002
+        """Note the newest of those that are kept now."""
+        self._lease.saved_step = newest_step(kept, default=self._lease.saved_step)
+
+
+def newest_step(kept: Sequence[Path], default: int) -> int:
+    return max((int(path.name[5:]) for path in kept if path.name.startswith("step-")), default=default)

@@ -1,0 +1,59 @@
+"""Which checkpoints of a study are kept: of the best trials, and of the last that were not finite."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import optuna
+from optuna.trial import TrialState
+
+from hpo.errors import CheckpointError
+from hpo.outcome import Outcome
+from hpo.study.reading.study_record import loss_signs, pareto_front
+
+if TYPE_CHECKING:
+    from hpo.study.checkpoints.remote_store import RemoteStore
+
+_logger = logging.getLogger(__name__)
+
+NUM_NONFINITE = 2
+"""Trials that were not finite whose checkpoints stay, with the optimiser's state; no more than the best."""
+
+
+def without_checkpoints(study: optuna.Study, top_k: int) -> set[int]:
+    """The numbers of the finished trials that keep none.
+
+    The first `top_k` by the first objective keep theirs, those of the Pareto front before others; and the
+    last that were not finite, from which `hpo diagnose` goes on. All is decided from one list of the trials:
+    one that ends while this is decided is not in it, so it is neither finished nor among the best.
+    """
+    ended = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished()]
+    directions = [direction.name.lower() for direction in study.directions]
+    complete = [trial for trial in ended if trial.state == TrialState.COMPLETE]
+    values = np.array([trial.values for trial in complete], dtype=float).reshape(-1, len(directions))
+    front, losses = pareto_front(values, directions), values[:, 0] * loss_signs(directions)[0]
+    best = sorted(range(len(complete)), key=lambda i: (not front[i], losses[i], i))[:top_k]
+    nonfinite = [trial.number for trial in ended if trial.user_attrs.get("outcome") == Outcome.NONFINITE]
+    last = sorted(nonfinite, reverse=True)[: min(top_k, NUM_NONFINITE)]
+    return {trial.number for trial in ended} - {complete[i].number for i in best} - {*last}
+
+
+def keep_best_checkpoints(
+    study: optuna.Study, study_folder: Path, top_k: int, remote: RemoteStore | None = None
+) -> None:
+    """Remove the checkpoints of finished trials but the best, here and where they are uploaded to.
+
+    With a store that is away they stay there until the next trial has ended.
+    """
+    numbers = without_checkpoints(study, top_k)
+    for number in numbers:
+        shutil.rmtree(study_folder / f"trial-{number:05d}", ignore_errors=True)
+    if remote is not None:
+        try:
+            remote.remove_trials(study_folder, numbers)
+        except CheckpointError as error:
+            _logger.warning("Old checkpoints stay: %s", error)

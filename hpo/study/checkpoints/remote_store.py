@@ -1,0 +1,289 @@
+"""Checkpoints in a place that all workers reach: a folder, or a bucket of S3 or of Google Cloud Storage.
+
+`checkpoint.location` of a study names it, and fsspec reads and writes it:
+
+    <location>/.hpo-artifacts               made together with the study
+    <location>/checkpoints-1a2b3c4d/trial-00000/step-00000120-9f8e7d6c5b4a/
+        model.safetensors, state.pt
+
+The thread that has written a checkpoint under `runs/` uploads its two files, and one that has both is
+complete. Which is the newest is found by listing. Its name ends in a digest of the resume key, so a trial
+finds only what it can go on from.
+
+A folder that is not mounted looks like an empty one; it is told by the lack of `.hpo-artifacts`. An upload
+that fails is told as a problem of the trial, which goes on; the next one brings what is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.errors import CheckpointError, HpoError, InputError
+from hpo.study.checkpoints.checkpoint_folders import is_of, newest_step
+
+if TYPE_CHECKING:
+    import threading
+
+    from hpo.study.claims.leases import Lease
+
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+MARKER = ".hpo-artifacts"
+_CHECKPOINT = r"(?P<name>(step|best)-\d{8})-(?P<key>[0-9a-f]{12})"
+_TRIAL = re.compile(r"trial-(\d{5,})")
+_S3_OPTIONS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
+
+
+class RemoteStore:
+    """The checkpoints of studies at one location. A trial is named by its folder under `runs/`."""
+
+    def __init__(self, location: str, filesystem: Any, root: str) -> None:
+        self.location = location
+        self._filesystem = filesystem
+        self._root = root.rstrip("/")
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            self._filesystem.info(f"{self._root}/{MARKER}")
+            yield
+        except FileNotFoundError as error:
+            why = (
+                f"it has no file {MARKER}, so it is away" if MARKER in str(error) else f"{error} is not there"
+            )
+            raise CheckpointError(f"{what} {self.location}: {why}.") from error
+        except Exception as error:  # each file system has its own
+            raise CheckpointError(f"{what} {self.location}: {type(error).__name__}: {error}") from error
+
+    def list(self, folder: Path, key: str | None = None) -> dict[str, dict[str, int]]:
+        """The sizes of the files of each complete checkpoint of a trial, by its name there, the oldest first.
+
+        Raises CheckpointError where the store does not answer.
+        """
+        return {name: sizes for name, sizes in self._list(folder, key).items() if len(sizes) == len(_files())}
+
+    def _list(self, folder: Path, key: str | None) -> dict[str, dict[str, int]]:
+        base = self._path(folder)
+        one = re.compile(rf"(?P<checkpoint>{_CHECKPOINT})/(?P<file>{'|'.join(map(re.escape, _files()))})")
+        found: dict[str, dict[str, int]] = defaultdict(dict)
+        with self._errors("checkpoints cannot be listed in"):
+            for path, about in sorted(self._filesystem.find(base, detail=True).items()):
+                match = one.fullmatch(path.removeprefix(f"{base}/"))
+                if match and (key is None or match["key"] == _digest(key)):
+                    found[match["checkpoint"]][match["file"]] = about["size"]
+        return found
+
+    def upload(self, path: Path, key: str, folder: Path) -> None:
+        """Upload a checkpoint unless it is there. Raises CheckpointError."""
+        name = f"{path.name}-{_digest(key)}"
+        there = self._list(folder, key).get(name, {})
+        if there == {file: (path / file).stat().st_size for file in _files()}:
+            return
+        target = f"{self._path(folder)}/{name}"
+        with self._errors(f"checkpoint {path.name} cannot be written to"):
+            if there:
+                self._filesystem.rm(target, recursive=True)
+            for file in _files():
+                self._filesystem.put_file(str(path / file), f"{target}/{file}")
+
+    def fetch(self, name: str, folder: Path, target: Path) -> None:
+        """Download a checkpoint, by its name in the store, to `target`. Raises CheckpointError."""
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            with self._errors(f"checkpoint {target.name} cannot be read from"):
+                temporary.mkdir(parents=True)
+                for file in _files():
+                    self._filesystem.get_file(f"{self._path(folder)}/{name}/{file}", str(temporary / file))
+                shutil.rmtree(target, ignore_errors=True)
+                temporary.rename(target)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def fetch_newest(self, kind: str, folder: Path) -> None:
+        """Download the newest `best` or `step` checkpoint of an ended trial, unless it is in its folder.
+
+        Raises CheckpointError.
+        """
+        names = [name for name in self.list(folder) if name.startswith(kind)]
+        for name in names[-1:]:
+            path = folder / name[: len("step-00000000")]
+            if not path.is_dir():
+                self.fetch(name, folder, path)
+
+    def remove(self, folder: Path, keep: Callable[[str], bool] = lambda _: False) -> None:
+        """Remove the checkpoints of a trial, complete or not, but those of the names to `keep`."""
+        names = [name for name in self._list(folder, None) if not keep(name)]
+        with self._errors("checkpoints cannot be removed from"):
+            for name in names:
+                self._filesystem.rm(f"{self._path(folder)}/{name}", recursive=True)
+
+    def trials(self, study_folder: Path) -> set[int]:
+        """The numbers of the trials of a study, named by its folder of checkpoints, that have some there."""
+        base = f"{self._root}/{study_folder.name}"
+        with self._errors("checkpoints cannot be listed in"):
+            paths = self._filesystem.find(base)
+        parts = (path.removeprefix(f"{base}/").split("/")[0] for path in paths)
+        return {int(match[1]) for part in parts if (match := _TRIAL.fullmatch(part))}
+
+    def remove_trials(self, study_folder: Path, numbers: Collection[int]) -> int:
+        """Remove all checkpoints of these trials; return of how many there were some."""
+        found = self.trials(study_folder).intersection(numbers)
+        for number in found:
+            self.remove(study_folder / f"trial-{number:05d}")
+        return len(found)
+
+    def _path(self, folder: Path) -> str:
+        return f"{self._root}/{folder.parent.name}/{folder.name}"
+
+
+class RemoteCheckpoints:
+    """The checkpoints of one trial in a store, for `hpo.training.checkpoint.CheckpointStore`."""
+
+    wait_seconds = 60.0
+    """How long a trial that goes on, or has ended, waits for a store that is away."""
+    retry_seconds = 5.0
+
+    def __init__(self, store: RemoteStore, lease: Lease, folder: Path, stop: threading.Event) -> None:
+        self._store = store
+        self._lease = lease
+        self._folder = folder
+        self._stop = stop
+
+    def names(self, kind: str, resume_key: str) -> Sequence[str]:
+        """The complete checkpoints that a trial with this key can go on from."""
+        found = self._until_it_answers(lambda: self._store.list(self._folder, resume_key))
+        return [name[: -len("-9f8e7d6c5b4a")] for name in found if name.startswith(kind)]
+
+    def fetch(self, path: Path, resume_key: str) -> None:
+        self._store.fetch(f"{path.name}-{_digest(resume_key)}", self._folder, path)
+
+    def sync(self, kept: Sequence[Path], resume_key: str, *, is_last: bool = False) -> None:
+        """Upload what is kept here; remove what it replaces, and with `is_last` all others of the trial."""
+        self._lease.check()
+
+        def upload() -> None:
+            for path in kept:
+                self._store.upload(path, resume_key, self._folder)
+
+        if is_last:
+            self._until_it_answers(upload)
+        else:
+            upload()
+        self._lease.saved_step = newest_step(kept, default=self._lease.saved_step)
+        names = {f"{path.name}-{_digest(resume_key)}" for path in kept}
+
+        def keep(name: str) -> bool:
+            # A newer one is of a worker that has taken the trial over meanwhile.
+            newer = not any(path.name[:4] == name[:4] and path.name > name for path in kept)
+            return name in names or (newer and not is_last)
+
+        self._store.remove(self._folder, keep)
+
+    def _until_it_answers(self, action: Callable[[], T]) -> T:
+        deadline = time.monotonic() + self.wait_seconds
+        while True:
+            try:
+                return action()
+            except CheckpointError:
+                if time.monotonic() > deadline or self._stop.wait(self.retry_seconds):
+                    raise
+
+
+def open_remote_store(config: CheckpointConfig, *, create: bool = False) -> RemoteStore | None:
+    """The store that a study names; None: its checkpoints are in a folder alone, which is made.
+
+    Args:
+        create: of who makes the study: make the store, and mark it.
+
+    Raises:
+        InputError: it cannot be used. One that only does not answer now is no error.
+    """
+    if not config.is_remote:
+        if config.location is not None:
+            _make_folder(Path(config.location))
+        return None
+    import fsspec
+
+    url = config.url
+    options = {"s3": {"config_kwargs": _S3_OPTIONS}, "gs": {}}.get(
+        url.partition("://")[0], {"auto_mkdir": True}
+    )
+    try:
+        filesystem, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
+    except ImportError as error:
+        raise InputError(
+            f"checkpoint.location: {config.location} needs a package that is not installed: {error}"
+        ) from None
+    if create and "://" not in url:
+        _make_folder(Path(url))
+    try:
+        if create:
+            filesystem.pipe_file(f"{root.rstrip('/')}/{MARKER}", b"checkpoints of hpo\n")
+        filesystem.info(f"{root.rstrip('/')}/{MARKER}")
+    except FileNotFoundError as error:
+        raise InputError(
+            f"checkpoint.location: {config.location} cannot be made: {error}."
+            if create
+            else f"checkpoint.location: {config.location} must be the place that was made with the study, "
+            f"but it has no file {MARKER}. Mount it here. Where it is lost, make an empty one with it."
+        ) from None
+    except PermissionError as error:
+        raise InputError(
+            f"checkpoint.location: these credentials may not use {config.location}: {error}."
+        ) from None
+    except Exception as error:  # each file system has its own
+        if type(error).__name__ == "NoCredentialsError":
+            raise InputError(f"checkpoint.location: {config.location}: {error}.") from None
+        _logger.warning("%s does not answer now: %s", config.location, error)
+    return RemoteStore(str(config.location), filesystem, root)
+
+
+def remove_uploads(config: CheckpointConfig, folder: Path, noted: str) -> str:
+    """Remove the checkpoints of a deleted study from where they were uploaded to; return what became of them.
+
+    Args:
+        folder: where they are on this machine.
+        noted: the database that had the study, as `noted_database` says.
+    """
+    if not config.is_remote:
+        return ""
+    if not is_of(folder, noted):
+        return (
+            f"Its checkpoints stay in {config.location}: nothing on this machine says that no other "
+            "database has this study with them."
+        )
+    try:
+        if (remote := open_remote_store(config)) is not None:
+            remote.remove_trials(folder, remote.trials(folder))
+    except HpoError as error:
+        return f"Its checkpoints stay in {config.location}: {error}"
+    return f"Its checkpoints in {config.location} are removed."
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"checkpoint.location: {folder} cannot be made: {error.strerror}.") from None
+
+
+def _files() -> tuple[str, ...]:
+    from hpo.training.checkpoint import FILES  # PyTorch
+
+    return FILES
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:12]

@@ -1,0 +1,158 @@
+"""The right of one worker to run the trial of one slot, and what may be stored under it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import optuna
+import sqlalchemy as sa
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.errors import LeaseLostError
+from hpo.json_safe import json_safe
+from hpo.outcome import Outcome
+from hpo.study.claims.deaths import Deaths
+from hpo.study.store.optuna_internals import trial_id_of
+from hpo.study.store.schema import slots
+
+if TYPE_CHECKING:
+    from hpo.study.store.storage import Storage
+    from hpo.trial.telemetry import Progress, TrialResult
+
+
+def trial_attributes(result: TrialResult) -> dict[str, Any]:
+    """The user attributes of a trial that ended as `result`: scalars, and the telemetry as one document."""
+    return {
+        "outcome": result.outcome,
+        "outcome_reason": result.reason,
+        **result.headline,
+        "telemetry": result.telemetry,
+        **({"traceback": result.traceback} if result.traceback else {}),
+    }
+
+
+@dataclass(eq=False)
+class Lease:
+    """The right of one worker to run one slot's trial."""
+
+    storage: Storage
+    study: str
+    owner: str
+    """The worker."""
+    slot: int
+    deaths: Deaths
+    """Of workers that had its trial."""
+    trial_number: int | None = None
+    """Of the slot's last Optuna trial."""
+    trial: optuna.trial.Trial | None = None
+    """The one that runs here."""
+    trained: bool = False
+    """Whether `check` was called: the trial has made a step."""
+    saved_step: int = 0
+    """Of the newest checkpoint that was written of its trial."""
+    lost: threading.Event = field(default_factory=threading.Event)
+    """Set when another worker has the slot."""
+    study_closed: threading.Event = field(default_factory=threading.Event)
+    """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
+    noted: tuple[Progress, float] | None = None
+    """The newest progress of its trial, and when it was noted, by this process's monotonic clock."""
+
+    def check(self) -> None:
+        """To be called between steps; reads a flag only.
+
+        Raises:
+            LeaseLostError: another worker has the slot, so this one must stop and store nothing.
+        """
+        self.trained = True
+        if self.lost.is_set():
+            raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
+
+    def note_progress(self, progress: Progress) -> None:
+        """Keep how far the trial is, in memory; the next heartbeat writes it into the worker's row."""
+        self.noted = progress, time.monotonic()
+
+    def update(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> bool:
+        """Change the slot's row, which stays locked until the end of the transaction; False: another worker
+        has it, or one of the `conditions` does not hold."""
+        owned = (slots.c.study == self.study, slots.c.slot == self.slot, slots.c.owner == self.owner)
+        made: dict[str, Any] = {"trained": True} if self.trained else {}
+        made |= {"saved_step": self.saved_step} if self.saved_step else {}
+        change = sa.update(slots).where(*owned, *conditions).values({"owner": self.owner, **made, **values})
+        return connection.execute(change).rowcount > 0
+
+    def hold(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> None:
+        """As `update`.
+
+        Raises:
+            LeaseLostError: another worker has the slot.
+        """
+        if not self.update(connection, *conditions, **values):
+            self.lost.set()
+            self.check()
+
+    def store_params(self) -> None:
+        """See to it that the database has the parameters that were suggested to the trial.
+
+        Optuna stores each when it is suggested, but where there is one already it keeps that: of a worker
+        that had lost the slot, or of a first attempt whose answer was lost. A server that fell back to an
+        older state has fewer.
+
+        Raises:
+            LeaseLostError: another worker has the slot, or it has others: the trial is to be opened again.
+        """
+        self.storage.persist(self._store_params)
+
+    def _store_params(self) -> None:
+        assert self.trial is not None
+        with self.storage.engine.begin() as connection:
+            self.hold(connection)
+        stored, params = self._stored(self.trial).params, self.trial.params
+        for name, distribution in self.trial.distributions.items():
+            if name not in stored:
+                value = distribution.to_internal_repr(params[name])
+                self.storage.optuna.set_trial_param(trial_id_of(self.trial), name, value, distribution)
+            elif stored[name] != params[name]:
+                raise LeaseLostError(f"The database has another `{name}` of trial {self.trial.number}.")
+
+    def _stored(self, trial: optuna.trial.Trial) -> FrozenTrial:
+        try:
+            return self.storage.optuna.get_trial(trial_id_of(trial))
+        except KeyError as error:
+            raise LeaseLostError(f"Trial {trial.number} is gone: its study was deleted.") from error
+
+    def record(self, result: TrialResult, slot_state: str) -> None:
+        """Store how the trial ended, then the state of its slot; killed in between, the next claim does that.
+
+        Raises:
+            LeaseLostError: another worker has the slot, or somebody else has ended the trial.
+        """
+        assert self.trial is not None
+        mine = slots.c.trial_number == self.trial.number
+        with self.storage.engine.begin() as connection:
+            self.hold(connection, mine)
+        try:
+            self._end_trial(self.trial, result)
+        except UpdateFinishedTrialError as error:
+            raise LeaseLostError(f"Trial {self.trial.number} was ended by somebody else.") from error
+        fresh = {"saved_step": 0, **Deaths().columns} if slot_state == "open" else {}
+        with self.storage.engine.begin() as connection:
+            self.hold(connection, mine, state=slot_state, **fresh)
+
+    def _end_trial(self, trial: optuna.trial.Trial, result: TrialResult) -> None:
+        state, stored = TrialState[result.outcome.optuna_state], self._stored(trial)
+        if stored.state == state and stored.user_attrs.get("outcome") == result.outcome:
+            return  # the answer was lost
+        if stored.state == TrialState.RUNNING:
+            self._store_params()  # again: see there
+        for key, value in trial_attributes(result).items():
+            trial.set_user_attr(key, json_safe(value))
+        if result.outcome.infeasible and "feasible" not in stored.constraints:
+            trial.set_constraint("feasible", 1.0)
+        values = result.values if result.outcome == Outcome.COMPLETE else None
+        if result.outcome == Outcome.PRUNED and stored.last_step is not None:
+            values = (stored.intermediate_values[stored.last_step],)  # as Optuna does
+        self.storage.optuna.set_trial_state_values(trial_id_of(trial), state, values)

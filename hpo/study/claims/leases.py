@@ -1,0 +1,351 @@
+"""Which trial a worker runs next, and what becomes of it when the worker dies.
+
+A *slot* is one logical trial, and a study has exactly `n_trials` of them. A worker claims a slot, runs the
+slot's Optuna trial and closes the slot. A trial is made in the transaction that notes its number in the
+slot; when it has ended, the slot is closed. So wherever a worker was killed, what to do follows from the
+slot's last trial:
+
+    there is none  -> take one that somebody enqueued, else make one
+    RUNNING        -> it goes on, with its number, its parameters and its checkpoint
+    FAIL           -> make one with the same parameters, until the retries are used up; but only after an
+                      unexpected exception, because a failure that was decided (no traceback) would be
+                      decided again
+    anything else  -> the slot is done
+
+A worker that dies leaves its slot claimed. On the same machine the others see at once that its process is
+gone; elsewhere its lease runs out. Leases are ours because Optuna's heartbeat runs only inside
+`study.optimize`, ends for good when the database restarts, and fails a trial instead of continuing it.
+
+Outcome -> Optuna state: a failure that would happen again is PRUNED with an infeasible constraint, never
+FAIL, because samplers do not see FAIL and would return to the same broken precision.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, asdict, dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import optuna
+import sqlalchemy as sa
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.json_safe import json_safe
+from hpo.outcome import Outcome
+from hpo.study.claims.deaths import Deaths, count_death
+from hpo.study.claims.lease import Lease as Lease
+from hpo.study.claims.lease import trial_attributes
+from hpo.study.claims.workers import Membership
+from hpo.study.sampling.grid_sampler import known_params
+from hpo.study.store.optuna_internals import make_trial, start_trial, study_id_of, trial_id_of
+from hpo.study.store.schema import slots, studies, workers
+
+if TYPE_CHECKING:
+    from hpo.trial.telemetry import TrialResult
+
+LOOK_SECONDS = 1.0
+"""How often a worker that finds free slots looks for dead workers too; of many workers each less often."""
+LOOK_AT_ONCE = 8
+"""So many workers look each `LOOK_SECONDS`, so that what it costs does not grow with the square of them."""
+
+
+@lru_cache(maxsize=1)
+def _claim_open(runnable: sa.ColumnElement[bool]) -> sa.Executable:
+    """How the worker `by` claims an open slot of the study `of_study`, without a look at the others."""
+    of_study, number = slots.c.study == sa.bindparam("of_study"), slots.c.trial_number
+    free = sa.select(slots.c.slot).where(of_study, slots.c.state == "open", runnable)
+    free = free.order_by(number, slots.c.slot)  # as the index; else PostgreSQL takes one that reads more
+    first = (
+        free.where(has_trial).limit(1).with_for_update(skip_locked=True).scalar_subquery()
+        for has_trial in (number.is_not(None), number.is_(None))
+    )
+    is_open = sa.exists().where(studies.c.name == sa.bindparam("of_study"), studies.c.state == "open")
+    claim = sa.update(slots).where(of_study, slots.c.slot == sa.func.coalesce(*first), is_open)
+    return claim.values(state="running", owner=sa.bindparam("by")).returning(slots)
+
+
+@dataclass(eq=False)
+class WorkerLease(Membership):
+    """A worker that claims slots of a study and runs their trials.
+
+    On leaving the block, a slot that is still claimed opens again.
+    """
+
+    _: KW_ONLY
+    max_retries: int
+    """How often a trial that failed unexpectedly is tried again."""
+    can_run: Callable[[Mapping[str, Any]], bool] | None = None
+    """Whether this worker can run a trial with these parameters, perhaps not yet all, and {} for one that is
+    not made yet; it leaves the others to other workers. None: it can run all."""
+    refusal: Callable[[Mapping[str, Any]], str] = lambda _: ""
+    """Why no worker can run an enqueued trial with these parameters; empty: one can."""
+    saved_step: Callable[[int], int] = lambda _: 0
+    """The step of the last checkpoint of the trial with this number."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._lease: Lease | None = None
+        """Of the slot that it has claimed last."""
+        self._may_have_slot = False
+        self._looks_at = -math.inf  # for dead workers
+
+    # Claims
+
+    def claim(self) -> Lease | None:
+        """Claim a slot: first one whose owner died, then one with an unfinished trial, then a fresh one.
+
+        Returns:
+            None when every slot is done, with a live worker, or has a trial that cannot run here, and when
+            the study is not open.
+        """
+        self._lease = None
+        self._lease = self._storage.persist(self._claim)
+        return self._lease
+
+    def _claim(self) -> Lease | None:
+        runnable = self._runnable()
+        with self._storage.engine.begin() as connection:
+            if slot := self._claimed_before(connection):
+                return self._lease_of(slot)
+            self._may_have_slot = True
+            looks = time.monotonic() >= self._looks_at
+            if not looks and (slot := self._open_slot(connection, runnable)):
+                return self._lease_of(slot)
+            if not self._look_whether_open(connection):
+                return None
+            if lease := self._take_over(connection, runnable):
+                return lease
+            slot = self._open_slot(connection, runnable) if looks else None
+            return self._lease_of(slot) if slot else None
+
+    def _lease_of(self, slot: sa.Row[Any], deaths: Deaths | None = None) -> Lease:
+        return Lease(
+            self._storage,
+            self._study.study_name,
+            self.id,
+            slot.slot,
+            deaths or Deaths.of_slot(slot),
+            slot.trial_number,
+            saved_step=slot.saved_step,
+            study_closed=self.study_closed,
+        )
+
+    def _claimed_before(self, connection: sa.Connection) -> sa.Row[Any] | None:
+        """A slot that this worker has already: the connection broke after the commit of its claim, say."""
+        if not self._may_have_slot:
+            return None
+        mine = (self._of_study, slots.c.state == "running", slots.c.owner == self.id)
+        slot = connection.execute(sa.select(slots).where(*mine)).first()
+        self._may_have_slot = slot is not None
+        return slot
+
+    def _open_slot(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+        """Claim an open slot, first one with an unfinished trial; None: there is none, or the study is not
+        open."""
+        about = {"of_study": self._study.study_name, "by": self.id}
+        return connection.execute(_claim_open(runnable), about).one_or_none()
+
+    def _take_over(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> Lease | None:
+        """Claim the slot of a worker that is dead; None: there is none."""
+        while slot := self._abandoned(connection, runnable):
+            deaths = self._deaths(connection, slot)
+            unchanged = (self._of_study, slots.c.slot == slot.slot, slots.c.state == "running")
+            claim = sa.update(slots).where(*unchanged, slots.c.owner == slot.owner)
+            if connection.execute(claim.values(owner=self.id, **deaths.columns)).rowcount:
+                return self._lease_of(slot, deaths)
+        return None
+
+    def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
+        """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""
+        query = sa.select(slots.c.trial_number).where(self._of_study, slots.c.state != "done").distinct()
+        with self._storage.engine.connect() as connection:
+            numbers = connection.execute(query).scalars().all()
+        trials = self._study.get_trials(deepcopy=False)
+        return {number: {} if number is None else known_params(trials[number]) for number in numbers}
+
+    def _runnable(self) -> sa.ColumnElement[bool]:
+        """The condition that this worker can run the trial of a slot, or begin one where there is none."""
+        if self.can_run is None:
+            return sa.true()
+        refused = [number for number, params in self.unfinished().items() if not self.can_run(params)]
+        no_trial = slots.c.trial_number.is_(None)
+        others = slots.c.trial_number.not_in([number for number in refused if number is not None])
+        return sa.and_(~no_trial, others) if None in refused else sa.or_(no_trial, others)
+
+    def _abandoned(self, connection: sa.Connection, runnable: sa.ColumnElement[bool]) -> sa.Row[Any] | None:
+        query = sa.select(slots).where(self._of_study, slots.c.state == "running", runnable)
+        rows = connection.execute(query.order_by(slots.c.slot)).all()
+        self._looks_at = time.monotonic() + LOOK_SECONDS * max(1.0, len(rows) / LOOK_AT_ONCE)
+        storage, name = self._storage, self._study.study_name
+        witnessed = storage.availability.unbroken_seconds(storage.lease_seconds / 2)
+        alive = storage.live_workers(connection, name, witnessed) if rows else set()
+        return next((row for row in rows if row.owner not in alive), None)
+
+    def _deaths(self, connection: sa.Connection, slot: sa.Row[Any]) -> Deaths:
+        """The deaths in an abandoned slot, with that of its owner if it died in the trial."""
+        owner = connection.execute(sa.select(workers).where(workers.c.id == slot.owner)).one_or_none()
+        if owner is None or slot.trial_number is None:  # owner: its row was lost, see `Membership`
+            return Deaths.of_slot(slot)
+        if "outcome" in self._trial(slot.trial_number).user_attrs:  # it had ended
+            return Deaths.of_slot(slot)
+        saved_step = max(slot.saved_step, self.saved_step(slot.trial_number))
+        return count_death(connection, slot, saved_step, owner.cause or "")
+
+    # The heartbeat
+
+    def _renew_slot(self, connection: sa.Connection) -> Mapping[str, Any]:
+        lease = self._lease
+        columns: dict[str, Any] = {"progress": None, "progress_at": None}
+        if lease is None:
+            return columns
+        if not lease.update(connection, slots.c.state == "running"):
+            lease.lost.set()
+        if lease.noted is not None:
+            progress, noted_at = lease.noted
+            told = {**asdict(progress), "trial": lease.trial_number}
+            columns["progress"] = json.dumps(json_safe(told))
+            columns["progress_at"] = self._storage.now - (time.monotonic() - noted_at)
+        return columns
+
+    def _open_slots(self, connection: sa.Connection) -> None:
+        if self._lease is not None:
+            self._lease.update(connection, slots.c.state == "running", state="open")
+        mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
+        connection.execute(sa.update(slots).where(*mine).values(state="open"))
+
+    # The trial of a slot
+
+    def open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
+        """Return the trial to run in a claimed slot, or None when the slot proves to be done.
+
+        A retried trial has the parameters of the failed one, and that one's number in the user attribute
+        `retry_of`.
+
+        Raises:
+            LeaseLostError: another worker has the slot.
+        """
+        lease.trial = self._storage.persist(lambda: self._open_trial(lease))
+        return lease.trial
+
+    def _open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
+        while (last := self._last_trial(lease)) is None or last.state != TrialState.RUNNING:
+            if last is None or (last.state == TrialState.FAIL and not _has_failed(last)):
+                if not self._start_enqueued(lease):
+                    self._make_trial(lease, {}, {})
+            elif last.state == TrialState.FAIL and self._is_retried(last, last.user_attrs):
+                # As `study.enqueue_trial` stores them.
+                self._make_trial(lease, {"fixed_params": last.params}, {"retry_of": last.number})
+            else:
+                with self._storage.engine.begin() as connection:
+                    lease.hold(connection, state="done")
+                self._forget()
+                return None
+        return optuna.trial.Trial(self._study, trial_id_of(last))
+
+    def _trial(self, number: int) -> FrozenTrial:
+        return self._study.get_trials(deepcopy=False)[number]
+
+    def _last_trial(self, lease: Lease) -> FrozenTrial | None:
+        return None if lease.trial_number is None else self._trial(lease.trial_number)
+
+    def _make_trial(
+        self, lease: Lease, system_attrs: Mapping[str, Any], user_attrs: Mapping[str, Any]
+    ) -> None:
+        """Make a trial for the slot, unless it has got another one meanwhile."""
+        with self._storage.engine.begin() as connection:
+            number = make_trial(connection, study_id_of(self._study), system_attrs, user_attrs)
+            if not self._note_trial(connection, lease, number):
+                connection.rollback()
+        self._reread(lease)
+
+    def _start_enqueued(self, lease: Lease) -> bool:
+        """Start the first trial of `study.enqueue_trial` for the slot, unless it has got another one
+        meanwhile; False: there is none.
+
+        One that no worker can run ends at once and takes no slot.
+        """
+        for trial in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            if refusal := self.refusal(trial.system_attrs.get("fixed_params", {})):
+                self._storage.fail_trial(trial, Outcome.FAILED, refusal)
+                continue
+            with self._storage.engine.begin() as connection:
+                if not start_trial(connection, trial_id_of(trial)):
+                    continue  # another worker was faster
+                if not self._note_trial(connection, lease, trial.number):
+                    connection.rollback()
+            self._reread(lease)
+            return True
+        return False
+
+    def _note_trial(self, connection: sa.Connection, lease: Lease, number: int) -> bool:
+        """Note the number of the slot's new trial, which has no step yet; False: the slot has changed."""
+        lease.deaths, lease.saved_step, lease.noted = Deaths(), 0, None
+        unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
+        return lease.update(connection, unchanged, trial_number=number, saved_step=0, **lease.deaths.columns)
+
+    def _reread(self, lease: Lease) -> None:
+        """Look which trial the slot has now."""
+        mine = (self._of_study, slots.c.slot == lease.slot, slots.c.owner == self.id)
+        with self._storage.engine.connect() as connection:
+            row = connection.execute(sa.select(slots.c.trial_number).where(*mine)).one_or_none()
+        if row is None:
+            lease.lost.set()
+            lease.check()
+        else:
+            lease.trial_number = row.trial_number
+
+    def _is_retried(self, failed: optuna.trial.Trial | FrozenTrial, attributes: Mapping[str, Any]) -> bool:
+        """Whether the slot of a trial that FAILed, with these attributes, gets another one."""
+        num_failures, number = 1, failed.user_attrs.get("retry_of")
+        while number is not None:
+            num_failures, number = num_failures + 1, self._trial(number).user_attrs.get("retry_of")
+        return "traceback" in attributes and num_failures <= self.max_retries
+
+    def release(self, lease: Lease) -> None:
+        """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
+
+        def open_slot() -> None:
+            with self._storage.engine.begin() as connection:
+                lease.hold(connection, state="open")
+
+        self._storage.persist(open_slot)
+        self._forget()
+
+    def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:
+        """Store how a trial ended and close its slot.
+
+        `preempted` opens the slot again with the trial still RUNNING; `failed` with a traceback opens it for
+        a retry while retries are left.
+
+        Raises:
+            LeaseLostError: another worker has the slot; nothing is stored.
+        """
+        if result.outcome == Outcome.PREEMPTED:
+            self.release(lease)
+            return
+        values = result.values if result.outcome == Outcome.COMPLETE else (0.0,)
+        if not values or not all(map(math.isfinite, values)):
+            raise ValueError(f"a complete trial must have finite values, but got {values}")
+        lease.trial = trial
+
+        def record() -> None:
+            failed = result.outcome == Outcome.FAILED
+            is_retried = failed and self._is_retried(trial, trial_attributes(result))
+            lease.record(result, "open" if is_retried else "done")
+
+        self._storage.persist(record)
+        self._forget()
+
+    def _forget(self) -> None:
+        """The slot is not this worker's any more; the heartbeat says nothing more of it."""
+        self._may_have_slot = False
+        self._lease = None
+
+
+def _has_failed(trial: FrozenTrial) -> bool:
+    """Whether a worker ended the trial as `failed`; else somebody gave it up."""
+    return trial.user_attrs.get("outcome") == Outcome.FAILED

@@ -1,0 +1,133 @@
+"""A worker among the workers of a study: its row says that it lives, and a thread keeps that fresh."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from hpo.errors import HpoError, OutageError, StoppedError
+from hpo.study.claims.process import process_start, this_job, this_machine
+from hpo.study.store.failures import explain
+from hpo.study.store.lifecycle import study_state
+from hpo.study.store.schema import slots, workers
+from hpo.study.store.sqlite_place import refuse_other_hosts
+
+if TYPE_CHECKING:
+    import optuna
+
+    from hpo.study.store.storage import Storage
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Membership:
+    """This process in a study, for the length of a block."""
+
+    _storage: Storage
+    _study: optuna.Study
+    _: KW_ONLY
+    device: str | None = None
+    """The `DeviceInfo.device_id` of what its trials run on, where known."""
+
+    number: int = field(init=False)
+    """Of the worker in the study, from 0; no other worker of the study ever has it."""
+
+    def __post_init__(self) -> None:
+        self.id = f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.study_closed = threading.Event()
+        """Set when the study was paused, cancelled or deleted."""
+        self._of_study = slots.c.study == self._study.study_name
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._storage.persist(self._register)
+        self._thread.start()
+        return self
+
+    def _register(self) -> None:
+        """Add this worker's row, with the next number; the data cannot be exchanged at the same time."""
+        storage, name = self._storage, self._study.study_name
+        with storage.exclusive():
+            storage.check_data(name)
+            with storage.engine.begin() as connection:
+                refuse_other_hosts(connection, storage.now, storage.lease_seconds)
+                # One that is there is of an attempt that was committed, though the answer was lost.
+                connection.execute(sa.delete(workers).where(workers.c.id == self.id))
+                numbers = sa.select(sa.func.max(workers.c.number)).where(workers.c.study == name)
+                last: int | None = connection.execute(numbers).scalar()
+                self.number = 0 if last is None else last + 1
+                me = {"id": self.id, "study": name, "number": self.number, "device": self.device}
+                me |= {"host": socket.gethostname(), "machine": this_machine(), "pid": os.getpid()}
+                me |= {"process_start": process_start(os.getpid()) or "", "job": this_job(), "state": "live"}
+                times = {"started": storage.now, "last_seen": storage.now}
+                connection.execute(sa.insert(workers).values({**me, **times}))
+
+    def others_run(self) -> bool:
+        """Whether another worker that lives is running a trial of the study."""
+        running = sa.select(slots.c.owner).where(self._of_study, slots.c.state == "running")
+        with self._storage.engine.connect() as connection:
+            owners = set(connection.execute(running).scalars())
+            return bool(owners & self._storage.live_workers(connection, self._study.study_name) - {self.id})
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._leaving.set()
+        if kind is not None and issubclass(kind, StoppedError):
+            return  # no time to wait for a database that is away; the others see that this process is gone
+        self._thread.join()
+        me = sa.update(workers).where(workers.c.id == self.id)
+        try:
+            with self._storage.engine.begin() as connection:
+                self._open_slots(connection)
+                connection.execute(me.values(state="left", last_seen=self._storage.now))
+        except SQLAlchemyError as error:  # the others see that this process is gone
+            _logger.warning("Could not sign off: %s", explain(self._storage.url, error))
+
+    def _beat(self) -> None:
+        while not self._leaving.wait(self._storage.lease_seconds / 6):
+            try:
+                self._storage.attempt(self._beat_once)
+            except OutageError:
+                pass  # the next one finds the database back
+            except HpoError as error:
+                _logger.warning("Heartbeat failed, trying again: %s", error)
+
+    def _beat_once(self) -> None:
+        with self._storage.engine.begin() as connection:
+            columns = self._renew_slot(connection)
+            self._look_whether_open(connection)
+            # Last, as everywhere: two threads never wait for each other's rows.
+            is_known = self._renew(connection, columns)
+        if not (
+            is_known or self.study_closed.is_set()
+        ):  # after a failover to a server that lagged behind, say
+            self._register()
+
+    def _renew_slot(self, connection: sa.Connection) -> Mapping[str, Any]:
+        """Keep the slot that this worker has claimed; what its row says of the trial in it."""
+        raise NotImplementedError
+
+    def _open_slots(self, connection: sa.Connection) -> None:
+        """Open what this worker has claimed, for others."""
+        raise NotImplementedError
+
+    def _renew(self, connection: sa.Connection, columns: Mapping[str, Any]) -> bool:
+        """Say that this worker lives; False: its row is gone."""
+        me = sa.update(workers).where(workers.c.id == self.id)
+        return connection.execute(me.values(last_seen=self._storage.now, **columns)).rowcount > 0
+
+    def _look_whether_open(self, connection: sa.Connection) -> bool:
+        """Whether the study is open; where it is not, `study_closed` is set."""
+        if study_state(connection, self._study.study_name) != "open":
+            self.study_closed.set()
+        return not self.study_closed.is_set()

@@ -1,0 +1,80 @@
+"""Detailed evaluations in the study's database: of the best trials, one document a split."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from hpo.errors import DataError
+from hpo.json_safe import json_safe
+from hpo.study.store.schema import detailed_evaluations, studies
+
+if TYPE_CHECKING:
+    from hpo.study.store.storage import Storage
+
+_logger = logging.getLogger(__name__)
+
+NOT_STORED = "the study was deleted, or made anew, while its trial was evaluated."
+
+
+def read_detailed_evaluations(
+    connection: sa.Connection, name: str
+) -> dict[int, dict[str, Mapping[str, Any]]]:
+    """The documents of the study `name` by the number of the trial and the split; those of another version,
+    or damaged, are left out with a warning."""
+    query = sa.select(detailed_evaluations).where(detailed_evaluations.c.study == name)
+    found: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for row in connection.execute(query.order_by(detailed_evaluations.c.split)):
+        try:
+            found[row.trial_number][row.split] = _read(row.document)
+        except DataError as error:
+            what = f"trial {row.trial_number} on {row.split}"
+            _say_left_out(f"The detailed evaluation of {what} of {name} is left out: {error}")
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _say_left_out(what: str) -> None:
+    """Once, however often a study is read."""
+    _logger.warning("%s `hpo best STUDY --evaluate SPLIT` makes that of the best trial anew.", what)
+
+
+def _read(text: str) -> Mapping[str, Any]:
+    from hpo.evaluation.record import read_document  # SciPy, which a study without a document needs not
+
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"this is no JSON: {error}.") from error
+    return read_document(content)
+
+
+def store_detailed_evaluation(
+    storage: Storage, name: str, token: str, trial_number: int, document: Mapping[str, Any]
+) -> bool:
+    """Keep a detailed evaluation with its trial, in place of an earlier one of that split.
+
+    `token` is that of the study (`Storage.study_token`) from before the evaluation, so that none is stored
+    with a study of the same name that was made meanwhile. Returns whether it was stored.
+    """
+    table = detailed_evaluations
+    key = {"study": name, "trial_number": trial_number, "split": document["split"]}
+    text = json.dumps(json_safe(document))
+
+    def store() -> bool:
+        with storage.engine.begin() as connection:
+            # Written first, so that nobody deletes the study, or stores the same, meanwhile.
+            here = sa.update(studies).where(studies.c.name == name, studies.c.token == token)
+            if not connection.execute(here.values(token=token)).rowcount:
+                return False
+            connection.execute(sa.delete(table).where(*(table.c[of] == value for of, value in key.items())))
+            connection.execute(sa.insert(table).values(**key, document=text, created=storage.now))
+        return True
+
+    return storage.persist(store)

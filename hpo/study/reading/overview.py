@@ -1,0 +1,154 @@
+"""What a database holds, study by study: for `hpo studies`, and for workers that choose one.
+
+A handful of queries whatever the number of studies, each of which the database adds up: reading a study as
+`reader` does takes seconds with thousands of trials.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from optuna.trial import TrialState
+
+from hpo.config.study_file import show
+from hpo.study.claims.process import is_alive
+from hpo.study.store import optuna_internals
+from hpo.study.store.database import snapshot
+from hpo.study.store.making import TOKEN_ATTR
+from hpo.study.store.schema import slots, studies, workers
+
+if TYPE_CHECKING:
+    from hpo.study.store.storage import Storage
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StudyOverview:
+    """A study in numbers."""
+
+    name: str
+    state: str
+    """`open`, `paused`, `cancelled`; `done` where it is open and each trial has ended."""
+    priority: int
+    trials: dict[str, int]
+    """`open`, `running`, `done` and the `total`; one whose worker died counts as open."""
+    metric: str
+    """The first objective."""
+    best: float | None
+    """Its best value; None before the first complete trial."""
+    workers: int
+    """That live."""
+    created: float
+    last_activity: float
+    """When one of its workers was last seen, or it was made."""
+    now: float
+    """By the database's clock, as these are: seconds since 1970."""
+
+
+def list_studies(storage: Storage) -> list[StudyOverview]:
+    """Every study of the database that hpo made, the newest last."""
+
+    def read() -> list[StudyOverview]:
+        with snapshot(storage.engine) as connection:
+            now = float(connection.execute(sa.select(storage.now)).scalar_one())
+            rows = _studies(connection)
+            alive = _alive(storage, connection)
+            counts = _counts(connection, alive)
+            best = _best_values(connection)
+            seen = sa.select(workers.c.study, sa.func.max(workers.c.last_seen)).group_by(workers.c.study)
+            last_seen = {row[0]: float(row[1]) for row in connection.execute(seen)}
+        found = []
+        for row in rows:
+            trials = counts[row.name]
+            unfinished = trials["open"] + trials["running"]
+            try:
+                overview = StudyOverview(
+                    name=row.name,
+                    state="done" if row.state == "open" and not unfinished else row.state,
+                    priority=row.priority,
+                    trials={**trials, "total": sum(trials.values())},
+                    metric=str(json.loads(row.definition)["objective"][0]["metric"]),
+                    best=best.get(row.name),
+                    workers=len(alive[row.name]),
+                    created=min(row.created, now),
+                    last_activity=min(max(row.created, last_seen.get(row.name, 0.0)), now),
+                    now=now,
+                )
+            except (ValueError, LookupError, TypeError) as error:
+                say_damaged(row.name, f"{type(error).__name__}: {error}")
+            else:
+                found.append(overview)
+        return found
+
+    return storage.persist(read)
+
+
+@lru_cache(maxsize=1024)
+def say_damaged(name: str, reason: str) -> None:
+    """Log, once, that the row of a study cannot be read."""
+    _logger.warning("The study %s is left out: its row is damaged (%s).", show(name), reason)
+
+
+def _studies(connection: sa.Connection) -> list[sa.Row[Any]]:
+    """The rows of the studies, the oldest first; not those whose Optuna study was deleted."""
+    made, attributes = optuna_internals.studies, optuna_internals.study_system_attributes
+    tokens = (
+        sa.select(made.c.study_name, attributes.c.value_json)
+        .join(attributes, attributes.c.study_id == made.c.study_id)
+        .where(attributes.c.key == TOKEN_ATTR)
+    )
+    token_of = {row.study_name: row.value_json for row in connection.execute(tokens)}
+    query = sa.select(studies).order_by(studies.c.created, studies.c.name)
+    return [row for row in connection.execute(query) if token_of.get(row.name) == json.dumps(row.token)]
+
+
+def _alive(storage: Storage, connection: sa.Connection) -> dict[str, set[str]]:
+    """The ids of the live workers of each study."""
+    alive: dict[str, set[str]] = defaultdict(set)
+    query = sa.select(workers, *storage.clock).where(workers.c.state == "live")
+    for row in connection.execute(query):
+        if is_alive(row, storage.lease_seconds):
+            alive[row.study].add(row.id)
+    return alive
+
+
+def _counts(connection: sa.Connection, alive: dict[str, set[str]]) -> dict[str, dict[str, int]]:
+    """How many slots of each study are `open`, `running` and `done`."""
+    found: dict[str, dict[str, int]] = defaultdict(lambda: {"open": 0, "running": 0, "done": 0})
+    others = sa.select(slots.c.study, slots.c.state, sa.func.count()).where(slots.c.state != "running")
+    for study, state, count in connection.execute(others.group_by(slots.c.study, slots.c.state)):
+        found[study][state] = count
+    owners = sa.select(slots.c.study, slots.c.owner).where(slots.c.state == "running")
+    for study, owner in connection.execute(owners):
+        # One whose worker died waits for the next one, as an open slot does.
+        found[study]["running" if owner in alive[study] else "open"] += 1
+    return found
+
+
+def _best_values(connection: sa.Connection) -> dict[str, float]:
+    """The best value of the first objective of each study that has a complete trial."""
+    made, trials = optuna_internals.studies, optuna_internals.trials
+    directions, values = optuna_internals.directions, optuna_internals.values
+    query = (
+        sa.select(
+            made.c.study_name,
+            directions.c.direction,
+            sa.func.min(values.c.value),
+            sa.func.max(values.c.value),
+        )
+        .join(directions, sa.and_(directions.c.study_id == made.c.study_id, directions.c.objective == 0))
+        .join(trials, sa.and_(trials.c.study_id == made.c.study_id, trials.c.state == TrialState.COMPLETE))
+        .join(values, sa.and_(values.c.trial_id == trials.c.trial_id, values.c.objective == 0))
+        .group_by(made.c.study_name, directions.c.direction)
+    )
+    return {
+        name: float(highest if direction.name == "MAXIMIZE" else lowest)
+        for name, direction, lowest, highest in connection.execute(query)
+    }

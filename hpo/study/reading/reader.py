@@ -1,0 +1,184 @@
+"""A whole study read at once, for status, reports and the dashboard.
+
+Optuna builds an object with its own queries for every attribute of a trial, which takes seconds for
+thousands of trials. Here it is one query a table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.distributions import BaseDistribution, json_to_distribution
+from optuna.trial import TrialState
+
+from hpo.outcome import Outcome
+from hpo.study.claims.process import is_alive
+from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
+from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
+from hpo.study.store import optuna_internals, schema
+
+COMPARISON_ATTR = "comparison:"
+"""What the user attributes of a study begin with that hold what `hpo compare` has found."""
+
+
+def read_study(
+    connection: sa.Connection,
+    study_id: int,
+    name: str,
+    clock: Sequence[sa.ColumnElement[Any]],
+    lease_seconds: float,
+) -> StudyRecord:
+    """Read the study `name`, whose number in Optuna's tables is `study_id`.
+
+    `clock` is `Storage.clock`. The connection must see one state of the database in all queries
+    (`database.snapshot`): what ends in between would be read in halves.
+    """
+    of_study = sa.select(schema.studies).where(schema.studies.c.name == name)
+    study = connection.execute(of_study).one()
+    definition = json.loads(study.definition)
+    slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
+    running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
+    members = sa.select(schema.workers, *clock).where(schema.workers.c.study == name)
+    workers = [
+        WorkerRecord(
+            id=row.id,
+            host=row.host,
+            pid=row.pid,
+            last_seen=datetime.fromtimestamp(max(0.0, min(row.last_seen, row.now)), UTC),
+            alive=is_alive(row, lease_seconds),
+            trial_number=running.get(row.id),
+            number=row.number,
+            device=row.device,
+            job=row.job,
+            silent_seconds=row.now - row.last_seen,
+        )
+        for row in connection.execute(members.order_by(schema.workers.c.started))
+    ]
+    alive = {worker.id for worker in workers if worker.alive}
+    # A slot whose worker died waits for the next one, as an open slot does.
+    states = ["open" if slot.state == "running" and slot.owner not in alive else slot.state for slot in slots]
+    slot_of_trial = {
+        slot.trial_number: (state, slot.owner) for slot, state in zip(slots, states, strict=True)
+    }
+    return StudyRecord(
+        name=name,
+        metric_names=tuple(objective["metric"] for objective in definition["objective"]),
+        directions=tuple(objective["direction"] for objective in definition["objective"]),
+        definition=definition,
+        trials=_read_trials(connection, study_id, name, slot_of_trial),
+        workers=workers,
+        slots={state: states.count(state) for state in ("open", "running", "done")},
+        state=study.state,
+        comparisons=_read_comparisons(connection, study_id),
+    )
+
+
+COMPARISON_FORM = 2
+"""Of what is stored of a comparison, as its `form`."""
+
+
+def _comparison(content: dict[str, Any]) -> dict[str, Any]:
+    """What is stored of a comparison; of one in the form of an earlier version nothing but that."""
+    if content.get("form") == COMPARISON_FORM:
+        return content
+    told = (
+        "What an earlier hpo has compared is left out, since it decided in another way: delete the study of "
+        "the comparison, and compare anew."
+    )
+    return {"recommendation": told, "has_ended": True, "verdicts": [], "configurations": [], "standings": []}
+
+
+def _read_comparisons(connection: sa.Connection, study_id: int) -> dict[str, Any]:
+    table = optuna_internals.study_user_attributes
+    of_study = sa.select(table).where(table.c.study_id == study_id, table.c.key.startswith(COMPARISON_ATTR))
+    rows = connection.execute(of_study)
+    return {row.key.removeprefix(COMPARISON_ATTR): _comparison(json.loads(row.value_json)) for row in rows}
+
+
+def _read_trials(
+    connection: sa.Connection, study_id: int, name: str, slot_of_trial: dict[int, tuple[str, str | None]]
+) -> list[TrialRecord]:
+    """`slot_of_trial` has the state and the owner of the slot of each trial, by its number."""
+    trials = optuna_internals.trials
+    in_study = sa.select(trials.c.trial_id).where(trials.c.study_id == study_id)
+
+    def of_trials(table: sa.Table, *order: str) -> Sequence[Any]:
+        query = sa.select(table).where(table.c.trial_id.in_(in_study))
+        return connection.execute(query.order_by(*(table.c[column] for column in order))).all()
+
+    params: dict[int, dict[str, Any]] = defaultdict(dict)
+    distributions: dict[int, dict[str, BaseDistribution]] = defaultdict(dict)
+    for row in of_trials(optuna_internals.params, "param_id"):
+        distribution = _distribution(row.distribution_json)
+        distributions[row.trial_id][row.param_name] = distribution
+        params[row.trial_id][row.param_name] = distribution.to_external_repr(row.param_value)
+    values: dict[int, list[float]] = defaultdict(list)
+    for row in of_trials(optuna_internals.values, "trial_id", "objective"):
+        values[row.trial_id].append(row.value)
+    attributes: dict[int, dict[str, Any]] = defaultdict(dict)
+    for row in of_trials(optuna_internals.user_attributes, "trial_user_attribute_id"):
+        attributes[row.trial_id][row.key] = json.loads(row.value_json)
+    evaluations = _read_evaluations(connection, name)
+    detailed = read_detailed_evaluations(connection, name)
+
+    records = []
+    query = sa.select(trials).where(trials.c.study_id == study_id)
+    for row in connection.execute(query.order_by(trials.c.number)):
+        own = attributes[row.trial_id]
+        state: TrialState = row.state
+        slot_state, owner = slot_of_trial.get(row.number, ("running", None))
+        if owner is not None:
+            own.setdefault("worker", owner)
+        outcome = own.pop("outcome", "") or _OUTCOMES.get(state, state.name.lower())
+        if state == TrialState.RUNNING:
+            outcome = "running" if slot_state == "running" else Outcome.PREEMPTED
+        started, ended = _utc(row.datetime_start), _utc(row.datetime_complete)
+        records.append(
+            TrialRecord(
+                number=row.number,
+                state=state.name,
+                outcome=outcome,
+                reason=own.pop("outcome_reason", ""),
+                params=params[row.trial_id],
+                distributions=distributions[row.trial_id],
+                values=tuple(values[row.trial_id]) if state == TrialState.COMPLETE else None,
+                started=started,
+                ended=ended,
+                seconds=(ended - started).total_seconds() if started and ended else None,
+                telemetry=own.pop("telemetry", {}),
+                attributes=own,
+                evaluations=evaluations[row.number],
+                detailed=detailed.get(row.number, {}),
+            )
+        )
+    return records
+
+
+_OUTCOMES = {TrialState.FAIL: Outcome.FAILED}
+"""Of trials whose outcome is not stored, where its name is not that of the state."""
+
+
+def _read_evaluations(connection: sa.Connection, name: str) -> dict[int, list[EvaluationRow]]:
+    table = schema.evaluations
+    query = sa.select(table).where(table.c.study == name).order_by(table.c.step)
+    evaluations: dict[int, list[EvaluationRow]] = defaultdict(list)
+    for row in connection.execute(query).mappings():
+        fields = {name: row[name] for name in EvaluationRow.__dataclass_fields__}
+        documents = {name: json.loads(fields[name] or "null") for name in ("metrics", "numerics")}
+        evaluations[row["trial_number"]].append(EvaluationRow(**fields | documents))
+    return evaluations
+
+
+@lru_cache(maxsize=1024)
+def _distribution(text: str) -> BaseDistribution:
+    return json_to_distribution(text)
+
+
+def _utc(time: datetime | None) -> datetime | None:
+    return None if time is None else time.replace(tzinfo=UTC)  # Optuna 5 stores UTC without saying so

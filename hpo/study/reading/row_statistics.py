@@ -1,0 +1,108 @@
+"""What each row of the split says of the trials of a comparison, in the study's database.
+
+A row of the table is one trial: the `RowStatistics` of all its tasks as one NumPy archive, some kilobytes for
+a thousand texts. Any metric, and what any row adds to it, can be computed of it later.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sqlalchemy as sa
+from scipy.sparse import csr_array
+
+from hpo.data.tasks import Task
+from hpo.errors import RunError
+from hpo.study.store.schema import row_statistics
+from hpo.training.metrics import RowStatistics
+
+if TYPE_CHECKING:
+    from hpo.study.claims.lease import Lease
+    from hpo.study.store.storage import Storage
+
+_SPARSE = ("data", "indices", "indptr", "shape")
+
+
+def store_row_statistics(
+    storage: Storage, lease: Lease, key: tuple[str, int], statistics: Mapping[str, RowStatistics]
+) -> None:
+    """Keep those of a trial, by the name of its study and its number, in place of earlier ones.
+
+    Raises LeaseLostError where another worker has the trial; nothing is stored.
+    """
+    study, number = key
+    of_trial = (row_statistics.c.study == study, row_statistics.c.trial_number == number)
+    content = _packed(statistics)
+
+    def store() -> None:
+        with storage.engine.begin() as connection:
+            lease.hold(connection)
+            connection.execute(sa.delete(row_statistics).where(*of_trial))
+            row = {"study": study, "trial_number": number, "content": content}
+            connection.execute(sa.insert(row_statistics).values(row))
+
+    storage.persist(store)
+
+
+def read_row_statistics(
+    storage: Storage, study: str, tasks: Sequence[Task]
+) -> dict[int, dict[str, RowStatistics]]:
+    """Those of a study's trials, by the trial's number and the task. Raises RunError where one is damaged."""
+    query = sa.select(row_statistics).where(row_statistics.c.study == study)
+
+    def read() -> Sequence[sa.Row[Any]]:
+        with storage.engine.connect() as connection:
+            return connection.execute(query).all()
+
+    found = {}
+    for row in storage.persist(read):
+        try:
+            found[row.trial_number] = _unpacked(row.content, tasks)
+        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+            raise RunError(
+                f"What the rows say of trial {row.trial_number} of `{study}` cannot be read "
+                f"({type(error).__name__}). Compare anew: hpo delete {study}"
+            ) from error
+    return found
+
+
+def _packed(statistics: Mapping[str, RowStatistics]) -> bytes:
+    arrays: dict[str, Any] = {}
+    for task, of in statistics.items():
+        arrays[f"{task}/num_examples"] = np.array(of.num_examples)
+        arrays[f"{task}/index"] = of.index_N
+        arrays |= {f"{task}/values/{name}": values_N for name, values_N in of.values_N.items()}
+        for name, counts_NC in of.counts_NC.items():
+            arrays |= {f"{task}/counts/{name}/{part}": getattr(counts_NC, part) for part in _SPARSE}
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def _unpacked(content: bytes, tasks: Sequence[Task]) -> dict[str, RowStatistics]:
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+        return {task.name: _of_task(archive, task) for task in tasks}
+
+
+def _of_task(archive: Mapping[str, Any], task: Task) -> RowStatistics:
+    def named(kind: str) -> dict[str, str]:
+        """The names of this kind, each with its place in the archive."""
+        start = f"{task.name}/{kind}/"
+        return {key.removeprefix(start).partition("/")[0]: key for key in archive if key.startswith(start)}
+
+    counts = {}
+    for name in named("counts"):
+        parts = {part: archive[f"{task.name}/counts/{name}/{part}"] for part in _SPARSE}
+        shape = tuple(parts.pop("shape").tolist())
+        counts[name] = csr_array((parts["data"], parts["indices"], parts["indptr"]), shape=shape)
+    return RowStatistics(
+        task,
+        int(archive[f"{task.name}/num_examples"]),
+        archive[f"{task.name}/index"].astype(np.intp),
+        counts,
+        {name: archive[place] for name, place in named("values").items()},
+    )

@@ -1,0 +1,215 @@
+"""What is stored about a study, as plain values: how its trials ended, and which of them are best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpo.device import DeviceInfo
+from hpo.outcome import Outcome
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+
+@dataclass(frozen=True)
+class EvaluationRow:
+    """One evaluation of one trial."""
+
+    step: int
+    """What Optuna was told; counts up within the trial."""
+    epoch: float
+    seconds: float
+    """Of the trial, up to here."""
+    metrics: Mapping[str, Any]
+    """Task -> metric -> value, and the objectives by name."""
+    train_examples_per_second: float | None = None
+    train_tokens_per_second: float | None = None
+    numerics: Mapping[str, Any] | None = None
+    """As `hpo.training.numerics` measured them at the step before; None: they were not."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation on its way into the database."""
+
+    index: int
+    """Counts the trial's evaluations; it is Optuna's `step`, so that pruners compare trials of different
+    batch sizes at the same share of their budget."""
+    value: float | None
+    """The objective; None, NaN and infinity are not reported to Optuna, nor is anything in a study with
+    several objectives, which Optuna cannot prune."""
+    row: EvaluationRow
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One Optuna trial."""
+
+    number: int
+    state: str
+    """Optuna's: RUNNING, WAITING, COMPLETE, PRUNED or FAIL."""
+    outcome: str
+    """As stored, or the state in small letters; of an unfinished trial `preempted` if no worker has it."""
+    reason: str
+    params: dict[str, Any]
+    values: tuple[float, ...] | None
+    """One for each objective of a COMPLETE trial, else None."""
+    started: datetime | None
+    ended: datetime | None
+    """Both UTC, with their time zone."""
+    seconds: float | None
+    attributes: dict[str, Any]
+    """User attributes but the telemetry; `worker` is the last worker that had the trial."""
+    telemetry: dict[str, Any] = field(default_factory=dict)
+    distributions: dict[str, BaseDistribution] = field(default_factory=dict)
+    """Optuna's, of each of the `params`."""
+    evaluations: list[EvaluationRow] = field(default_factory=list)
+    detailed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The stored detailed evaluations of its best checkpoint, as JSON, by split."""
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """One process that works or worked on the study."""
+
+    id: str
+    host: str
+    pid: int
+    last_seen: datetime
+    alive: bool
+    trial_number: int | None
+    """The trial it is running."""
+    number: int = 0
+    """Unique within the study."""
+    device: str | None = None
+    """Of its machine, as `DeviceInfo.device_id`."""
+    job: str | None = None
+    """That runs it: `slurm:123_4`."""
+    silent_seconds: float = 0.0
+    """Since it was last seen, by the database's clock."""
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """Everything stored about a study."""
+
+    name: str
+    metric_names: tuple[str, ...]
+    directions: tuple[str, ...]
+    """`minimize` or `maximize`, one for each metric."""
+    definition: dict[str, Any]
+    """The study file, without its path."""
+    trials: list[TrialRecord]
+    workers: list[WorkerRecord]
+    slots: dict[str, int]
+    """How many of the study's logical trials are `open`, `running` and `done`; together its `n_trials`.
+
+    `open` are also those whose worker died: their trials are `preempted`.
+    """
+    state: str = "open"
+    """`open`, `paused` or `cancelled`."""
+    comparisons: Mapping[str, Any] = field(default_factory=dict)
+    """What `hpo compare` has found of the study, by its question: `precisions`, `configurations`."""
+
+
+def device_kinds(trials: Sequence[TrialRecord]) -> dict[int, str]:
+    """The kind of device that each trial ran on, by the trial's number, where that is known.
+
+    It is the device's name, and what it computes with where several kinds of the study have one name.
+    """
+    kinds = {
+        trial.number: DeviceInfo.from_facts(device).kind
+        for trial in trials
+        if (device := trial.telemetry.get("device"))
+    }
+    names = {trial.number: trial.telemetry["device"]["name"] for trial in trials if trial.number in kinds}
+    kinds_of_name: dict[str, set[str]] = {}
+    for number, name in names.items():
+        kinds_of_name.setdefault(name, set()).add(kinds[number])
+    return {
+        number: name if len(kinds_of_name[name]) == 1 else kinds[number] for number, name in names.items()
+    }
+
+
+def complete_trials(record: StudyRecord) -> list[TrialRecord]:
+    """Trials that were trained and evaluated, each with finite values."""
+    return [
+        trial
+        for trial in record.trials
+        if trial.outcome == Outcome.COMPLETE and trial.values and all(map(is_number, trial.values))
+    ]
+
+
+def best_trials(record: StudyRecord) -> list[TrialRecord]:
+    """The best complete trial; with several objectives the Pareto front, the best by the first of them first.
+
+    Maybe none. Where `hpo compare --configurations` has found another one to be the best on new seeds, that
+    one, unless a trial that was not compared is better than all that were. Of several that it could not tell
+    apart, the one that was best in the search.
+    """
+    complete = complete_trials(record)
+    if not complete:
+        return []
+    values = np.array([trial.values for trial in complete], dtype=float)
+    losses = values * loss_signs(record.directions)
+    if len(record.metric_names) == 1:
+        best = complete[int(losses.argmin())]
+        race = record.comparisons.get("configurations", {})
+        compared = [standing["configuration"] for standing in race.get("standings", ())]
+        if best.number not in compared or not race["has_ended"]:
+            return [best]
+        left = race["too_close"] or [race["best"]]
+        confirmed = [index for index, trial in enumerate(complete) if trial.number in left]
+        return [complete[min(confirmed, key=lambda index: losses[index, 0])] if confirmed else best]
+    front = np.flatnonzero(pareto_front(values, record.directions))
+    return [complete[index] for index in front[losses[front, 0].argsort(kind="stable")]]
+
+
+def with_evaluation(record: StudyRecord, number: int, document: Mapping[str, Any]) -> StudyRecord:
+    """The record in which the trial `number` has a detailed evaluation of one split more, or another one."""
+    trials = [
+        replace(trial, detailed={**trial.detailed, document["split"]: document})
+        if trial.number == number
+        else trial
+        for trial in record.trials
+    ]
+    return replace(record, trials=trials)
+
+
+def lost_weights(record: StudyRecord) -> list[tuple[str, str]]:
+    """A sentence on the complete trials whose best weights could not be written, and what that means."""
+    lost = [trial for trial in complete_trials(record) if trial.telemetry.get("weights_lost")]
+    if not lost:
+        return []
+    problems = lost[-1].telemetry.get("checkpoint_problems") or ("the reason is not known.",)
+    trials = f"trial{'s' * (len(lost) > 1)} {', '.join(str(trial.number) for trial in lost)}"
+    return [
+        (
+            f"The best weights of {trials} were not kept: {problems[-1]}",
+            "The score stands, but the model that is left is one of an older evaluation, or there is none.",
+        )
+    ]
+
+
+def pareto_front(values: np.ndarray, directions: Sequence[str]) -> np.ndarray:
+    """bool [N]: rows of `values` [N, K] that no other row equals or beats in all K and beats in one."""
+    losses = values * loss_signs(directions)
+    return np.array(
+        [not ((losses <= row).all(axis=1) & (losses < row).any(axis=1)).any() for row in losses], dtype=bool
+    )
+
+
+def loss_signs(directions: Sequence[str]) -> np.ndarray:
+    """Factors that make lower better."""
+    return np.array([-1.0 if direction == "maximize" else 1.0 for direction in directions])
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number; True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,141 @@
+"""What happens in a study, look by look: read from its database, whoever makes it happen.
+
+A terminal shows the trials of a run in the same way whether they run in this process, in others on this
+machine or on another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+from optuna.exceptions import StorageInternalError
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from hpo.outcome import Outcome
+from hpo.study.claims.process import this_machine
+from hpo.study.store.schema import slots, workers
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.store.storage import Storage
+
+
+@dataclass(frozen=True)
+class WatchedTrial:
+    """A trial that a worker has, or that has ended."""
+
+    number: int
+    params: Mapping[str, Any]
+    values: Sequence[float] = ()
+    """Of a complete trial by objective; of one that runs its last, where the study has one objective."""
+    outcome: str = ""
+    """Empty while it runs."""
+    reason: str = ""
+    progress: Mapping[str, Any] | None = None
+    """The fields of `hpo.trial.telemetry.Progress`, as of its worker's last heartbeat."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A study at one moment."""
+
+    running: Sequence[WatchedTrial] = ()
+    ended: Sequence[WatchedTrial] = ()
+    """Since the look before."""
+    best: tuple[float, int] | None = None
+    """Value of the first objective and number of the best trial."""
+    num_done: int = 0
+    """Of the study's slots."""
+
+
+class StudyWatch:
+    """Looks at a study again and again; what had ended before the watch was made is not told.
+
+    With `own`, only at trials that this process has, or had last.
+    """
+
+    def __init__(self, storage: Storage, config: StudyConfig, *, own: bool = False) -> None:
+        self._own = own
+        self._storage = storage
+        self._study = storage.load_study(config.name)
+        self._better = max if config.objective[0].direction == "maximize" else min
+        trials = self._study.get_trials(deepcopy=False)
+        self._ended = {trial.number for trial in trials if trial.state.is_finished()}
+        self._last = Look()
+
+    def look(self) -> Look:
+        """The study now; as it was where its database is away, which workers wait for, or it is deleted."""
+        try:
+            self._last = self._read()
+        except (SQLAlchemyError, StorageInternalError, KeyError):
+            self._last = replace(self._last, ended=())
+        return self._last
+
+    def _read(self) -> Look:
+        of_study = slots.c.study == self._study.study_name
+        query = sa.select(slots.c.trial_number, slots.c.state, workers.c.progress)
+        query = query.where(of_study).join(workers, workers.c.id == slots.c.owner)
+        if self._own:
+            query = query.where(workers.c.machine == this_machine(), workers.c.pid == os.getpid())
+        else:
+            query = query.where(slots.c.state == "running")
+        done = sa.select(sa.func.count()).where(of_study, slots.c.state == "done")
+        with self._storage.engine.connect() as connection:
+            slot_of = {row.trial_number: row for row in connection.execute(query)}
+            num_done: int = connection.execute(done).scalar_one()
+        running, ended, complete = [], [], []
+        for trial in self._study.get_trials(deepcopy=False):
+            slot = slot_of.get(trial.number)
+            if trial.state == TrialState.COMPLETE:
+                complete.append((trial.values[0], trial.number))
+            if not trial.state.is_finished() and slot is not None and slot.state == "running":
+                running.append(_running(trial, slot.progress))
+            elif trial.state.is_finished() and trial.number not in self._ended:
+                self._ended.add(trial.number)
+                if slot is not None or not self._own:
+                    ended.append(_ended(trial))
+        best = self._better(complete, key=lambda found: found[0], default=None)
+        return Look(running, ended, best, num_done)
+
+
+def _running(trial: FrozenTrial, told: str | None) -> WatchedTrial:
+    """`told` is in the row of its worker, where it may still be of the trial before."""
+    reported = [] if trial.last_step is None else [trial.intermediate_values[trial.last_step]]
+    progress: dict[str, Any] = json.loads(told) if told else {}
+    of_trial = progress if progress.get("trial") == trial.number else None
+    return WatchedTrial(trial.number, trial.params, reported, progress=of_trial)
+
+
+def _ended(trial: FrozenTrial) -> WatchedTrial:
+    said = trial.user_attrs
+    values = trial.values if trial.state == TrialState.COMPLETE else ()
+    outcome = said.get("outcome", Outcome.FAILED)  # in the dashboard somebody may give one up
+    return WatchedTrial(trial.number, trial.params, values, outcome, said.get("outcome_reason", ""))
+
+
+@contextmanager
+def watching(watch: StudyWatch, show: Callable[[Look], None], seconds: float = 0.5) -> Iterator[None]:
+    """Call `show`, in a thread, with each look of `watch` during the block, and once at its end."""
+    leaving = threading.Event()
+
+    def look_again_and_again() -> None:
+        while not leaving.wait(seconds):
+            show(watch.look())
+
+    with ThreadPoolExecutor(1, "watch") as pool:
+        looking = pool.submit(look_again_and_again)
+        try:
+            yield
+        finally:
+            leaving.set()
+            looking.result()  # raises what the thread raised
+            show(watch.look())

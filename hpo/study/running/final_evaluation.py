@@ -1,0 +1,99 @@
+"""The detailed evaluation of a study's best trial, once, by a worker that sees the study end.
+
+It takes as long as one evaluation of the split. The workers of a study see its end together, so one of those
+that share a folder of checkpoints holds a lock there, and the others leave. A checkpoint that is not here is
+downloaded from where they are uploaded to; without one, a worker leaves the trial to those that have it.
+Where it fails, the study is what it was, and `hpo best --evaluate` is there to try again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpo.errors import HpoError, Preempted, RunError
+from hpo.memory import release_free_memory
+from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
+from hpo.study.reading.study_record import best_trials
+from hpo.study.store.storage import Storage
+
+if TYPE_CHECKING:
+    from hpo.study.checkpoints.remote_store import RemoteStore
+    from hpo.trial.executor import Executor
+
+_logger = logging.getLogger(__name__)
+
+
+def evaluate_best(
+    executor: Executor,
+    storage: Storage,
+    folder: Callable[[int], Path],
+    stop: threading.Event,
+    remote: RemoteStore | None = None,
+) -> None:
+    """Store the detailed evaluation of the best trial on test, or validation where there is no test split.
+
+    One that is stored already stays; of a study that has trials to run, nothing is evaluated. What goes wrong
+    is logged, and nothing else happens; when `stop` is set, this returns at the next batch.
+
+    Args:
+        folder: that of a trial's checkpoints by its number.
+        remote: where the checkpoints are uploaded to.
+    """
+    name = executor.study.name
+    with _logged(), _held(folder(0).parent / "evaluation.lock") as is_held:
+        counts = storage.slot_counts(name)
+        if not is_held or counts["open"] or counts["running"]:
+            return
+        split = "test" if "test" in executor.dataset.splits else "validation"
+        token = storage.study_token(name)
+        best = next(iter(best_trials(storage.read_study(name))), None)
+        if best is None or split in best.detailed or stop.is_set():
+            return
+        _logger.info("evaluating the best trial, number %d, on %s in detail", best.number, split)
+        if remote is not None:
+            remote.fetch_newest("best", folder(best.number))
+        document = _evaluate(executor, folder(best.number), split, stop)
+        if not store_detailed_evaluation(storage, name, token, best.number, document):
+            raise RunError(NOT_STORED)
+        release_free_memory(executor.device)
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Log an error of the block in place of raising it."""
+    try:
+        yield
+    except Exception as error:
+        reason = error if isinstance(error, HpoError) else f"{type(error).__name__}: {error}"
+        level = logging.INFO if isinstance(error, Preempted | RunError) else logging.WARNING
+        _logger.log(level, "The best trial is not evaluated in detail: %s", reason)
+
+
+def _evaluate(executor: Executor, folder: Path, split: str, stop: threading.Event) -> dict[str, Any]:
+    from hpo.trial.best_model import split_logits  # PyTorch
+
+    def leave_if_stopped() -> None:
+        if stop.is_set():
+            raise Preempted("told to stop.")
+
+    return split_logits(executor, folder, split, leave_if_stopped).detailed().as_json()
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[bool]:
+    """Whether this process alone has the lock; True, too, on a file system that has no locks."""
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            _logger.debug("%s cannot be locked", path)
+        yield True

@@ -1,0 +1,108 @@
+"""How fast the trials of this process go: how long before its job's end they stop, and when one hangs.
+
+A step that never ends (a deadlock in a kernel, a network file system that does not answer) holds its thread
+for ever, while the heartbeat goes on in another. So a thread here waits for signs of progress: a trial that
+shows none for `stall_seconds`, and for `TIMES_SLOWEST` times the longest that it took between two, ends with
+its process. SIGABRT is a death that counts (`hpo.study.claims.deaths`): a supervisor starts the worker again,
+and the trial goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hpo.study.running.stopping import Stop
+
+TIMES_SLOWEST = 20
+_LOOK_SECONDS = 1.0
+
+_logger = logging.getLogger(__name__)
+
+
+class Pace:
+    """Told of each step and evaluation of this process's trials.
+
+    Args:
+        stall_seconds: after so long without a sign of progress, at least, the process ends.
+        is_waiting: whether the trial waits for what is not its fault: the database.
+    """
+
+    def __init__(self, stop: Stop, stall_seconds: float, is_waiting: Callable[[], bool]) -> None:
+        self._stop = stop
+        self._stall_seconds = stall_seconds
+        self._is_waiting = is_waiting
+        self._between_signs = 0.0  # the longest
+        self._sign_at = 0.0
+        self._longest_step: float | None = None
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Watch over a trial during the block."""
+        self._sign_at = time.monotonic()
+        self._longest_step = None
+        over = threading.Event()
+        watchdog = threading.Thread(target=self._watch, args=[over], name="watchdog", daemon=True)
+        watchdog.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watchdog.join()
+
+    def note_step(self, checkpoint_seconds: float) -> None:
+        """A step has ended: leave time before the job's end for the longest one and for a checkpoint.
+
+        Evaluations lie between two steps, so a step that has just begun may take as long as one.
+
+        Args:
+            checkpoint_seconds: how long the last took to write; 0 where there was none.
+        """
+        seconds = self._note_sign()
+        # Before its first step a trial is set up, which is no step.
+        self._longest_step = 0.0 if self._longest_step is None else max(self._longest_step, seconds)
+        self._stop.reserve(self._longest_step + checkpoint_seconds)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """The trial has come to an evaluation, which is reported in the block, however long that takes."""
+        self._note_sign()
+        yield
+        self._sign_at = time.monotonic()
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long a trial may show no sign of progress."""
+        return max(self._stall_seconds, TIMES_SLOWEST * self._between_signs)
+
+    def _note_sign(self) -> float:
+        """A sign of progress; returns the seconds since the one before."""
+        now = time.monotonic()
+        seconds, self._sign_at = now - self._sign_at, now
+        self._between_signs = max(self._between_signs, seconds)
+        return seconds
+
+    def _watch(self, over: threading.Event) -> None:
+        # Counted in looks: a process that was stopped, or whose machine slept, had no time to go on.
+        seconds, last = 0.0, self._sign_at
+        while not over.wait(_LOOK_SECONDS):
+            if self._sign_at != last or self._is_waiting():
+                seconds, last = 0.0, self._sign_at
+            else:
+                seconds += _LOOK_SECONDS
+            if seconds > self.limit_seconds:
+                _logger.error(
+                    "The trial has made no step for %.0f s: this process ends, and the trial goes on from "
+                    "its last checkpoint. What its threads are doing:",
+                    seconds,
+                )
+                faulthandler.dump_traceback(all_threads=True)
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # as large as the model
+                os.kill(os.getpid(), signal.SIGABRT)

@@ -1,0 +1,318 @@
+"""A study from its file to its last trial: made once it is known to work, then run here.
+
+Data, tokenizer, model and a batch through all heads are tried before anything is written, so what is wrong
+with them leaves no study behind that the mended file would not fit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hpo.config.allowed import allowing, check_allowed, places
+from hpo.config.definition import refuse_other_code
+from hpo.config.study_config import StudyConfig, of_deployed
+from hpo.device import DeviceInfo, memory_limit, probe_device
+from hpo.errors import InputError, NoDatabaseError, StorageError, StudyChangedError
+from hpo.memory import gc_frozen_imports, release_free_memory
+from hpo.precision.table import apply_preset, left_out
+from hpo.study.checkpoints.checkpoint_folders import note_database
+from hpo.study.checkpoints.keep_best import keep_best_checkpoints
+from hpo.study.checkpoints.remote_store import open_remote_store
+from hpo.study.claims.deaths import last_saved_step
+from hpo.study.running.final_evaluation import evaluate_best
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
+from hpo.study.running.supervisor import WorkerProcesses, run_workers, share_memory
+from hpo.study.running.trial_runner import TrialRunner
+from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.store.database import check_folder
+from hpo.study.store.storage import Storage, StoredStudy, open_storage
+
+if TYPE_CHECKING:
+    from hpo.trial.executor import Executor
+
+TrialsRun = Literal["in this process", "in workers", "elsewhere"]
+"""Where the trials of an open study run; `in workers`: in processes that this one starts (`run_workers`)."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenStudy:
+    """A study in its database."""
+
+    config: StudyConfig
+    """With `n_trials` as stored."""
+    storage: Storage
+    runs_dir: Path
+    stored: StoredStudy
+    """Before anything of it runs here."""
+    lacking: Mapping[str, str]
+    """Precisions of the study that this device does not run, with the reason; {} for a finished study."""
+    executor: Executor | None
+    """Runs trials in this process; None where they run in others, and for a study that is finished, or not
+    open."""
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """Those of `lacking` that no trial draws here."""
+        return self.lacking if self.config.amp.on_unsupported == "skip" else {}
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """How a study is opened: what the user and this machine decide, and not the study."""
+
+    resize: bool = True
+    """False for a worker that joins: the stored `n_trials` stays as it is."""
+    trials_run: TrialsRun = "in this process"
+    is_file: bool = False
+    """Whether the study is that of the user's file, and not the database's definition (`check_trust`)."""
+    trust_remote_code: bool = False
+    """Whether the code that comes with the encoder may run here, whatever the user's file says."""
+    stop: Stop | None = None
+    """Of a worker: it waits for a database that is away."""
+
+
+@contextmanager
+def open_study(
+    config: StudyConfig, url: str, runs_dir: Path, options: OpenOptions = OpenOptions()
+) -> Iterator[OpenStudy]:
+    """Open the study of `config` in the database at `url`; both are made where they are missing.
+
+    A study of which no trial has trained is checked first (`Executor.check_study`), but not by the processes
+    of `run_workers`, whose parent has done so. Of one that is paused or cancelled nothing is checked or
+    changed.
+
+    Raises:
+        StudyChangedError: the stored study has another search space or definition.
+        InputError: the data, the model or the objective cannot be used, or trials are to run on this machine
+            and it has no precision of the study, or its code is not trusted.
+    """
+    resize, trials_run = options.resize, options.trials_run
+    of_file = config if options.is_file else None
+    with ExitStack() as databases:
+        storage = _open_existing(url, options.stop)
+        stored = None
+        if storage is not None:
+            stored = databases.enter_context(storage).read_stored(config.name)
+        if storage is not None and stored is not None:
+            if stored.state != "open":
+                completed = config.completed(stored.definition)
+                yield OpenStudy(completed, storage, runs_dir, stored, {}, None)
+                return
+            config = _completed(config, stored, storage, resize)
+        check_trust(config, of_file, options.trust_remote_code)
+        trains_here = trials_run == "in this process"
+        executor: Executor | None = None
+        lacking: Mapping[str, str] = {}
+        num_slots = config.num_slots if resize or stored is None else sum(stored.slots.values())
+        if stored is None or stored.slots["done"] < num_slots:
+            device, lacking = _check_device(config, trials_run)
+            must_check = not (stored and stored.has_trained) and WORKERS_ON_DEVICE not in os.environ
+            if trains_here or must_check:
+                executor = _build_executor(config, device, runs_dir)
+                if must_check:
+                    _check_study(executor)
+            if not trains_here:
+                executor = None
+                release_free_memory(device)
+        if stored is None or (resize and _location(stored) != config.checkpoint.location):
+            open_remote_store(config.checkpoint, create=True)
+        if storage is None:
+            storage = databases.enter_context(open_storage(url, stop=options.stop))
+        storage.create_or_resume_study(config, resize=resize)
+        made = storage.read_stored(config.name)
+        if made is None:
+            raise StorageError(f"The study `{config.name}` was deleted while it was opened.")
+        config = config.with_values(n_trials=sum(made.slots.values()))
+        if trains_here and made.slots["done"] < config.n_trials:
+            if executor is None:  # it was finished, and somebody raised `n_trials` meanwhile
+                device, lacking = _check_device(config, trials_run)
+                executor = _build_executor(config, device, runs_dir)
+            executor.cache = storage
+        yield OpenStudy(config, storage, runs_dir, made, lacking, executor)
+
+
+def _completed(config: StudyConfig, stored: StoredStudy, storage: Storage, resize: bool) -> StudyConfig:
+    """The study with the defaults that it was made with.
+
+    Raises StudyChangedError where it has changed, unless it is to be replaced (`create_or_resume_study`).
+    """
+    try:
+        return config.completed(stored.definition)
+    except StudyChangedError:
+        if not resize or storage.persist(lambda: storage.is_in_use(config.name)):
+            raise
+    return config
+
+
+def _check_study(executor: Executor) -> None:
+    """Check data, tokenizer, model and a batch through all heads."""
+    config = executor.study
+    if of_deployed(config.objective):
+        from hpo.deploy.objective import check_export
+
+        executor.check_study(partial(check_export, executor))
+    else:
+        executor.check_study()
+
+
+def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:
+    """Raise InputError where the database has the study do on this machine what only its user decides.
+
+    That is to run code that comes with its encoder, and to read and write where neither `of_file`, the study
+    of the user's own file, nor the machine says so (`check_allowed`).
+    """
+    check_allowed(config.name, places(config), places(of_file) if of_file else {})
+    if of_file is not None:
+        refuse_other_code(config.name, of_file.definition(), config.definition())
+        trust_remote_code = trust_remote_code or of_file.model.trust_remote_code
+    if config.model.trust_remote_code and not trust_remote_code:
+        raise InputError(
+            f"The study `{config.name}` of the database asks to run the code that comes with its encoder "
+            "(`model.trust_remote_code: true`), which whoever can write to the database can change. Read "
+            "that code, then give the option --trust-remote-code, or the study's own file."
+        )
+
+
+def _location(stored: StoredStudy) -> str | None:
+    """Where the checkpoints of a stored study are."""
+    checkpoint: Mapping[str, str | None] = stored.definition.get("checkpoint", {})
+    return checkpoint.get("location")
+
+
+def _open_existing(url: str, stop: Stop | None) -> Storage | None:
+    """The database at `url`; None: it is not there, or holds no study yet."""
+    try:
+        return open_storage(url, create=False, stop=stop)
+    except NoDatabaseError:
+        check_folder(url)
+        return None
+
+
+def _check_device(config: StudyConfig, trials_run: TrialsRun) -> tuple[DeviceInfo, dict[str, str]]:
+    """Return this machine's device and what `check_precisions` says of it.
+
+    Where the trials run elsewhere, a device that is not there is no error: the study is checked on the CPU.
+    """
+    try:
+        device = probe_device(config.device)
+        return device, check_precisions(config, device)
+    except InputError as error:
+        if trials_run != "elsewhere":
+            raise
+        _logger.warning("No trial can run on this machine: %s", error)
+        return probe_device("cpu"), {}
+
+
+def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
+    """Return which of the study's precisions `device` does not run, with the reason.
+
+    Raises InputError when it can run none of them, unless `amp.on_unsupported` is `fallback`.
+    """
+    precisions = config.precisions or apply_preset(config.amp, device)[1:]
+    lacking = left_out(precisions, device, config.amp)
+    if len(lacking) == len(precisions) and config.amp.on_unsupported != "fallback":
+        raise InputError(
+            "fp_precision: this device must be able to run a precision of the study, but it runs none of "
+            f"{', '.join(lacking)}. {' '.join(dict.fromkeys(lacking.values()))} Choose another precision, or "
+            "set `amp.on_unsupported: fallback` to run the nearest that works, or `amp.allow_emulated: true` "
+            "where it is emulated."
+        )
+    return lacking
+
+
+def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
+    with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
+        from hpo.trial.executor import Executor
+
+    return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
+
+
+def _num_on_device() -> int:
+    """How many processes of this run, this one included, have this one's device."""
+    return int(os.environ.get(WORKERS_ON_DEVICE, "1"))
+
+
+def run_study(
+    study: OpenStudy,
+    processes: WorkerProcesses | None = None,
+    *,
+    stop: Stop | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> RunSummary:
+    """Run the study's trials on this machine until its budget is used up or `stop` is set.
+
+    Where the study is not open, or is paused or cancelled meanwhile, it `ended` as `closed`. After its last
+    trial the best one is evaluated in detail (`evaluate_best`).
+
+    Args:
+        processes: where the trials run in processes that this one starts, `hpo worker STUDY`.
+        stop: from `stop_on_signals`.
+        goes_on: of a worker that serves other studies too (`WorkerOptions`).
+
+    Raises:
+        StudyChangedError: the study had other data.
+        InputError: the data cannot be used.
+        RunError: the workers ended before the study did.
+    """
+    config, stop = study.config, stop or Stop()
+    if study.stored.state != "open":
+        return RunSummary("closed")
+    if study.stored.slots["done"] == config.n_trials:
+        return RunSummary("finished")
+    stop.can_checkpoint = True
+    try:
+        if study.executor is not None:
+            return _run_here(study, study.executor, stop, goes_on)
+        assert processes is not None
+        processes = replace(processes, allow=allowing(config))
+        if config.model.trust_remote_code:
+            processes = replace(processes, arguments=[*processes.arguments, "--trust-remote-code"])
+        summary = run_workers(config, study.storage, study.runs_dir, processes, stop)
+    finally:
+        stop.can_checkpoint = False
+    if summary.ended != "elsewhere":
+        return summary
+    return replace(summary, elsewhere=tuple(study.left_out) or config.precisions)
+
+
+def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callable[[], bool]) -> RunSummary:
+    """Be a worker of the study in this process."""
+    from hpo.trial.compat import checked_on  # PyTorch, which a launcher does without
+
+    config, storage = study.config, study.storage
+    storage.bind_data(config.name, executor.dataset.fingerprint, config.definition())
+    stored = storage.load_study(config.name)
+    folder = partial(executor.trial_folder, storage.study_token(config.name))
+    study_folder = folder(0).parent
+    note_database(study_folder, storage)
+    remote = open_remote_store(config.checkpoint)
+    shared = _num_on_device() > 1
+    runner = TrialRunner(executor, storage, stop, remote=remote, shared_device=shared)
+    options = WorkerOptions(
+        deadline=stop.deadline,
+        goes_on=goes_on,
+        after_trial=lambda: keep_best_checkpoints(stored, study_folder, config.checkpoint.top_k, remote),
+        saved_step=lambda number: last_saved_step(folder(number)),
+    )
+    device = WorkerDevice(
+        executor.device.device_id,
+        memory_limit(executor.device, executor.amp.memory_fraction),
+        study.lacking,
+        executor.device.kind,
+        checked_on(executor.device),
+    )
+    summary = run_worker(config, storage, runner, options, device=device, stop=stop)
+    if summary.ended in ("finished", "yielded") and config.comparison is None:
+        evaluate_best(executor, storage, folder, stop, remote)
+    return summary

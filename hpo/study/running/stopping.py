@@ -1,0 +1,210 @@
+"""When a process stops, and why: a signal, the end of its job, or the end of the process that started it.
+
+SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 ask it to checkpoint and leave, because launchers warn with any of them,
+and often with one after the other: SIGUSR1 when the end of the job is near, then SIGTERM. So only a second
+SIGINT, which a person sends, ends it at once, or the first while no trial runs yet.
+
+The warning may be missing or come late. A process that knows when its job ends stops by itself, so long
+before as it takes to leave: `MARGIN_SECONDS` (a tenth of the time that it has, where that is less) and what
+`Stop.reserve` was told that a checkpoint takes.
+
+A signal handler of Python runs between any two instructions of the main thread, which may hold the lock of
+the very event that the handler would set. So it only puts the signal into a queue, and a thread sets the
+event.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+
+from hpo.errors import InputError
+
+WORKERS_ON_DEVICE = "HPO_WORKERS_ON_DEVICE"
+"""Environment variable of the processes of `run_workers`: how many of them have this one's device."""
+
+MARGIN_SECONDS = 60.0
+"""Before the end of a job, for what leaving takes beside the checkpoint."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+SLURM_END = "SLURM_JOB_END_TIME"
+"""Environment variable that Slurm sets: when the job ends, in seconds since 1970."""
+
+_LONGEST_WAIT = 60.0
+"""Seconds between two looks at the clock, which may be set meanwhile."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Stop(threading.Event):
+    """Set when this process is to checkpoint and leave; says why.
+
+    Args:
+        until: when its job ends, in seconds since 1970; None: it does not.
+        timeout: seconds after which it begins no further trial; None: never.
+    """
+
+    def __init__(self, until: float | None = None, timeout: float | None = None) -> None:
+        super().__init__()
+        self.until = until
+        self.reason = ""
+        """Why it was set, in words."""
+        self.signal: signal.Signals | None = None
+        """The signal that set it; None: the time, or the process that started this one."""
+        self.deadline = time.monotonic() + (timeout or math.inf)
+        """No trial begins after this, by the monotonic clock."""
+        self.can_checkpoint = False
+        """Whether trials may run; before, the first SIGINT ends the process, as there is nothing to keep."""
+        self._out_of_time = False
+        self._first = threading.Lock()
+        self._wakeups: queue.SimpleQueue[signal.Signals | None] = queue.SimpleQueue()
+        available = math.inf if until is None else max(0.0, until - time.time())
+        self._margin = min(MARGIN_SECONDS, available / 10)
+        self._reserved = 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Until this process has to leave; infinite where its job does not end."""
+        return math.inf if self.until is None else self.until - self._margin - self._reserved - time.time()
+
+    @property
+    def asks_for_requeue(self) -> bool:
+        """Whether the job itself has to ask its scheduler to be run again.
+
+        So after the end of its time and SIGUSR1 or SIGUSR2, which warn of it. After SIGTERM the scheduler
+        requeues or cancels as it was going to; after SIGINT a person decides.
+        """
+        return self._out_of_time or self.signal in (signal.SIGUSR1, signal.SIGUSR2)
+
+    def set(
+        self, reason: str = "", number: signal.Signals | None = None, *, out_of_time: bool = False
+    ) -> None:
+        """Ask this process to stop. The first reason stays."""
+        with self._first:
+            if self.is_set():
+                return
+            self.reason, self.signal, self._out_of_time = reason, number, out_of_time
+            super().set()
+        if reason:
+            _logger.info("Told to stop: %s.", reason)
+
+    def set_out_of_time(self) -> None:
+        """Ask this process to stop because its job ends."""
+        assert self.until is not None
+        end = datetime.fromtimestamp(self.until).astimezone()
+        self.set(f"its job ends at {end:%Y-%m-%d %H:%M:%S %Z}", out_of_time=True)
+
+    def reserve(self, seconds: float) -> None:
+        """Leave so much earlier than the margin before the end of the job, from now on."""
+        if self.until is not None and seconds != self._reserved:
+            self._reserved = seconds
+            self._wakeups.put(None)
+
+    def _watch(self, leaving: threading.Event) -> None:
+        """Set this at the first signal, or when no time is left, until `leaving`."""
+        while not leaving.is_set():
+            wait = math.inf if self.is_set() else self.seconds_left
+            try:
+                number = self._wakeups.get(timeout=min(_LONGEST_WAIT, max(0.0, wait)))
+            except queue.Empty:
+                if self.seconds_left <= 0:
+                    self.set_out_of_time()
+                continue
+            if number is not None:
+                self.set(number.name, number)
+
+
+@contextmanager
+def stop_on_signals(until: float | None = None, timeout: float | None = None) -> Iterator[Stop]:
+    """Set the `Stop` at the first of `STOP_SIGNALS`, or in time before `until`; arguments as of `Stop`.
+
+    A second SIGINT, or the first while there is nothing to checkpoint, raises KeyboardInterrupt; the next one
+    kills. The `Stop` is set, too, when this process is one of `run_workers` and that one wants it to stop or
+    died.
+    """
+    stop, leaving = Stop(until, timeout), threading.Event()
+    interrupts = 0
+
+    def handle(number: int, _frame: object) -> None:
+        nonlocal interrupts
+        interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and (interrupts > 1 or not stop.can_checkpoint):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            raise KeyboardInterrupt
+        stop._wakeups.put(signal.Signals(number))
+
+    watcher = threading.Thread(target=stop._watch, args=[leaving], name="stop", daemon=True)
+    watcher.start()
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    if WORKERS_ON_DEVICE in os.environ:
+        threading.Thread(target=_stop_at_end_of_input, args=[stop], daemon=True).start()
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        leaving.set()
+        stop._wakeups.put(None)
+        watcher.join()
+
+
+def _stop_at_end_of_input(stop: Stop) -> None:
+    # Not `sys.stdin`: its lock, held here at exit, would abort the interpreter.
+    while os.read(0, 1):
+        pass
+    stop.set("the process that started this worker wants it to, or has ended")
+
+
+def end_of_job(until: str | None, environment: Mapping[str, str] = os.environ) -> float | None:
+    """Return when the job of this process ends, in seconds since 1970; None: it does not.
+
+    The earlier of `until` (see `parse_time`) and what Slurm says in the environment.
+
+    Raises InputError where one of them is no time, or `until` has passed.
+    """
+    ends = []
+    if until is not None:
+        ends.append(parse_time(until))
+    if slurm_end := environment.get(SLURM_END):
+        if not slurm_end.isdecimal():
+            raise InputError(f"{SLURM_END} must be a number of seconds since 1970, but got {slurm_end!r}.")
+        ends.append(float(slurm_end))
+    return min(ends, default=None)
+
+
+def parse_time(text: str) -> float:
+    """Return a time that lies ahead in seconds since 1970.
+
+    Args:
+        text: `18:30`, the next time that the clock shows this; `2026-11-22T18:30`, with an offset such as
+            `+01:00` or in the time zone of this machine; `+3600`, seconds from now.
+
+    Raises InputError for anything else, and for a time that has passed.
+    """
+    now = datetime.now().astimezone()
+    try:
+        if text.startswith("+"):
+            end = now + timedelta(seconds=int(text))
+        elif "T" in text:
+            end = datetime.fromisoformat(text).astimezone()
+        else:
+            clock = datetime.strptime(text, "%H:%M")
+            end = now.replace(hour=clock.hour, minute=clock.minute, second=0, microsecond=0)
+            end += timedelta(days=end <= now)
+    except (ValueError, OverflowError):
+        raise InputError(
+            f"--until must be a time of day (18:30), a date and time (2026-11-22T18:30) or seconds from now "
+            f"(+3600), but got {text!r}."
+        ) from None
+    if end <= now:
+        raise InputError(f"--until must lie ahead, but got {text}, and it is {now:%Y-%m-%dT%H:%M} here.")
+    return end.timestamp()

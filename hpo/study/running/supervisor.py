@@ -1,0 +1,385 @@
+"""The supervisor of a machine's workers: processes, each started again when it dies.
+
+What a worker process ends with decides:
+
+- exit code 0: it has no more to do; 2: its input is wrong, as it would be again; 130: somebody told it alone
+  to stop, or its job ends. It is not started again, and the others go on.
+- anything else, a signal or exit code 1: it died. The death is recorded first (`hpo.study.claims.deaths`),
+  so that a configuration that kills its process costs itself and no other; then the worker is started
+  again, at most `MAX_RESTARTS` times within an hour. When these are used up, the machine is broken: the other
+  workers checkpoint and leave, and the error shows the end of the log.
+
+Workers stop when their standard input ends. So they checkpoint and leave when this process is told to, and
+also when it is killed.
+
+This process waits for no database: while that is away, a worker that died waits to be recorded and started.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from hpo.config.allowed import ALLOW
+from hpo.config.study_config import StudyConfig
+from hpo.device import (
+    CUDA_CONTEXT_BYTES,
+    DeviceInfo,
+    available_cores,
+    cuda_devices,
+    memory_share,
+    probe_device,
+)
+from hpo.errors import HpoError, InputError, OutageError, RunError
+from hpo.study.claims.deaths import record_death
+from hpo.study.claims.process import this_job
+from hpo.study.reading.watch import StudyWatch
+from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
+from hpo.study.running.worker import RunSummary
+from hpo.study.store.lifecycle import is_in_work, read_state
+from hpo.study.store.storage import Storage
+
+MAX_RESTARTS = 10
+"""How often a worker that dies is started again within an hour."""
+RESTART_SECONDS = 3600.0
+
+LEAVE_SECONDS = 60.0
+"""How long the workers have to checkpoint and leave where this process ends on an error."""
+
+_STOPPED = RunSummary("stopped").exit_code
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """What a worker process has of the machine's devices."""
+
+    workers_on_device: int
+    """How many workers have its device, itself among them."""
+    cuda_device: str | None = None
+    """The one GPU that it sees, as CUDA_VISIBLE_DEVICES names it; None: what the parent process sees."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the process has in its environment."""
+        gpu = {} if self.cuda_device is None else {"CUDA_VISIBLE_DEVICES": self.cuda_device}
+        return {WORKERS_ON_DEVICE: str(self.workers_on_device), **gpu}
+
+
+def share_devices(
+    config: StudyConfig | None, workers: int | None = None, per_device: int | None = None
+) -> list[DeviceShare]:
+    """The share of each worker process of a run on this machine; none: the one worker is this process.
+
+    A worker sees its GPU alone, so that no tensor of it can lie on another.
+
+    Args:
+        config: of the study; None for workers that serve all studies of a database.
+        workers: how many, spread over the GPUs of this machine in turn; 1 is this process.
+        per_device: so many for each GPU of this machine, or on its CPU, in place of `workers`; all of them
+            are processes.
+
+    Raises InputError where the workers of one GPU may take more than its memory.
+    """
+    if per_device is None and workers in (None, 1):
+        return []
+    devices = cuda_devices(config.device if config else "auto")
+    num_devices = max(1, len(devices))
+    count = workers or (per_device or 1) * num_devices
+    if devices and config:
+        share_memory(config, probe_device(config.device), math.ceil(count / num_devices))
+    return [
+        DeviceShare(
+            workers_on_device=len(range(number % num_devices, count, num_devices)),
+            cuda_device=devices[number % num_devices] if num_devices > 1 else None,
+        )
+        for number in range(count)
+    ]
+
+
+def share_memory(config: StudyConfig, device: DeviceInfo, num_workers: int) -> StudyConfig:
+    """Bound a worker to its share of a GPU's memory, or to what the study says that it may take.
+
+    Raises InputError where the workers and their CUDA contexts may together take more than there is: a trial
+    that found no memory because of its neighbour would be stored as one that does not fit.
+    """
+    if device.type != "cuda" or num_workers == 1:
+        return config
+    share = memory_share(device, num_workers)
+    given = config.amp.memory_fraction
+    if given is None:
+        return config.model_copy(update={"amp": config.amp.model_copy(update={"memory_fraction": share})})
+    if given > share:
+        raise InputError(
+            f"amp.memory_fraction must be <= {math.floor(share * 1e4) / 1e4:g} for {num_workers} workers on "
+            f"one {device.name}, where each needs {CUDA_CONTEXT_BYTES / 2**30:g} GiB more for its CUDA "
+            f"context, but got {given:g}. Lower it, run fewer workers, or leave it out."
+        )
+    return config
+
+
+class _Worker:
+    """A worker process, which stops when its standard input is closed, also by our death."""
+
+    def __init__(self, number: int, log: Path, environment: Mapping[str, str]) -> None:
+        self.number = number
+        self._log = log
+        self._environment = environment
+        self._restarts: deque[float] = deque()
+        self._log_begin = 0  # of the process that runs now
+
+    def start(self, command: Sequence[str]) -> None:
+        with self._log.open("ab") as output:
+            self._log_begin = output.tell()
+            now = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"
+            output.write(f"--- a worker starts, {now}\n".encode())
+            output.flush()
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C in the terminal reaches this process alone
+            )
+
+    def may_restart(self) -> bool:
+        """Count a restart, unless those of the last hour are used up."""
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTART_SECONDS:
+            self._restarts.popleft()
+        if len(self._restarts) >= MAX_RESTARTS:
+            return False
+        self._restarts.append(now)
+        _logger.warning(
+            "Worker %d %s; it is started again (%d of at most %d times an hour). Its log: %s",
+            self.number,
+            self.how_it_ended,
+            len(self._restarts),
+            MAX_RESTARTS,
+            self._log,
+        )
+        return True
+
+    def stop(self) -> None:
+        """Have it checkpoint and leave."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def kill(self) -> None:
+        self.stop()
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended in a way that another try may not."""
+        return self.process.returncode not in (0, InputError.exit_code, _STOPPED)
+
+    @property
+    def how_it_ended(self) -> str:
+        code = self.process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def failure(self) -> HpoError:
+        end = self._log.read_bytes()[self._log_begin :].decode(errors="replace").strip()[-2000:]
+        again = f", having been started again {len(self._restarts)} times within an hour"
+        kind = InputError if self.process.returncode == InputError.exit_code else RunError
+        return kind(
+            f"A worker {self.how_it_ended} before the study was done{again if self._restarts else ''}. "
+            f"The end of {self._log}:\n{end}"
+        )
+
+
+@dataclass(frozen=True)
+class WorkerProcesses:
+    """The workers that this process starts and looks after."""
+
+    shares: Sequence[DeviceShare]
+    arguments: Sequence[str] = ()
+    """More of `hpo worker`."""
+    storage_as_given: str | None = None
+    """What they find the storage by, such as `@FILE`; None: by its URL."""
+    allow: str | None = None
+    """Their HPO_ALLOW; None: that of this process."""
+
+
+def run_workers(
+    config: StudyConfig, storage: Storage, runs_dir: Path, processes: WorkerProcesses, stop: Stop
+) -> RunSummary:
+    """Run a worker of the study in each of the processes, and wait for all of them.
+
+    What a process prints is added to `runs_dir`/<study>/worker-<host>-<job or pid>-<number>.log. The storage
+    is passed in the environment, because everybody on a machine can read the arguments of a process.
+
+    Raises:
+        InputError, RunError: workers failed and the study is not done; with the end of the log.
+    """
+    if stop.is_set():
+        return RunSummary("stopped")
+    watch = StudyWatch(storage, config)
+    deadline = min(stop.deadline, time.monotonic() + (config.timeout or math.inf))
+
+    def is_over() -> bool:
+        return time.monotonic() > deadline or not is_in_work(storage, config.name)
+
+    supervisor = _Supervisor(processes, storage, stop, deadline, config.name)
+    supervisor.run(runs_dir / config.name, is_over)
+    outcomes = Counter(trial.outcome for trial in watch.look().ended)
+    if stop.is_set():
+        return RunSummary("stopped", outcomes)
+    counts = storage.slot_counts(config.name)
+    if not counts["open"] and not counts["running"]:
+        return RunSummary("finished", outcomes)
+    if read_state(storage, config.name) != "open":
+        return RunSummary("closed", outcomes)
+    if supervisor.were_stopped():
+        return RunSummary("stopped", outcomes)
+    return RunSummary("timeout" if time.monotonic() > deadline else "elsewhere", outcomes)
+
+
+def serve_with_workers(
+    storage: Storage, runs_dir: Path, processes: WorkerProcesses, stop: Stop
+) -> Literal["idle", "stopped", "timeout"]:
+    """Run a worker without a study in each of the processes, and wait for all of them.
+
+    What they print is added to `runs_dir`/worker-<host>-<job or pid>-<number>.log. Errors are those of
+    `run_workers`.
+    """
+    stop.can_checkpoint = True
+    supervisor = _Supervisor(processes, storage, stop, stop.deadline)
+    supervisor.run(runs_dir, lambda: time.monotonic() > stop.deadline)
+    return "stopped" if supervisor.were_stopped() else "idle"
+
+
+def worker_command(study: str | None, timeout: float, until: float | None) -> list[str]:
+    """Return the command line of one worker process; without a `study` it serves all."""
+    command = [sys.executable, "-m", "hpo", "worker", *([] if study is None else [study])]
+    if math.isfinite(timeout):
+        command += ["--timeout", str(max(1e-3, timeout))]
+    if until is not None:
+        command += ["--until", datetime.fromtimestamp(until, UTC).isoformat()]
+    return command
+
+
+@dataclass
+class _Supervisor:
+    """Of the workers of one study, or of those without one."""
+
+    processes: WorkerProcesses
+    storage: Storage
+    stop: Stop
+    deadline: float
+    study: str | None = None
+
+    def run(self, folder: Path, is_over: Callable[[], bool]) -> None:
+        """Run the workers, with their logs in `folder`, until all have ended.
+
+        After an error here those that still run have `LEAVE_SECONDS` to leave; after a second Ctrl-C they are
+        killed. `is_over` says whether there is nothing more to do; it may find the database away.
+        """
+        self.storage.stop = self.stop
+        self.broken: _Worker | None = None  # whose restarts were used up
+        self.workers = self._workers(folder)
+        started = []
+        seconds = LEAVE_SECONDS
+        try:
+            for worker in self.workers:
+                worker.start(self._command())
+                started.append(worker)
+            self._supervise(is_over)
+        except KeyboardInterrupt:
+            seconds = 0.0
+            raise
+        finally:
+            _end(started, seconds)
+
+    def _workers(self, folder: Path) -> list[_Worker]:
+        folder.mkdir(parents=True, exist_ok=True)
+        shares = self.processes.shares
+        # Each worker would otherwise use all cores, and they would get into each other's way.
+        threads = max(1, available_cores() // len(shares))
+        url = self.processes.storage_as_given or self.storage.url
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ, "HPO_STORAGE": url}
+        environment |= {} if self.processes.allow is None else {ALLOW: self.processes.allow}
+        # Jobs of one node, and commands of one machine, each write their files.
+        job = f"{socket.gethostname()}-{(this_job() or str(os.getpid())).rpartition(':')[2]}"
+        return [
+            _Worker(number, folder / f"worker-{job}-{number}.log", {**environment, **share.environment})
+            for number, share in enumerate(shares)
+        ]
+
+    def _command(self) -> list[str]:
+        left = self.deadline - time.monotonic()
+        return [*worker_command(self.study, left, self.stop.until), *self.processes.arguments]
+
+    def _supervise(self, is_over: Callable[[], bool]) -> None:
+        """Wait until all workers have ended, and start those again that die."""
+        living = list(self.workers)
+        while living:
+            leaving = self.stop.wait(0.5) or self.broken is not None
+            if leaving:
+                for worker in living:
+                    worker.stop()
+                for worker in living:
+                    worker.process.wait()
+            for worker in [worker for worker in living if worker.process.poll() is not None]:
+                worker.stop()
+                try:
+                    record_death(self.storage, worker.process.pid, worker.process.returncode)
+                    may_go_on = not leaving and worker.died and not self.storage.attempt(is_over)
+                except OutageError:
+                    if leaving:
+                        return
+                    break  # it waits for the next round, as the others do
+                if self.stop.is_set() or not may_go_on:
+                    living.remove(worker)
+                elif worker.may_restart():
+                    worker.start(self._command())
+                else:
+                    living.remove(worker)
+                    self.broken = worker
+
+    def were_stopped(self) -> bool:
+        """Whether the workers left because they were told to; if not, nothing was left to do.
+
+        Raises InputError or RunError where a worker failed.
+        """
+        if self.stop.is_set():
+            return True
+        if self.broken is not None:
+            raise self.broken.failure()
+        if any(worker.process.returncode == _STOPPED for worker in self.workers):
+            if self.stop.until is not None:  # they leave before this process
+                self.stop.set_out_of_time()
+            return True  # else told to by somebody else
+        for worker in self.workers:
+            if worker.process.returncode:
+                raise worker.failure()
+        return False
+
+
+def _end(workers: Sequence[_Worker], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for worker in workers:
+        worker.stop()
+    try:
+        for worker in workers:
+            with suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for worker in workers:
+            worker.kill()

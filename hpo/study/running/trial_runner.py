@@ -1,0 +1,147 @@
+"""How the trials of a worker run for real: suggest, train, report each evaluation, measure what is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import optuna
+
+from hpo.config.search_space import suggest
+from hpo.config.study_config import of_deployed
+from hpo.errors import Pruned
+from hpo.outcome import Outcome
+from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
+from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore
+from hpo.study.claims.leases import Lease
+from hpo.study.reading.study_record import EvaluationRow, Report
+from hpo.study.running.pace import Pace
+from hpo.study.running.stopping import Stop
+from hpo.study.store.storage import Storage
+from hpo.trial.callbacks import Callbacks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpo.trial.executor import Executor
+    from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialResult
+
+
+class TrialRunner:
+    """Runs trials with `executor` in this process.
+
+    A trial waits in each report until the database answers, so what was evaluated is stored before the
+    checkpoint from which the trial may go on.
+
+    Args:
+        remote: where checkpoints are uploaded to; None: they stay in their folder.
+        shared_device: whether workers were started together on the device; others are looked for.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        storage: Storage,
+        stop: Stop,
+        *,
+        remote: RemoteStore | None = None,
+        shared_device: bool = False,
+    ) -> None:
+        self.pace = Pace(stop, executor.study.stall_seconds, lambda: storage.availability.is_away)
+        self._executor = executor
+        self._storage = storage
+        self._stop = stop
+        self._remote = remote
+        self._shared_device = shared_device
+        self._checkpoint_seconds = 0.0
+        self._metrics = [objective.metric for objective in executor.study.objective]
+        self._token = storage.study_token(executor.study.name)
+
+    def __call__(self, trial: optuna.trial.Trial, lease: Lease) -> TrialResult:
+        """Run the trial of a claimed slot to its outcome.
+
+        Raises:
+            LeaseLostError: another worker has the slot; OutageError: the database stayed away; InputError and
+                RunError for what concerns more than this trial.
+        """
+        executor, storage = self._executor, self._storage
+        params = storage.persist(lambda: suggest(executor.study.search_space, trial))
+        lease.store_params()
+        folder = executor.trial_folder(self._token, trial.number)
+        device = executor.device.device_id
+        shared = self._shared_device or storage.has_other_workers_on(device)
+        with self.pace.trial():
+            result = executor.run(
+                params,
+                folder,
+                f"{self._token}/{trial.number}",
+                Callbacks(
+                    partial(self._report, trial, lease),
+                    partial(self._should_stop, lease),
+                    partial(self._note_progress, lease),
+                ),
+                shared_device=shared,
+                mirror=FolderCheckpoints(lease)
+                if self._remote is None
+                else RemoteCheckpoints(self._remote, lease, folder, self._stop),
+            )
+        result = self._measured(trial, lease, folder, result)
+        if result.outcome == Outcome.PREEMPTED and not lease.study_closed.is_set():
+            self._stop.set()  # where another rank was told
+        if not shared and storage.has_other_workers_on(device):  # it joined during the trial
+            facts = {**result.telemetry["device"], "shared": True}
+            result = replace(result, telemetry={**result.telemetry, "device": facts})
+        return result
+
+    def _report(self, trial: optuna.trial.Trial, lease: Lease, scored: ScoredEvaluation) -> None:
+        """Store an evaluation. Raises Pruned where the pruner stops the trial."""
+        from hpo.trial.objectives import values_while_training  # PyTorch, which tests do without
+
+        evaluation = scored.evaluation
+        row = EvaluationRow(
+            step=evaluation.step,
+            epoch=evaluation.epoch,
+            seconds=evaluation.seconds,
+            metrics={**values_while_training(self._metrics, scored.values), **evaluation.metrics},
+            train_examples_per_second=evaluation.rates.get("train_examples_per_second"),
+            train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
+            numerics=evaluation.numerics,
+        )
+        report = Report(evaluation.index, scored.values[0], row)
+        lease.check()
+        with self.pace.reporting():
+            is_pruned = self._storage.persist(lambda: self._storage.report_evaluation(trial, lease, report))
+        if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
+            raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
+
+    def _should_stop(self, lease: Lease) -> bool:
+        lease.check()
+        self.pace.note_step(self._checkpoint_seconds)
+        return self._stop.is_set() or lease.study_closed.is_set()
+
+    def _note_progress(self, lease: Lease, progress: Progress) -> None:
+        self._checkpoint_seconds = progress.checkpoint_seconds
+        lease.note_progress(progress)
+
+    def _measured(
+        self, trial: optuna.trial.Trial, lease: Lease, folder: Path, result: TrialResult
+    ) -> TrialResult:
+        """The result with what is measured after training: on test, and of the deployed model.
+
+        Of a comparison, what each row says is stored.
+        """
+        study = self._executor.study
+        if study.evaluation.test or study.comparison:
+            from hpo.study.reading.row_statistics import store_row_statistics
+            from hpo.trial.best_model import with_scores  # PyTorch, as in `_report`
+
+            split = "test" if study.evaluation.test else "validation"
+            result, statistics = with_scores(self._executor, folder, result, split)
+            if study.comparison and statistics:
+                store_row_statistics(self._storage, lease, (study.name, trial.number), statistics)
+        if of_deployed(study.objective):
+            from hpo.deploy.objective import with_deployed_values
+
+            result = with_deployed_values(self._executor, folder, result, self._storage.has_other_workers_on)
+        return result

@@ -1,0 +1,274 @@
+"""Workers: the loop that turns slots into finished trials, in this process or in several.
+
+    claim a slot -> open its trial -> run it -> record its outcome -> next slot
+
+Workers know of each other through the database alone, so it does not matter how many there are, where they
+run and when they come or go. A worker leaves when every slot is done; that of a comparison comes back
+(`hpo.study.running.next_look`). While others still run the last trials it waits, to take over if one
+of them dies.
+
+Told to stop (`hpo.study.running.stopping`), a worker lets its trial write a checkpoint and leaves.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+
+from hpo.config.comparison import ComparisonConfig
+from hpo.errors import HpoError, LeaseLostError, did_you_mean
+from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION
+from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.sampling.device_sampler import ANY_DEVICE, WorkerDevice
+from hpo.study.sampling.grid_sampler import NoPointLeft, PlannedPoints, SharedGrid
+from hpo.study.sampling.samplers import build_pruner, build_sampler
+from hpo.study.store.lifecycle import end_unfinished
+from hpo.study.store.storage import Storage
+
+if TYPE_CHECKING:
+    from hpo.config.search_space import SearchSpace
+    from hpo.config.study_config import StudyConfig
+    from hpo.trial.telemetry import TrialResult
+
+RunTrial = Callable[[optuna.trial.Trial, Lease], "TrialResult"]
+"""Runs one trial. Calls `Lease.check` between steps, so that it stops when another worker has the trial."""
+
+
+Ended = Literal["finished", "stopped", "timeout", "elsewhere", "closed", "yielded"]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What one call ran."""
+
+    ended: Ended
+    """Every slot is done; told to stop; out of time; what remains is for other devices; the study was paused,
+    cancelled or deleted; another study comes first."""
+    outcomes: Mapping[str, int] = field(default_factory=Counter)
+    """How many trials ended how, here. Empty for a study that was finished before."""
+    elsewhere: tuple[str, ...] = ()
+    """What remains needs a device with this: precisions, or its name."""
+
+    @property
+    def exit_code(self) -> int:
+        """130 after a stop, else 0."""
+        return 130 if self.ended == "stopped" else 0
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker is told and asked beside its study."""
+
+    deadline: float = math.inf
+    """No trial begins after this, by the monotonic clock; nor after the study's `timeout`."""
+    goes_on: Callable[[], bool] = lambda: True
+    """Asked after each trial, and while others run the last ones: False where another study comes first."""
+    after_trial: Callable[[], None] = lambda: None
+    """Called when a trial has ended, here or with a worker that this one waited for; again if the database
+    went away meanwhile."""
+    saved_step: Callable[[int], int] = lambda _: 0
+    """The step of the last checkpoint of a trial by its number."""
+    poll_seconds: float = 2.0
+
+
+def run_worker(
+    config: StudyConfig,
+    storage: Storage,
+    run_trial: RunTrial,
+    options: WorkerOptions = WorkerOptions(),
+    *,
+    device: WorkerDevice = ANY_DEVICE,
+    stop: threading.Event | None = None,
+) -> RunSummary:
+    """Run trials of the study until none is left for `device`, `stop` is set or time is up."""
+    stop = storage.stop = stop or threading.Event()
+    deadline = min(options.deadline, time.monotonic() + (config.timeout or math.inf))
+    study = storage.create_or_resume_study(config, resize=False)
+    study.pruner = build_pruner(config.pruner)
+    skipped = frozenset(device.left_out or ()) if config.amp.on_unsupported == "skip" else frozenset()
+    runnable = _Runnable(study, config.precisions, skipped)
+    outcomes: Counter[str] = Counter()
+    with WorkerLease(
+        storage,
+        study,
+        max_retries=config.max_retries,
+        device=device.device_id,
+        can_run=runnable if skipped or config.comparison else None,
+        refusal=partial(refusal, config.search_space),
+        saved_step=options.saved_step,
+    ) as worker:
+        study.sampler = build_sampler(
+            config.sampler,
+            config.search_space,
+            worker_number=worker.number,
+            device=device,
+            skipped=skipped,
+            lock=storage.exclusive,
+            read_plan=partial(read_plan, storage, config.name) if config.comparison else None,
+        )
+        left = _Left(worker, storage, runnable, waits_for_others=config.comparison is not None)
+        if summary := _run_slots(left, run_trial, options, outcomes, deadline):
+            return summary
+    if worker.study_closed.is_set():
+        end_unfinished(storage, config.name)  # of a cancelled study; the command may have ended before
+    if stop.is_set():
+        return RunSummary("stopped", outcomes)
+    return RunSummary("closed" if worker.study_closed.is_set() else "timeout", outcomes)
+
+
+def _run_slots(
+    left: _Left, run_trial: RunTrial, options: WorkerOptions, outcomes: Counter[str], deadline: float
+) -> RunSummary | None:
+    """Run one slot after the other and count the `outcomes`; None: no more may begin."""
+    worker, storage, stop = left.worker, left.storage, left.storage.stop
+    while not stop.is_set() and not worker.study_closed.is_set() and time.monotonic() <= deadline:
+        if lease := worker.claim():
+            left.num_idle = 0
+            if outcome := run_slot(worker, lease, run_trial):
+                outcomes[outcome] += 1
+                storage.persist(options.after_trial)
+            else:  # what is left may be for others
+                stop.wait(options.poll_seconds)
+        elif worker.study_closed.is_set():
+            break
+        elif left.is_for_others():
+            storage.persist(options.after_trial)
+            return left.summary(outcomes)
+        else:  # others run what is left; if one of them dies, this worker takes over
+            stop.wait(min(options.poll_seconds, max(0.0, deadline - time.monotonic())))
+        if not (stop.is_set() or worker.study_closed.is_set() or options.goes_on()):
+            return RunSummary("yielded", outcomes)
+    return None
+
+
+def run_slot(worker: WorkerLease, lease: Lease, run_trial: RunTrial) -> Outcome | None:
+    """Run the trial of a claimed slot and return its outcome; None: there is none to run, or it is lost.
+
+    Where this process dies, the next claim goes on from what the slot and its last trial say then:
+
+        before `open_trial`      no trial: a trial is made
+        before `record_outcome`  one that is RUNNING: it goes on from its last checkpoint
+        after it                 one that has ended: the slot is done, or a retry is made
+    """
+    with suppress(LeaseLostError):
+        try:
+            trial = worker.open_trial(lease)
+        except NoPointLeft:  # another worker was faster
+            worker.release(lease)
+            return None
+        if trial is None:
+            return None
+        result = _result_of(trial, lease, run_trial)
+        worker.record_outcome(lease, trial, result)
+        return result.outcome
+    return None
+
+
+def _result_of(trial: optuna.trial.Trial, lease: Lease, run_trial: RunTrial) -> TrialResult:
+    if lease.deaths.end_trial:
+        return _ended(Outcome.CRASHED, lease.deaths.reason)
+    try:
+        return run_trial(trial, lease)
+    except HpoError:
+        raise
+    except UpdateFinishedTrialError as error:
+        raise LeaseLostError(f"Another worker has finished trial {trial.number}.") from error
+    except Exception as error:
+        return _ended(Outcome.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def _ended(outcome: Outcome, reason: str, trace: str | None = None) -> TrialResult:
+    from hpo.trial.telemetry import TrialResult  # PyTorch, which a worker of the tests does without
+
+    return TrialResult(outcome, reason, traceback=trace)
+
+
+def read_plan(storage: Storage, name: str) -> ComparisonConfig:
+    """The plan of a comparison as it is now."""
+    return ComparisonConfig.model_validate(storage.read_definition(name)["comparison"])
+
+
+@dataclass
+class _Left:
+    """What is left of a study for a worker that can claim nothing."""
+
+    worker: WorkerLease
+    storage: Storage
+    runnable: _Runnable
+    waits_for_others: bool
+    """Whether the trials that others run decide what is left, as in a comparison."""
+    num_idle: int = 0
+
+    def is_for_others(self) -> bool:
+        """Whether nothing that is unfinished, if anything is, will ever be for this worker."""
+        self.unfinished = list(self.storage.persist(self.worker.unfinished).values())
+        if self.waits_for_others and self.unfinished:
+            # Between two of its trials another worker runs none for a moment.
+            self.num_idle = 0 if self.storage.persist(self.worker.others_run) else self.num_idle + 1
+            if self.num_idle < 2:
+                return False
+        return not self.storage.persist(lambda: any(map(self.runnable, self.unfinished)))
+
+    def summary(self, outcomes: Mapping[str, int]) -> RunSummary:
+        """How the worker ended that left it to others."""
+        ended: Ended = "elsewhere" if self.unfinished else "finished"
+        return RunSummary(ended, outcomes, self.runnable.left_to_others(self.unfinished))
+
+
+@dataclass(frozen=True)
+class _Runnable:
+    """Whether a worker whose device lacks the precisions `skipped` can run a trial."""
+
+    study: optuna.Study
+    precisions: Sequence[str]
+    skipped: frozenset[str]
+
+    def __call__(self, params: Mapping[str, Any]) -> bool:
+        """`params` are those that the trial has so far."""
+        if isinstance(self.study.sampler, PlannedPoints):
+            return self.study.sampler.can_run(self.study, params)
+        possible = self._possible(params)
+        return not possible or not self.skipped.issuperset(possible)
+
+    def left_to_others(self, unfinished: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+        """What unfinished trials with these parameters need and the device lacks: precisions, or its name."""
+        needed = {name for params in unfinished for name in self._possible(params)} & self.skipped
+        sampler = self.study.sampler
+        if not needed and isinstance(sampler, PlannedPoints):
+            return tuple(f"the name {kind}" for kind in sampler.kinds_left(self.study))
+        return tuple(name for name in self.precisions if name in needed)
+
+    def _possible(self, params: Mapping[str, Any]) -> Sequence[str]:
+        """The precisions that the trial may have; none where the study does not search them."""
+        if PRECISION in params:
+            return [params[PRECISION]]
+        sampler = self.study.sampler
+        return sampler.precisions_left(self.study) if isinstance(sampler, SharedGrid) else self.precisions
+
+
+def refusal(space: SearchSpace, params: Mapping[str, Any]) -> str:
+    """Why no trial can have the `params` that it is stored with, which Optuna takes as they are; empty: one
+    can."""
+    trial = optuna.trial.FixedTrial(dict(params))
+    for name in params:
+        if name not in space:
+            return f"it has `{name}`, which is not searched.{did_you_mean(name, list(space))}"
+        try:
+            with warnings.catch_warnings(action="error"):  # of a value that is out of range
+                space[name].suggest(name, trial)
+        except (UserWarning, ValueError, TypeError) as error:
+            return f"it has a `{name}` that is not searched: {error}"
+    return ""

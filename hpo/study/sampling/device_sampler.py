@@ -1,0 +1,155 @@
+"""What a worker's sampler sees of the study, and what it may draw, on that worker's device.
+
+A study's choices of `fp_precision` never change: Optuna refuses that, and the workers of one study may have
+different devices. So a worker whose device lacks a precision draws from the others, while Optuna stores the
+distribution with all choices. Of the trials, a sampler is not shown what says nothing of its own device:
+
+- those that ran out of memory under a lower limit than this worker has;
+- those that ended as `unsupported` in a precision that this device runs;
+- those that the compatibility check ended on another kind of device, or with other versions;
+- for samplers that model the choices (TPE and GP), those in a precision that this device lacks. The others'
+  settings still tell NSGA-II something, and a precision that it proposes is drawn anew.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.samplers import BaseSampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+from hpo.outcome import Outcome
+from hpo.precision.table import PRECISION
+from hpo.study.store.optuna_internals import StudyView, all_trials
+
+MORE_MEMORY = 1.05
+"""What did not fit is tried again with so many times the memory: cards of one model differ a little."""
+
+
+@dataclass(frozen=True)
+class WorkerDevice:
+    """What a worker's trials run on; None: not known."""
+
+    device_id: str | None = None
+    """`DeviceInfo.device_id`, by which others know whether they share the device."""
+    memory_bytes: int | None = None
+    """What a trial may take."""
+    left_out: Mapping[str, str] | None = None
+    """Precisions of the study that the device does not run, each with the reason; of `table.left_out`."""
+    kind: str = ""
+    """`DeviceInfo.kind`."""
+    checked_on: str | None = None
+    """What compatibility results must be of, to count here; of `compat.checked_on`."""
+
+    def says_nothing(self, trial: FrozenTrial) -> bool:
+        """Whether the trial ended by what another device lacks and this one has."""
+        outcome = trial.user_attrs.get("outcome")
+        telemetry = trial.user_attrs.get("telemetry", {})
+        if outcome == Outcome.UNSUPPORTED and self.left_out is not None:
+            return trial.params.get(PRECISION) not in self.left_out
+        if outcome == Outcome.INCOMPATIBLE and self.checked_on is not None:
+            checked = telemetry.get("compatibility", {})
+            return bool(checked.get("checked_on", self.checked_on) != self.checked_on)
+        if outcome != Outcome.OOM or self.memory_bytes is None:
+            return False
+        limit = telemetry.get("device", {}).get("memory_limit_bytes")
+        return limit is not None and MORE_MEMORY * limit <= self.memory_bytes
+
+
+ANY_DEVICE = WorkerDevice()
+"""Nothing is known of the device."""
+
+
+class WrapperSampler(BaseSampler):
+    """Another sampler, with something changed.
+
+    `after_trial` is not passed on: Optuna's samplers use it for `constraints_func`.
+    """
+
+    def __init__(self, sampler: BaseSampler) -> None:
+        self._sampler = sampler
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        return self._sampler.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        return self._sampler.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        return self._sampler.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        self._sampler.before_trial(study, trial)
+
+
+class DeviceSampler(WrapperSampler):
+    """Draws only the precisions `runnable` of `choices`, and shows its sampler what matters on `device`.
+
+    With `models_choices`, the sampler is to see no other precision than those.
+    """
+
+    def __init__(
+        self,
+        sampler: BaseSampler,
+        device: WorkerDevice,
+        choices: Sequence[Any],
+        runnable: Sequence[Any],
+        *,
+        models_choices: bool,
+    ) -> None:
+        super().__init__(sampler)
+        self._device = device
+        self._runnable = runnable
+        self._models_choices = models_choices
+        self._all: dict[str, BaseDistribution] = {}
+        self._narrow: dict[str, BaseDistribution] = {}
+        if len(runnable) < len(choices):
+            self._all[PRECISION] = CategoricalDistribution(choices)
+            self._narrow[PRECISION] = CategoricalDistribution(runnable)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        def read() -> list[FrozenTrial]:
+            shown = map(self._shown, all_trials(study))
+            return [other for other in shown if other is not None]
+
+        self._view = StudyView(study, read)
+        super().before_trial(self._view, trial)
+
+    def _shown(self, trial: FrozenTrial) -> FrozenTrial | None:
+        if self._device.says_nothing(trial):
+            return None
+        if not (self._narrow and self._models_choices):
+            return trial
+        shown = copy.copy(trial)
+        if PRECISION in trial.params:
+            if trial.params[PRECISION] not in self._runnable:
+                return None
+            shown.distributions = trial.distributions | self._narrow
+        elif trial.state == TrialState.RUNNING:
+            shown.system_attrs = {}  # TPE and GP keep there what they proposed to the other worker
+        return shown
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:  # noqa: ARG002
+        self._space = super().infer_relative_search_space(self._view, trial)
+        return self._space | (self._all if PRECISION in self._space else {})
+
+    def sample_relative(self, _: Study, trial: FrozenTrial, *__: object) -> dict[str, Any]:
+        params = super().sample_relative(self._view, trial, self._space)
+        if self._narrow and params.get(PRECISION) not in self._runnable:
+            params.pop(PRECISION, None)  # Optuna asks `sample_independent` for what is not there
+        return params
+
+    def sample_independent(
+        self, _: Study, trial: FrozenTrial, name: str, distribution: BaseDistribution
+    ) -> Any:
+        narrowed = self._narrow.get(name, distribution)
+        return super().sample_independent(self._view, trial, name, narrowed)

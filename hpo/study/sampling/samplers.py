@@ -1,0 +1,100 @@
+"""Which configuration is tried next, and when a trial stops early: Optuna's samplers and pruners.
+
+A worker draws only what its device can run: `device_sampler`. A precision that runs and still cannot work
+must not eat the budget either, and each sampler needs help of its own with that, because such a trial ends
+as PRUNED with an infeasible constraint (see `leases`):
+
+- TPE ranks infeasible trials last, but its first trials are random, as are all trials of NSGA-II's first
+  generation and its mutations. `InfeasibleFilterSampler` replaces a choice of which every trial was
+  infeasible.
+- GP looks at COMPLETE trials only. `PrunedAwareSampler` shows it a copy of the study.
+
+Random, QMC and the grid do not learn: with them, such a trial ends before training.
+
+TPE and GP come back to what they found good: on a grid, to the very same configuration. `AvoidRepeats`
+changes that. The sampler `grid` is our own, `grid_sampler.SharedGrid`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Container, Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler, RandomSampler
+
+from hpo.config.comparison import ComparisonConfig
+from hpo.config.search_space import SearchSpace, is_finite
+from hpo.precision.table import PRECISION
+from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice
+from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
+from hpo.study.sampling.gp_sampler import PrunedAwareSampler
+from hpo.study.sampling.grid_sampler import Lock, PlannedPoints, SharedGrid, grid_points
+
+if TYPE_CHECKING:
+    from hpo.config.sampler_config import PrunerConfig, SamplerConfig
+
+
+def build_sampler(
+    config: SamplerConfig,
+    space: SearchSpace,
+    *,
+    worker_number: int = 0,
+    device: WorkerDevice = ANY_DEVICE,
+    skipped: Container[str] = (),
+    lock: Lock = nullcontext,
+    read_plan: Callable[[], ComparisonConfig] | None = None,
+) -> BaseSampler:
+    """Return the sampler of one worker of a study.
+
+    Args:
+        worker_number: added to the seed, without which two workers would try the same configurations; only
+            `grid` and `qmc` continue one sequence among all workers and need the same seed for it.
+        skipped: precisions that this worker does not draw.
+        lock: held while a point of the grid is chosen, so that no two workers choose the same.
+        read_plan: of a comparison, whose trials are planned.
+    """
+    if read_plan is not None:
+        return PlannedPoints(read_plan, device.kind, skipped, lock)
+    if config.name == "grid":
+        return SharedGrid(grid_points(space, config.seed), skipped, lock)
+    choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()
+    # Where a device runs no choice, `run_worker` asks for no proposal.
+    runnable = tuple(choice for choice in choices if choice not in skipped) or choices
+    if choices:
+        space = {**space, PRECISION: space[PRECISION].model_copy(update={"choices": runnable})}
+    sampler = _build_optuna_sampler(config, space, (config.seed + worker_number) % 2**32)
+    models = config.name in ("tpe", "gp")
+    return DeviceSampler(sampler, device, choices, runnable, models_choices=models)
+
+
+def _build_optuna_sampler(config: SamplerConfig, space: SearchSpace, seed: int) -> BaseSampler:
+    """Optuna's sampler, wrapped in what it needs against trials that cannot work."""
+    name, options = config.name, config.options
+    if name in ("gp", "qmc"):
+        options["warn_independent_sampling"] = False
+    if name == "qmc":
+        options["independent_sampler"] = RandomSampler(seed=seed)
+    options["seed"] = config.seed if name == "qmc" else seed
+    sampler: BaseSampler = _build(optuna.samplers, config, options)
+    if name == "gp":
+        sampler = PrunedAwareSampler(sampler)
+    if name not in ("tpe", "gp", "nsga2"):
+        return sampler
+    feasible = InfeasibleFilterSampler(sampler, seed)
+    return AvoidRepeats(feasible, space, seed) if name != "nsga2" and is_finite(space) else feasible
+
+
+def build_pruner(config: PrunerConfig) -> BasePruner:
+    """Return Optuna's pruner of that name. Steps are evaluations."""
+    wrapped = {"wrapped_pruner": None} if config.name == "patient" else {}
+    pruner: BasePruner = _build(optuna.pruners, config, config.options | wrapped)
+    return pruner
+
+
+def _build(module: Any, config: SamplerConfig | PrunerConfig, options: Mapping[str, Any]) -> Any:
+    with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+        return getattr(module, config.CLASSES[config.name])(**options)

@@ -1,0 +1,88 @@
+"""Connections to PostgreSQL on which no call waits forever, however the network fails.
+
+A connection whose other end is gone without a word (a host that lost its power, a firewall that forgot) gives
+no error by itself. Three bounds make one of it:
+
+- the kernels on both sides ask for a sign of life (TCP keepalives), and do not wait for an acknowledgement
+  for longer than `tcp_user_timeout`;
+- where something between the two acknowledges what it does not deliver (a proxy, a load balancer), the
+  client does not wait for an answer for longer than `ANSWER_SECONDS`;
+- the server ends a transaction in which it hears nothing from its client for `IDLE_SECONDS`, so that its
+  locks do not outlive it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import psycopg
+import sqlalchemy as sa
+
+ANSWER_SECONDS = 30.0
+"""A statement of ours takes milliseconds; over a network that delays each packet by 0.5 s, about a second."""
+IDLE_SECONDS = 60.0
+ASK_AFTER_SECONDS = 1.0
+"""A connection that was used so lately is taken to work: to ask it first would cost a trial five calls."""
+
+_ARGUMENTS = {
+    "application_name": "hpo",
+    "connect_timeout": 15,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+    # A pooler such as PgBouncer gives the next transaction to a server connection without what was prepared.
+    "prepare_threshold": None,
+}
+_SESSION = (
+    f"SET idle_in_transaction_session_timeout = '{IDLE_SECONDS:.0f}s';"
+    "SET tcp_keepalives_idle = 30; SET tcp_keepalives_interval = 10; SET tcp_keepalives_count = 3"
+)
+
+
+class BoundedConnection(psycopg.Connection[Any]):
+    """A connection that breaks when the server does not answer for `answer_seconds`."""
+
+    answer_seconds = ANSWER_SECONDS
+
+    def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
+        started = time.monotonic()
+        try:
+            return super().wait(gen, interval, self.answer_seconds if timeout is None else timeout)
+        except psycopg.OperationalError:
+            if time.monotonic() - started >= self.answer_seconds:
+                self.close()  # in the middle of a query it is of no further use
+            raise
+
+
+def postgres_pool(url: sa.URL) -> sa.Pool:
+    """A pool of bounded connections; what the URL says goes before the bounds above."""
+    _, arguments = url.get_dialect()().create_connect_args(url)
+
+    def connect() -> psycopg.Connection[Any]:
+        connection = BoundedConnection.connect(**{**_ARGUMENTS, **arguments})
+        connection.execute(_SESSION)
+        connection.commit()
+        return connection
+
+    pool = sa.create_pool_from_url(url, creator=connect)
+    sa.event.listen(pool, "checkin", _note_use)
+    sa.event.listen(pool, "checkout", _ask_after_a_pause)
+    return pool
+
+
+def _note_use(_connection: object, record: Any) -> None:
+    record.info["used"] = time.monotonic()
+
+
+def _ask_after_a_pause(connection: Any, record: Any, _proxy: object) -> None:
+    """As the pool's `pre_ping`, but not of a connection that has just worked."""
+    used = record.info.get("used")  # None: it is new
+    if used is None or time.monotonic() - used < ASK_AFTER_SECONDS:
+        return
+    try:
+        connection.execute("SELECT 1")
+        connection.rollback()
+    except psycopg.Error as error:
+        raise sa.exc.InvalidatePoolError from error  # SQLAlchemy connects anew

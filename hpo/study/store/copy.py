@@ -1,0 +1,215 @@
+"""A study from one database to another, whole: it goes on there as if it had been made there.
+
+`optuna.copy_study` does not do: it commits trial by trial, so a copy that is killed leaves half a study; it
+takes NSGA-II's lists of parents as they are, though these name trials by ids that differ between databases;
+and it knows none of our tables. Here the rows themselves go over, Optuna's and ours, in one transaction. The
+study keeps its token, by which its trials find their checkpoints.
+
+What stays behind belongs to the moment or the machine: live workers and their hold on a slot (a running slot
+is open in the copy, and its trial goes on), jobs, Optuna's heartbeats, and compatibility checks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
+
+from hpo.config.study_config import study_name
+from hpo.errors import InputError
+from hpo.study.store import optuna_internals, schema
+from hpo.study.store.database import allow_idle, redact, snapshot
+from hpo.study.store.failures import explain
+from hpo.study.store.lock import exclusive
+from hpo.study.store.schema import slots, studies, workers
+from hpo.study.store.storage import Storage
+
+_STUDIES, _TRIALS = optuna_internals.studies, optuna_internals.trials
+OF_STUDY = tuple(
+    table for table in optuna_internals.tables if "study_id" in table.c and table not in (_STUDIES, _TRIALS)
+)
+OF_TRIAL = tuple(
+    table
+    for table in optuna_internals.tables
+    if "trial_id" in table.c and table.name not in ("trials", "trial_heartbeats")
+)
+"""Optuna's tables of which every row belongs to one study, or to one trial, and is copied."""
+OURS: tuple[sa.Table, ...] = tuple(
+    table
+    for table in schema.metadata.sorted_tables
+    if "study" in table.c and table.name not in ("hpo_workers", "hpo_jobs")
+)
+"""Our tables whose rows are copied as they are, but for the name of the study."""
+
+_PARENTS = re.compile(r"\w+:parent:\d+")  # attributes of Optuna's BaseGASampler: a list of trial ids
+_CHUNK = 2000
+"""Rows that are read and written at once."""
+
+
+@dataclass(frozen=True)
+class CopiedStudy:
+    """What a copy has brought to the target."""
+
+    name: str
+    token: str
+    num_trials: int
+    """Optuna's, in every state."""
+    slots: Mapping[str, int]
+    """How many are `open`, `running` (none) and `done`."""
+
+
+def copy_study(source: Storage, target: Storage, name: str, new_name: str | None = None) -> CopiedStudy:
+    """Copy the study `name` from `source` to `target`, where it is called `new_name`.
+
+    Raises:
+        InputError: workers are live in the study, `new_name` is no name, or the target has a study of that
+            name, or this one under another.
+        StorageError: there is no such study.
+        RunError: a database failed; the target is as it was.
+    """
+    new_name = name if new_name is None else _checked(new_name)
+    source.load_study(name)  # refuses one that is not there
+    try:
+        with snapshot(source.engine) as connection:
+            allow_idle(connection)
+            reading = _Reading(source.url, connection)
+            row = next(reading.chunks(sa.select(studies).where(studies.c.name == name)))[0]
+            live = source.live_workers(connection, name)
+            _refuse_live(name, row, reading.all(sa.select(slots).where(slots.c.study == name)), live)
+            with exclusive(target.engine) as lock, target.engine.begin() as writing:
+                allow_idle(lock, writing)
+                _make_room(writing, target.url, row["token"], name, new_name)
+                _copy_ours(reading, writing, row, new_name, live)
+                num_trials = _copy_optunas(reading, writing, name, new_name)
+    except SQLAlchemyError as error:
+        raise explain(target.url, error) from error
+    return CopiedStudy(new_name, row["token"], num_trials, target.slot_counts(new_name))
+
+
+def _checked(name: str) -> str:
+    try:
+        return study_name(name)
+    except ValueError as error:
+        raise InputError(f"The name of a study {error}") from None
+
+
+class _Reading:
+    """Rows of the source; its errors name the source."""
+
+    def __init__(self, url: str, connection: sa.Connection) -> None:
+        self._url = url
+        self._connection = connection
+
+    def chunks(self, query: sa.Select[Any]) -> Iterator[list[dict[str, Any]]]:
+        """The rows of a query, at most `_CHUNK` at once."""
+        try:
+            found = self._connection.execution_options(yield_per=_CHUNK).execute(query)
+            for chunk in found.mappings().partitions():
+                yield [dict(row) for row in chunk]
+        except SQLAlchemyError as error:
+            raise explain(self._url, error) from error
+
+    def all(self, query: sa.Select[Any]) -> list[dict[str, Any]]:
+        return [row for chunk in self.chunks(query) for row in chunk]
+
+
+def _refuse_live(name: str, row: dict[str, Any], its_slots: list[dict[str, Any]], live: set[str]) -> None:
+    """Raise InputError where a worker would go on with the study after it was copied."""
+    busy = {slot["owner"] for slot in its_slots if slot["state"] == "running"} & live
+    if busy or (live and row["state"] == "open"):
+        raise InputError(
+            f"A study must be at rest while it is copied, but {len(live)} live workers are in `{name}`. Stop "
+            f"them, or wait until they have paused: `hpo pause {name}`."
+        )
+
+
+def _make_room(writing: sa.Connection, url: str, token: str, name: str, new_name: str) -> None:
+    """Remove what a deleted study of that name has left; raise InputError where one is there."""
+    here = sa.select(studies.c.name).where(studies.c.token == token)
+    optunas = sa.select(_STUDIES.c.study_name)
+    present = set(writing.execute(optunas).scalars())
+    same = set(writing.execute(here).scalars()) & present
+    if same:
+        raise InputError(
+            f"{redact(url)} holds the study `{name}` already, as `{same.pop()}`, with the same "
+            "checkpoints. Go on with that one, or name another database."
+        )
+    if new_name in present:
+        raise InputError(
+            f"{redact(url)} has another study `{new_name}`. Give the copy a name of its own with --name."
+        )
+    for table in (*OURS, workers):
+        writing.execute(sa.delete(table).where(table.c.study == new_name))
+    writing.execute(sa.delete(studies).where(studies.c.name == new_name))
+
+
+def _copy_ours(
+    reading: _Reading, writing: sa.Connection, row: dict[str, Any], new_name: str, live: set[str]
+) -> None:
+    name = row["name"]
+    definition = json.dumps(json.loads(row["definition"]) | {"name": new_name})
+    writing.execute(sa.insert(studies), [row | {"name": new_name, "definition": definition}])
+    for table in OURS:
+        for chunk in reading.chunks(sa.select(table).where(table.c.study == name)):
+            writing.execute(sa.insert(table), [one | {"study": new_name} for one in chunk])
+    running = (slots.c.study == new_name, slots.c.state == "running")
+    writing.execute(sa.update(slots).where(*running).values(state="open"))
+    for chunk in reading.chunks(sa.select(workers).where(workers.c.study == name)):
+        gone = [one for one in chunk if one["id"] not in live]
+        # The same workers, where the study was here before under another name.
+        writing.execute(sa.delete(workers).where(workers.c.id.in_([one["id"] for one in gone])))
+        if gone:
+            dead = {"study": new_name}
+            writing.execute(
+                sa.insert(workers),
+                [one | dead | ({"state": "dead"} if one["state"] == "live" else {}) for one in gone],
+            )
+
+
+def _copy_optunas(reading: _Reading, writing: sa.Connection, name: str, new_name: str) -> int:
+    """Copy the rows of Optuna's tables, which get the ids that are next in the target; count the trials."""
+    (study,) = reading.all(sa.select(_STUDIES).where(_STUDIES.c.study_name == name))
+    made = sa.insert(_STUDIES).values(study_name=new_name).returning(_STUDIES.c.study_id)
+    study_id = writing.execute(made).scalar_one()
+    trial_ids: dict[int, int] = {}
+    in_study = _TRIALS.c.study_id == study["study_id"]
+    # In the order of their ids: by that, Optuna counts which trial is older.
+    returned = sa.insert(_TRIALS).returning(_TRIALS.c.trial_id, sort_by_parameter_order=True)
+    for chunk in reading.chunks(sa.select(_TRIALS).where(in_study).order_by(_TRIALS.c.trial_id)):
+        old_ids = [one.pop("trial_id") for one in chunk]
+        new_ids = writing.execute(returned, [one | {"study_id": study_id} for one in chunk]).scalars()
+        trial_ids |= dict(zip(old_ids, new_ids, strict=True))
+    for table in OF_STUDY:
+        for chunk in reading.chunks(_in_order(table).where(table.c.study_id == study["study_id"])):
+            rows = [_with_parents(_without_id(table, one), trial_ids) for one in chunk]
+            writing.execute(sa.insert(table), [one | {"study_id": study_id} for one in rows])
+    for table in OF_TRIAL:
+        query = _in_order(table).join(_TRIALS, _TRIALS.c.trial_id == table.c.trial_id).where(in_study)
+        for chunk in reading.chunks(query):
+            rows = [_without_id(table, one) for one in chunk]
+            writing.execute(
+                sa.insert(table), [one | {"trial_id": trial_ids[one["trial_id"]]} for one in rows]
+            )
+    return len(trial_ids)
+
+
+def _in_order(table: sa.Table) -> sa.Select[Any]:
+    """All rows in the order in which they were made, which is that of a trial's parameters."""
+    return sa.select(table).order_by(*table.primary_key)
+
+
+def _without_id(table: sa.Table, row: dict[str, Any]) -> dict[str, Any]:
+    own = {column.name for column in table.primary_key}
+    return {key: value for key, value in row.items() if key not in own}
+
+
+def _with_parents(row: dict[str, Any], trial_ids: Mapping[int, int]) -> dict[str, Any]:
+    """A study's attribute, with the ids of the target's trials where NSGA-II keeps a generation's parents."""
+    if not _PARENTS.fullmatch(str(row.get("key"))):
+        return row
+    return row | {"value_json": json.dumps([trial_ids[one] for one in json.loads(row["value_json"])])}

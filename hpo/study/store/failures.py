@@ -1,0 +1,108 @@
+"""What each failure of a database means to the user, and whether it may work again soon."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Mapping
+
+import sqlalchemy as sa
+from optuna.exceptions import StorageInternalError
+from sqlalchemy.exc import OperationalError
+
+from hpo.errors import HpoError, RunError, StorageError, shorten
+from hpo.study.store.database import redact
+
+_LOST_BEFORE = "8s2b"  # SQLAlchemy's code of a statement in a transaction whose connection was lost before
+_READ_ONLY = "25006"  # PostgreSQL's code of a write to a server that is not the primary, or not any more
+
+# What the driver says -> what must hold and what to do.
+_NOT_THERE = {
+    r"failed to resolve host|could not translate host|name or service not known|getaddrinfo": (
+        "the host cannot be found. Check its name in the storage URL"
+    ),
+    r"connection refused|timeout expired|connection timeout|no route to host|network is unreachable": (
+        "no database answers there. Check host and port, and that the server runs"
+    ),
+    r"readonly database|read-only transaction": (
+        "the database must be writable, and SQLite's folder too. Change the permissions or name another place"
+    ),
+}
+"""Wrong input of who opens a database; to a worker it may be away."""
+_WRONG_INPUT = {
+    r"password authentication failed|no password supplied": (
+        "the server refuses this user and password. Check both in the storage URL"
+    ),
+    r'database "[^"]*" does not exist': "the server has no such database. Create it, e.g. with `createdb`",
+    r"root certificate file|certificate verify failed|does not match host name": (
+        "the server's certificate must be one that `sslrootcert` in the URL vouches for, and be for this "
+        "host's name. Check both"
+    ),
+    r"invalid \S+ value|invalid connection option|invalid integer value": (
+        "PostgreSQL does not know such an option. Check what follows `?` in the storage URL"
+    ),
+    r"no pg_hba.conf entry|does not support ssl|certificate|ssl error": (
+        "the server refuses such a connection. Check `sslmode` in the URL and the server's pg_hba.conf"
+    ),
+    r"permission denied for|must be owner": (
+        "the user must be allowed to create tables and to write them. Grant it, e.g. with "
+        "`GRANT CREATE, USAGE ON SCHEMA public TO user`"
+    ),
+    r"unable to open database file": (
+        "the file cannot be opened or made. Its folder must exist, and both must be writable"
+    ),
+    r"file is not a database|malformed": "it must be a SQLite database. Name another file, or move this one",
+}
+_CANNOT_GO_ON = {
+    r"database is locked": "another program holds it locked. End that, or use PostgreSQL for many workers",
+    r"disk is full|no space left|could not extend file": "its disk is full. Make room, then run this again",
+}
+
+
+def explain(url: str, error: BaseException) -> HpoError:
+    """Return what `error` means to the user, without the password."""
+    text = _text(error)
+    if password := sa.make_url(url).password:
+        text = text.replace(str(password), "***")
+    for kind, failures in ((StorageError, _WRONG_INPUT | _NOT_THERE), (RunError, _CANNOT_GO_ON)):
+        if advice := _find(failures, text):
+            return kind(f"{redact(url)}: {advice}. ({shorten(text, 300)})")
+    return RunError(f"{redact(url)}: the database gave an error: {shorten(text, 500)}")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the database may work again soon: a restart, a lost connection, a long lock, a failover."""
+    if isinstance(error, StorageInternalError) and error.__cause__ is not None:
+        error = error.__cause__
+    # Optuna asks again in the same transaction when its first query fails, which hides why that failed.
+    if getattr(error, "connection_invalidated", False) or getattr(error, "code", None) == _LOST_BEFORE:
+        return True
+    if getattr(_driver_error(error), "sqlstate", None) == _READ_ONLY:
+        return True
+    if not isinstance(error, OperationalError):
+        return False
+    return not isinstance(error.orig, sqlite3.Error) or "locked" in str(error.orig)
+
+
+def is_wrong_input(error: BaseException) -> bool:
+    """Whether who named the database so must change something first."""
+    return _find(_WRONG_INPUT, _text(error)) is not None
+
+
+def _find(failures: Mapping[str, str], text: str) -> str | None:
+    """The advice for what the driver says; None: it is none of `failures`."""
+    return next((failures[found] for found in failures if re.search(found, text, re.IGNORECASE)), None)
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(_driver_error(error)).split())
+
+
+def _driver_error(error: BaseException) -> BaseException:
+    while True:
+        inner = getattr(error, "orig", None) or (
+            error.__cause__ if isinstance(error, StorageInternalError) else None
+        )
+        if inner is None:
+            return error
+        error = inner

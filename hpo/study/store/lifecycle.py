@@ -1,0 +1,179 @@
+"""The life of a study in its database: open, paused, cancelled, deleted.
+
+The state is a column of `hpo_studies`. Workers read it with each heartbeat and each claim. In a study that is
+not open they checkpoint their trials, give them back as `preempted` and leave; no slot of it is claimed. A
+paused study goes on where it was when it is open again. Of a cancelled one the unfinished trials end, which
+the last to leave sees to, be it a worker or the command; opened again, it begins their slots anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import sqlalchemy as sa
+from pydantic import ValidationError
+
+from hpo.config.allowed import check_allowed, checkpoint_place
+from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.config.study_config import check_study_name
+from hpo.config.study_file import show
+from hpo.errors import RunError, StorageError, printable
+from hpo.outcome import Outcome
+from hpo.study.store import schema
+from hpo.study.store.lock import exclusive
+from hpo.study.store.optuna_internals import delete_study_rows
+from hpo.study.store.schema import slots, studies, workers
+
+if TYPE_CHECKING:
+    from hpo.study.store.storage import Storage
+
+StudyState = Literal["open", "paused", "cancelled"]
+
+_FRESH = {
+    "state": "open",
+    "trial_number": None,
+    "owner": None,  # who had it and was silent for long stores nothing when it comes back
+    "trained": False,
+    "saved_step": 0,
+    "deaths": 0,
+    "death_step": 0,
+}
+"""The columns of a slot without a trial."""
+
+
+def study_state(connection: sa.Connection, name: str) -> str | None:
+    """The state of the study; None: there is none of that name."""
+    return connection.execute(sa.select(studies.c.state).where(studies.c.name == name)).scalar()
+
+
+def read_state(storage: Storage, name: str) -> str | None:
+    """As `study_state`, in a transaction of its own."""
+
+    def read() -> str | None:
+        with storage.engine.connect() as connection:
+            return study_state(connection, name)
+
+    return storage.persist(read)
+
+
+def is_in_work(storage: Storage, name: str) -> bool:
+    """Whether the study is open and has an unfinished trial; to be called by `attempt` or `persist`."""
+    unfinished = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.state != "done").limit(1)
+    with storage.engine.connect() as connection:
+        is_open = study_state(connection, name) == "open"
+        return is_open and connection.execute(unfinished).first() is not None
+
+
+def set_state(storage: Storage, name: str, state: StudyState) -> str:
+    """Open, pause or cancel a study and return the state that it had.
+
+    Raises StorageError where there is no such study.
+    """
+    storage.study_token(name)  # the message names the nearest
+
+    def change() -> str | None:
+        with storage.engine.begin() as connection:
+            of_study = sa.update(studies).where(studies.c.name == name)
+            before = study_state(connection, name)
+            connection.execute(of_study.values(state=state))
+            return before
+
+    return storage.persist(change) or state
+
+
+def wait_for_workers(storage: Storage, name: str, seconds: float, poll_seconds: float = 0.5) -> list[str]:
+    """Wait until no worker is in the study; return where those are that still are after so many `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (left := _live_workers(storage, name)) and time.monotonic() < deadline:
+        time.sleep(poll_seconds)
+    return left
+
+
+def _live_workers(storage: Storage, name: str) -> list[str]:
+    def read() -> list[str]:
+        with storage.engine.connect() as connection:
+            return _processes(storage, connection, name)
+
+    return storage.persist(read)
+
+
+def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[str]:
+    """The live workers of the study, in words."""
+    alive = storage.live_workers(connection, name)
+    rows = connection.execute(sa.select(workers).where(workers.c.id.in_(alive))) if alive else ()
+    return sorted(f"process {row.pid} on {printable(row.host)}" for row in rows)
+
+
+def end_unfinished(storage: Storage, name: str) -> int:
+    """End the unfinished trials of a cancelled study that no worker has; return how many.
+
+    They are `preempted`, FAIL to Optuna, as those of slots that a lower `n_trials` drops. In a study that is
+    not cancelled nothing is done.
+    """
+
+    def take() -> list[int]:
+        with storage.engine.begin() as connection:
+            # Written first, so that nobody opens the study or claims a slot meanwhile.
+            cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
+            if not connection.execute(cancelled.values(state="cancelled")).rowcount:
+                return []
+            alive = storage.live_workers(connection, name)
+            has_no_worker = sa.or_(slots.c.state == "open", slots.c.owner.not_in(alive))
+            unfinished = (slots.c.study == name, slots.c.state != "done", slots.c.trial_number.is_not(None))
+            query = sa.select(slots.c.trial_number).where(*unfinished, has_no_worker)
+            numbers = list(connection.execute(query).scalars())
+            if numbers:
+                of_these = sa.update(slots).where(*unfinished, has_no_worker)
+                connection.execute(of_these.values(_FRESH))
+            return [number for number in numbers if number is not None]
+
+    numbers = set(storage.persist(take))
+    if not numbers:
+        return 0
+    trials = storage.load_study(name).get_trials(deepcopy=False)
+    unfinished = [trial for trial in trials if trial.number in numbers and not trial.state.is_finished()]
+    for trial in unfinished:
+        storage.fail_trial(trial, Outcome.PREEMPTED, "the study was cancelled")
+    return len(unfinished)
+
+
+def delete_study(storage: Storage, name: str) -> None:
+    """Remove all rows of a study, Optuna's and ours, also those of one that the dashboard has deleted.
+
+    Raises RunError where workers are in the study.
+    """
+
+    def delete() -> None:
+        with exclusive(storage.engine), storage.engine.begin() as connection:  # nobody joins meanwhile
+            if left := _processes(storage, connection, name):
+                raise RunError(f"The study `{name}` must have no worker, but has {', '.join(left)}.")
+            delete_study_rows(connection, name)
+            for table in schema.metadata.sorted_tables:
+                if "study" in table.c:
+                    connection.execute(sa.delete(table).where(table.c.study == name))
+            connection.execute(sa.delete(studies).where(studies.c.name == name))
+
+    storage.persist(delete)
+
+
+def checkpoints_folder(storage: Storage, name: str, runs_dir: Path) -> Path:
+    """Where the trials of a study have their checkpoints: in its shared folder, or on this machine.
+
+    Raises StorageError where what the database says of the study is nothing that hpo writes, and InputError
+    where this machine does not allow the folder, or bucket.
+    """
+    check_study_name(name)
+    stored = checkpoint_config(name, storage.read_definition(name))
+    check_allowed(name, checkpoint_place(stored))
+    return stored.folder_of(name, storage.study_token(name), runs_dir)
+
+
+def checkpoint_config(name: str, definition: Mapping[str, Any]) -> CheckpointConfig:
+    """The section `checkpoint` of a stored study, whatever its others hold. Raises StorageError."""
+    try:
+        return CheckpointConfig.model_validate(definition.get("checkpoint", {}))
+    except ValidationError as error:
+        raise StorageError(f"The database's `checkpoint` of the study {show(name)}: {error}") from None

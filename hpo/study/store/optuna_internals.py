@@ -1,0 +1,148 @@
+"""All that hpo uses of Optuna beyond its public interface.
+
+- Its tables: a trial is made in the transaction that notes it in its slot, and a study is read, copied and
+  deleted by whole tables.
+- The ids of its objects, and a study that shows its samplers other trials than it has.
+
+`tests/study/store/test_optuna_internals.py` names the versions of Optuna for which this is right.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Container, Mapping
+from datetime import UTC, datetime
+from functools import cached_property, lru_cache
+from typing import Any
+
+import sqlalchemy as sa
+from optuna.storages import BaseStorage
+from optuna.storages._rdb.models import BaseModel
+from optuna.study import Study
+from optuna.trial import FrozenTrial, Trial, TrialState
+from sqlalchemy.dialects import postgresql, sqlite
+
+tables: list[sa.Table] = BaseModel.metadata.sorted_tables
+"""All of Optuna's; what refers to others comes after them."""
+_named = BaseModel.metadata.tables
+studies = _named["studies"]
+directions = _named["study_directions"]
+study_user_attributes = _named["study_user_attributes"]
+study_system_attributes = _named["study_system_attributes"]
+trials = _named["trials"]
+params = _named["trial_params"]
+values = _named["trial_values"]
+user_attributes = _named["trial_user_attributes"]
+system_attributes = _named["trial_system_attributes"]
+
+
+# Objects
+
+
+def storage_of(study: Study) -> BaseStorage:
+    """The storage of a study."""
+    return study._storage
+
+
+def study_id_of(study: Study) -> int:
+    """The id by which the storage knows a study."""
+    return study._study_id
+
+
+def trial_id_of(trial: Trial | FrozenTrial) -> int:
+    """The id by which the storage knows a trial."""
+    return trial._trial_id
+
+
+def all_trials(study: Study) -> list[FrozenTrial]:
+    """The trials of a study by number, those of all of Hyperband's brackets; not to be changed."""
+    return study._get_trials(deepcopy=False)
+
+
+class StudyView(Study):
+    """A study that shows what `read` returns when its trials are first asked for, in place of its own."""
+
+    def __init__(self, study: Study, read: Callable[[], list[FrozenTrial]]) -> None:
+        # Not Optuna's own, which asks the database. A bracket of Hyperband has no other attributes.
+        for name in ("study_name", "_study_id", "_storage", "_directions", "_thread_local", "pruner"):
+            setattr(self, name, getattr(study, name))
+        self._read = read
+
+    @cached_property
+    def _trials(self) -> list[FrozenTrial]:
+        return self._read()
+
+    def _get_trials(
+        self,
+        deepcopy: bool = True,
+        states: Container[TrialState] | None = None,
+        use_cache: bool = False,  # noqa: ARG002
+    ) -> list[FrozenTrial]:
+        shown = [trial for trial in self._trials if states is None or trial.state in states]
+        return copy.deepcopy(shown) if deepcopy else shown
+
+
+# Rows
+
+
+def make_trial(
+    connection: sa.Connection,
+    study_id: int,
+    system_attrs: Mapping[str, Any],
+    user_attrs: Mapping[str, Any],
+) -> int:
+    """Add a running trial to a study and return its number; first in its transaction."""
+    # One at a time, as each takes the number after the last. Optuna takes the same lock.
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # sqlite3 would begin after the look at the numbers
+    else:
+        lock = sa.select(studies.c.study_id).where(studies.c.study_id == study_id).with_for_update()
+        connection.execute(lock)
+    last = sa.select(sa.func.max(trials.c.number)).where(trials.c.study_id == study_id)
+    number = sa.func.coalesce(last.scalar_subquery() + 1, 0)
+    new = sa.insert(trials).values(
+        study_id=study_id, number=number, state=TrialState.RUNNING, datetime_start=_now()
+    )
+    trial_id, number_made = connection.execute(new.returning(trials.c.trial_id, trials.c.number)).one()
+    write_attributes(connection, system_attributes, trial_id, system_attrs)
+    write_attributes(connection, user_attributes, trial_id, user_attrs)
+    return int(number_made)
+
+
+def start_trial(connection: sa.Connection, trial_id: int) -> bool:
+    """Start a trial that was enqueued; False: it does not wait any more."""
+    waiting = (trials.c.trial_id == trial_id, trials.c.state == TrialState.WAITING)
+    start = sa.update(trials).where(*waiting).values(state=TrialState.RUNNING, datetime_start=_now())
+    return connection.execute(start).rowcount > 0
+
+
+def write_attributes(connection: sa.Connection, table: Any, trial_id: int, given: Mapping[str, Any]) -> None:
+    """Set attributes of a trial, also of a finished one, in `user_attributes` or `system_attributes`."""
+    if given:
+        rows = [{"trial_id": trial_id, "key": key, "value_json": json.dumps(given[key])} for key in given]
+        connection.execute(_upsert(connection.dialect.name, table), rows)
+
+
+@lru_cache
+def _upsert(dialect: str, table: Any) -> Any:
+    insert = (postgresql if dialect == "postgresql" else sqlite).insert(table)
+    value = {"value_json": insert.excluded.value_json}
+    return insert.on_conflict_do_update(index_elements=["trial_id", "key"], set_=value)
+
+
+def delete_study_rows(connection: sa.Connection, name: str) -> None:
+    """Remove a study and its trials, if it is there."""
+    study_ids = list(
+        connection.execute(sa.select(studies.c.study_id).where(studies.c.study_name == name)).scalars()
+    )
+    in_study = sa.select(trials.c.trial_id).where(trials.c.study_id.in_(study_ids))
+    for table in reversed(tables):
+        if "study_id" in table.c:
+            connection.execute(sa.delete(table).where(table.c.study_id.in_(study_ids)))
+        elif "trial_id" in table.c:
+            connection.execute(sa.delete(table).where(table.c.trial_id.in_(in_study)))
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(tzinfo=None)  # as Optuna stores times

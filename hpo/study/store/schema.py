@@ -1,0 +1,112 @@
+"""Our tables in the study's database. Times are seconds since 1970 by the database's clock."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+metadata = sa.MetaData()
+_NAME = sa.String(512)  # the length that Optuna allows
+
+studies = sa.Table(
+    "hpo_studies",
+    metadata,
+    sa.Column("name", _NAME, primary_key=True),
+    sa.Column("token", sa.String(32), nullable=False),  # which Optuna study of that name these rows are of
+    sa.Column("definition", sa.Text, nullable=False),
+    sa.Column("space_hash", sa.String(64), nullable=False),
+    sa.Column("n_trials", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(10), nullable=False, server_default="open"),  # open, paused, cancelled
+    sa.Column("priority", sa.Integer, nullable=False, server_default="0"),  # the highest is served first
+    sa.Column("data", sa.Text),  # fingerprint of the data that its trials train with
+    sa.Column("created", sa.Float, nullable=False),
+)
+
+slots = sa.Table(
+    "hpo_slots",
+    metadata,
+    sa.Column("study", _NAME, primary_key=True),
+    sa.Column("slot", sa.Integer, primary_key=True),
+    sa.Column("state", sa.String(8), nullable=False, default="open"),  # open, running, done
+    sa.Column("trial_number", sa.Integer),  # of its latest Optuna trial
+    sa.Column("owner", sa.String(128)),  # the worker that has it, or that had it last
+    sa.Column("trained", sa.Boolean, nullable=False, default=False),  # its trial has made a step
+    # See `deaths.Deaths`.
+    sa.Column("deaths", sa.Integer, nullable=False, default=0),
+    sa.Column("death_step", sa.Integer, nullable=False, default=0),
+    # Of the newest checkpoint that was written of its trial; a reader of a shared folder may not see it yet.
+    sa.Column("saved_step", sa.Integer, nullable=False, server_default="0"),
+)
+
+# For claims: of the open slots those with a trial, and the first without.
+sa.Index("ix_hpo_slots_state", slots.c.study, slots.c.state, slots.c.trial_number, slots.c.slot)
+
+workers = sa.Table(
+    "hpo_workers",
+    metadata,
+    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("study", _NAME, nullable=False, index=True),
+    sa.Column("host", sa.String(256), nullable=False),
+    sa.Column("machine", sa.String(128), nullable=False),  # within which `pid` names one process
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("process_start", sa.String(64), nullable=False),
+    sa.Column("started", sa.Float, nullable=False),
+    sa.Column("last_seen", sa.Float, nullable=False),
+    sa.Column("state", sa.String(8), nullable=False),  # live, left, dead (as its parent process saw)
+    sa.Column("number", sa.Integer, nullable=False),  # within the study, never given twice
+    sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
+    sa.Column("cause", sa.String(64)),  # of its death, as its parent process saw it
+    sa.Column("job", sa.String(128)),  # of the scheduler that runs it, as in `hpo_jobs`
+    sa.Column("progress", sa.Text),  # JSON of `hpo.trial.telemetry.Progress`, of the trial that it runs
+    sa.Column("progress_at", sa.Float),  # when it was made
+    sa.UniqueConstraint("study", "number"),
+)
+
+evaluations = sa.Table(
+    "hpo_evaluations",
+    metadata,
+    sa.Column("study", _NAME, primary_key=True),
+    sa.Column("trial_number", sa.Integer, primary_key=True),
+    sa.Column("step", sa.Integer, primary_key=True),
+    sa.Column("epoch", sa.Float, nullable=False),
+    sa.Column("seconds", sa.Float, nullable=False),
+    sa.Column("metrics", sa.Text, nullable=False),  # JSON
+    sa.Column("train_examples_per_second", sa.Float),
+    sa.Column("train_tokens_per_second", sa.Float),
+    sa.Column("numerics", sa.Text),  # JSON
+)
+
+detailed_evaluations = sa.Table(
+    "hpo_detailed_evaluations",
+    metadata,
+    sa.Column("study", _NAME, primary_key=True),
+    sa.Column("trial_number", sa.Integer, primary_key=True),
+    sa.Column("split", sa.String(16), primary_key=True),
+    sa.Column("document", sa.Text, nullable=False),  # JSON
+    sa.Column("created", sa.Float, nullable=False),
+)
+
+row_statistics = sa.Table(
+    "hpo_row_statistics",
+    metadata,
+    sa.Column("study", _NAME, primary_key=True),
+    sa.Column("trial_number", sa.Integer, primary_key=True),
+    sa.Column("content", sa.LargeBinary, nullable=False),  # of `hpo.study.reading.row_statistics`
+)
+
+compat = sa.Table(
+    "hpo_compat",
+    metadata,
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("result", sa.Text, nullable=False),  # JSON
+    sa.Column("created", sa.Float, nullable=False),
+)
+
+jobs = sa.Table(
+    "hpo_jobs",
+    metadata,
+    sa.Column("id", sa.String(128), primary_key=True),  # as in `JobRecord`: slurm:CLUSTER:123
+    sa.Column("study", _NAME),
+    sa.Column("host", sa.String(256), nullable=False),  # where it was submitted
+    sa.Column("num_workers", sa.Integer, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+)

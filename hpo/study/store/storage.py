@@ -1,0 +1,441 @@
+"""The study in its database: its definition, its size, and what its trials store.
+
+Optuna keeps the trials; tables of our own beside them (see `schema`) keep the definition, so that a changed
+search space is refused before the first trial, the slots and workers (see `leases`), every evaluation, and
+the compatibility checks that workers share. Little is written, because each call costs a commit: one JSON
+attribute for the telemetry of a trial instead of thirty attributes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import optuna
+import sqlalchemy as sa
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from hpo.config.definition import has_order, ordered_like
+from hpo.config.study_config import check_study_name
+from hpo.errors import OutageError, StorageError, StudyChangedError, did_you_mean
+from hpo.json_safe import json_safe
+from hpo.outcome import Outcome
+from hpo.study.claims.process import is_alive, this_machine
+from hpo.study.reading.reader import COMPARISON_ATTR, read_study
+from hpo.study.reading.study_record import Report, StudyRecord
+from hpo.study.store.availability import Availability, persist
+from hpo.study.store.database import redact, snapshot
+from hpo.study.store.failures import explain, is_outage, is_wrong_input
+from hpo.study.store.lock import exclusive
+from hpo.study.store.making import TOKEN_ATTR, make_or_resume
+from hpo.study.store.opening import open_database
+from hpo.study.store.optuna_internals import trial_id_of
+from hpo.study.store.schema import compat, evaluations, slots, studies, workers
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+    from hpo.study.claims.leases import Lease
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_logger = logging.getLogger(__name__)
+
+
+def persistent(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
+    """Run a method of Storage by `Storage.persist`: again if the database was away meanwhile."""
+
+    @wraps(method)
+    def persisted(self: Storage, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.persist(lambda: method(self, *args, **kwargs))
+
+    return persisted
+
+
+def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:
+    """Connect to the study database at `url` and make its tables where they are missing.
+
+    Args:
+        create: False for commands that only read: an absent database is an error.
+        stop: of a worker: it waits for a database that is away, until this is set.
+
+    Raises:
+        StorageError: the database cannot be used as it is named.
+        RunError: it can, but not now; OutageError: it stayed away for `Storage.patience_seconds`.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    availability = Availability()
+
+    def open_once() -> optuna.storages.RDBStorage:
+        try:
+            return open_database(url, create=create, stop=stop)
+        except (SQLAlchemyError, StorageInternalError, sqlite3.Error, ImportError) as error:
+            explained = explain(url, error)
+            if stop is None or not is_outage(error) or is_wrong_input(error):
+                raise explained from error
+            availability.note_outage(str(explained))
+            raise OutageError(str(explained)) from error
+
+    backend = persist(open_once, Storage.patience_seconds, stop or threading.Event())
+    availability.note_answer(Storage.lease_seconds / 2)
+    return Storage(url, backend, stop, availability)
+
+
+@dataclass(frozen=True)
+class StoredStudy:
+    """What a worker reads of a study at its start, whatever the number of its trials."""
+
+    definition: dict[str, Any]
+    state: str
+    """`open`, `paused` or `cancelled`."""
+    slots: dict[str, int]
+    """As `Storage.slot_counts`."""
+    has_trained: bool
+    """Whether a trial has made a step."""
+
+
+class Storage:
+    """An open study database."""
+
+    lease_seconds = 60.0
+    """A worker on another machine that was silent for so long is taken for dead."""
+    patience_seconds = 3600.0
+    """How long a call waits for a database that went away (restart, network)."""
+
+    def __init__(
+        self,
+        url: str,
+        backend: optuna.storages.RDBStorage,
+        stop: threading.Event | None,
+        availability: Availability,
+    ) -> None:
+        self.url = url
+        self.engine: sa.Engine = backend.engine
+        self.optuna = optuna.storages.get_storage(backend)
+        """Optuna's own, which keeps finished trials in memory."""
+        self.stop = stop or threading.Event()
+        """Set when this process is told to stop: nothing waits for the database any more."""
+        self.availability = availability
+        self._data: dict[str, str] = {}  # study -> fingerprint of the data that this process has
+        seconds, started = (
+            (
+                "extract(epoch from clock_timestamp())::float8",
+                "extract(epoch from pg_postmaster_start_time())::float8",
+            )
+            if self.engine.dialect.name == "postgresql"
+            else ("(julianday('now') - 2440587.5) * 86400.0", "0.0")
+        )
+        # The database's clock: those of the workers' machines may differ.
+        self.now: sa.ColumnElement[float] = sa.literal_column(seconds, sa.Float)
+        database_start: sa.ColumnElement[float] = sa.literal_column(started, sa.Float)
+        self.clock = (self.now.label("now"), database_start.label("database_start"))
+
+    def __enter__(self) -> Storage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; a later call opens new ones."""
+        self.engine.dispose()
+
+    def attempt(self, action: Callable[[], T]) -> T:
+        """Run `action`.
+
+        Raises:
+            OutageError: the database is away; `action` may have been committed all the same.
+        """
+        try:
+            value = action()
+        except (SQLAlchemyError, StorageInternalError) as error:
+            explained = explain(self.url, error)
+            if not is_outage(error):
+                raise explained from error
+            self.availability.note_outage(str(explained))
+            self.engine.dispose()  # after a failover the address leads to another server
+            raise OutageError(str(explained)) from error
+        self.availability.note_answer(self.lease_seconds / 2)
+        return value
+
+    def persist(self, action: Callable[[], T]) -> T:
+        """Run `action`, again while the database is away: it must bear being run twice.
+
+        Raises:
+            OutageError: the database stayed away for `patience_seconds`; StoppedError when `stop` is set.
+        """
+        return persist(lambda: self.attempt(action), self.patience_seconds, self.stop)
+
+    def exclusive(self) -> AbstractContextManager[sa.Connection | None]:
+        """See `database.exclusive`; waits until `stop` is set."""
+        return exclusive(self.engine, self.stop)
+
+    # Studies
+
+    @persistent
+    def create_or_resume_study(self, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
+        """Return the study of `config`, made if it is not there, with one slot for each of `n_trials`.
+
+        A stored study of another definition is replaced, with a warning in the log, if no trial of it has
+        trained and no worker is in it.
+
+        Args:
+            resize: False for a worker that joins: it neither changes the stored `n_trials` nor replaces.
+
+        Raises:
+            StudyChangedError: the stored study was made with another search space or definition.
+        """
+        with self.exclusive():
+            try:
+                return make_or_resume(self, config, resize)
+            except StudyChangedError:
+                if not resize or self.is_in_use(config.name):
+                    raise
+            optuna.delete_study(study_name=config.name, storage=self.optuna)
+            _logger.warning(
+                "The stored study `%s` had another definition, but no trial of it had trained: "
+                "it is replaced.",
+                config.name,
+            )
+            return make_or_resume(self, config, resize)
+
+    def is_in_use(self, name: str) -> bool:
+        """Whether a trial of the study has trained, or a worker is in it."""
+        with self.engine.connect() as connection:
+            return _has_trained(connection, name) or bool(self.live_workers(connection, name))
+
+    def live_workers(
+        self, connection: sa.Connection, name: str, witnessed_seconds: float = math.inf
+    ) -> set[str]:
+        """Return the names of the workers of a study whose processes live (see `process.is_alive`)."""
+        members = sa.select(workers, *self.clock).where(workers.c.study == name)
+        rows = connection.execute(members.where(workers.c.state == "live"))
+        return {row.id for row in rows if is_alive(row, self.lease_seconds, witnessed_seconds)}
+
+    def fail_trial(self, trial: FrozenTrial, outcome: Outcome, reason: str) -> None:
+        """End a trial that no worker has, as FAIL, which samplers do not see."""
+        trial_id = trial_id_of(trial)
+        with suppress(UpdateFinishedTrialError):  # it has ended meanwhile, and stays as it is
+            for key, value in (("outcome", outcome), ("outcome_reason", reason)):
+                self.optuna.set_trial_user_attr(trial_id, key, value)
+            self.optuna.set_trial_state_values(trial_id, TrialState.FAIL)
+
+    @persistent
+    def _stored(self, name: str, column: sa.Column[Any]) -> Any:
+        """Return the value of a column of `hpo_studies`.
+
+        Raises:
+            StorageError: there is no such study; the message names the nearest.
+        """
+        with self.engine.connect() as connection:
+            row = connection.execute(sa.select(column).where(studies.c.name == name)).one_or_none()
+            names = list(connection.execute(sa.select(studies.c.name)).scalars()) if row is None else []
+        if row is None:
+            hint = did_you_mean(name, sorted(names)) if names else " It holds no study."
+            raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
+        return row[0]
+
+    def token_of(self, name: str) -> str | None:
+        """What tells the Optuna study `name` from a deleted one; None: it was not made to the end by hpo."""
+        study_id = self.optuna.get_study_id_from_name(name)
+        token: str | None = self.optuna.get_study_system_attrs(study_id).get(TOKEN_ATTR)
+        return token
+
+    @persistent
+    def has_study(self, name: str) -> bool:
+        """Whether there is a study `name`; one whose Optuna study was deleted is none."""
+        with self.engine.connect() as connection:
+            query = sa.select(studies.c.token).where(studies.c.name == name)
+            token = connection.execute(query).scalar_one_or_none()
+        try:
+            return token is not None and token == self.token_of(name)
+        except KeyError:
+            return False
+
+    @persistent
+    def load_study(self, name: str) -> optuna.Study:
+        """Return the stored study `name`, for reading.
+
+        Raises:
+            StorageError: there is none, and the message names the nearest, or the dashboard has deleted it.
+        """
+        self._stored(name, studies.c.name)
+        if not self.has_study(name):
+            raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
+        return optuna.load_study(study_name=name, storage=self.optuna)
+
+    def read_definition(self, name: str) -> dict[str, Any]:
+        """Return the definition of the study, as it is stored.
+
+        Raises StorageError where there is no such study.
+        """
+        stored: dict[str, Any] = json.loads(self._stored(name, studies.c.definition))
+        return stored
+
+    def study_token(self, name: str) -> str:
+        """Return what tells this study from a deleted one of the same name; part of folders' names.
+
+        Raises StorageError where there is no such study, or it is not one that hpo makes.
+        """
+        token = str(self._stored(name, studies.c.token))
+        if not token.isalnum():
+            raise StorageError(
+                f"The token of the study `{name}` in {redact(self.url)} must be letters and digits."
+            )
+        return token
+
+    @persistent
+    def bind_data(self, name: str, fingerprint: str, definition: Mapping[str, Any] | None = None) -> None:
+        """Note which data the study `name` is made with; workers of this process train with them.
+
+        `definition` is the study's as the data were read with it. Its order of keys is stored where an
+        earlier version has lost it.
+
+        The data's path is part of the definition, but a file may be edited in its place. Other data are
+        taken as long as no trial has trained and no worker is in the study.
+
+        Raises:
+            StudyChangedError: the study was made with data of another fingerprint.
+            StorageError: there is no such study.
+        """
+        with self.exclusive():
+            if self._stored(name, studies.c.data) is None or not self.is_in_use(name):
+                with self.engine.begin() as connection:
+                    study = sa.update(studies).where(studies.c.name == name)
+                    connection.execute(study.values(data=fingerprint))
+        self.check_data(name, fingerprint)
+        self._data[name] = fingerprint
+        stored = self.read_definition(name)
+        if definition is not None and not has_order(stored):
+            ordered = json.dumps(ordered_like(definition, stored))
+            with self.engine.begin() as connection:
+                study = sa.update(studies).where(studies.c.name == name)
+                connection.execute(study.values(definition=ordered))
+
+    def check_data(self, name: str, fingerprint: str | None = None) -> None:
+        """Check data against those that the study is bound to.
+
+        Without a `fingerprint`, those that this process gave to `bind_data`, if any.
+
+        Raises:
+            StudyChangedError: the study was made with data of another fingerprint.
+        """
+        fingerprint = fingerprint or self._data.get(name)
+        if fingerprint is not None and self._stored(name, studies.c.data) not in (None, fingerprint):
+            hint = " An earlier version stored it without the order of its tasks: if the data are the same, "
+            hint += "name the study by its file, or, if you did, without it."
+            raise StudyChangedError(
+                f"The data of the study `{name}` have changed since it was made, though they lie where they "
+                "lay, so its results would not compare. Restore them, or give the study another `name`."
+                f"{'' if has_order(self.read_definition(name)) else hint}"
+            )
+
+    @persistent
+    def read_stored(self, name: str) -> StoredStudy | None:
+        """Return what is stored of the study `name`, but for its trials; None: there is none."""
+        if not self.has_study(name):
+            return None
+        query = sa.select(studies.c.definition, studies.c.state).where(studies.c.name == name)
+        with self.engine.connect() as connection:
+            definition, state = connection.execute(query).one()
+            has_trained = _has_trained(connection, name)
+        return StoredStudy(json.loads(definition), state, self.slot_counts(name), has_trained)
+
+    @persistent
+    def read_study(self, name: str) -> StudyRecord:
+        """Read everything stored about the study `name`. Raises StorageError where there is none."""
+        check_study_name(name)  # of the folder for its report, too
+        self.load_study(name)
+        study_id = self.optuna.get_study_id_from_name(name)
+        with snapshot(self.engine) as connection:
+            return read_study(connection, study_id, name, self.clock, self.lease_seconds)
+
+    @persistent
+    def store_comparison(self, name: str, question: str, result: Mapping[str, Any]) -> None:
+        """Keep with the study `name` what a comparison of it has found; see `StudyRecord.comparisons`."""
+        self.load_study(name).set_user_attr(f"{COMPARISON_ATTR}{question}", json_safe(result))
+
+    @persistent
+    def slot_counts(self, name: str) -> dict[str, int]:
+        """Return how many slots of the study are `open`, `running` (its worker may be gone) and `done`."""
+        query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
+        with self.engine.connect() as connection:
+            found = {row[0]: int(row[1]) for row in connection.execute(query.group_by(slots.c.state))}
+        return {state: found.get(state, 0) for state in ("open", "running", "done")}
+
+    @persistent
+    def has_other_workers_on(self, device: str | None = None) -> bool:
+        """Whether another process works on any study of this database on this machine's `device` (None: any).
+
+        The device is a `DeviceInfo.device_id`. A worker that did not say where it runs counts.
+        """
+        here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
+        there = sa.true() if device is None else sa.func.coalesce(workers.c.device, device) == device
+        with self.engine.connect() as connection:
+            rows = connection.execute(sa.select(workers, *self.clock).where(*here, there)).all()
+        return any(is_alive(row, self.lease_seconds) for row in rows)
+
+    # What a trial stores
+
+    def report_evaluation(self, trial: optuna.trial.Trial, lease: Lease, report: Report) -> bool:
+        """Store one evaluation and return whether the pruner would stop the trial.
+
+        Those of this step and later ones go: a worker that died made them, after the checkpoint from which
+        the trial went on. To be called by `attempt` or `persist`; a second call changes nothing.
+
+        Raises:
+            LeaseLostError: another worker has the trial; nothing is stored.
+        """
+        row = json_safe(asdict(report.row))
+        key = {"study": trial.study.study_name, "trial_number": trial.number}
+        of_trial = [evaluations.c[column] == value for column, value in key.items()]
+        single = len(trial.study.directions) == 1
+        value = report.value if single and math.isfinite(report.value or 0.0) else None
+        with self.engine.begin() as connection:
+            lease.hold(connection)
+            connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
+            numerics = None if row["numerics"] is None else json.dumps(row["numerics"])
+            values = {**row, **key, "metrics": json.dumps(row["metrics"]), "numerics": numerics}
+            connection.execute(sa.insert(evaluations).values(values))
+        if not single:
+            return False
+        study, trial_id = trial.study, trial_id_of(trial)
+        if value is not None:
+            self.optuna.set_trial_intermediate_value(trial_id, report.index, value)
+        # Not `trial.report`, which keeps an older value of the same step, as of before a checkpoint.
+        return study.pruner.prune(study, self.optuna.get_trial(trial_id))
+
+    # Compatibility cache
+
+    @persistent
+    def get_compat(self, key: str) -> dict[str, Any] | None:
+        """Return the result of the compatibility check stored under `key`, if there is one."""
+        with self.engine.connect() as connection:
+            found = connection.execute(sa.select(compat.c.result).where(compat.c.key == key)).scalar()
+        return None if found is None else dict(json.loads(found))
+
+    @persistent
+    def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Store a result unless another worker was first; return the one that is stored."""
+        values = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
+        with suppress(IntegrityError), self.engine.begin() as connection:
+            connection.execute(sa.insert(compat).values(values))
+        stored = self.get_compat(key)
+        assert stored is not None
+        return stored
+
+
+def _has_trained(connection: sa.Connection, name: str) -> bool:
+    steps = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
+    trained = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.trained).limit(1)
+    return any(connection.execute(query).first() is not None for query in (steps, trained))

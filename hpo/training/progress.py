@@ -1,0 +1,201 @@
+"""How far a trial is: its budget, what is counted as training, and the state that a checkpoint holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hpo.data.batches import Batch
+from hpo.training.throughput import ThroughputMeter
+
+FIRST_STEP_SHARE = 0.005
+"""Share of a budget of seconds that half of the first step is taken for."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a trial trains: exactly one of these is given."""
+
+    epochs: float | None = None
+    max_steps: int | None = None
+    max_seconds: float | None = None
+    """Seconds of training; evaluation and compilation are not counted."""
+
+    def in_steps(self, steps_per_epoch: int) -> Budget:
+        """The same budget with its epochs as steps, as the methods below need it."""
+        if self.epochs is None:
+            return self
+        return Budget(max_steps=max(1, round(self.epochs * steps_per_epoch)))
+
+    def used(self, state: TrainState) -> float:
+        """The share that is used up, from 0 to 1 (and over, in seconds)."""
+        return self._share(state.step, state.train_seconds)
+
+    def learning_rate_position(self, state: TrainState) -> float:
+        """Where on the schedule the next step lies: its middle, so neither end has a rate of zero.
+
+        Under `max_seconds` the step is taken to last as long as the one before, the first one
+        `FIRST_STEP_SHARE` of the budget.
+        """
+        half = state.step_seconds / 2 or FIRST_STEP_SHARE * (self.max_seconds or 0)
+        return min(1.0, self._share(state.step + 0.5, state.train_seconds + half))
+
+    def _share(self, steps: float, seconds: float) -> float:
+        if self.max_seconds is not None:
+            return seconds / self.max_seconds
+        assert self.max_steps is not None
+        return steps / self.max_steps
+
+    def evaluations_due(self, state: TrainState, num_evaluations: int) -> int:
+        """How many of `num_evaluations`, evenly spaced over the budget, should have been made by now.
+
+        In steps the n-th of N is due after exactly ceil(n * steps / N); the last only at the end.
+        """
+        if self.max_steps is not None:
+            return min(num_evaluations, state.step * num_evaluations // self.max_steps)
+        used = self.used(state)
+        return num_evaluations if used >= 1 else min(num_evaluations - 1, int(used * num_evaluations))
+
+    def evaluation_is_due(self, state: TrainState, num_evaluations: int) -> bool:
+        """Whether one should have been made by now that was not."""
+        return self.evaluations_due(state, num_evaluations) > state.num_evaluations
+
+    def is_measured(self, state: TrainState, num_evaluations: int) -> bool:
+        """Whether the next step is the one between two evaluations whose numerics are measured.
+
+        It lies in their middle: at the end of the budget the schedule's rate is almost 0, and even fp32 loses
+        updates. In seconds the step may take up to twice as long as the last.
+        """
+        seconds = state.train_seconds + 2 * state.step_seconds
+        used = self._share(state.step + 1, seconds)
+        return state.numerics is None and used * num_evaluations >= state.num_evaluations + 0.5
+
+
+@dataclass
+class TrainState:
+    """How far a trial is; checkpointed."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    """Batches of this epoch that are done."""
+    num_examples: float = 0.0
+    """A window counts as the part that it is of its example."""
+    num_tokens: int = 0
+    loss_sum: float | Tensor = 0.0
+    """Over the `num_losses` steps since the last evaluation; in fp64, on the device."""
+    num_losses: int = 0
+    train_seconds: float = 0.0
+    step_seconds: float = 0.0
+    """Of the last step."""
+    evaluation_seconds: float = 0.0
+    num_evaluations: int = 0
+    micro_batch_size: int = 0
+    oom_halvings: int = 0
+    numerics: dict[str, Any] | None = None
+    """What `StepProbe` saw since the last evaluation; rank 0's."""
+    skipped_steps: int | None = 0
+    """Until the numbers of an evaluation were last taken."""
+
+    def count_step(self, loss: Tensor, num_examples: float, num_tokens: int) -> None:
+        """Count a step that was made."""
+        self.step += 1
+        self.batch += 1
+        self.num_examples += num_examples
+        self.num_tokens += num_tokens
+        self.loss_sum = self.loss_sum + loss.double()
+        self.num_losses += 1
+
+    def take_mean_loss(self) -> float:
+        """The mean loss of the steps since the last call. Waits for the device."""
+        mean = float(self.loss_sum) / self.num_losses
+        self.loss_sum, self.num_losses = 0.0, 0
+        return mean
+
+    def take_numerics(self, skipped_steps: int | None) -> dict[str, Any] | None:
+        """What was measured since the last call, with the steps skipped since; of `skipped_steps` in all."""
+        if (found := self.numerics) is None:
+            return None
+        before, self.skipped_steps, self.numerics = self.skipped_steps, skipped_steps, None
+        return {**found, "skipped_steps": None if skipped_steps is None else skipped_steps - (before or 0)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, for a checkpoint. Waits for the device."""
+        return vars(self) | {"loss_sum": float(self.loss_sum)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+
+
+class CompileClock:
+    """Seconds that the compiler has worked in this process since `start`.
+
+    Recording CUDA graphs is not counted: there may be one for every length, and a budget of seconds would
+    have no end. It interrupts (`num_interruptions`) as compilation does.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.num_interruptions = 0
+        self._began = 0.0
+
+    def start(self) -> None:
+        """Begin to count, until the next `torch._dynamo.reset()`."""
+        from torch._dynamo.callback import on_compile_end, on_compile_start
+
+        # Called for the outermost of nested compilations alone.
+        on_compile_start(self._begin)
+        on_compile_end(self._end)
+
+    def _begin(self, _: object) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, args: Any) -> None:
+        self.num_interruptions += 1
+        if args.callback_trigger.name != "CUDAGRAPH_RECORDING":
+            self.seconds += time.perf_counter() - self._began
+
+
+class TrainingClock:
+    """Counts what is training: not evaluations, copies for checkpoints, or compilation.
+
+    A step in which something was compiled, or a CUDA graph recorded, is left out of the meter's rates.
+    """
+
+    def __init__(
+        self, state: TrainState, meter: ThroughputMeter, compile_clock: CompileClock | None = None
+    ) -> None:
+        self.state = state
+        self.meter = meter
+        self._compile_clock = compile_clock or CompileClock()
+        self._begin_lap()
+
+    def now(self) -> float:
+        """Seconds on a clock that stands still while something is compiled."""
+        return time.perf_counter() - self._compile_clock.seconds
+
+    def start(self) -> None:
+        """Begin a stretch of training after something else."""
+        self.meter.start()
+        self._begin_lap()
+
+    def step(self, num_examples: float, batch: Batch) -> None:
+        """Give a step that has been made to the meter."""
+        if self._compile_clock.num_interruptions != self._interruptions:
+            self.meter.start()
+        else:
+            self.meter.step(num_examples, len(batch.windows_B), batch.num_tokens, batch.input_ids_BL.numel())
+
+    def lap(self) -> float:
+        """Seconds of training since the last call or `start`, added to `state.train_seconds`."""
+        before = self._lap
+        self._begin_lap()
+        self.state.train_seconds += self._lap - before
+        return self._lap - before
+
+    def _begin_lap(self) -> None:
+        self._lap, self._interruptions = self.now(), self._compile_clock.num_interruptions

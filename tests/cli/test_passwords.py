@@ -1,0 +1,38 @@
+"""Nothing that leaves the machine holds the password of the storage URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import hpo_command, ok
+from planted_int8 import write_mood_study
+from postgres import PASSWORD
+
+
+@pytest.mark.postgres
+def test_no_file_of_an_export_a_deployment_or_a_report_has_the_password(
+    tmp_path: Path, postgres_url: str
+) -> None:
+    quoted = postgres_url.split(":")[2].partition("@")[0]
+    study = write_mood_study(tmp_path, n_trials=1)
+    storage = ("--storage", postgres_url)
+    commands = [
+        ("run", str(study), *storage),
+        ("best", "mood", *storage, "--export", "model", "--evaluate", "test"),
+        ("deploy", "mood", *storage, "--artifacts", "fp32", "--keep-all"),
+        ("report", "mood", *storage),
+        ("train", str(study), "--export", "trained"),
+    ]
+    for command in commands:
+        finished = ok(hpo_command(tmp_path, *command))
+        for said in (finished.out, finished.err):
+            assert PASSWORD not in said
+            assert quoted not in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
+    assert names >= {"deploy.json", "deploy.html", "hpo.json", "report.html", "model.safetensors"}
+    for path in files:
+        content = path.read_bytes()
+        for secret in (PASSWORD, quoted):
+            assert secret.encode() not in content, path

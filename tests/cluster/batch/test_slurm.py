@@ -1,0 +1,412 @@
+"""The jobs of `hpo submit --slurm`: their script, their secrets, what Slurm says of them, their end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from command_line import finish, hpo_command, ok, start_hpo
+from postgres import PASSWORD, PostgresServer
+from readme import CLUSTER
+from slurm import SlurmCluster
+from tiny import write_study
+
+from hpo.cluster.batch.jobs import add_job
+from hpo.cluster.batch.slurm import WorkerArray, number_of, requeue_this_job, seconds_of
+from hpo.cluster.batch.slurm_database import JOB_NAME, DatabaseJob
+from hpo.cluster.postgres.postgres_server import PostgresServer as HpoServer
+from hpo.errors import InputError, RunError, StorageError
+from hpo.study.claims.process import this_job
+from hpo.study.running.stopping import Stop
+from hpo.study.store.database import parse_url, storage_url
+from hpo.study.store.storage import open_storage
+
+URL = "postgresql://me:secret@host/db"
+
+
+def options_of(script: str) -> dict[str, str]:
+    """What follows #SBATCH, by its name; of options without a value an empty text."""
+    return dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", script, re.MULTILINE))
+
+
+def dry_run(folder: Path, *options: str, storage: str = URL, **changes: Any) -> str:
+    write_study(folder, **changes)
+    given = ("tiny.yaml", "--slurm", "--dry-run", "--storage", storage)
+    return ok(hpo_command(folder, "submit", *given, *options)).out
+
+
+def test_the_script_has_the_options_as_sbatch_names_them(tmp_path: Path) -> None:
+    given = {"partition": "gpu", "account": "lab", "time": "4:00:00", "gpus-per-node": "a100:4"}
+    given |= {"cpus-per-task": "16", "mem": "60G"}
+    options = [f"--{name}={value}" for name, value in given.items()]
+    options += ["--workers=10", "--sbatch=signal=B:USR1@300", "--sbatch=qos=long", "--sbatch", "exclusive"]
+    script = dry_run(tmp_path, *options)
+    found = options_of(script)
+    assert found.items() >= {**given, "qos": "long", "exclusive": "", "requeue": "", "nodes": "1"}.items()
+    assert found["array"] == "0-2", "ten workers are three jobs of four GPUs"
+    assert found["signal"] == "B:USR1@300"
+    assert found["chdir"] == str(tmp_path)
+    assert re.search(r"^exec \S+python\S* -m hpo worker tiny --workers-per-device 1$", script, re.MULTILINE)
+
+
+def test_what_is_not_given_is_left_to_the_cluster(tmp_path: Path) -> None:
+    expected = {"array", "chdir", "job-name", "nodes", "open-mode", "output", "requeue", "signal"}
+    assert options_of(dry_run(tmp_path)).keys() == expected
+
+
+def test_as_many_jobs_at_once_as_the_cluster_runs(tmp_path: Path) -> None:
+    assert options_of(dry_run(tmp_path, "--workers=300"))["array"] == "0-299"
+
+
+def test_jobs_that_are_not_to_be_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = dry_run(tmp_path, "--sbatch=no-requeue")
+    assert "no-requeue" in options_of(script)
+    assert "requeue" not in options_of(script)
+    [(name, value)] = re.findall(r"^export (HPO_NO_\w+)=(.*)$", script, re.MULTILINE)
+    asked: list[str] = []
+    monkeypatch.setattr("hpo.cluster.batch.slurm._slurm", lambda command: asked.append(command[-1]))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    stop = Stop()
+    stop.set("its time ends", signal.SIGUSR1)
+    for expected in (["7"], ["7"]):
+        requeue_this_job("stopped", stop)
+        assert asked == expected
+        monkeypatch.setenv(name, value)
+
+
+def test_a_job_asks_for_its_end_only_where_slurm_does_not_tell_it(tmp_path: Path) -> None:
+    [line] = [line for line in dry_run(tmp_path).splitlines() if "squeue" in line]
+    (tmp_path / "squeue").write_text("#!/bin/sh\ntouch asked\necho 2030-01-01T00:00:00\n")
+    (tmp_path / "squeue").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for given, told in (("123", "123"), ("", "1893456000")):
+        assert not (tmp_path / "asked").exists()
+        variables = {"PATH": path, "SLURM_JOB_ID": "1", "TZ": "UTC", "SLURM_JOB_END_TIME": given}
+        script = f"{line}\nprintenv SLURM_JOB_END_TIME"
+        done = subprocess.run(["bash", "-c", script], env=variables, cwd=tmp_path, capture_output=True)
+        assert done.stdout.decode().strip() == told
+    assert (tmp_path / "asked").exists()
+
+
+def test_a_dry_run_makes_nothing_and_shows_no_password(tmp_path: Path) -> None:
+    script = dry_run(tmp_path)
+    assert "secret" not in script
+    assert re.search(rf"HPO_STORAGE=@{tmp_path}/runs/tiny/storage-\w+$", script, re.MULTILINE)
+    assert not list(tmp_path.glob("runs/tiny/*"))
+
+
+def test_jobs_may_use_what_the_users_study_file_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the study from the database."""
+    monkeypatch.setenv("HPO_ALLOW", "s3://ours")
+    script = dry_run(tmp_path, checkpoint={"location": "/scratch/my files"})
+    assert "export HPO_ALLOW='s3://ours:/scratch/my files'\n" in script
+
+
+def test_a_file_with_the_url_is_used_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "url"
+    file.write_text(URL)
+    file.chmod(0o600)
+    assert f"export HPO_STORAGE=@{file}\n" in dry_run(tmp_path, storage=f"@{file}")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "jobs", "per_job"),
+    [(None, 3, 3, 1), ("0", 3, 3, 1), ("1", 3, 3, 1), ("4", 8, 2, 4), ("4", 9, 3, 4), ("h100:2", 1, 1, 2)],
+)
+def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: int) -> None:
+    sbatch = {} if gpus is None else {"gpus-per-node": gpus}
+    array = WorkerArray("tiny", URL, Path("x"), num_workers=workers, sbatch=sbatch)
+    assert (array.num_jobs, array.workers_per_job) == (jobs, per_job)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "must be told where the workers are to run: --slurm or --kubernetes."),
+        (("--slurm", "--gpus-per-node", "many"), "--gpus-per-node must be a number or TYPE:NUMBER, but got"),
+        (("--slurm", "--sbatch", "gres=gpu:4"), "but got --sbatch gres. Use --gpus-per-node."),
+        (("--slurm", "--sbatch", "gpus-per-task=1"), "but got --sbatch gpus-per-task. Use --gpus-per-node."),
+        (("--slurm", "--time", "3"), "--time must be more than a minute longer than the 120 s that a job is"),
+        (("--slurm", "--time", "2:00"), "or that is at its beginning, but got `2:00`."),
+        (("--slurm", "--time", "0-0:01:30"), "but got `0-0:01:30`."),
+        (("--slurm", "--time", "1-0"), "but it is a SQLite file"),
+        (("--slurm", "--time", "00:04:00"), "but it is a SQLite file"),
+        (("--slurm", "--time", "4"), "but it is a SQLite file"),
+        (("--slurm",), "but it is a SQLite file, which several hosts would damage. --database private"),
+    ],
+)
+def test_bad_input(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    write_study(tmp_path)
+    refused = hpo_command(tmp_path, "submit", "tiny.yaml", *options)
+    assert refused.exit_code == 2
+    assert message in refused.err
+    assert not list(tmp_path.glob("runs/tiny/*"))
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:01", 7201),
+        ("1-1", 90000),
+        ("1-0:30", 88200),
+        ("2-00:00:05", 172805),
+        ("0", 0),
+        *((given, None) for given in ("", "1h", "-5", "1:2:3:4", "1-", "UNLIMITED")),
+    ],
+)
+def test_time_limits(given: str, seconds: int | None) -> None:
+    assert seconds_of(given) == seconds
+
+
+def test_no_slurm_here(sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InputError, match=r"there is no `sbatch`\. Run this on a login node"):
+        WorkerArray("tiny", URL, tmp_path / "x").submit()
+    ok(hpo_command(write_study(tmp_path).parent, "init", "tiny.yaml", "--storage", sqlite_url))
+    with open_storage(sqlite_url) as storage:
+        add_job(storage, "slurm:here:12", "tiny", 4)
+        add_job(storage, "slurm:here:12", "tiny", 5)
+    shown = ok(hpo_command(tmp_path, "status", "tiny", "--storage", sqlite_url))
+    assert re.search(r"slurm:here:12 +1 unknown +5 ", shown.out)
+    assert "The states of jobs are unknown: Slurm's commands must be on the PATH" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "7"}, "slurm:here:7"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, "slurm:here:7_0"),
+    ],
+)
+def test_this_job(environment: dict[str, str], job: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert this_job() == job
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_jobs_that_wait(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+    """Jobs that are held: nothing of Slurm's has the password, status shows them, and they can be ended."""
+    write_study(tmp_path)
+    given = ("tiny.yaml", "--slurm", "--workers", "3", "--sbatch", "hold", "--storage", postgres_url)
+    answer = ok(hpo_command(tmp_path, "submit", *given, "--json")).json
+    job, folder = answer["job"], tmp_path / answer["folder"]
+    assert (answer["study"], answer["num_workers"]) == ("tiny", 3)
+
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert job.startswith("slurm:hpo:")
+    [secret_file] = folder.parent.glob("storage-*")
+    assert secret_file.read_text() == f"{postgres_url}\n"
+    assert secret_file.stat().st_mode & 0o777 == 0o600
+    shown = slurm.run(f"scontrol show -dd job {number_of(job)}")
+    kept = [path.read_bytes() for path in (slurm.folder / "state").rglob("*") if path.is_file()]
+    kept += [(folder / "job.sh").read_bytes(), shown.encode()]
+    assert any(b"HPO_STORAGE=@" in content for content in kept), "the check can fail"
+    for secret in (PASSWORD, quote(PASSWORD, safe="")):
+        assert not any(secret.encode() in content for content in kept)
+
+    status = ok(hpo_command(tmp_path, "status", "tiny", "--storage", postgres_url, "--json")).json
+    [found] = status["jobs"]
+    assert (found["id"], found["num_workers"]) == (job, 3)
+    assert (found["states"], found["reason"]) == ({"pending": 3}, "JobHeldUser")
+    text = ok(hpo_command(tmp_path, "status", "tiny", "--storage", postgres_url)).out
+    assert re.search(rf"{job} +3 pending \(JobHeldUser\) +3 ", text)
+
+    cancel = ("cancel", "tiny", "--jobs", "--json", "--storage", postgres_url)
+    with open_storage(postgres_url) as storage:
+        other = slurm.run("sbatch --parsable --hold --output=/dev/null --wrap true").strip()
+        add_job(storage, f"slurm:hpo:{other}", "tiny", 1)  # of a cluster that was set up anew
+        add_job(storage, f"slurm:elsewhere:{number_of(job)}", "tiny", 1)
+    assert ok(hpo_command(tmp_path, *cancel)).json["jobs"] == [job]
+    slurm.wait(lambda: {*slurm.states(number_of(job)).values()} == {"CANCELLED"})
+    assert slurm.states(other) == {other: "PENDING"}
+    slurm.run(f"scancel {other}")
+    assert ok(hpo_command(tmp_path, *cancel)).json["jobs"] == []
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_job_that_waits_is_cancelled_when_the_study_is_done(
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
+    """Slurm holds a job whose launch failed, as it does under load: it would stay in the queue for ever."""
+    write_study(tmp_path)
+    given = ("tiny.yaml", "--slurm", "--workers", "2", "--sbatch", "hold", "--storage", postgres_url)
+    job = number_of(ok(hpo_command(tmp_path, "submit", *given, "--json")).json["job"])
+    slurm.run(f"scontrol release {job}_0")
+    slurm.wait(lambda: {*slurm.states(job).values()} == {"COMPLETED", "CANCELLED"}, 120)
+    with open_storage(postgres_url) as storage:
+        assert storage.slot_counts("tiny")["done"] == 2
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_study_of_the_database_goes_on_as_it_is(
+    slurm: SlurmCluster, postgres_url: str, tmp_path: Path
+) -> None:
+    path = write_study(tmp_path)
+    given = ("--slurm", "--sbatch", "hold", "--storage", postgres_url)
+    ok(hpo_command(tmp_path, "init", "tiny.yaml", "--n-trials", "7", "--storage", postgres_url))
+    ok(hpo_command(tmp_path, "submit", "tiny.yaml", *given))
+    path.unlink()
+    few = ok(hpo_command(tmp_path, "submit", "tiny", *given)).err
+    with open_storage(postgres_url) as storage:
+        assert storage.slot_counts("tiny")["open"] == 7
+    many = ok(hpo_command(tmp_path, "submit", "tiny", "--n-trials", "9", "--workers", "300", *given)).err
+    with open_storage(postgres_url) as storage:
+        assert storage.slot_counts("tiny")["open"] == 9
+    assert "max_connections" not in few
+    assert re.search("300 workers have up to 1200 connections to the database, which takes [0-9]+[.]", many)
+    assert len([*tmp_path.glob("runs/tiny/storage-*")]) == 1, "one file with the URL, not one a submission"
+    slurm.run("scancel --name=hpo-tiny")
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_slurm_refuses_the_options(slurm: SlurmCluster, postgres_url: str, tmp_path: Path) -> None:
+    del slurm
+    write_study(tmp_path)
+    given = ("tiny.yaml", "--slurm", "--partition", "nowhere", "--storage", postgres_url)
+    refused = hpo_command(tmp_path, "submit", *given)
+    assert refused.exit_code == 2
+    assert "`sbatch` must succeed, but it says: sbatch: error: invalid partition" in refused.err
+    assert "Traceback" not in refused.err
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of the lines in the code blocks of a text, without comments."""
+    blocks = re.findall(r"```\n(.*?)```", text, re.DOTALL)
+    return [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_the_commands_of_the_readme(slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
+    """As they stand there, with a smaller study and the memory of the nodes of the test."""
+    del postgres_server
+    folder = slurm.folder / "work"
+    (folder / "studies").mkdir(parents=True)
+    write_study(folder / "studies").rename(folder / "studies" / "smoke.yaml")
+    text = (folder / "studies" / "smoke.yaml").read_text().replace("name: tiny", "name: smoke")
+    (folder / "studies" / "smoke.yaml").write_text(text)
+    section = CLUSTER.read_text().split("## On a cluster")[1].split("\n## ")[0]
+    replaced = {"PARTITION": "low", "8G": "1500M"}
+    typed: list[str] = []
+    storage: tuple[str, ...] = ()
+    for words in commands_of(section):
+        match [replaced.get(word, word) for word in words]:
+            case ["export", setting]:
+                storage = ("--storage", setting.removeprefix("HPO_STORAGE="))
+            case [".venv/bin/hpo", "database", "start"]:
+                slurm.wait(lambda: not slurm.run("squeue --noheader --name=hpo-smoke"), 120)
+                slurm.run(f"scancel --name={JOB_NAME}")
+                slurm.wait(lambda: not slurm.run("squeue --noheader"))
+                ok(finish(start_hpo(folder, "database", "start")))
+                typed.append("start")
+            case [".venv/bin/hpo", *command]:
+                where = () if command[0] in ("submit", "database") else storage
+                ok(hpo_command(folder, *command, *where))
+                typed.append(command[0])
+            case ["squeue", *_]:
+                assert JOB_NAME in slurm.run(" ".join(words), "--format=%j")
+            case [*other]:
+                assert other[:1] in ([], ["tail"])
+    assert typed == ["submit", "status", "start", "status", "report", "database"]
+    assert (folder / "runs/smoke/report/report.html").exists()
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
+    """It is used by whoever comes next, and ends after the last of its owner's other jobs.
+
+    Before, `hpo database start` on loopback has left an address that is for this machine alone, and the job
+    file is of a cluster that was set up anew since.
+    """
+    del postgres_server  # skips where there is no PostgreSQL
+    database = DatabaseJob(slurm.folder / "postgres", {"partition": "low"}, check_seconds=0.2)
+    (slurm.folder / "postgres.job").write_text("slurm:another:7")
+    here = HpoServer(database.folder)
+    first = here.start()
+    here.stop()
+    assert "127.0.0.1" in database.url_file.read_text()
+    other = slurm.run("sbatch --parsable --hold --output=/dev/null --wrap true").strip()
+    said: list[str] = []
+    database.start(said.append)
+    assert all(re.match(r"The database's job \S+ is (pending|running)\.", one) for one in said)
+    job = number_of(said[-1].split()[3])
+    url = storage_url(f"@{database.url_file}")
+    assert parse_url(url).query["sslmode"] == "verify-full"
+    assert parse_url(url).password == parse_url(first.url).password
+    open_storage(url).close()
+
+    database.start(said.append)
+    assert slurm.states(job) == {job: "RUNNING"}
+    slurm.run(f"scancel {other}")
+    slurm.wait(lambda: slurm.states(job) == {job: "COMPLETED"})
+    with pytest.raises(StorageError, match="no database answers there"):
+        open_storage(url, create=False)
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_database_job_that_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
+    del slurm
+    (tmp_path / "postgres").mkdir()
+    (tmp_path / "postgres" / "thesis.txt").touch()
+    said = r"(?s)The database's job slurm:hpo:\d+ has ended.*must be empty or made by"
+    with pytest.raises(RunError, match=said):
+        DatabaseJob(tmp_path / "postgres").start(lambda _: None)
+
+
+@pytest.mark.slurm
+@pytest.mark.postgres
+def test_a_database_in_a_job_that_cannot_be_reached_from_here(
+    slurm: SlurmCluster, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del postgres_server
+    said: list[str] = []
+    database = DatabaseJob(slurm.folder / "postgres", {"partition": "low"}, reach_seconds=0.5)
+
+    monkeypatch.setattr("hpo.cluster.batch.slurm_database.connection_problem", lambda _: "no route to host")
+    with pytest.raises(RunError, match=r"must answer here, but has not for 0 s: no route to host"):
+        database.start(said.append)
+    slurm.run(f"scancel --name={JOB_NAME}")
+    slurm.wait(lambda: not slurm.run("squeue --noheader").strip())
+
+
+@pytest.mark.postgres
+def test_a_database_that_others_cannot_reach(postgres_server: PostgresServer) -> None:
+    with pytest.raises(InputError, match=r"must be reached by other hosts.*`hpo database stop` ends it"):
+        DatabaseJob(postgres_server.folder).start(lambda _: None)
+
+
+def test_one_place_for_the_study(tmp_path: Path) -> None:
+    write_study(tmp_path)
+    given = ("submit", "tiny.yaml", "--slurm", "--dry-run", "--partition=x", "--time=9", "--database=private")
+    refused = hpo_command(tmp_path, *given, "--storage", URL)
+    assert refused.exit_code == 2
+    assert "but --storage or HPO_STORAGE names another" in refused.err
+    again = ok(hpo_command(tmp_path, *given, "--storage", "@runs/postgres/url")).out
+    database, workers = again.split("#!/bin/bash")[1:]
+    assert "hpo database start --folder" in database
+    assert options_of(database).items() >= {"partition": "x", "mem": "2G"}.items()
+    assert "time" not in options_of(database)
+    assert f"HPO_STORAGE=@{tmp_path}/runs/postgres/url\n" in workers
+    assert options_of(workers)["time"] == "9"

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from old_tables import make_old
+from optuna.trial import TrialState, create_trial
+from postgres import PostgresServer
+from worker_process import change_worker, result, study
+
+from hpo.cluster.doctor.doctor import examine
+from hpo.cluster.doctor.study_checks import Finding
+from hpo.errors import NoDatabaseError, StorageError
+from hpo.study.checkpoints.checkpoint_folders import note_database
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.store.database import parse_url
+from hpo.study.store.migrations import VERSIONS
+from hpo.study.store.schema import slots
+from hpo.study.store.storage import Storage, open_storage
+
+GIB = 2**30
+
+
+@pytest.fixture
+def storage(storage_url: str) -> Iterator[Storage]:
+    with open_storage(storage_url) as opened:
+        opened.create_or_resume_study(study(3))
+        yield opened
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def found(storage: Storage | str, host: Path, **options: Any) -> list[Finding]:
+    return list(examine(storage if isinstance(storage, str) else storage.url, host, **options))
+
+
+def mends(storage: Storage | str, host: Path, problem: str, **options: Any) -> None:
+    """That there is this problem alone, and that it is mended once and for all."""
+    (one,) = found(storage, host, **options)
+    assert problem in one.problem
+    assert not one.mended
+    (mended,) = found(storage, host, fix=True, **options)
+    assert mended.problem == one.problem
+    assert mended.mended
+    assert found(storage, host, **options) == []
+
+
+def run_trial(worker: WorkerLease, outcome: str = "complete", **values: Any) -> int:
+    lease = worker.claim()
+    assert lease is not None
+    trial = worker.open_trial(lease)
+    assert trial is not None
+    worker.record_outcome(lease, trial, result(outcome, **values))
+    return trial.number
+
+
+def test_nothing_is_wrong_with_a_new_study(storage: Storage, host: Path) -> None:
+    assert found(storage, host) == []
+
+
+# Tables
+
+
+def test_tables_of_an_earlier_version_are_moved_up(storage_url: str, host: Path) -> None:
+    make_old(storage_url, "v1")
+    mends(storage_url, host, f"must be of version {VERSIONS[-1]}, but are of v1")
+
+
+def test_tables_of_a_later_version_are_left_alone(storage: Storage, host: Path) -> None:
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE hpo_version SET version_num = 'v999'"))
+    with pytest.raises(StorageError, match=r"a later hpo has made them \(v999\)"):
+        found(storage, host, fix=True)
+
+
+@pytest.mark.parametrize(
+    ("tables", "problem"),
+    [(["hpo_compat"], "are incomplete."), (["hpo_version", "hpo_compat", "hpo_jobs"], "are of None.")],
+)
+def test_missing_tables_are_made(storage: Storage, host: Path, tables: list[str], problem: str) -> None:
+    with storage.engine.begin() as connection:
+        for table in tables:
+            connection.execute(sa.text(f"DROP TABLE {table}"))
+    mends(storage, host, problem)
+
+
+def test_tables_of_another_optuna_are_told(storage: Storage, host: Path) -> None:
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = 'v99.0.0.a'"))
+    (one,) = found(storage, host, fix=True)
+    assert "The tables of Optuna must be of version" in one.problem
+    assert "are of v99.0.0.a" in one.problem
+    assert one.remedy.startswith("Update Optuna")
+
+
+def test_tables_of_an_earlier_optuna_are_moved_up(storage: Storage, host: Path) -> None:
+    backend = storage.optuna._backend  # type: ignore[attr-defined]
+    newest, before = backend.get_head_version(), "v3.0.0.d"
+    assert newest == "v3.2.0.a", "what this test takes back is no longer the last step"
+    with storage.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = :v"), {"v": before})
+    mends(storage, host, f"The tables of Optuna must be of version {newest}, but are of {before}.")
+    assert storage.load_study("tiny").study_name == "tiny"
+
+
+# The database and its place
+
+
+def test_an_absent_database_is_the_users_mistake(sqlite_url: str, host: Path) -> None:
+    with pytest.raises(NoDatabaseError, match="There is no study database"):
+        found(sqlite_url, host, fix=True)
+    assert not Path(sqlite_url.removeprefix("sqlite:///")).exists()
+
+
+@pytest.mark.postgres
+def test_a_database_that_does_not_answer_is_told_without_its_password(postgres_url: str, host: Path) -> None:
+    with pytest.raises(NoDatabaseError, match="holds no study yet"):
+        found(postgres_url, host)
+    with pytest.raises(StorageError, match="no database answers there") as refused:
+        found("postgresql://me:secret@127.0.0.1:1/none", host)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.postgres
+def test_a_user_without_rights_gets_one_message(
+    postgres_server: PostgresServer, postgres_url: str, host: Path
+) -> None:
+    with open_storage(postgres_url) as storage:
+        storage.create_or_resume_study(study(1))
+    name = parse_url(postgres_url).database or ""
+    with postgres_server.connect(name) as connection:
+        connection.execute("CREATE ROLE reader LOGIN PASSWORD 'secret'")
+    try:
+        with pytest.raises(
+            StorageError, match="must be allowed to create tables and to write them"
+        ) as refused:
+            found(postgres_server.url(name, "reader", "secret"), host, fix=True)
+        assert "secret" not in str(refused.value)
+    finally:
+        with postgres_server.connect(name) as connection:
+            connection.execute("DROP ROLE reader")
+
+
+# Trials and checkpoints
+
+
+def test_a_slot_of_a_dead_worker_is_opened(storage: Storage, host: Path) -> None:
+    opened = storage.load_study("tiny")
+    with (
+        WorkerLease(storage, opened, max_retries=0) as dead,
+        WorkerLease(storage, opened, max_retries=0) as one,
+    ):
+        for worker in (dead, one):
+            lease = worker.claim()
+            assert lease is not None
+            worker.open_trial(lease)
+        change_worker(storage, dead, process_start="1")
+        mends(storage, host, f"slot 0 (trial 0) is with a dead worker, {dead.id}.")
+        assert storage.slot_counts("tiny") == {"open": 2, "running": 1, "done": 0}
+        assert [trial.state for trial in opened.trials] == [TrialState.RUNNING] * 2, "they go on"
+        change_worker(storage, dead, process_start=dead.id)
+
+
+def test_a_slot_that_was_taken_over_meanwhile_is_left_alone(storage: Storage, host: Path) -> None:
+    opened = storage.load_study("tiny")
+    with (
+        WorkerLease(storage, opened, max_retries=0) as dead,
+        WorkerLease(storage, opened, max_retries=0) as peer,
+    ):
+        dead.claim()
+        change_worker(storage, dead, process_start="1")
+        with closing(examine(storage.url, host)) as examination:
+            stale = next(examination)
+            lease = peer.claim()
+            assert lease is not None
+            assert lease.slot == 0
+            assert stale.mend is not None
+            stale.mend()
+        with storage.engine.connect() as connection:
+            row = connection.execute(sa.select(slots).where(slots.c.slot == 0)).one()
+        assert (row.state, row.owner) == ("running", peer.id)
+
+
+def test_a_running_trial_without_a_slot_is_ended(storage: Storage, host: Path) -> None:
+    opened = storage.load_study("tiny")
+    opened.add_trial(create_trial(state=TrialState.RUNNING))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        run_trial(worker)
+        lease = worker.claim()
+        assert lease is not None
+        worker.open_trial(lease)
+        with storage.engine.begin() as connection:  # as a lowered `n_trials` did before
+            connection.execute(sa.delete(slots).where(slots.c.slot == 1))
+    first, second = found(storage, host)
+    assert "trial 0 is RUNNING, but no slot" in first.problem
+    assert "trial 2 is RUNNING, but no slot" in second.problem
+    assert all(one.mended for one in found(storage, host, fix=True))
+    with open_storage(storage.url, create=False) as fresh:  # what a process owns it does not read again
+        trials = fresh.load_study("tiny").trials
+    assert [trial.state.name for trial in trials] == ["FAIL", "COMPLETE", "FAIL"]
+    assert found(storage, host) == []
+
+
+def make_checkpoint(folder: Path, name: str = "best-00000001") -> Path:
+    (folder / name).mkdir(parents=True)
+    (folder / name / "model.safetensors").write_bytes(b"x" * 2**20)
+    return folder / name
+
+
+@pytest.fixture
+def trial_folder(storage: Storage, host: Path) -> Callable[[int], Path]:
+    token = storage.study_token("tiny")[:8]
+    note_database(host / "tiny" / f"checkpoints-{token}", storage)
+    return lambda number: host / "tiny" / f"checkpoints-{token}" / f"trial-{number:05d}"
+
+
+def test_checkpoints_of_no_trial_are_removed(
+    storage: Storage, host: Path, trial_folder: Callable[[int], Path]
+) -> None:
+    with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
+        complete = run_trial(worker)
+        pruned = run_trial(worker, "pruned")
+        lease = worker.claim()
+        assert lease is not None
+        running = worker.open_trial(lease)
+        assert running is not None
+        for number in (complete, pruned, running.number, 7):
+            make_checkpoint(trial_folder(number))
+        assert [one.problem for one in found(storage, host, fix=True)] == [
+            f"{trial_folder(pruned)} (1.0 MiB) is of trial {pruned}, which is not one of the best.",
+            f"{trial_folder(7)} (1.0 MiB) is of trial 7, which is not of this study.",
+        ]
+        left = sorted(path.name for path in trial_folder(0).parent.glob("trial-*"))
+        assert left == [trial_folder(complete).name, trial_folder(running.number).name]
+        assert found(storage, host) == []
+
+
+def test_checkpoints_of_a_deleted_study_are_removed_if_they_were_of_this_database(
+    storage: Storage, host: Path, trial_folder: Callable[[int], Path], tmp_path: Path
+) -> None:
+    with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
+        make_checkpoint(trial_folder(run_trial(worker)))
+    orphan = shutil.copytree(trial_folder(0).parent, host / "gone" / "checkpoints-0badcafe")
+    of_another = shutil.copytree(trial_folder(0).parent, host / "tiny" / "checkpoints-deadbeef")
+    with open_storage(f"sqlite:///{tmp_path}/other.db") as other:
+        note_database(of_another, other)
+    of_whom = shutil.copytree(trial_folder(0).parent, host / "tiny" / "checkpoints-12345678")
+    (of_whom / "database").unlink()
+    mends(storage, host, f"{orphan} (1.0 MiB) is of a study that this database does not have.")
+    assert not orphan.exists()
+    assert of_another.exists()
+    assert of_whom.exists()
+    assert trial_folder(0).exists()

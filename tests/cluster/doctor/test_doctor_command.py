@@ -1,0 +1,57 @@
+"""`hpo doctor` as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import sqlalchemy as sa
+from command_line import Finished, hpo_command
+from tiny import tiny_study, write_study
+from worker_process import study
+
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.store.schema import slots, workers
+from hpo.study.store.storage import open_storage
+
+
+def run(folder: Path, *arguments: str) -> Finished:
+    return hpo_command(folder, "doctor", *arguments)
+
+
+def test_the_command_mends_and_says_by_its_exit_code_what_is_left(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/runs/hpo.db"
+    (tmp_path / "runs").mkdir()
+    path = write_study(tmp_path, n_trials=1)
+    with open_storage(url) as storage:
+        opened = storage.create_or_resume_study(tiny_study(tmp_path, n_trials=1))
+        worker = WorkerLease(storage, opened, max_retries=0)
+        with worker:
+            worker.claim()
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(slots).values(state="running"))
+            connection.execute(sa.update(workers).values(state="live", process_start="1"))
+    first = run(tmp_path)
+    assert first.exit_code == 1
+    assert "warning (stale trials)" in first.out
+    assert "1 to mend. `hpo doctor --fix` mends 1." in " ".join(first.out.split())
+    as_json = run(tmp_path, "tiny", "--json")
+    assert as_json.exit_code == 1
+    assert [one["check"] for one in as_json.json["findings"]] == ["stale trials"]
+    assert as_json.json["ok"] is False
+    mended = run(tmp_path, str(path), "--fix")
+    assert mended.exit_code == 0
+    assert "Mended. Opens the slot" in mended.out
+    assert "1 mended, nothing left to mend." in mended.out
+    again = run(tmp_path, "--json")
+    assert again.exit_code == 0
+    assert again.json["ok"] is True
+
+
+def test_a_study_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
+        storage.create_or_resume_study(study(1))
+    refused = run(tmp_path, "tiney")
+    assert refused.exit_code == 2
+    assert "Did you mean `tiny`" in refused.err
+    assert run(tmp_path, "--storage", "mysql://a:b@c/d").exit_code == 2

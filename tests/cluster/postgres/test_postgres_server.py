@@ -1,0 +1,169 @@
+"""A private PostgreSQL: made, used, stopped, started again, reached by nobody without the password."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from worker_process import start_process, study
+
+from hpo.cluster.postgres import programs as postgres_programs
+from hpo.cluster.postgres.postgres_server import PostgresServer
+from hpo.cluster.postgres.programs import find_programs, server_user
+from hpo.errors import InputError
+from hpo.study.store.database import storage_url
+from hpo.study.store.storage import open_storage
+
+pytestmark = pytest.mark.postgres
+
+
+def processes_with(text: str) -> list[str]:
+    """The command lines and variables of all processes that hold `text`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        for name in ("cmdline", "environ"):
+            try:
+                if text in (process / name).read_text(errors="replace"):
+                    found.append(f"{process}/{name}")
+            except OSError:  # it has ended
+                continue
+    return found
+
+
+def test_made_used_stopped_and_started_again(new_server: PostgresServer) -> None:
+    running = new_server.start()
+    assert running.is_new
+    url = storage_url(f"@{new_server.url_file}")
+    assert url == running.url
+    with psycopg.connect(url) as connection:
+        asked = "SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = current_user"
+        assert connection.execute(asked).fetchone() == (False, False)
+        assert int(connection.execute("SHOW max_connections").fetchone()[0]) >= 1000  # type: ignore[index]
+        assert connection.execute("SHOW data_checksums").fetchone() == ("on",)
+        password = connection.info.password
+    with open_storage(url) as storage:
+        storage.create_or_resume_study(study(2))
+    assert stat.S_IMODE(new_server.url_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(new_server.data.stat().st_mode) == 0o700
+    assert not processes_with(password)
+    assert password not in new_server.log.read_text()
+
+    again = PostgresServer(new_server.folder).start()
+    assert (again.is_new, again.url, again.host) == (False, running.url, running.host)
+    assert new_server.stop()
+    assert new_server.running() is None
+    assert not new_server.stop()
+
+    assert new_server.start().url == url, "workers that wait find it again"
+    with open_storage(url) as storage:
+        assert storage.slot_counts("tiny")["open"] == 2
+
+
+def test_it_is_durable_unless_told_otherwise(folder: Path) -> None:
+    server = PostgresServer(folder / "postgres")
+    try:
+        with psycopg.connect(server.start().url) as connection:
+            for name in ("fsync", "synchronous_commit", "full_page_writes"):
+                assert connection.execute(f"SHOW {name}").fetchone() == ("on",)
+    finally:
+        server.stop()
+
+
+def test_nobody_comes_in_without_the_password(server: PostgresServer) -> None:
+    running = server.start()
+    password = f":{sa.make_url(running.url).password}@"
+    superuser = running.url.replace("//hpo:", "//postgres:")
+    for url in (running.url.replace(password, ":wrong@"), running.url.replace(password, "@"), superuser):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(url)
+    server.stop()
+    server.url_file.unlink()
+    again = server.start()
+    assert f":{sa.make_url(again.url).password}@" != password, "a lost one is made anew"
+
+
+def test_others_than_this_machine_need_tls(server: PostgresServer) -> None:
+    assert "sslmode" not in server.start("localhost").url
+    server.stop()
+    running = server.start("0.0.0.0")
+    assert "?sslmode=verify-full&sslrootcert=" in running.url
+    with psycopg.connect(running.url) as connection:
+        assert connection.pgconn.ssl_in_use
+    with pytest.raises(psycopg.OperationalError, match="no encryption"):
+        psycopg.connect(running.url.replace("verify-full", "disable"))
+    assert stat.S_IMODE((server.data / "server.key").stat().st_mode) == 0o600
+
+
+def start_as_nobody(folder: Path) -> None:
+    """Make and start a database as a user who is not root."""
+    sa.create_engine("postgresql+psycopg://").dispose()  # imports what only root may read
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    server = PostgresServer(folder / "postgres")
+    with psycopg.connect(server.start().url) as connection:
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+    assert server.data.stat().st_uid == os.geteuid()
+    assert stat.S_IMODE(server.folder.stat().st_mode) & 0o077 == 0
+    assert server.stop()
+
+
+def test_as_a_user_who_is_not_root(folder: Path) -> None:
+    process = start_process(start_as_nobody, folder)
+    process.join(120)
+    assert process.exitcode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root must become another user")
+def test_root_needs_another_user(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.start()
+    uid = server.data.stat().st_uid
+    pid = (server.data / "postmaster.pid").read_text().split()[0]
+    assert Path("/proc", pid).stat().st_uid == uid != 0
+
+    def nobody(name: str) -> Any:
+        raise KeyError(name)
+
+    monkeypatch.setattr(postgres_programs.pwd, "getpwnam", nobody)
+    assert server_user(server.data)["user"] == uid, "a database has its user"
+    with pytest.raises(InputError, match="PostgreSQL refuses to run as root"):
+        PostgresServer(server.folder.parent / "other").start()
+
+
+def test_killed_server_starts_again(server: PostgresServer) -> None:
+    with psycopg.connect(server.start().url) as connection:
+        connection.execute("CREATE TABLE t AS SELECT 1 AS a")
+    server.stop("immediate")
+    with psycopg.connect(server.start().url) as connection:
+        assert connection.execute("SELECT a FROM t").fetchone() == (1,)
+
+
+def test_a_first_start_that_was_killed_is_begun_anew(new_server: PostgresServer) -> None:
+    half = new_server.folder / "data.new"
+    half.mkdir(parents=True)
+    (half / "PG_VERSION").write_text("15\n")
+    new_server.start()
+    assert not half.exists()
+
+
+def test_the_newest_programs_that_the_user_can_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("initdb", "pg_ctl", "postgres"):
+        (folder / name).write_text(f"#!/bin/sh\necho '{name} (PostgreSQL) 99.1'\n")
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    assert find_programs({}).version == (99, 1)
+    if os.geteuid() == 0:
+        assert find_programs({"user": 65534, "group": 65534}).version != (99, 1)
+    (folder / "postgres").write_text("#!/bin/sh\nexit 3\n")
+    assert find_programs({}).version != (99, 1)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_programs({}).folder.is_relative_to("/usr"), "Debian's and Red Hat's are off the PATH"
+    monkeypatch.setattr(postgres_programs, "_INSTALLED_IN", ())
+    with pytest.raises(InputError, match=r"PostgreSQL .*this machine has none\. Install them"):
+        find_programs({})

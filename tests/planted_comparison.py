@@ -1,0 +1,242 @@
+"""Comparisons whose scores are planted: on records in memory, or by real workers in a database.
+
+No trial trains. A score is the r2 of a regression, whose rows can have any mean.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from worker_process import result, study
+
+from hpo.compare.companion import Request, comparison_study, open_comparison, plan_comparison
+from hpo.compare.race import judge_race
+from hpo.compare.results import Result, judge_precisions, look_by_look
+from hpo.compare.runs import Runs
+from hpo.config.search_space import suggest
+from hpo.config.study_config import StudyConfig
+from hpo.data.tasks import Task
+from hpo.study.reading.row_statistics import read_row_statistics, store_row_statistics
+from hpo.study.reading.study_record import StudyRecord, TrialRecord
+from hpo.study.running.stopping import Stop
+from hpo.study.running.worker import WorkerOptions, run_worker
+from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.sampling.grid_sampler import grid_points
+from hpo.study.store.storage import Storage
+from hpo.training.metrics import RowStatistics
+
+TASKS = (Task("topic", "regression"),)
+TWO_TASKS = (*TASKS, Task("tone", "regression"))
+"""The second scores like the first."""
+NUM_ROWS = 2000
+DEVICE = "Example CPU"
+SLOWER = {"slow CPU": {"bf16": 0.25}}
+"""Of a kind of device, by what its speeds are multiplied."""
+SPEED = {"fp32": 100.0, "bf16": 200.0, "fp16": 150.0}
+
+OF_POINTS: Mapping[str, Callable[[float], float]] = {
+    "peak_memory_bytes": lambda _: 10.0**6,
+    "topic/mae": lambda points: -points,
+}
+"""Objectives whose value is another one than a hundredth of the points."""
+
+Score = Callable[[dict[str, Any]], float | None]
+"""Points of a trial by its parameters; None: its loss is not finite."""
+
+
+def search_config(**changes: Any) -> StudyConfig:
+    """A study with a trial for every configuration."""
+    space = {
+        "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
+        "learning_rate": {"type": "categorical", "choices": [1e-5, 3e-5, 1e-4]},
+    }
+    return study(6, **{"search_space": space, "sampler": {"name": "grid", "seed": 3}, **changes})
+
+
+def facts(params: Mapping[str, Any], points: float, device: str = DEVICE, **how: Any) -> dict[str, Any]:
+    """What a trial stores that has so many points: its headline and telemetry."""
+    precision = params["fp_precision"]
+    rate = SPEED.get(precision, 50.0) * SLOWER.get(device, {}).get(precision, 1.0)
+    metrics = {task.name: {"r2": points / 100, "mae": -points} for task in TWO_TASKS}
+    return {
+        "headline": {
+            "fp_precision_effective": how.get("effective", {}).get(precision, precision),
+            "train_examples_per_second": rate
+            * random.Random(f"{precision} {params.get('seed')}").uniform(0.999, 1),
+            "peak_memory_bytes": 10**6,
+        },
+        "telemetry": {
+            "metrics": metrics,
+            "test_metrics": metrics,
+            "device": {"name": device, "shared": False},
+        },
+    }
+
+
+def values_of(config: StudyConfig, points: float) -> tuple[float, ...]:
+    return tuple(OF_POINTS.get(one.metric, lambda points: points / 100)(points) for one in config.objective)
+
+
+def record_of(
+    config: StudyConfig, points: Sequence[Mapping[str, Any]], score: Score, **how: Any
+) -> StudyRecord:
+    """The study after trials with these parameters; `how` is that of `facts`."""
+    trials = []
+    for number, params in enumerate(points):
+        found = score(dict(params))
+        of_trial = facts(params, found or 0.0, **how)
+        trials.append(
+            TrialRecord(
+                number=number,
+                state="PRUNED" if found is None else "COMPLETE",
+                outcome="complete" if found is not None else "nonfinite",
+                reason="" if found is not None else "the loss was NaN",
+                params=dict(params),
+                values=None if found is None else values_of(config, found),
+                started=None,
+                ended=None,
+                seconds=2.0,
+                attributes=of_trial["headline"],
+                telemetry=of_trial["telemetry"],
+            )
+        )
+    goals = [(one.metric, one.direction) for one in config.objective]
+    names, directions = zip(*goals, strict=True)
+    return StudyRecord(config.name, names, directions, {}, trials, [], {"done": len(trials)})
+
+
+def told(
+    config: StudyConfig,
+    score: Score,
+    request: Request,
+    *,
+    search: Score | None = None,
+    tasks: Sequence[Task] = TASKS,
+    devices: Sequence[str] = (DEVICE,),
+    **how: Any,
+) -> Result:
+    """What a comparison comes to, on records in memory; its blocks run on the devices in turn.
+
+    `search` are the scores of the search, where they are other ones; `how` is that of `facts`.
+    """
+    searched = record_of(config, grid_points(config.search_space, 0), search or score)
+    asked = replace(request, precisions=request.precisions or ("fp32", "bf16"))
+    asked = request if request.question == "configurations" else asked
+    plan = plan_comparison(searched, config, asked, "token")
+    while True:
+        companion = comparison_study(config, plan, has_test=plan.question == "precisions")
+        place = {seed: k % len(devices) for k, seed in enumerate(sorted({p["seed"] for p in plan.points()}))}
+        by_device = [
+            [point for point in plan.points() if place[point["seed"]] == k] for k in range(len(devices))
+        ]
+        trials: list[TrialRecord] = []
+        for device, of_device in zip(devices, by_device, strict=True):
+            found = record_of(companion, of_device, score, device=device, **how).trials
+            trials += [replace(one, number=one.number + len(trials)) for one in found]
+        rows = {
+            one.number: {task.name: statistics(task, score(one.params) or 0.0) for task in tasks}
+            for one in trials
+            if one.values
+        }
+        record = replace(record_of(companion, [], score), trials=trials)
+        runs = Runs(
+            record, companion, tasks, {n: {t.name: of[t.name] for t in tasks} for n, of in rows.items()}
+        )
+        result = (
+            judge_race(runs, runs.of_search(searched))
+            if plan.question == "configurations"
+            else judge_precisions(runs, searched, None)
+        )
+        if result.next_plan is None:
+            return result
+        plan = result.next_plan
+
+
+def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
+    """A study that has run."""
+    config = search_config(**changes)
+    storage.create_or_resume_study(config)
+    run(storage, config, score)
+    return config
+
+
+def run(
+    storage: Storage,
+    config: StudyConfig,
+    score: Score,
+    *,
+    trials: int = 10**6,
+    device: str = DEVICE,
+) -> StudyRecord:
+    """Be a worker of the study, for so many trials at most, on this kind of device."""
+    stop, left = Stop(), [trials]
+
+    def execute(trial: Any, lease: Any) -> Any:
+        params = suggest(config.search_space, trial)
+        left[0] -= 1
+        if not left[0]:
+            stop.set("enough")
+        points = score(params)
+        if points is None:
+            return result("nonfinite", reason="the loss was NaN")
+        if config.comparison is not None:
+            rows = {task.name: statistics(task, points) for task in TWO_TASKS}
+            store_row_statistics(storage, lease, (config.name, trial.number), rows)
+        return result("complete", values=values_of(config, points), **facts(params, points, device))
+
+    run_worker(
+        config,
+        storage,
+        execute,
+        WorkerOptions(poll_seconds=0.01),
+        device=WorkerDevice(kind=device),
+        stop=stop,
+    )
+    return storage.read_study(config.name)
+
+
+def statistics(task: Task, points: float) -> RowStatistics:
+    """Rows that add alike to an r2 of so many points, and to an error of -points."""
+    ones = np.ones(NUM_ROWS)
+    values = {
+        "absolute": -points * ones,
+        "squared": (1 - points / 100) * ones,
+        "target": ones * (-1) ** np.arange(NUM_ROWS),
+        "target_squared": ones,
+    }
+    return RowStatistics(task, NUM_ROWS, np.arange(NUM_ROWS), {}, values)
+
+
+def judge(storage: Storage, companion: StudyConfig, search: StudyRecord, tasks: Any = TASKS) -> Result:
+    """What its trials say so far."""
+    rows = read_row_statistics(storage, companion.name, tasks)
+    runs = Runs(storage.read_study(companion.name), companion, tasks, rows)
+    if runs.plan.question == "configurations":
+        return judge_race(runs, runs.of_search(search))
+    return judge_precisions(runs, search, None)
+
+
+def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfig:
+    record = storage.read_study(config.name)
+    return open_comparison(storage, record, config, request, runnable=("fp32", "bf16"), has_test=True)
+
+
+def compared(storage: Storage, config: StudyConfig, score: Score, request: Request) -> Result:
+    """What a comparison comes to that workers run."""
+    search = storage.read_study(config.name)
+
+    def run_look(companion: StudyConfig) -> StudyRecord:
+        storage.create_or_resume_study(companion)
+        return run(storage, companion, score)
+
+    *_, last = look_by_look(
+        storage,
+        begun(storage, config, request),
+        run_look,
+        lambda _, companion: judge(storage, companion, search),
+    )
+    return last

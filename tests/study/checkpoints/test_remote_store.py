@@ -1,0 +1,216 @@
+"""Checkpoints in a folder and in a bucket, each time by fsspec."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from hpo.config.checkpoint_config import CheckpointConfig
+from hpo.errors import CheckpointError, InputError, LeaseLostError
+from hpo.study.checkpoints.remote_store import RemoteCheckpoints, RemoteStore, open_remote_store
+from hpo.training.checkpoint import FILES, CheckpointStore
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The location of a bucket."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of the server of another test
+    filesystem = fsspec.filesystem("s3")
+    if not filesystem.exists("studies"):  # moto keeps what it has for as long as the process lives
+        filesystem.mkdir("studies")
+    elif filesystem.find("studies"):
+        filesystem.rm("studies/team", recursive=True)
+    yield "s3://studies/team"
+    server.stop()
+
+
+@pytest.fixture(params=["artifacts", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteStore:
+    location = request.getfixturevalue("s3") if request.param == "s3" else f"artifacts:{tmp_path / 'store'}"
+    return opened(location, create=True)
+
+
+def opened(location: str, *, create: bool = False) -> RemoteStore:
+    store = open_remote_store(CheckpointConfig(location=location), create=create)
+    assert store is not None
+    return store
+
+
+def folder_of(machine: Path, number: int = 0) -> Path:
+    return machine / "tiny" / "checkpoints-0a1b2c3d" / f"trial-{number:05d}"
+
+
+def mirror(store: RemoteStore, folder: Path) -> RemoteCheckpoints:
+    lease: Any = SimpleNamespace(saved_step=0, check=lambda: None)
+    return RemoteCheckpoints(store, lease, folder, threading.Event())
+
+
+def trained(store: RemoteStore, folder: Path, key: str = "key", *, best: int = 2, steps: int = 3) -> None:
+    with CheckpointStore(folder, key, mirror(store, folder)) as checkpoints:
+        for step in range(1, steps + 1):
+            state = {"step": step}
+            checkpoints.save(
+                step, {"w": torch.full((2,), step)}, state=state, best=state if step == best else None
+            )
+        checkpoints.finish(best)
+        assert checkpoints.problems == []
+
+
+def test_another_machine_goes_on_from_the_newest(store: RemoteStore, tmp_path: Path) -> None:
+    trained(store, folder_of(tmp_path / "a"))
+    there = folder_of(tmp_path / "b")
+    assert [name[:13] for name in store.list(there)] == ["best-00000002", "step-00000003"], "no older ones"
+    with CheckpointStore(there, "key", mirror(store, there)) as checkpoints:
+        last, best = checkpoints.latest(), checkpoints.best()
+    assert last is not None
+    assert best is not None
+    assert (last.state, best.state) == ({"step": 3}, {"step": 2})
+    assert last.weights["w"].tolist() == [3, 3]
+    third = folder_of(tmp_path / "c")
+    store.fetch_newest("best", third)
+    assert [path.name for path in third.iterdir()] == ["best-00000002"]
+
+
+def test_what_is_of_another_key_is_not_listed_and_goes_at_the_end(store: RemoteStore, tmp_path: Path) -> None:
+    trained(store, folder_of(tmp_path / "a"), "a CUDA device's", best=9, steps=9)
+    folder = folder_of(tmp_path / "b")
+    with CheckpointStore(folder, "key", mirror(store, folder)) as checkpoints:
+        assert checkpoints.latest() is None
+    assert checkpoints.problems == []
+    trained(store, folder)
+    assert [name[:13] for name in store.list(folder)] == ["best-00000002", "step-00000003"]
+
+
+def test_an_upload_that_was_not_finished_is_none(store: RemoteStore, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "a")
+    with CheckpointStore(folder, "key") as local:
+        for step in (1, 2):
+            local.save(step, {"w": torch.ones(2)}, state={"step": step})
+            local.wait()
+    store.upload(folder / "step-00000001", "key", folder)
+    put = store._filesystem.put_file
+
+    def break_off(source: str, target: str) -> None:
+        if source.endswith(FILES[-1]):
+            raise ConnectionError("gone")
+        put(source, target)
+
+    store._filesystem.put_file = break_off
+    try:
+        with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written to .*gone"):
+            store.upload(folder / "step-00000002", "key", folder)
+    finally:
+        del store._filesystem.put_file
+    assert [name[:13] for name in store.list(folder)] == ["step-00000001"]
+    there = folder_of(tmp_path / "b")
+    assert mirror(store, there).names("step", "key") == ["step-00000001"]
+    store.upload(folder / "step-00000002", "key", folder)
+    assert mirror(store, there).names("step", "key") == ["step-00000001", "step-00000002"]
+
+
+def test_only_our_names_are_removed(store: RemoteStore, tmp_path: Path) -> None:
+    for number in (0, 1):
+        trained(store, folder_of(tmp_path / "a", number))
+    filesystem, root = store._filesystem, store._root
+    theirs = [
+        f"{root}/checkpoints-0a1b2c3d/trial-00000/notes.txt",
+        f"{root}/checkpoints-0a1b2c3d/trial-00000/step-00000001-mine/notes.txt",
+        f"{root}/checkpoints-0a1b2c3d/trial-x/notes.txt",
+        f"{root}/checkpoints-ffffffff/trial-00000/notes.txt",
+    ]
+    for path in theirs:
+        filesystem.pipe_file(path, b"theirs")
+    study_folder = folder_of(tmp_path / "b").parent
+    assert store.trials(study_folder) == {0, 1}
+    assert store.remove_trials(study_folder, {0, 7}) == 1
+    assert store.list(study_folder / "trial-00000") == {}
+    assert len(store.list(study_folder / "trial-00001")) == 2
+    assert all(filesystem.exists(path) for path in theirs)
+
+
+def test_a_worker_that_lost_its_trial_uploads_nothing(store: RemoteStore, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "a")
+
+    def lost() -> None:
+        raise LeaseLostError("another worker has it")
+
+    lease: Any = SimpleNamespace(saved_step=0, check=lost)
+    with (
+        pytest.raises(LeaseLostError),
+        CheckpointStore(folder, "key", RemoteCheckpoints(store, lease, folder, threading.Event())) as local,
+    ):
+        local.save(1, {"w": torch.ones(2)}, state={})
+    assert store.list(folder) == {}
+
+
+def test_a_store_that_is_away_is_a_problem_of_the_trial(tmp_path: Path, monkeypatch: Any) -> None:
+    """An empty mount point neither takes what belongs there, nor has lost it."""
+    monkeypatch.setattr(RemoteCheckpoints, "wait_seconds", 0.0)
+    location = f"artifacts:{tmp_path / 'mnt'}"
+    for make in (lambda: None, (tmp_path / "mnt").mkdir):
+        make()
+        with pytest.raises(InputError, match=r"it has no file \.hpo-artifacts\. Mount it here"):
+            opened(location)
+    store = opened(location, create=True)
+    (tmp_path / "mnt").rename(tmp_path / "elsewhere")
+    (tmp_path / "mnt").mkdir()
+    folder = folder_of(tmp_path / "a")
+    with CheckpointStore(folder, "key", mirror(store, folder)) as checkpoints:
+        assert checkpoints.latest() is None
+        for step in (1, 2):
+            checkpoints.save(step, {"w": torch.ones(2)}, state={"step": step})
+        checkpoints.wait()
+        (tmp_path / "mnt").rmdir()
+        (tmp_path / "elsewhere").rename(tmp_path / "mnt")
+        checkpoints.save(3, {"w": torch.ones(2)}, state={"step": 3})
+    (problem,) = checkpoints.problems
+    assert "it has no file .hpo-artifacts, so it is away" in problem
+    assert [name[:13] for name in store.list(folder)] == ["step-00000002", "step-00000003"]
+
+
+def test_a_store_that_cannot_be_used_is_refused(tmp_path: Path, s3: str) -> None:
+    (tmp_path / "file").write_text("")
+    for prefix in ("", "artifacts:"):
+        with pytest.raises(InputError, match=r"checkpoint\.location: .*file/store cannot be made"):
+            open_remote_store(CheckpointConfig(location=f"{prefix}{tmp_path}/file/store"), create=True)
+    with pytest.raises(InputError, match=r"s3://absent/prefix cannot be made: The specified bucket does not"):
+        opened("s3://absent/prefix", create=True)
+    with pytest.raises(InputError, match=r"s3://studies/team must be the place that was made with the study"):
+        opened(s3)
+
+
+def test_location_is_relative_to_the_study_file(tmp_path: Path) -> None:
+    def of(location: str) -> CheckpointConfig:
+        return CheckpointConfig.model_validate({"location": location}, context={"folder": tmp_path})
+
+    def base(config: CheckpointConfig) -> Path:
+        return config.folder_of("tiny", "0123456789", Path("runs")).parents[1]
+
+    assert base(of("shared")) == tmp_path / "shared"
+    assert of("artifacts:kept").url == f"{tmp_path}/kept"
+    for location in ("s3://bucket/a/b", "gs://bucket"):
+        assert of(location).url == location
+    for config in (of("artifacts:kept"), of("s3://bucket"), of("gs://bucket"), CheckpointConfig()):
+        assert base(config) == Path("runs")
+
+
+@pytest.mark.parametrize(
+    "location", ["s3://key:secret@bucket/x", "s3://", "az://bucket", "s3://b/../c d", " "]
+)
+def test_other_locations_are_refused(location: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        CheckpointConfig(location=location)

@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.trial import TrialState
+from postgres import PostgresServer
+from worker_process import (
+    change_worker,
+    evaluate,
+    finish,
+    join,
+    notes,
+    result,
+    start_process,
+    study,
+    wait_for,
+)
+
+from hpo.config.search_space import suggest
+from hpo.errors import LeaseLostError
+from hpo.study.claims import leases
+from hpo.study.claims.deaths import MAX_DEATHS, Deaths
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.store.optuna_internals import params as stored_params
+from hpo.study.store.optuna_internals import trial_id_of
+from hpo.study.store.schema import slots, workers
+from hpo.study.store.storage import Storage, open_storage
+from hpo.trial.telemetry import Progress
+
+
+@pytest.fixture
+def opened(storage: Storage) -> optuna.Study:
+    return storage.create_or_resume_study(study(2))
+
+
+def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> WorkerLease:
+    return WorkerLease(storage, opened, max_retries=max_retries)
+
+
+@pytest.fixture(autouse=True)
+def look_at_each_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LOOK_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("look_seconds", [0.0, math.inf])
+def test_unfinished_trial_is_continued_first(
+    storage: Storage, opened: optuna.Study, monkeypatch: pytest.MonkeyPatch, look_seconds: float
+) -> None:
+    monkeypatch.setattr(leases, "LOOK_SECONDS", look_seconds)
+    config = study(2)
+    with worker_on(storage, opened) as worker:
+        zero, one = worker.claim(), None
+        worker.record_outcome(zero, worker.open_trial(zero), result("complete"))
+        one = worker.claim()
+        params = suggest(config.search_space, worker.open_trial(one))
+        worker.record_outcome(one, worker.open_trial(one), result("preempted"))
+    storage.create_or_resume_study(study(5))
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        assert (lease.slot, trial.number) == (1, 1)
+        assert suggest(config.search_space, trial) == params
+
+
+@pytest.mark.parametrize(
+    ("row", "taken"),
+    [
+        ({"state": "live"}, False),
+        ({"last_seen": 0.0}, False),  # this process was asleep, but it lives
+        ({"process_start": "1"}, True),  # its process id was given to another process
+        ({"pid": 2**22 + 1}, True),
+        ({"machine": "elsewhere"}, False),
+        ({"machine": "elsewhere", "last_seen": 0.0}, False),  # unseen: the third worker has just come
+        ({"state": "left"}, True),
+    ],
+)
+def test_slot_of_a_dead_worker_is_taken_over(
+    storage: Storage, opened: optuna.Study, row: dict[str, Any], taken: bool
+) -> None:
+    first, second = worker_on(storage, opened), worker_on(storage, opened)
+    with first, second:
+        lease = first.claim()
+        number = first.open_trial(lease).number
+        second.claim()
+        change_worker(storage, first, **row)
+        with worker_on(storage, opened) as third:
+            again = third.claim()
+            assert (again is not None) == taken
+            if again is not None:
+                assert again.slot == lease.slot
+                assert third.open_trial(again).number == number
+                with pytest.raises(LeaseLostError):
+                    first.record_outcome(lease, opened.trials[0], result("complete"))
+                assert opened.trials[0].state == TrialState.RUNNING, "without the lease it stores nothing"
+
+
+def test_worker_elsewhere_is_dead_when_it_was_silent_for_a_lease(
+    storage: Storage, opened: optuna.Study
+) -> None:
+    """For a lease of the one who looks, that is: its first claim finds nobody dead."""
+    with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
+        lease = first.claim()
+        second.claim()
+        first._leaving.set()  # it beats no more
+        change_worker(storage, first, machine="elsewhere", last_seen=0.0)
+        storage.lease_seconds = 1.0
+        with worker_on(storage, opened) as third:
+            assert third.claim() is None
+            wait_for(lambda: (again := third.claim()) is not None and again.slot == lease.slot)
+
+
+def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_path: Path) -> None:
+    config = study(2)
+    for _ in range(2):
+        finish(*(start_process(join, storage_url, config, tmp_path / "log") for _ in range(6)))
+    assert sorted(line["number"] for line in notes(tmp_path / "log")) == list(range(12))
+    with open_storage(storage_url) as storage:
+        assert sorted(worker.number for worker in storage.read_study("tiny").workers) == list(range(12))
+        with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
+            assert worker.number == 12
+
+
+@pytest.mark.parametrize("progress", ["evaluation", "checkpoint"])
+def test_deaths_at_one_place_count_until_there_is_progress(
+    storage: Storage, opened: optuna.Study, progress: str
+) -> None:
+    saved = {0: 0}
+    with ExitStack() as stack:
+        peer = WorkerLease(storage, opened, max_retries=1, saved_step=saved.__getitem__)
+        stack.enter_context(peer)
+        for step, num_deaths in ((0, 1), (30, 1), (30, 2), (30, 3)):
+            victim = stack.enter_context(worker_on(storage, opened))
+            trial = victim.open_trial(victim.claim())
+            assert trial.number == 0
+            if step and progress == "evaluation":
+                evaluate(storage, trial, step=step)
+            elif step:
+                saved[0] = step
+            change_worker(storage, victim, process_start="1")
+            lease = peer.claim()
+            assert lease.deaths.count == num_deaths
+            assert lease.deaths.end_trial == (num_deaths == MAX_DEATHS)
+            peer.record_outcome(lease, peer.open_trial(lease), result("preempted"))
+        assert lease.deaths.reason == "its process died 3 times after step 30, without progress."
+        assert peer.claim().deaths.end_trial, "known to whoever claims the slot next"
+
+
+def test_a_retried_trial_has_no_deaths_of_the_failed_one(storage: Storage, opened: optuna.Study) -> None:
+    saved = {0: 500, 1: 100}
+    with (
+        WorkerLease(storage, opened, max_retries=1, saved_step=saved.__getitem__) as peer,
+        ExitStack() as stack,
+    ):
+        for number in (0, 1):
+            victim = stack.enter_context(worker_on(storage, opened))
+            assert victim.open_trial(victim.claim()).number == number
+            change_worker(storage, victim, process_start="1")
+            lease = peer.claim()
+            assert (lease.deaths.count, lease.deaths.step) == (1, saved[number])
+            peer.record_outcome(lease, peer.open_trial(lease), result("failed", traceback="Traceback"))
+
+
+def test_a_trial_that_the_dashboard_failed_leaves_its_slot_without_steps_and_deaths(
+    storage: Storage, opened: optuna.Study
+) -> None:
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        worker.open_trial(lease)
+        lease.saved_step, lease.deaths = 500, Deaths(2, 500)
+        with storage.engine.begin() as connection:
+            lease.hold(connection, **lease.deaths.columns)
+        optuna.load_study(study_name="tiny", storage=storage.optuna).tell(0, state=TrialState.FAIL)
+        with pytest.raises(LeaseLostError):
+            worker.record_outcome(lease, lease.trial, result("complete"))
+        again = worker.claim()
+        assert worker.open_trial(again).number == 1
+        assert (again.saved_step, again.deaths.count) == (0, 0)
+        worker.release(again)
+        with storage.engine.connect() as connection:
+            row = connection.execute(sa.select(slots).where(slots.c.slot == again.slot)).one()
+        assert (row.trial_number, row.saved_step, row.deaths, row.death_step) == (1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("lost", ["all", "learning_rate"])
+def test_parameters_that_the_server_lost_are_written_again(
+    storage: Storage, opened: optuna.Study, lost: str
+) -> None:
+    """It had acknowledged them, and then fell back to an older state."""
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        params = suggest(study(2).search_space, trial)
+        lease.store_params()
+        with storage.engine.begin() as connection:
+            which = sa.true() if lost == "all" else stored_params.c.param_name == lost
+            connection.execute(sa.delete(stored_params).where(which))
+        worker.record_outcome(lease, trial, result("complete"))
+    assert storage.read_study("tiny").trials[0].params == params
+
+
+def test_a_trial_with_parameters_of_another_process_is_opened_again(
+    storage: Storage, opened: optuna.Study
+) -> None:
+    """Of a worker that was stopped while it drew them, or of a first attempt whose answer was lost."""
+    config = study(2)
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        other = optuna.trial.Trial(opened, trial_id_of(trial))
+        drawn = suggest(config.search_space, other)
+        assert suggest(config.search_space, trial) != drawn
+        with pytest.raises(LeaseLostError, match="has another `"):
+            lease.store_params()
+        assert suggest(config.search_space, worker.open_trial(worker.claim())) == drawn
+
+
+def test_heartbeat_renews_and_notes_progress_and_a_lost_lease(storage: Storage, opened: optuna.Study) -> None:
+    storage.lease_seconds = 0.06
+    with worker_on(storage, opened) as worker:
+        lease = worker.claim()
+        lease.check()
+
+        def last_seen() -> float:
+            with storage.engine.connect() as connection:
+                return float(connection.execute(sa.select(workers.c.last_seen)).scalar_one())
+
+        def trained() -> bool:
+            with storage.engine.connect() as connection:
+                return bool(connection.execute(sa.select(slots.c.trained).where(slots.c.trained)).scalar())
+
+        before = last_seen()
+        wait_for(lambda: last_seen() > before and trained())
+        assert not lease.lost.is_set()
+        with storage.engine.begin() as connection:
+            connection.execute(sa.update(slots).where(slots.c.slot == lease.slot).values(owner="other"))
+        wait_for(lease.lost.is_set)
+        with pytest.raises(LeaseLostError, match="Another worker has taken over slot 0"):
+            lease.check()
+
+
+def test_heartbeat_writes_how_far_the_trial_is(storage: Storage, opened: optuna.Study) -> None:
+    with worker_on(storage, opened) as worker:
+
+        def written() -> tuple[str | None, float | None]:
+            worker._beat_once()
+            age = storage.now - workers.c.progress_at
+            with storage.engine.connect() as connection:
+                return tuple(connection.execute(sa.select(workers.c.progress, age)).one())
+
+        lease = worker.claim()
+        assert written() == (None, None)
+        lease.note_progress(Progress(40, 0.25, math.nan, 12.5, checkpoint_seconds=1.5))
+        lease.noted = (lease.noted[0], lease.noted[1] - 100.0)
+        progress, age = written()
+        assert json.loads(progress) == {
+            "step": 40,
+            "budget_used": 0.25,
+            "train_loss": None,
+            "examples_per_second": 12.5,
+            "checkpoint_seconds": 1.5,
+            "trial": lease.trial_number,
+        }
+        assert 99.0 < age < 160.0, "of the time when it was noted, not of the heartbeat"
+        worker.release(lease)
+        assert written() == (None, None)
+
+
+def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> None:
+    config = study(2, max_retries=2)
+    opened = storage.create_or_resume_study(config)
+    with worker_on(storage, opened, max_retries=2) as worker:
+        params = []
+        for number in range(3):
+            lease = worker.claim()
+            trial = worker.open_trial(lease)
+            assert (lease.slot, trial.number) == (0, number)
+            frozen = opened.trials[number]
+            assert frozen.user_attrs == ({"retry_of": number - 1} if number else {})
+            assert frozen.intermediate_values == {}
+            params.append(suggest(config.search_space, trial))
+            evaluate(storage, trial)
+            worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
+        assert params[1:] == params[:2]
+        assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 1}
+        assert worker.claim().slot == 1
+
+
+def test_other_outcomes_are_not_retried(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(7))
+    # `failed` without a traceback: `amp.on_unsupported: fail`.
+    outcomes = ("pruned", "nonfinite", "incompatible", "unsupported", "oom", "failed", "complete")
+    with worker_on(storage, opened) as worker:
+        for outcome in outcomes:
+            lease = worker.claim()
+            worker.record_outcome(lease, worker.open_trial(lease), result(outcome))
+        assert worker.claim() is None
+    assert [trial.user_attrs["outcome"] for trial in opened.trials] == list(outcomes)
+
+
+def test_what_was_committed_before_the_answer_was_lost_is_not_done_again(
+    storage: Storage, opened: optuna.Study
+) -> None:
+    with worker_on(storage, opened) as worker:
+        first = worker.claim()
+        lease = worker.claim()
+        assert lease.slot == first.slot
+        worker._make_trial(lease, {}, {})
+        lease.trial_number = None
+        assert worker.open_trial(lease).number == 0
+        assert len(opened.trials) == 1
+
+
+def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    for rate in (1e-4, 2e-4):
+        opened.enqueue_trial({"learning_rate": rate}, user_attrs={"memo": "asked for"})
+    with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
+        for number, worker in enumerate((first, second)):
+            lease = worker.claim()
+            trial = worker.open_trial(lease)
+            assert (lease.slot, trial.number) == (number, number)
+            assert suggest(study().search_space, trial)["learning_rate"] == (1e-4, 2e-4)[number]
+            worker.record_outcome(lease, trial, result("complete"))
+            assert opened.trials[number].user_attrs["memo"] == "asked for"
+        assert first.open_trial(first.claim()).number == 2
+    assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("num_begun", [0, 1])
+def test_a_claim_reads_the_slot_that_it_takes_and_few_others(postgres_url: str, num_begun: int) -> None:
+    read = sa.text(
+        "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'hpo_slots'"
+    )
+    with open_storage(postgres_url) as storage:
+        opened = storage.create_or_resume_study(study(5000))
+        with storage.engine.begin() as connection:
+            some = (slots.c.study == "tiny", slots.c.slot)
+            connection.execute(sa.update(slots).where(some[0], some[1] < 2000).values(state="done"))
+            begun = (some[0], some[1].between(3000, 2999 + num_begun))
+            connection.execute(sa.update(slots).where(*begun).values(trial_number=7))
+        with storage.engine.execution_options(isolation_level="AUTOCOMMIT").connect() as connection:
+            connection.exec_driver_sql("VACUUM ANALYZE hpo_slots")
+        with worker_on(storage, opened) as worker, storage.engine.begin() as connection:
+            taken = worker._open_slot(connection, sa.true())
+            assert taken is not None
+            assert taken.slot == (3000 if num_begun else 2000)
+            assert 1 <= connection.execute(read).scalar_one() < 20
+
+
+@pytest.mark.postgres
+def test_database_restart_in_the_middle_of_a_trial(
+    postgres_server: PostgresServer, postgres_url: str
+) -> None:
+    config = study(2)
+    with open_storage(postgres_url) as storage:
+        storage.lease_seconds = 0.6
+        opened = storage.create_or_resume_study(config)
+        with worker_on(storage, opened) as worker:
+            lease = worker.claim()
+            trial = worker.open_trial(lease)
+            suggest(config.search_space, trial)
+            postgres_server.stop()
+            stored: list[bool] = []
+            report = threading.Thread(target=lambda: stored.append(evaluate(storage, trial)))
+            report.start()
+            time.sleep(1.0)  # several heartbeats fail
+            postgres_server.start()
+            report.join(60)
+            assert stored == [False]
+
+            def heartbeat_age() -> float:
+                with storage.engine.connect() as connection:
+                    query = sa.select(storage.now - workers.c.last_seen).where(workers.c.id == worker.id)
+                    return float(connection.execute(query).scalar_one())
+
+            wait_for(lambda: heartbeat_age() < 0.3)
+            assert not lease.lost.is_set()
+            worker.record_outcome(lease, trial, result("complete"))
+            # Connections of the pool that the restart broke are replaced.
+            postgres_server.stop()
+            postgres_server.start()
+            lease = worker.claim()
+            worker.record_outcome(lease, worker.open_trial(lease), result("complete"))
+        assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 2}
+        assert [trial.state for trial in opened.trials] == [TrialState.COMPLETE] * 2

@@ -1,0 +1,66 @@
+"""The row of a worker among those of its study."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+from worker_process import study
+
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.store.schema import workers
+from hpo.study.store.storage import Storage
+
+
+def rows(storage: Storage) -> list[tuple[str, int]]:
+    with storage.engine.connect() as connection:
+        query = sa.select(workers.c.id, workers.c.number).order_by(workers.c.number)
+        return [(row.id, row.number) for row in connection.execute(query)]
+
+
+def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
+    """The first time it was committed, but the connection broke before the answer."""
+    opened = storage.create_or_resume_study(study(1))
+    first, second = (WorkerLease(storage, opened, max_retries=0) for _ in range(2))
+    for worker, expected in ((first, 0), (second, 1), (second, 1)):
+        worker._register()
+        assert worker.number == expected
+    assert rows(storage) == [(first.id, 0), (second.id, 1)]
+
+
+def test_other_workers_on_a_device_and_on_any(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = storage.create_or_resume_study(study(1))
+    WorkerLease(storage, opened, max_retries=0, device="GPU-1")._register()
+    assert not storage.has_other_workers_on(), "its own row"
+    monkeypatch.setattr("hpo.study.store.storage.os.getpid", lambda: 1)
+    found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2", None)]
+    assert found == [True, False, True]
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(workers).values(device=None))
+    assert storage.has_other_workers_on("GPU-2"), "it did not say where it runs"
+
+
+def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
+    """A failover to a server that lagged behind forgets the last commits."""
+    opened = storage.create_or_resume_study(study(2))
+    with WorkerLease(storage, opened, max_retries=0) as worker, WorkerLease(storage, opened, max_retries=0):
+        with storage.engine.begin() as connection:
+            connection.execute(sa.delete(workers).where(workers.c.id == worker.id))
+        worker._beat_once()
+        assert (worker.id, 2) in rows(storage)
+        worker._beat_once()
+        assert len(rows(storage)) == 2
+
+
+def test_a_slot_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(1))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        assert lease is not None
+        trial = worker.open_trial(lease)
+        assert trial is not None
+        with storage.engine.begin() as connection:
+            connection.execute(sa.delete(workers))
+        with WorkerLease(storage, opened, max_retries=0) as other:
+            taken = other.claim()
+            assert taken is not None
+            assert (taken.trial_number, taken.deaths.count) == (trial.number, 0)

@@ -1,0 +1,120 @@
+"""Detailed evaluations in the database."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from detailed_documents import document, error, task_document
+from study_records import record_of, with_values
+from worker_process import result, study
+
+from hpo.config.search_space import suggest
+from hpo.study.claims.leases import Lease
+from hpo.study.reading.detailed_evaluations import _say_left_out, store_detailed_evaluation
+from hpo.study.reading.study_record import best_trials, with_evaluation
+from hpo.study.running.worker import run_worker
+from hpo.study.store.lifecycle import delete_study
+from hpo.study.store.schema import detailed_evaluations
+from hpo.study.store.storage import Storage
+
+DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\0 ☃", 1.0, 2.0)])})
+
+
+def finished(storage: Storage, name: str = "tiny") -> str:
+    """A study of two complete trials; its token."""
+    config = study(2, name=name)
+    storage.create_or_resume_study(config)
+
+    def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
+        suggest(config.search_space, trial)
+        return result("complete")
+
+    run_worker(config, storage, execute)
+    return storage.study_token(name)
+
+
+def detailed(storage: Storage, name: str = "tiny") -> list[Any]:
+    return [trial.detailed for trial in storage.read_study(name).trials]
+
+
+def test_a_document_is_read_back_with_its_trial(storage: Storage) -> None:
+    token, other = finished(storage), finished(storage, "other")
+    assert detailed(storage) == [{}, {}]
+    half = {"value": 0.5, "low": 0.25, "high": math.nan}
+    assert store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
+    assert store_detailed_evaluation(storage, "tiny", token, 1, document({}, "validation", score=half))
+    assert store_detailed_evaluation(storage, "other", other, 0, document({}))
+    half = half | {"high": None}
+    assert detailed(storage) == [{}, {"test": DOCUMENT, "validation": document({}, "validation", score=half)}]
+    assert detailed(storage, "other") == [{"test": document({})}, {}]
+
+
+def test_a_later_document_of_a_split_replaces_the_earlier(storage: Storage) -> None:
+    token = finished(storage)
+    for num in (1, 2):
+        store_detailed_evaluation(storage, "tiny", token, 0, document({}, num_examples=num))
+    assert detailed(storage) == [{"test": document({}, num_examples=2)}, {}]
+
+
+def test_nothing_goes_over_to_a_study_made_anew(storage: Storage) -> None:
+    old = finished(storage)
+    assert store_detailed_evaluation(storage, "tiny", old, 0, DOCUMENT)
+    optuna.delete_study(study_name="tiny", storage=storage.optuna)  # as the dashboard does
+    new = finished(storage)
+    assert detailed(storage) == [{}, {}]
+    assert store_detailed_evaluation(storage, "tiny", new, 0, DOCUMENT)
+    late = document({}, num_examples=99)
+    assert not store_detailed_evaluation(storage, "tiny", old, 0, late), "it was computed before"
+    assert detailed(storage) == [{"test": DOCUMENT}, {}]
+    delete_study(storage, "tiny")
+    assert not store_detailed_evaluation(storage, "tiny", new, 0, late)
+    finished(storage)
+    assert detailed(storage) == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"split": "test"}', "must have the version 1, but this one has none."),
+        (json.dumps({**DOCUMENT, "version": 99}), "must have the version 1, but this one has 99."),
+        (json.dumps({**DOCUMENT, "tasks": None}), "this is no whole detailed evaluation: tasks: "),
+        (json.dumps(DOCUMENT)[:-9], "this is no JSON: "),
+        ("[]", "must have the version 1"),
+    ],
+    ids=["no version", "another version", "damaged", "cut", "no object"],
+)
+def test_a_document_that_cannot_be_read_is_left_out_with_a_word(
+    storage: Storage, caplog: pytest.LogCaptureFixture, text: str, why: str
+) -> None:
+    _say_left_out.cache_clear()
+    token = finished(storage)
+    for split in ("test", "validation"):
+        assert store_detailed_evaluation(storage, "tiny", token, 1, document({}, split))
+    with storage.engine.begin() as connection:
+        is_test = detailed_evaluations.c.split == "test"
+        connection.execute(sa.update(detailed_evaluations).where(is_test).values(document=text))
+    record = storage.read_study("tiny")
+    assert [list(trial.detailed) for trial in record.trials] == [[], ["validation"]]
+    assert storage.read_study("tiny").trials == record.trials
+    (said,) = [each.message for each in caplog.records]
+    assert said.startswith("The detailed evaluation of trial 1 on test of tiny is left out: ")
+    assert why in said
+    changed = with_evaluation(record, 1, DOCUMENT)
+    assert changed.trials[1].detailed == {"test": DOCUMENT, "validation": document({}, "validation")}
+    assert store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
+    assert storage.read_study("tiny").trials == changed.trials
+
+
+def test_an_evaluation_is_put_in_the_place_of_its_trial() -> None:
+    trials = [with_values(number, (0.5,)) for number in range(3)]
+    record = record_of(trials)
+    assert [trial.number for trial in best_trials(record)] == [0], "the first of equal ones"
+    changed = with_evaluation(record, 0, DOCUMENT)
+    assert [trial.number for trial in changed.trials] == [0, 1, 2]
+    assert best_trials(changed)[0].detailed == {"test": DOCUMENT}
+    assert record.trials[0].detailed == {}

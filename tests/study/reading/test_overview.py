@@ -1,0 +1,91 @@
+"""What a database holds, in a number of queries that does not grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from worker_process import change_worker, result, study
+
+from hpo.config.search_space import suggest
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.overview import StudyOverview, list_studies, say_damaged
+from hpo.study.running.worker import run_worker
+from hpo.study.store.lifecycle import set_state
+from hpo.study.store.schema import studies
+from hpo.study.store.storage import Storage
+
+
+def run(storage: Storage, config: Any, *values: float) -> None:
+    """Run a trial for each value, or all without."""
+    storage.create_or_resume_study(config)
+    left = list(values)
+
+    def execute(trial: optuna.trial.Trial, _: Any) -> Any:
+        suggest(config.search_space, trial)
+        return result("complete", values=(left.pop(0), 1.0)[: len(trial.study.directions)])
+
+    run_worker(config, storage, execute)
+
+
+def listed(storage: Storage) -> dict[str, StudyOverview]:
+    return {found.name: found for found in list_studies(storage)}
+
+
+def test_studies_in_numbers(storage: Storage) -> None:
+    run(storage, study(2, name="up"), 0.25, 0.75)
+    down = [{"metric": "size/mae", "direction": "minimize"}, {"metric": "score"}]
+    run(storage, study(2, name="down", objective=down, priority=3), 0.25, 0.75)
+    opened = storage.create_or_resume_study(study(5, name="begun"))
+    with (
+        WorkerLease(storage, opened, max_retries=0) as worker,
+        WorkerLease(storage, opened, max_retries=0) as dead,
+    ):
+        worker.claim()
+        dead.claim()
+        change_worker(storage, dead, process_start="1")
+        found = listed(storage)
+        change_worker(storage, dead, process_start="0")
+    assert list(found) == ["up", "down", "begun"]
+    assert (found["up"].state, found["up"].metric, found["up"].best) == ("done", "score", 0.75)
+    assert (found["down"].priority, found["down"].metric, found["down"].best) == (3, "size/mae", 0.25)
+    begun = found["begun"]
+    assert begun.trials == {"open": 4, "running": 1, "done": 0, "total": 5}
+    assert (begun.state, begun.best, begun.workers) == ("open", None, 1)
+    assert begun.created <= begun.last_activity <= begun.now
+    set_state(storage, "begun", "paused")
+    optuna.delete_study(study_name="up", storage=storage.optuna)
+    assert {name: one.state for name, one in listed(storage).items()} == {"down": "done", "begun": "paused"}
+
+
+def test_the_number_of_queries_is_that_of_one_study(storage: Storage) -> None:
+    statements: list[str] = []
+    sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    run(storage, study(1, name="s0"), 1.0)
+    counts = []
+    for number in range(1, 4):
+        statements.clear()
+        list_studies(storage)
+        counts.append(len(statements))
+        run(storage, study(2 * number, name=f"s{number}"), *([0.5] * 2 * number))
+    assert counts == [counts[0]] * 3
+
+
+def test_a_damaged_row_is_left_out_with_a_word(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    say_damaged.cache_clear()
+    for name in ("first", "second", "third"):
+        storage.create_or_resume_study(study(1, name=name))
+    with WorkerLease(storage, storage.load_study("third"), max_retries=0) as worker:
+        change_worker(storage, worker, last_seen=1e12, machine="elsewhere")
+        with storage.engine.begin() as connection:
+            of = sa.update(studies)
+            connection.execute(of.where(studies.c.name == "second").values(definition="{"))
+            connection.execute(of.where(studies.c.name == "first").values(created=1e12))
+        found = list_studies(storage)
+        assert [one.name for one in found] == ["third", "first"]
+        assert all(one.last_activity <= one.now for one in found)
+        assert found[0].workers == 0, "nobody was seen in the future"
+        assert [worker.alive for worker in storage.read_study("third").workers] == [False]
+    assert "The study `second` is left out: its row is damaged" in caplog.text

@@ -1,0 +1,149 @@
+"""What other processes do to a study, as one looks again and again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+import worker_process
+from worker_process import evaluate, result, study
+
+from hpo.config.search_space import suggest
+from hpo.study.reading.watch import Look, StudyWatch, watching
+from hpo.study.running.worker import run_worker
+from hpo.study.store.schema import workers
+from hpo.study.store.storage import Storage
+
+
+def run(
+    storage: Storage,
+    config: Any,
+    during: Callable[[optuna.trial.Trial], None] = lambda _: None,
+    ended: Any = None,
+    **options: Any,
+) -> None:
+    """Run the study; `during` is called with each trial after its parameters were suggested."""
+
+    def execute(trial: optuna.trial.Trial, _: Any) -> Any:
+        suggest(config.search_space, trial)
+        during(trial)
+        return ended or result("complete")
+
+    run_worker(config, storage, execute, **options)
+
+
+def told(look: Look) -> tuple[list[tuple[int, list[float]]], list[int]]:
+    """The numbers and last values of the trials that run, and the numbers of those that have ended."""
+    running = [(each.number, list(each.values)) for each in look.running]
+    return running, [trial.number for trial in look.ended]
+
+
+def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Storage) -> None:
+    storage.create_or_resume_study(study(1))
+    run(storage, study(1), ended=result("complete", values=(0.75,)))
+    config = study(2)
+    storage.create_or_resume_study(config)
+    watch = StudyWatch(storage, config)
+    assert told(watch.look()) == ([], []), "what was there before is not told"
+
+    def during(trial: optuna.trial.Trial) -> None:
+        [running] = watch.look().running
+        assert (running.params, running.values, running.progress) == (trial.params, [], None)
+        for index, value in enumerate((0.25, 0.5), start=1):
+            evaluate(storage, trial, index, value)
+            assert told(watch.look()) == ([(trial.number, [value])], [])
+
+    run(storage, config, during)
+    look = watch.look()
+    assert told(look) == ([], [1])
+    assert (look.best, look.num_done) == ((0.75, 0), 2)
+    assert told(watch.look()) == ([], [])
+
+
+def test_progress_in_the_row_of_a_worker_is_that_of_its_trial_alone(storage: Storage) -> None:
+    config = study(2)
+    storage.create_or_resume_study(config)
+    watch = StudyWatch(storage, config)
+    found = []
+
+    def during(trial: optuna.trial.Trial) -> None:
+        [before] = watch.look().running  # the row still has what was said of the trial before
+        with storage.engine.begin() as connection:
+            progress = json.dumps({"step": 10 + trial.number, "trial": trial.number})
+            connection.execute(sa.update(workers).values(progress=progress))
+        [after] = watch.look().running
+        assert before.progress is None
+        assert after.progress is not None
+        found.append(after.progress["step"])
+
+    run(storage, config, during)
+    assert found == [10, 11]
+
+
+def test_a_trial_that_is_given_back_does_not_run_until_it_goes_on(storage: Storage) -> None:
+    config, stop = study(1), threading.Event()
+    storage.create_or_resume_study(config)
+    watch = StudyWatch(storage, config)
+    run(storage, config, lambda _: stop.set(), result("preempted"), stop=stop)
+    assert told(watch.look()) == ([], [])
+    seen = []
+    run(storage, config, lambda _: seen.append(told(watch.look())))
+    assert seen == [([(0, [])], [])]
+    assert told(watch.look()) == ([], [0])
+
+
+def test_a_worker_is_told_of_its_own_trials(storage: Storage, tmp_path: Path) -> None:
+    config = study(6)
+    storage.create_or_resume_study(config)
+    other = worker_process.start(storage.url, config, tmp_path / "log", trial_seconds=0.01)
+    ended: list[int] = []
+    mine: list[int] = []
+
+    def during(trial: optuna.trial.Trial) -> None:
+        mine.append(trial.number)
+        if len(mine) == 1:
+            worker_process.wait_for(lambda: storage.slot_counts("tiny")["done"] >= 3)
+
+    def show(look: Look) -> None:
+        ended.extend(trial.number for trial in look.ended)
+
+    with watching(StudyWatch(storage, config, own=True), show, seconds=0.01):
+        run(storage, config, during)
+    other.join(60)
+    assert other.exitcode == 0
+    assert 0 < len(mine) <= 3
+    assert ended == mine
+
+
+def test_an_error_of_the_one_who_is_told_is_raised(storage: Storage) -> None:
+    def fail(_: Look) -> None:
+        seen.set()
+        raise ZeroDivisionError
+
+    def during(_: optuna.trial.Trial) -> None:
+        assert seen.wait(60)
+
+    seen = threading.Event()
+    storage.create_or_resume_study(study(1))
+    with pytest.raises(ZeroDivisionError), watching(StudyWatch(storage, study(1)), fail, seconds=0.01):
+        run(storage, study(1), during)
+
+
+def test_a_look_reads_no_evaluations_and_no_trial_that_has_ended(storage: Storage) -> None:
+    """What it costs does not grow with the study: 2 s may lie between two looks of a hundred workers."""
+    config = study(3)
+    storage.create_or_resume_study(config)
+    watch = StudyWatch(storage, config, own=True)
+    run(storage, config, lambda trial: [evaluate(storage, trial, step) for step in (1, 2)] and None)
+    watch.look()
+    statements: list[str] = []
+    sa.event.listen(storage.engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    assert told(watch.look()) == ([], [])
+    assert statements
+    assert not [text for text in statements if "evaluations" in text or "trial_params" in text]

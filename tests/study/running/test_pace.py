@@ -1,0 +1,80 @@
+"""How long before its job's end a worker stops, and when a trial has hung."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from hpo.study.running import pace as pace_module
+from hpo.study.running.pace import Pace
+from hpo.study.running.stopping import Stop
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(pace_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def pace_of(stop: Stop) -> Pace:
+    return Pace(stop, HOUR, lambda: False)
+
+
+def test_leaving_takes_a_step_and_a_checkpoint(clock: list[float]) -> None:
+    stop = Stop(time.time() + HOUR)
+    pace, before = pace_of(stop), stop.seconds_left
+    with pace.trial():
+        clock[0] += 500  # setting up is no step
+        for seconds, checkpoint, expected in ((0, 0, 0), (20, 0, 20), (5, 0, 20), (5, 7, 27), (30, 6, 36)):
+            clock[0] += seconds
+            pace.note_step(checkpoint)
+            assert before - stop.seconds_left == pytest.approx(expected, abs=5)
+    with pace.trial():
+        pace.note_step(6)
+        assert before - stop.seconds_left == pytest.approx(6, abs=5), "the next trial has other steps"
+
+
+def test_the_limit_of_a_slow_trial_is_20_times_its_slowest_step(clock: list[float]) -> None:
+    pace = Pace(Stop(), 10.0, lambda: False)
+    with pace.trial():
+        assert pace.limit_seconds == 10
+        for seconds in (3, 7, 2):
+            clock[0] += seconds
+            pace.note_step(0)
+        assert pace.limit_seconds == 140
+        with pace.reporting():
+            clock[0] += 500
+        pace.note_step(0)
+        assert pace.limit_seconds == 140, "waiting for the database is no step"
+
+
+def hang(seconds: float, waits: bool) -> None:
+    pace_module._LOOK_SECONDS = 0.01
+    with Pace(Stop(), 0.1, lambda: waits).trial():
+        time.sleep(seconds)
+
+
+def test_a_trial_that_hangs_ends_its_process_and_says_where() -> None:
+    """By a signal that a supervisor counts against the configuration."""
+    code = "import test_pace; test_pace.hang(600, False)"
+    paths = f"import sys; sys.path[:0] = {sys.path!r}; "
+    found = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, check=False)
+    assert found.returncode == -signal.SIGABRT
+    assert "made no step for 0 s: this process ends" in found.stderr
+    assert "in hang" in found.stderr
+
+
+def test_a_trial_that_waits_for_the_database_does_not_hang() -> None:
+    process: Any = multiprocessing.get_context("forkserver").Process(target=hang, args=(2.0, True))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0

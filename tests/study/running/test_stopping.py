@@ -1,0 +1,149 @@
+"""Why a process stops, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from worker_process import wait_for
+
+import hpo
+from hpo.errors import InputError
+from hpo.study.running.stopping import STOP_SIGNALS, Stop, end_of_job, parse_time, stop_on_signals
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_stops(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        stop.can_checkpoint = True
+        assert (stop.reason, stop.signal, stop.asks_for_requeue) == ("", None, False)
+        signal.raise_signal(number)
+        assert stop.wait(60)
+        assert (stop.reason, stop.signal) == (number.name, number)
+        assert stop.asks_for_requeue == (number in (signal.SIGUSR1, signal.SIGUSR2))
+    assert signal.getsignal(number) is before
+
+
+def test_a_launcher_may_warn_and_then_terminate() -> None:
+    """Only a second SIGINT ends the process at once, and the reason stays that of the first signal."""
+    with stop_on_signals() as stop:
+        stop.can_checkpoint = True
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            signal.raise_signal(number)
+        assert stop.wait(60)
+        assert (stop.reason, stop.asks_for_requeue) == ("SIGUSR1", True)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_the_first_interrupt_ends_a_process_that_has_nothing_to_checkpoint() -> None:
+    with stop_on_signals() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert not stop.is_set()
+
+
+def test_signals_that_come_while_the_event_is_in_use_do_not_block_it() -> None:
+    """A handler that took the event's own lock would wait for the code that it interrupted."""
+    with stop_on_signals() as stop:
+        script = "import os, sys, time\nfor _ in range(300): os.kill(int(sys.argv[1]), 10); time.sleep(1e-3)"
+        sender = subprocess.Popen([sys.executable, "-c", script, str(os.getpid())])
+        while sender.poll() is None:
+            stop.wait(1e-4)
+            stop.clear()
+        assert sender.returncode == 0
+
+
+def test_it_stops_before_the_end_of_its_job() -> None:
+    end = time.time() + 1.0
+    with stop_on_signals(end) as stop:
+        assert stop.wait(60)
+        assert time.time() < end
+        assert (stop.signal, stop.asks_for_requeue) == (None, True)
+        assert stop.reason.startswith("its job ends at 20")
+
+
+def test_the_end_of_the_job_moves_with_what_leaving_takes() -> None:
+    with stop_on_signals(time.time() + 3600) as stop:
+        assert 3500 < stop.seconds_left <= 3540
+        stop.reserve(1000)
+        assert 2500 < stop.seconds_left < 2540
+        assert not stop.is_set()
+        stop.reserve(3600)
+        assert stop.wait(60)
+        assert stop.asks_for_requeue
+        stop.set("SIGTERM", signal.SIGTERM)
+        assert stop.signal is None, "the first reason stays"
+    with stop_on_signals(time.time() + 100) as stop:
+        assert 85 < stop.seconds_left <= 90
+
+
+def test_a_process_without_an_end_has_time() -> None:
+    stop = Stop()
+    stop.reserve(10)
+    assert stop.seconds_left == stop.deadline == float("inf")
+
+
+def test_end_of_standard_input_stops_a_worker() -> None:
+    """Of a process that was started by `run_workers`."""
+    script = (
+        "from hpo.study.running.stopping import *\nwith stop_on_signals() as s: s.wait(60); print(s.reason)"
+    )
+    root = str(Path(hpo.__file__).parents[1])
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "HPO_WORKERS_ON_DEVICE": "1", "PYTHONPATH": root},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "the process that started this worker wants it to, or has ended\n"
+
+
+def test_forms_of_a_time() -> None:
+    now = datetime.now().astimezone()
+    later = (now + timedelta(hours=2)).replace(second=0, microsecond=0)
+    assert parse_time(later.strftime("%H:%M")) == later.timestamp()
+    assert parse_time(later.strftime("%Y-%m-%dT%H:%M")) == later.timestamp()
+    assert parse_time(later.isoformat()) == later.timestamp()
+    earlier = (now - timedelta(hours=2)).replace(second=0, microsecond=0)
+    tomorrow = earlier + timedelta(days=1)
+    assert parse_time(earlier.strftime("%H:%M")) == tomorrow.timestamp()
+    assert abs(parse_time("+3600") - time.time() - 3600) < 60
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "25:00", "+", "+1h", "+-5", "2026-13-01T10:00", "+99999999999999"]
+)
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(InputError, match=r"--until must be a time of day \(18:30\), .* but got") as raised:
+        parse_time(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["2020-01-01T00:00", "+0"])
+def test_a_time_that_has_passed(text: str) -> None:
+    with pytest.raises(InputError, match="--until must lie ahead, but got"):
+        parse_time(text)
+
+
+def test_the_earlier_end_counts() -> None:
+    assert end_of_job(None, {}) is None
+    assert end_of_job(None, {"SLURM_JOB_END_TIME": "12"}) == 12
+    in_an_hour = parse_time("+3600")
+    assert end_of_job("+60", {"SLURM_JOB_END_TIME": str(int(in_an_hour))}) < in_an_hour - 3000
+    with pytest.raises(InputError, match=r"SLURM_JOB_END_TIME must be a number of seconds .* 'NONE'"):
+        end_of_job(None, {"SLURM_JOB_END_TIME": "NONE"})
+
+
+def test_a_job_whose_end_has_passed_stops_at_once() -> None:
+    with stop_on_signals(12.0) as stop:
+        wait_for(stop.is_set)

@@ -1,0 +1,360 @@
+"""The workers of one machine: where each runs, how they are started again, how a failure is reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+import worker_process
+from postgres import PostgresServer
+from tiny import CPU, GPU
+from worker_process import study, wait_for
+
+from hpo.device import DeviceInfo
+from hpo.errors import InputError, RunError
+from hpo.study.claims.deaths import MAX_DEATHS
+from hpo.study.running import supervisor
+from hpo.study.running.stopping import Stop
+from hpo.study.running.supervisor import (
+    DeviceShare,
+    WorkerProcesses,
+    run_workers,
+    share_devices,
+    share_memory,
+    worker_command,
+)
+from hpo.study.store.schema import workers
+from hpo.study.store.storage import Storage, open_storage
+
+TWO = [DeviceShare(2)] * 2
+
+
+def test_share_as_environment() -> None:
+    assert DeviceShare(2).environment == {"HPO_WORKERS_ON_DEVICE": "2"}
+    assert DeviceShare(1, "MIG-a").environment == {
+        "HPO_WORKERS_ON_DEVICE": "1",
+        "CUDA_VISIBLE_DEVICES": "MIG-a",
+    }
+
+
+@pytest.fixture
+def use_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let `run_workers` start `python` with these arguments instead of `hpo worker`."""
+
+    def use(*arguments: object) -> None:
+        command = [sys.executable, *map(str, arguments)]
+        monkeypatch.setattr(supervisor, "worker_command", lambda *_: command)
+
+    return use
+
+
+def log_of(folder: Path, number: int = 0) -> Path:
+    [log] = (folder / "tiny").glob(f"worker-{socket.gethostname()}-*-{number}.log")
+    return log
+
+
+def test_worker_command_does_not_show_the_url() -> None:
+    command = worker_command("multitask", 60.0, 0.0)
+    given = ["--timeout", "60.0", "--until", "1970-01-01T00:00:00+00:00"]
+    assert command[1:] == ["-m", "hpo", "worker", "multitask", *given]
+
+
+def test_configuration_that_kills_its_process_costs_itself_alone(
+    sqlite_url: str, tmp_path: Path, use_command: Callable[..., None]
+) -> None:
+    """Its worker is started again, and the configuration is not."""
+    config, log = study(4), tmp_path / "log"
+    use_command(worker_process.__file__, log, 4, int(signal.SIGSEGV))
+    with open_storage(sqlite_url) as storage:
+        opened = storage.create_or_resume_study(config)
+        summary = run_workers(config, storage, tmp_path, WorkerProcesses(TWO), Stop())
+        crashed = [trial.number for trial in opened.trials if trial.params["fp_precision"] == "fp16"]
+        assert 0 < len(crashed) < 4
+        assert summary.ended == "finished"
+        assert summary.outcomes["crashed"] == len(crashed)
+        worker_process.check_done(storage, config, log, crashed)
+        with storage.engine.connect() as connection:
+            dead = (
+                connection.execute(sa.select(workers.c.cause).where(workers.c.state == "dead"))
+                .scalars()
+                .all()
+            )
+        assert len(dead) >= MAX_DEATHS * len(crashed)
+        assert set(dead) == {"SIGSEGV"}
+        starts = sum(log_of(tmp_path, number).read_text().count("--- a worker starts") for number in range(2))
+        assert starts == 2 + len(dead)
+
+
+def test_restarts_are_used_up(
+    storage: Storage,
+    tmp_path: Path,
+    use_command: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then the other workers are told to leave, and the error says how often it was tried."""
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 2)
+    script = "import os, sys; sys.stdin.read(); print('told to leave'); raise SystemExit(130)"
+    lock = tmp_path / "first"
+    use_command(
+        "-c",
+        f"import os; print('no such device')\ntry: os.mkdir({str(lock)!r})\n"
+        f"except FileExistsError: os.kill(os.getpid(), 9)\n{script}",
+    )
+    storage.create_or_resume_study(study(2))
+    with pytest.raises(RunError) as raised:
+        run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
+    error = str(raised.value)
+    again = (
+        "was killed by SIGKILL before the study was done, having been started again 2 times within an hour"
+    )
+    assert again in error
+    logs = sorted((log_of(tmp_path, number).read_text() for number in range(2)), key=len)
+    assert [log.count("--- a worker starts") for log in logs] == [1, 3]
+    assert "told to leave" in logs[0]
+    assert [record.message.split("; ")[1].split(".")[0] for record in caplog.records] == [
+        "it is started again (1 of at most 2 times an hour)",
+        "it is started again (2 of at most 2 times an hour)",
+    ]
+
+
+def test_restarts_of_more_than_an_hour_ago_do_not_count(
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
+    starts = tmp_path / "starts"
+    use_command("-c", f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)")
+    storage.create_or_resume_study(study(2))
+    assert run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO[:1]), Stop()).ended == "elsewhere"
+    assert starts.read_text() == "xxxx"
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, InputError), (1, RunError)])
+def test_logs_of_workers_are_added_to(
+    storage: Storage,
+    tmp_path: Path,
+    use_command: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    kind: type[Exception],
+) -> None:
+    """And a failure is reported with what the log says of this run; wrong input is not tried again."""
+    log = tmp_path / "tiny" / f"worker-{socket.gethostname()}-{os.getpid()}-0.log"
+    log.parent.mkdir()
+    log.write_text("what the first run said\n")
+    use_command("-c", f"print('Error: no such column'); raise SystemExit({code})")
+    storage.create_or_resume_study(study(2))
+    monkeypatch.setattr(supervisor, "MAX_RESTARTS", 5 if code == 2 else 0)
+    with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done\.") as raised:
+        run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
+    assert type(raised.value) is kind
+    assert "Error: no such column" in str(raised.value)
+    assert "what the first run said" not in str(raised.value)
+    first, started, error = log.read_text().splitlines()
+    assert (first, error) == ("what the first run said", "Error: no such column")
+    assert started.startswith("--- a worker starts, 20")
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout", "ended"),
+    [
+        (0, None, "elsewhere"),
+        (0, 1e-6, "timeout"),
+        (130, None, "stopped"),  # told to by somebody else
+    ],
+)
+def test_workers_that_leave_trials_open(
+    storage: Storage,
+    tmp_path: Path,
+    use_command: Callable[..., None],
+    code: int,
+    timeout: float | None,
+    ended: str,
+) -> None:
+    use_command("-c", f"raise SystemExit({code})")
+    config, stop = study(2, timeout=timeout), Stop()
+    storage.create_or_resume_study(config)
+    summary = run_workers(config, storage, tmp_path, WorkerProcesses(TWO), stop)
+    assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, code, {})
+    assert not stop.asks_for_requeue
+    assert log_of(tmp_path).read_text().count("--- a worker starts") == 1
+
+
+def test_jobs_of_one_node_write_logs_of_their_names(
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.create_or_resume_study(study(2))
+    for job in ("7", "8"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        use_command("-c", f"print('of job {job}')")
+        run_workers(study(2), storage, tmp_path, WorkerProcesses([DeviceShare(1)]), Stop())
+    logs = {path.name: path.read_text() for path in (tmp_path / "tiny").glob("*.log")}
+    host = socket.gethostname()
+    assert logs.keys() == {f"worker-{host}-{job}-0.log" for job in ("7", "8")}
+    assert "of job 7" not in logs[f"worker-{host}-8-0.log"]
+
+
+def test_workers_that_leave_before_the_end_of_the_job(
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None]
+) -> None:
+    use_command("-c", "raise SystemExit(130)")
+    storage.create_or_resume_study(study(2))
+    stop = Stop(time.time() + 3600)
+    summary = run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), stop)
+    assert (summary.ended, stop.asks_for_requeue) == ("stopped", True)
+
+
+@pytest.mark.parametrize("given", [None, "@file"])
+def test_storage_reaches_a_worker_as_it_was_given(
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None], given: str | None
+) -> None:
+    use_command("-c", "import os; print(os.environ['HPO_STORAGE'])")
+    storage.create_or_resume_study(study(2))
+    run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO, storage_as_given=given), Stop())
+    assert log_of(tmp_path).read_text().splitlines()[-1] == (given or storage.url)
+
+
+@pytest.mark.postgres
+def test_a_supervisor_waits_for_no_database(
+    own_server: PostgresServer,
+    tmp_path: Path,
+    use_command: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A worker that dies is started again when its death is recorded; told to stop, all may leave."""
+    use_command(
+        "-c",
+        "import os, pathlib, sys, threading, time\nprint('runs', flush=True)\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "def die():\n"
+        "    while not (folder / 'die').exists(): time.sleep(0.01)\n"
+        "    (folder / 'die').unlink(); os.kill(os.getpid(), 9)\n"
+        "if not list(folder.glob('first')):\n"
+        "    (folder / 'first').touch(); threading.Thread(target=die, daemon=True).start()\n"
+        "sys.stdin.read(); print('told to leave'); raise SystemExit(130)",
+    )
+
+    def runs(count: int) -> bool:
+        return sum(log.read_text().count("runs") for log in (tmp_path / "tiny").glob("*.log")) == count
+
+    def said(what: str, count: int) -> bool:
+        return sum(record.message.startswith(what) for record in caplog.records) == count
+
+    stop = Stop()
+    with own_server.database() as url, open_storage(url) as storage, ThreadPoolExecutor(1) as thread:
+        storage.create_or_resume_study(study(2))
+        try:
+            ended = thread.submit(run_workers, study(2), storage, tmp_path, WorkerProcesses(TWO), stop)
+            wait_for(lambda: runs(2))
+            own_server.stop(immediate=True)
+            (tmp_path / "die").touch()
+            wait_for(lambda: said("The database is away", 1))
+            assert said("Worker", 0)
+            own_server.start()
+            wait_for(lambda: runs(3))
+            assert said("Worker", 1)
+            own_server.stop(immediate=True)
+        finally:
+            stop.set()
+        assert ended.result(60).ended == "stopped"
+        own_server.start()
+    logs = [log_of(tmp_path, number).read_text() for number in range(2)]
+    assert [log.splitlines()[-1] for log in logs] == ["told to leave"] * 2
+
+
+def test_workers_may_checkpoint_when_their_supervisor_fails(
+    storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        wait_for(lambda: all(log_of(tmp_path, number).read_text().count("runs") for number in range(2)))
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(supervisor._Supervisor, "_supervise", fail)
+    use_command("-c", "import sys; print('runs', flush=True); sys.stdin.read(); print('told to leave')")
+    storage.create_or_resume_study(study(2))
+    with pytest.raises(OSError, match="no more processes"):
+        run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
+    logs = [log_of(tmp_path, number).read_text() for number in range(2)]
+    assert [log.splitlines()[-1] for log in logs] == ["told to leave"] * 2
+
+
+@pytest.mark.parametrize(
+    ("device", "num_workers", "given", "expected"),
+    [
+        (GPU, 4, None, (80 - 4) / 4 / 80),
+        (GPU, 1, None, None),
+        (GPU, 4, 0.2, 0.2),
+        (CPU, 4, None, None),
+    ],
+)
+def test_workers_of_one_gpu_share_its_memory(
+    device: DeviceInfo, num_workers: int, given: float | None, expected: float | None
+) -> None:
+    config = study(amp={} if given is None else {"memory_fraction": given})
+    found = share_memory(config, device, num_workers)
+    assert found.amp.memory_fraction == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "num_workers", "given", "most"),
+    [(80, 2, 0.49, "0.4875"), (80, 4, 0.25, "0.2375"), (24, 7, 0.14, "0.1011")],
+)
+def test_the_contexts_of_workers_need_room_too(
+    total_gib: int, num_workers: int, given: float, most: str
+) -> None:
+    """All of it is given away: nothing is left for the CUDA contexts."""
+    gpu = replace(GPU, total_memory_bytes=total_gib * 2**30)
+    with pytest.raises(InputError, match=rf"must be <= {most} for {num_workers} workers .* got {given:g}\."):
+        share_memory(study(amp={"memory_fraction": given}), gpu, num_workers)
+    fits = study(amp={"memory_fraction": float(most)})
+    assert share_memory(fits, gpu, num_workers) is fits
+    assert share_memory(study(amp={"memory_fraction": 1.0}), gpu, 1).amp.memory_fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "expected"),
+    [
+        ((None, 2), ("0", "1", "2"), [(2, "012"[number % 3]) for number in range(6)]),
+        ((None, 1), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((None, 3), (), [(3, None)] * 3),
+        ((1, None), ("0", "1"), []),  # in this process
+        ((None, 1), (), [(1, None)]),
+        ((3, None), (), [(3, None)] * 3),
+        ((2, None), ("0",), [(2, None)] * 2),  # the one GPU that there is needs no name
+        ((2, None), ("0", "1"), [(1, "0"), (1, "1")]),
+        ((3, None), ("GPU-a", "GPU-b"), [(2, "GPU-a"), (1, "GPU-b"), (2, "GPU-a")]),
+        ((4, None), ("MIG-a", "MIG-b"), [(2, "MIG-a"), (2, "MIG-b")] * 2),
+    ],
+)
+def test_workers_get_the_devices_in_turn_and_know_with_how_many_they_share(
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[int, int | None],
+    devices: tuple[str, ...],
+    expected: list[tuple[int, str | None]],
+) -> None:
+    monkeypatch.setattr(supervisor, "cuda_devices", lambda _: devices)
+    shares = share_devices(study(2), *given)
+    assert [(share.workers_on_device, share.cuda_device) for share in shares] == expected
+
+
+def test_memory_that_workers_may_not_take_together_is_refused_before_any_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = study(2, amp={"memory_fraction": 0.6})
+    monkeypatch.setattr(supervisor, "probe_device", lambda _: GPU)
+    monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ("0", "1"))
+    assert len(share_devices(config, 2)) == 2
+    with pytest.raises(InputError, match=r"amp\.memory_fraction must be <= 0.4875 for 2 workers"):
+        share_devices(config, None, 2)
+    monkeypatch.setattr(supervisor, "cuda_devices", lambda _: ())  # on a CPU it says nothing
+    assert len(share_devices(config, None, 2)) == 2

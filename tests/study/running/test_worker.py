@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.distributions import CategoricalDistribution, distribution_to_json
+from tiny import CPU
+from worker_process import check_done, finish, result, start, study
+
+from hpo.config.search_space import suggest
+from hpo.errors import DataError
+from hpo.outcome import Outcome
+from hpo.study.claims.leases import Lease
+from hpo.study.claims.process import process_start, this_machine
+from hpo.study.running import worker as worker_module
+from hpo.study.running.stopping import Stop
+from hpo.study.running.trial_runner import TrialRunner
+from hpo.study.running.worker import run_worker
+from hpo.study.sampling.device_sampler import WorkerDevice
+from hpo.study.store import optuna_internals
+from hpo.study.store.schema import workers
+from hpo.study.store.storage import Storage, open_storage
+from hpo.trial.telemetry import TrialResult
+
+
+def complete(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+    suggest(study().search_space, trial)
+    return result("complete")
+
+
+def test_runs_exactly_n_trials_and_a_finished_study_not_again(storage: Storage) -> None:
+    first = run_worker(study(3), storage, complete)
+    assert (first.ended, first.outcomes, first.exit_code) == ("finished", {"complete": 3}, 0)
+    again = run_worker(study(3), storage, complete)
+    assert (again.ended, again.outcomes) == ("finished", {})
+    assert len(storage.read_study("tiny").trials) == 3
+
+
+def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Path) -> None:
+    config, log = study(20, sampler={"name": "tpe", "seed": 1}), tmp_path / "log"
+    finish(*(start(storage_url, config, log) for _ in range(4)))
+    with open_storage(storage_url) as storage:
+        check_done(storage, config, log)
+        trials = storage.read_study(config.name).trials
+        first = [trial.params for trial in trials if "retry_of" not in trial.attributes][:4]
+        assert len({str(params) for params in first}) == 4, "workers have seeds of their own"
+
+
+def test_pruner_is_that_of_the_study(storage: Storage) -> None:
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        pruners.append(type(trial.study.pruner))
+        return complete(trial, lease)
+
+    pruners: list[type] = []
+    run_worker(study(1, pruner={"name": "median"}), storage, execute)
+    assert pruners == [optuna.pruners.MedianPruner]
+
+
+def test_resumed_study_does_not_repeat_what_it_tried(storage: Storage) -> None:
+    sizes = (2, 4, 6)
+    for n_trials in sizes:
+        storage.create_or_resume_study(study(n_trials))
+        run_worker(study(n_trials), storage, complete)
+    trials = storage.read_study("tiny").trials
+    assert len({str(trial.params) for trial in trials}) == sizes[-1]
+
+
+def test_enqueued_configurations_are_run_within_n_trials(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    for batch_size in (8, 16, 32):
+        opened.enqueue_trial({"batch_size": batch_size, "fp_precision": "bf16"})
+    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
+    trials = storage.read_study("tiny").trials
+    assert [trial.state for trial in trials] == ["COMPLETE", "COMPLETE", "WAITING"]
+    assert [trial.params["batch_size"] for trial in trials[:2]] == [8, 16]
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"learning_rate": 5.0}, "out of the range of the distribution FloatDistribution"),
+        ({"learning_rate": "fast"}, "it has a `learning_rate` that is not searched"),
+        ({"fp_precision": "tf32"}, "not in ('fp32', 'bf16', 'fp16')"),
+        ({"lr": 1e-4}, "`lr`, which is not searched. Did you mean `learning_rate`?"),
+    ],
+)
+def test_enqueued_trial_that_no_worker_can_run_ends_once_and_takes_no_slot(
+    storage: Storage, params: dict[str, Any], reason: str
+) -> None:
+    storage.create_or_resume_study(study(2)).enqueue_trial(params)
+    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
+    refused, *others = storage.read_study("tiny").trials
+    assert (refused.state, refused.outcome) == ("FAIL", "failed")
+    assert reason in refused.reason
+    assert len(others) == 2
+
+
+def test_a_trial_that_was_stored_with_another_encoder_never_runs_with_it(storage: Storage) -> None:
+    """Whoever can write to the database would choose which folder of the worker is read as a model."""
+    encoders = {"type": "categorical", "choices": ["minilm", "prajjwal1/bert-tiny"]}
+    config, stop = study(1, search_space={"encoder": encoders}, max_retries=1), threading.Event()
+    storage.create_or_resume_study(config)
+    run_worker(config, storage, lambda *_: stop.set() or result("preempted"), stop=stop)
+    other = distribution_to_json(CategoricalDistribution(["/private", "/model"]))
+    with storage.engine.begin() as connection:
+        row = {"trial_id": 1, "param_name": "encoder", "param_value": 0.0, "distribution_json": other}
+        connection.execute(sa.insert(optuna_internals.params).values(row))
+    seen = []
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        seen.append(suggest(config.search_space, trial))
+        return result("complete")
+
+    assert run_worker(config, storage, execute).outcomes == {"failed": 2}
+    assert seen == []
+    begun, retried = storage.read_study("tiny").trials
+    assert "does not support dynamic value space" in begun.reason
+    assert "'/private' not in" in retried.reason
+
+
+def test_bug_in_a_trial_fails_it_alone(storage: Storage) -> None:
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        if trial.number == 0:
+            raise ZeroDivisionError("not now")
+        return complete(trial, _lease)
+
+    assert run_worker(study(2), storage, execute).outcomes == {"failed": 1, "complete": 2}
+    failed, retried, _ = storage.read_study("tiny").trials
+    assert (failed.outcome, failed.reason) == ("failed", "ZeroDivisionError: not now")
+    assert "ZeroDivisionError" in failed.attributes["traceback"]
+    assert retried.attributes["retry_of"] == 0
+
+
+def test_what_concerns_the_whole_study_is_raised(storage: Storage) -> None:
+    def execute(_trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        raise DataError("the data is gone")
+
+    with pytest.raises(DataError, match="the data is gone"):
+        run_worker(study(2), storage, execute)
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+    assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
+    assert len(storage.read_study("tiny").trials) == 2
+
+
+def test_stop_ends_after_the_trial_in_hand(storage: Storage) -> None:
+    stop = threading.Event()
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        suggest(study().search_space, trial)
+        stop.set()
+        return result("preempted")
+
+    summary = run_worker(study(3), storage, execute, stop=stop)
+    assert (summary.ended, summary.exit_code) == ("stopped", 130)
+    params = storage.read_study("tiny").trials[0].params
+    assert run_worker(study(3), storage, complete).outcomes == {"complete": 3}
+    record = storage.read_study("tiny")
+    assert len(record.trials) == 3
+    assert record.trials[0].params == params
+
+
+def test_timeout_starts_no_further_trial(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(worker_module.time, "monotonic", lambda: clock[0])
+
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        clock[0] += 40.0
+        return complete(trial, lease)
+
+    summary = run_worker(study(9, timeout=100.0), storage, execute)
+    assert (summary.ended, summary.outcomes, summary.exit_code) == ("timeout", {"complete": 3}, 0)
+
+
+def test_lost_lease_stores_nothing_and_goes_on_with_the_next(storage: Storage) -> None:
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        if trial.number == 0 and not lost:
+            lost.append(trial.number)
+            lease.lost.set()  # what the heartbeat does
+            lease.check()
+        return complete(trial, lease)
+
+    lost: list[int] = []
+    assert run_worker(study(2), storage, execute).outcomes == {"complete": 2}
+    assert lost == [0]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "shared"),
+    [
+        ("alone", "alone", False),
+        ("live", "live", True),
+        ("alone", "live", True),
+        ("live", "dead", True),
+        ("dead", "dead", False),
+        ("elsewhere", "elsewhere", False),
+        ("same device", "same device", True),
+        ("alone", "same device", True),
+        ("other device", "other device", False),
+    ],
+)
+def test_trial_knows_of_other_workers_on_its_machine(
+    storage: Storage, start: str, end: str, shared: bool
+) -> None:
+    def others(kind: str) -> None:
+        row = {
+            "id": "other",
+            "study": "another",
+            "host": "here",
+            "machine": "elsewhere" if kind == "elsewhere" else this_machine(),
+            "pid": peer.pid,
+            "process_start": "1" if kind == "dead" else process_start(peer.pid),
+            "started": storage.now,
+            "last_seen": storage.now,
+            "state": "live",
+            "number": 0,
+            "device": {"same device": "cpu", "other device": "GPU-1"}.get(kind),
+        }
+        with storage.engine.begin() as connection:
+            connection.execute(sa.delete(workers).where(workers.c.id == "other"))
+            if kind != "alone":
+                connection.execute(sa.insert(workers).values(row))
+
+    def run(*_: Any, shared_device: bool, **__: Any) -> TrialResult:
+        told = shared_device
+        others(end)
+        return TrialResult(
+            Outcome.COMPLETE, values=(0.5,), telemetry={"device": {"name": "x", "shared": told}}
+        )
+
+    config = study(1)
+    executor: Any = SimpleNamespace(study=config, device=CPU, trial_folder=lambda *_: Path(), run=run)
+    storage.create_or_resume_study(config)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
+        others(start)
+        run_worker(config, storage, TrialRunner(executor, storage, Stop()))
+        peer.kill()
+    assert storage.read_study("tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
+
+
+def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(storage: Storage) -> None:
+    space = {"batch_size": {"type": "categorical", "choices": [8, 16]}}
+    config = study(3, sampler={"name": "tpe", "seed": 1}, search_space=space)
+    sizes = []
+
+    def execute(trial: optuna.trial.Trial, _lease: Lease) -> Any:
+        sizes.append(suggest(config.search_space, trial)["batch_size"])
+        if len(sizes) == 1:
+            return result("oom", telemetry={"device": {"memory_limit_bytes": 20 * 2**30}})
+        if len(sizes) == 2:
+            stop.set()
+        return result("complete")
+
+    storage.create_or_resume_study(config)
+    stop = threading.Event()
+    run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=20 * 2**30), stop=stop)
+    run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=80 * 2**30))
+    first, second, third = sizes
+    assert first == third != second

@@ -1,0 +1,70 @@
+"""What the Gaussian process is shown of a study."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from scripted_study import ScriptedStudy
+from worker_process import study
+
+from hpo.study.sampling.gp_sampler import PrunedAwareSampler
+
+
+class Shown(optuna.samplers.RandomSampler):
+    """Keeps the study that it is asked for."""
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: Any) -> dict[str, Any]:
+        self.study = study
+        return super().infer_relative_search_space(study, trial)
+
+
+def scripted(direction: str = "maximize") -> ScriptedStudy:
+    objective = {"metric": "score", "direction": direction}
+    return ScriptedStudy(study(12, objective=objective), lambda _: 0.5)
+
+
+def run_trial(current: ScriptedStudy, evaluations: list[float], ended: Any) -> None:
+    trial, _ = current.ask()
+    for step, score in enumerate(evaluations, start=1):
+        trial.report(score, step)
+    current.end(trial, ended)
+
+
+def ask_gp(current: ScriptedStudy) -> list[optuna.trial.FrozenTrial]:
+    """The ended trials as the sampler is shown them."""
+    shown = Shown(seed=0)
+    current.study.sampler = PrunedAwareSampler(shown)
+    current.ask()
+    return shown.study.trials[:-1]
+
+
+@pytest.mark.parametrize(("direction", "sign"), [("maximize", 1.0), ("minimize", -1.0)])
+def test_gp_sees_what_to_expect_of_pruned_trials(direction: str, sign: float) -> None:
+    """Their best evaluation and the median gain of those that went on; maximised or minimised alike."""
+    current = scripted(direction)
+    for scores in ([0.1, 0.2, 0.5], [0.4, 0.3, 0.5], [0.0, 0.1, 0.9]):
+        run_trial(current, [sign * score for score in scores], sign * max(scores))
+    run_trial(current, [sign * 0.3, sign * 0.2], "pruned")
+    run_trial(current, [], "pruned")
+    *known, unknown = ask_gp(current)
+    assert unknown.state == TrialState.PRUNED, "nothing is known of the last one"
+    assert {trial.state for trial in known} == {TrialState.COMPLETE}
+    # The complete trials gained 0.3, 0.1 and 0.8 after their second evaluation.
+    expected = [sign * value for value in (0.5, 0.5, 0.9, 0.3 + 0.3)]
+    assert [trial.value for trial in known] == pytest.approx(expected)
+    assert current.trials[3].state == TrialState.PRUNED
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+@pytest.mark.parametrize("num_complete", [0, 2])
+def test_gp_is_shown_nothing_worse_than_what_cannot_work(direction: str, num_complete: int) -> None:
+    sign = 1.0 if direction == "maximize" else -1.0
+    current = scripted(direction)
+    for number in range(5):
+        run_trial(current, [sign * (5.0 - number)], sign * 6.0 if number < num_complete else "pruned")
+    run_trial(current, [0.0], "nonfinite")
+    *others, infeasible = [trial.values[0] for trial in ask_gp(current)]
+    assert infeasible == (min if direction == "maximize" else max)(others)

@@ -1,0 +1,213 @@
+"""A study that was copied is the study that it was, and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.samplers import NSGAIISampler
+from optuna.trial import TrialState, create_trial
+from postgres import PostgresServer
+from whole_study import contents, filled
+from worker_process import check_done, finish, notes, start, start_process, study, wait_for
+
+from hpo.errors import InputError, StorageError
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.store import connection, copy, schema
+from hpo.study.store.copy import OF_STUDY, OF_TRIAL, OURS, copy_study
+from hpo.study.store.optuna_internals import studies, tables, trials
+from hpo.study.store.storage import Storage, open_storage
+
+OPTUNAS = (studies, trials, *OF_STUDY, *OF_TRIAL)
+
+
+@pytest.fixture
+def other_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'other.db'}"
+
+
+def num_rows(storage: Storage) -> int:
+    with storage.engine.connect() as connection:
+        tables = (*OPTUNAS, schema.studies, schema.workers, *OURS)
+        counts = [connection.execute(sa.select(sa.func.count()).select_from(table)) for table in tables]
+        return sum(count.scalar_one() for count in counts)
+
+
+def test_there_and_back(sqlite_url: str, storage_url: str, other_url: str, tmp_path: Path) -> None:
+    target_url = f"sqlite:///{tmp_path / 'target.db'}" if storage_url == sqlite_url else storage_url
+    with (
+        open_storage(sqlite_url) as source,
+        open_storage(target_url) as target,
+        open_storage(other_url) as back,
+    ):
+        filled(source)
+        before = contents(source)
+        for storage in (target, back):  # so that no row has the id that it had
+            storage.create_or_resume_study(study(3, name="another")).add_trial(create_trial(value=1.0))
+        copied = copy_study(source, target, "tiny")
+        assert (copied.num_trials, copied.slots) == (6, {"open": 3, "running": 0, "done": 3})
+        assert contents(target) == before
+        copy_study(target, back, "tiny")
+        assert contents(back) == before
+        assert contents(source) == before
+        assert source.load_study("tiny").trials[3].state == TrialState.RUNNING
+        assert back.read_study("another").name == "another"
+
+
+def test_nothing_of_a_study_is_forgotten() -> None:
+    """A table that is new is copied, or said to stay."""
+    stay = {"hpo_compat", "hpo_jobs"}
+    ours = {"hpo_studies", "hpo_workers", *(table.name for table in OURS)}
+    assert set(schema.metadata.tables) == ours | stay
+    optunas = {"trial_heartbeats", "version_info", "alembic_version"}
+    assert {table.name for table in tables} - optunas == {table.name for table in OPTUNAS}
+
+
+def test_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
+    def parents(storage: Storage) -> list[list[int]]:
+        opened = storage.load_study("tiny")
+        return [
+            [trial.number for trial in sampler.get_parent_population(opened, generation)]
+            for generation in (1, 2)
+        ]
+
+    sampler = NSGAIISampler(population_size=4, seed=1)
+    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
+        opened = source.create_or_resume_study(study(20))
+        opened.sampler = sampler
+        opened.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=14)
+        target.create_or_resume_study(study(3, name="another")).add_trial(create_trial(value=1.0))
+        copy_study(source, target, "tiny")
+        assert parents(target) == parents(source)
+        assert len(parents(source)[1]) == 4
+
+
+def test_a_half_done_study_goes_on(sqlite_url: str, storage_url: str, other_url: str, tmp_path: Path) -> None:
+    config, log = study(8), tmp_path / "log"
+    killed = start(sqlite_url, config, log, kill="training", kill_at=4)
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    target_url = other_url if storage_url == sqlite_url else storage_url
+    with open_storage(sqlite_url) as source, open_storage(target_url) as target:
+        assert source.slot_counts("tiny")["running"] == 1
+        copied = copy_study(source, target, "tiny")
+        assert copied.slots == {"open": 5, "running": 0, "done": 3}
+        finish(start(target_url, config, log), start(target_url, config, log))
+        check_done(target, config, log)
+        assert [line["number"] for line in notes(log)].count(3) == 2, "the trial in flight went on"
+        assert source.slot_counts("tiny")["done"] == 3
+        assert target.study_token("tiny") == source.study_token("tiny") == copied.token
+
+
+def test_under_another_name(sqlite_url: str, other_url: str, tmp_path: Path) -> None:
+    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
+        filled(source)
+        copy_study(source, target, "tiny", "bigger")
+        config = study(6, name="bigger", objective={"metric": "score", "direction": "minimize"})
+        target.create_or_resume_study(config)  # its definition says so too
+        finish(start(other_url, config, tmp_path / "log"))
+        assert target.slot_counts("bigger") == {"open": 0, "running": 0, "done": 6}
+        with pytest.raises(InputError, match=r"holds the study `tiny` already, as `bigger`"):
+            copy_study(source, target, "tiny")
+        with pytest.raises(InputError, match=r"The name of a study must be letters.*`\.\./x`"):
+            copy_study(source, target, "tiny", "../x")
+        with pytest.raises(StorageError, match=r"There is no study `tin`.*Did you mean `tiny`"):
+            copy_study(source, target, "tin")
+
+
+def test_another_study_of_that_name_stays(sqlite_url: str, other_url: str) -> None:
+    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
+        filled(source)
+        target.create_or_resume_study(study(2))
+        before = contents(target)
+        with pytest.raises(InputError, match=r"has another study `tiny`\. Give the copy a name"):
+            copy_study(source, target, "tiny")
+        assert contents(target) == before
+        optuna.delete_study(study_name="tiny", storage=target.optuna)  # as the dashboard does
+        copy_study(source, target, "tiny")
+        assert contents(target) == contents(source)
+
+
+def test_a_database_is_not_copied_into_itself(storage_url: str) -> None:
+    with open_storage(storage_url) as source, open_storage(storage_url) as target:
+        filled(source)
+        with pytest.raises(InputError, match="holds the study `tiny` already, as `tiny`"):
+            copy_study(source, target, "tiny", "twin")
+
+
+def test_live_workers(sqlite_url: str, other_url: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    working = start(sqlite_url, study(4), log, trial_seconds=600)
+    wait_for(lambda: len(notes(log)) == 1)
+    paused = sa.update(schema.studies).values(state="paused")
+    with open_storage(sqlite_url) as source, open_storage(other_url) as target:
+        with pytest.raises(InputError, match="1 live workers are in `tiny`"):
+            copy_study(source, target, "tiny")
+        with source.engine.begin() as connection:
+            connection.execute(paused)
+        with pytest.raises(InputError, match="wait until they have paused"):  # it still trains
+            copy_study(source, target, "tiny")
+        assert not target.has_study("tiny")
+        working.kill()
+        working.join(60)
+        with WorkerLease(source, source.load_study("tiny"), max_retries=0) as idle:
+            copy_study(source, target, "tiny")
+            members = target.read_study("tiny").workers
+        assert [worker.alive for worker in members] == [False]
+        assert idle.id not in {worker.id for worker in members}
+
+
+def copy_and_die(source_url: str, target_url: str, table: str) -> None:
+    """Copy the study, and be killed when the first rows of `table` are written."""
+
+    def die(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith(f"INSERT INTO {table} "):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with open_storage(source_url) as source, open_storage(target_url) as target:
+        sa.event.listen(target.engine, "after_cursor_execute", die)
+        copy_study(source, target, "tiny")
+
+
+@pytest.mark.parametrize("table", ["hpo_studies", "trial_intermediate_values"])
+def test_a_copy_that_is_killed_leaves_nothing(
+    sqlite_url: str, storage_url: str, other_url: str, table: str
+) -> None:
+    target_url = other_url if storage_url == sqlite_url else storage_url
+    with open_storage(sqlite_url) as source, open_storage(target_url) as target:
+        filled(source)
+        killed = start_process(copy_and_die, sqlite_url, target_url, table)
+        killed.join(60)
+        assert killed.exitcode == -signal.SIGKILL
+        assert num_rows(target) == 0
+        copy_study(source, target, "tiny")
+        assert num_rows(target) == num_rows(source)
+
+
+@pytest.mark.postgres
+def test_the_server_does_not_end_a_copy_that_takes_long(
+    postgres_server: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_tables = copy._copy_optunas
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(2.5)
+        return copy_tables(*arguments)
+
+    monkeypatch.setattr(copy, "_copy_optunas", slow)
+    with (
+        postgres_server.database() as source_url,
+        open_storage(source_url) as source,
+        open_storage(postgres_url) as target,
+    ):
+        filled(source)
+        monkeypatch.setattr(connection, "_SESSION", "SET idle_in_transaction_session_timeout = '1s'")
+        for storage in (source, target):
+            storage.close()  # its connections from here on have that bound
+        assert copy_study(source, target, "tiny").num_trials == 6

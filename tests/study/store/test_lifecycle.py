@@ -1,0 +1,247 @@
+"""Studies that are paused, cancelled, opened again and deleted while workers are in them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from worker_process import change_worker, evaluate, result, study, wait_for
+
+from hpo.config.search_space import suggest
+from hpo.errors import LeaseLostError, RunError, StorageError
+from hpo.outcome import Outcome
+from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.reading.overview import list_studies
+from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
+from hpo.study.store import optuna_internals, schema
+from hpo.study.store.lifecycle import (
+    checkpoints_folder,
+    delete_study,
+    end_unfinished,
+    read_state,
+    set_state,
+    wait_for_workers,
+)
+from hpo.study.store.storage import Storage, open_storage
+
+
+class Worker:
+    """A worker in a thread, whose first trial lasts until it is told to stop; the others end at once."""
+
+    def __init__(self, url: str, config: Any) -> None:
+        self.training = threading.Event()
+        self.summary: RunSummary | None = None
+        self._thread = threading.Thread(target=self._work, args=(url, config))
+        self._thread.start()
+        assert self.training.wait(60)
+
+    def _work(self, url: str, config: Any) -> None:
+        with open_storage(url) as storage:
+            storage.lease_seconds = 0.3
+
+            def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+                suggest(config.search_space, trial)
+                evaluate(storage, trial)
+                self.training.set()
+                wait_for(lease.study_closed.is_set)
+                return result("preempted")
+
+            self.summary = run_worker(config, storage, execute, WorkerOptions(poll_seconds=0.05))
+
+    def left(self) -> RunSummary:
+        self._thread.join(60)
+        assert self.summary is not None
+        return self.summary
+
+
+def run_rest(storage: Storage, config: Any) -> RunSummary:
+    def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
+        suggest(config.search_space, trial)
+        return result("complete")
+
+    return run_worker(config, storage, execute)
+
+
+def test_a_paused_study_goes_on_with_the_trial_that_it_had(storage: Storage) -> None:
+    config = study(3)
+    storage.create_or_resume_study(config)
+    worker = Worker(storage.url, config)
+    assert set_state(storage, "tiny", "paused") == "open"
+    assert worker.left() == RunSummary("closed", {"preempted": 1})
+    assert wait_for_workers(storage, "tiny", 0) == []
+    assert run_rest(storage, config) == RunSummary("closed"), "no trial begins"
+    assert end_unfinished(storage, "tiny") == 0, "it is not cancelled"
+    before = storage.read_study("tiny")
+    assert (before.state, before.slots) == ("paused", {"open": 3, "running": 0, "done": 0})
+    assert [trial.outcome for trial in before.trials] == ["preempted"]
+    assert set_state(storage, "tiny", "open") == "paused"
+    assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
+    after = storage.read_study("tiny")
+    assert after.trials[0].params == before.trials[0].params
+    assert [trial.outcome for trial in after.trials] == ["complete"] * 3
+
+
+def test_the_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> None:
+    config = study(3)
+    storage.create_or_resume_study(config)
+    worker = Worker(storage.url, config)
+    set_state(storage, "tiny", "cancelled")
+    assert worker.left().ended == "closed"
+    assert end_unfinished(storage, "tiny") == 0, "the worker has done so"
+    record = storage.read_study("tiny")
+    ended = [(trial.state, trial.outcome, trial.reason) for trial in record.trials]
+    assert ended == [("FAIL", "preempted", "the study was cancelled")]
+    assert run_rest(storage, config) == RunSummary("closed")
+    set_state(storage, "tiny", "open")
+    assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
+    record = storage.read_study("tiny")
+    assert [trial.outcome for trial in record.trials] == ["preempted", *["complete"] * 3]
+    assert record.slots == {"open": 0, "running": 0, "done": 3}
+
+
+def num_rows(storage: Storage) -> dict[str, int]:
+    """Of all tables, Optuna's and ours, but the versions."""
+    tables = [*optuna_internals.tables, *schema.metadata.sorted_tables]
+    with storage.engine.connect() as connection:
+        counts = {
+            t.name: connection.execute(sa.select(sa.func.count()).select_from(t)).scalar_one() for t in tables
+        }
+    return {name: count for name, count in counts.items() if name != "version_info"}
+
+
+def test_nothing_of_a_deleted_study_is_left_and_all_of_the_others(storage: Storage) -> None:
+    other = study(2, name="other")
+    storage.create_or_resume_study(other)
+    run_rest(storage, other)
+    before = num_rows(storage)
+    config = study(3)
+    storage.create_or_resume_study(config)
+    worker = Worker(storage.url, config)
+    with pytest.raises(RunError, match="must have no worker, but has process"):
+        delete_study(storage, "tiny")
+    set_state(storage, "tiny", "cancelled")
+    worker.left()
+    delete_study(storage, "tiny")
+    assert num_rows(storage) == before
+    with open_storage(storage.url) as fresh:
+        assert read_state(fresh, "tiny") is None
+        assert [found.name for found in list_studies(fresh)] == ["other"]
+        fresh.create_or_resume_study(config)
+        assert run_rest(fresh, config).outcomes == {"complete": 3}
+
+
+def test_what_the_dashboard_left_of_a_study_can_be_deleted(storage: Storage) -> None:
+    storage.create_or_resume_study(study(3))
+    optuna.delete_study(study_name="tiny", storage=storage.optuna)
+    delete_study(storage, "tiny")
+    assert set(num_rows(storage).values()) == {0}
+
+
+def test_a_worker_of_a_study_that_was_deleted_leaves(storage: Storage) -> None:
+    """Of a machine that was thought dead: `delete` does not wait for it."""
+    config = study(3)
+    storage.create_or_resume_study(config)
+    worker = Worker(storage.url, config)
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(schema.workers).values(state="dead"))
+    delete_study(storage, "tiny")
+    worker._thread.join(60)
+    assert not worker._thread.is_alive()
+    assert set(num_rows(storage).values()) == {0}
+
+
+def test_a_study_that_is_not_there(storage: Storage, tmp_path: Path) -> None:
+    storage.create_or_resume_study(study(3))
+    with pytest.raises(StorageError, match=r"no study `tony` .* Did you mean `tiny`"):
+        set_state(storage, "tony", "paused")
+    with pytest.raises(StorageError, match="must be letters, digits"):
+        checkpoints_folder(storage, "../tiny", tmp_path)
+
+
+def test_a_trial_whose_worker_died_ends_with_its_cancelled_study(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        assert lease is not None
+        worker.open_trial(lease)
+        set_state(storage, "tiny", "cancelled")
+        assert end_unfinished(storage, "tiny") == 0, "a worker has it"
+        change_worker(storage, worker, process_start="1")
+        assert end_unfinished(storage, "tiny") == 1
+    assert storage.read_study("tiny").slots == {"open": 3, "running": 0, "done": 0}
+
+
+def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Storage) -> None:
+    """It was taken for dead, its trial was ended and the study opened again, and then it comes back."""
+    config = study(3)
+    opened = storage.create_or_resume_study(config)
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        assert lease is not None
+        trial = worker.open_trial(lease)
+        assert trial is not None
+        lease.trained, lease.saved_step = True, 20
+        worker._beat_once()
+        process_start = change_worker_and_end(storage, worker)
+        change_worker(storage, worker, process_start=process_start)
+        with pytest.raises(LeaseLostError):
+            worker.record_outcome(lease, trial, result("complete"))
+        worker._beat_once()
+    record = storage.read_study("tiny")
+    assert record.slots == {"open": 3, "running": 0, "done": 0}
+    assert [(trial.state, trial.outcome, trial.values) for trial in record.trials] == [
+        ("FAIL", "preempted", None)
+    ]
+    with storage.engine.connect() as connection:
+        row = connection.execute(sa.select(schema.slots).where(schema.slots.c.slot == lease.slot)).one()
+    assert (row.trial_number, row.owner, row.trained, row.saved_step) == (None, None, False, 0)
+    assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
+
+
+def change_worker_and_end(storage: Storage, worker: WorkerLease) -> str:
+    """Cancel the study of a worker that seems dead, open it again, and return the worker's process start."""
+    with storage.engine.connect() as connection:
+        of_worker = sa.select(schema.workers.c.process_start).where(schema.workers.c.id == worker.id)
+        process_start: str = connection.execute(of_worker).scalar_one()
+    change_worker(storage, worker, process_start="1")
+    set_state(storage, "tiny", "cancelled")
+    assert end_unfinished(storage, "tiny") == 1
+    set_state(storage, "tiny", "open")
+    return process_start
+
+
+def test_a_trial_that_somebody_ended_gets_no_outcome(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        assert lease is not None
+        trial = worker.open_trial(lease)
+        assert trial is not None
+        frozen = opened.get_trials(deepcopy=False)[trial.number]
+        storage.fail_trial(frozen, Outcome.PREEMPTED, "by hand")
+        with pytest.raises(LeaseLostError, match="Trial 0 was ended by somebody else"):
+            worker.record_outcome(lease, trial, result("complete"))
+    record = storage.read_study("tiny")
+    assert record.slots == {"open": 3, "running": 0, "done": 0}
+    assert [(trial.state, trial.reason) for trial in record.trials] == [("FAIL", "by hand")]
+
+
+def test_the_heartbeat_says_nothing_of_a_trial_that_has_ended(storage: Storage) -> None:
+    """Its slot may be open again, for another trial without a checkpoint."""
+    opened = storage.create_or_resume_study(study(1, max_retries=1))
+    with WorkerLease(storage, opened, max_retries=1) as worker:
+        lease = worker.claim()
+        assert lease is not None
+        trial = worker.open_trial(lease)
+        assert trial is not None
+        lease.saved_step = 20
+        worker._beat_once()
+        worker.record_outcome(lease, trial, result("failed", traceback="Traceback"))
+        worker._beat_once()
+        with storage.engine.connect() as connection:
+            row = connection.execute(sa.select(schema.slots)).one()
+        assert (row.state, row.saved_step) == ("open", 0)

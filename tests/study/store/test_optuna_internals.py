@@ -1,0 +1,76 @@
+"""What hpo uses of Optuna beyond its public interface is still what it was."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.trial import TrialState
+
+from hpo.study.store import optuna_internals
+from hpo.study.store.storage import open_storage
+
+VERSIONS = ("5.0.0",)
+"""Those for which `optuna_internals` was read beside Optuna's source, and these tests passed."""
+
+
+def test_it_is_a_version_that_was_looked_at() -> None:
+    assert optuna.__version__ in VERSIONS
+
+
+@pytest.mark.parametrize("is_enqueued", [False, True])
+def test_a_trial_is_made_as_by_optuna(storage_url: str, is_enqueued: bool) -> None:
+    with open_storage(storage_url) as storage:
+        study = optuna.create_study(study_name="s", storage=storage.optuna)
+        study_id = optuna_internals.study_id_of(study)
+        study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
+        study.enqueue_trial({"x": 0.5}, user_attrs={"retry_of": 3})
+        attributes = {"fixed_params": {"x": 0.5}}, {"retry_of": 3}
+        study.ask()
+        with storage.engine.begin() as connection:
+            if is_enqueued:
+                second = optuna_internals.trial_id_of(study.trials[1])
+                assert optuna_internals.start_trial(connection, second)
+                assert not optuna_internals.start_trial(connection, second)
+            else:
+                assert optuna_internals.make_trial(connection, study_id, *attributes) == 2
+        optunas, ours = study.trials[0], study.trials[1 if is_enqueued else 2]
+        assert ours.state == optunas.state == TrialState.RUNNING
+        assert (ours.datetime_start - optunas.datetime_start).total_seconds() < 60
+        assert (ours.system_attrs, ours.user_attrs) == (optunas.system_attrs, optunas.user_attrs)
+        rows = []
+        with storage.engine.connect() as connection:
+            for trial in (optunas, ours):
+                table, trial_id = optuna_internals.trials, optuna_internals.trial_id_of(trial)
+                row = connection.execute(sa.select(table).where(table.c.trial_id == trial_id)).one()
+                rows.append({**row._mapping, "trial_id": 0, "number": 0, "datetime_start": None})
+        assert rows[0] == rows[1]
+        study.tell(ours.number, 1.0)
+        assert study.trials[ours.number].value == 1.0
+
+
+def test_attributes_of_a_finished_trial(storage_url: str) -> None:
+    with open_storage(storage_url) as storage:
+        study = optuna.create_study(study_name="s", storage=storage.optuna)
+        study.tell(study.ask(), 1.0)
+        trial_id = optuna_internals.trial_id_of(study.trials[0])
+        for value in ({"a": 1}, {"a": 2}):
+            with storage.engine.begin() as connection:
+                table = optuna_internals.system_attributes
+                optuna_internals.write_attributes(connection, table, trial_id, {"key": value})
+    with open_storage(storage_url) as storage:
+        again = optuna.load_study(study_name="s", storage=storage.optuna)
+        assert again.trials[0].system_attrs == {"key": {"a": 2}}
+
+
+def test_a_view_shows_other_trials_to_samplers_and_keeps_the_storage() -> None:
+    study = optuna.create_study(pruner=optuna.pruners.HyperbandPruner(max_resource=9))
+    for value in (1.0, 2.0, 3.0):
+        study.tell(study.ask(), value)
+    view = optuna_internals.StudyView(study, lambda: study.trials[:1])
+    assert [trial.value for trial in view.trials] == [1.0]
+    assert view.get_trials(states=(TrialState.PRUNED,)) == []
+    assert (view.direction, view.study_name) == (study.direction, study.study_name)
+    optuna.samplers.TPESampler(seed=0).before_trial(view, study.ask()._cached_frozen_trial)
+    assert len(optuna_internals.all_trials(study)) == 4
+    assert optuna_internals.storage_of(view) is optuna_internals.storage_of(study)

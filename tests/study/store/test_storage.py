@@ -1,0 +1,440 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+import sqlalchemy as sa
+from optuna.trial import TrialState
+from worker_process import change_worker, evaluate, result, study
+
+from hpo.config.search_space import suggest
+from hpo.config.study_config import StudyConfig, stored_study
+from hpo.data.dataset import load_data
+from hpo.errors import LeaseLostError, StorageError, StudyChangedError
+from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.study_record import EvaluationRow
+from hpo.study.store.schema import slots, studies
+from hpo.study.store.storage import Storage, open_storage
+
+
+def run_trials(storage: Storage, config: Any, *results: Any, trained: bool = True) -> optuna.Study:
+    """Run one trial for each of `results`, and give the objects that each trial had."""
+    opened = storage.create_or_resume_study(config)
+    with WorkerLease(storage, opened, max_retries=config.max_retries) as worker:
+        for trial_result in results:
+            lease = worker.claim()
+            trial = worker.open_trial(lease)
+            suggest(config.search_space, trial)
+            if trained:
+                lease.check()
+            worker.record_outcome(lease, trial, trial_result)
+    return opened
+
+
+# The definition
+
+
+def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
+    storage.create_or_resume_study(study(3, amp={"memory_fraction": 0.5}))
+    changes: dict[str, Any] = {
+        "sampler": {"name": "tpe"},
+        "pruner": {"name": "median"},
+        "timeout": 5.0,
+        "max_retries": 3,
+        "device": "cpu",
+        "checkpoint": {"top_k": 1},
+    }
+    storage.create_or_resume_study(study(4, amp={"memory_fraction": 0.25}, **changes))
+    definition = storage.read_study("tiny").definition
+    assert (definition["timeout"], definition["n_trials"]) == (5.0, 4)
+    assert definition["amp"]["memory_fraction"] == 0.25
+    storage.create_or_resume_study(study(4))
+    assert storage.read_study("tiny").definition["amp"]["memory_fraction"] is None
+
+
+def test_a_grid_has_no_more_slots_than_combinations(storage: Storage) -> None:
+    space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
+    for n_trials, sampler, num_slots in ((1, "grid", 1), (3, "grid", 2), (3, "random", 3), (9, "grid", 2)):
+        storage.create_or_resume_study(study(n_trials, search_space=space, sampler={"name": sampler}))
+        assert storage.slot_counts("tiny")["open"] == num_slots
+
+
+def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_path: Path) -> None:
+    for folder in ("here", "there"):
+        data = {"source": "jsonl", "path": str(tmp_path / folder / "snips")}
+        storage.create_or_resume_study(study(3, data=data))
+
+
+# The data
+
+
+def refused() -> Any:
+    return pytest.raises(StudyChangedError, match="data of the study `tiny` have changed since it was made")
+
+
+@pytest.mark.parametrize("end", ["evaluated", "pruned", "preempted"])
+def test_data_of_a_trial_that_trained_stay(storage: Storage, end: str) -> None:
+    """Without an evaluation, too: a preempted trial goes on from its checkpoint."""
+    opened = storage.create_or_resume_study(study(3))
+    storage.check_data("tiny", "any, as none are bound")
+    for fingerprint in ("wrong at first", "as they were"):
+        storage.bind_data("tiny", fingerprint)
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        if end == "evaluated":
+            evaluate(storage, trial)
+        else:
+            lease.check()
+            worker.record_outcome(lease, trial, result(end))
+    for method in (storage.bind_data, storage.check_data):
+        with refused():
+            method("tiny", "edited")
+    with pytest.raises(StorageError, match="There is no study"):
+        storage.bind_data("tinny", "as they were")
+    storage.bind_data("tiny", "as they were")
+
+
+def test_data_of_a_live_worker_are_not_exchanged(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    storage.bind_data("tiny", "of the first")
+    with WorkerLease(storage, opened, max_retries=0), open_storage(storage.url) as other:
+        with refused():
+            other.bind_data("tiny", "of the second")
+        other.bind_data("tiny", "of the first")
+    storage.bind_data("tiny", "of the second")
+
+
+def test_worker_whose_data_were_exchanged_before_it_joined_is_refused(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(3))
+    storage.bind_data("tiny", "of the first")
+    with open_storage(storage.url) as other:
+        other.bind_data("tiny", "of the second")
+        with WorkerLease(other, opened, max_retries=0):
+            pass
+    with refused(), WorkerLease(storage, opened, max_retries=0):
+        pass
+
+
+def stored_by_name(storage: Storage) -> StudyConfig:
+    return stored_study("tiny", storage.read_definition("tiny"))
+
+
+def of_tasks(folder: Path, *names: str) -> StudyConfig:
+    """A study of a csv file, whose tasks and columns are in the order of `names`."""
+    rows = ["text,one,two,three", *(f"text {number},{number},{number},{number}" for number in range(40))]
+    (folder / "train.csv").write_text("\n".join(rows))
+    columns = {"labels": {name: name for name in names}}
+    tasks = {name: {"kind": "regression"} for name in names}
+    return study(3, data={"source": "csv", "path": str(folder), "tasks": tasks, "columns": columns})
+
+
+def fingerprint(config: StudyConfig) -> str:
+    return load_data(config.data).fingerprint
+
+
+def test_the_order_of_keys_is_that_of_the_first_file(storage: Storage, tmp_path: Path) -> None:
+    """The heads of a model are in the order of the tasks, and so is the data's fingerprint."""
+    first = of_tasks(tmp_path, "two", "three", "one")
+    storage.create_or_resume_study(first)
+    storage.bind_data("tiny", fingerprint(first))
+    assert fingerprint(stored_by_name(storage)) == fingerprint(first)
+    other = of_tasks(tmp_path, "one", "two", "three")
+    assert fingerprint(other) != fingerprint(first)
+    assert fingerprint(other.completed(storage.read_definition("tiny"))) == fingerprint(first)
+    storage.create_or_resume_study(other)
+    assert fingerprint(stored_by_name(storage)) == fingerprint(first)
+
+
+@pytest.mark.parametrize("bound_by", ["file", "name"])
+def test_a_study_whose_keys_an_earlier_version_sorted_goes_on(
+    storage: Storage, tmp_path: Path, bound_by: str
+) -> None:
+    config = of_tasks(tmp_path, "two", "three", "one")
+    storage.create_or_resume_study(config)
+    sorted_keys = json.dumps(config.definition(), sort_keys=True)
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(studies).values(definition=sorted_keys))
+    by = {"file": config, "name": stored_by_name(storage)}
+    bound = fingerprint(by[bound_by])
+    with open_storage(storage.url) as earlier:
+        earlier.bind_data("tiny", bound)
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(slots).values(trained=True))
+
+    storage.create_or_resume_study(config)  # which must not take the order of a file that may not be its own
+    other = by["name" if bound_by == "file" else "file"].completed(storage.read_definition("tiny"))
+    with pytest.raises(
+        StudyChangedError, match="An earlier version stored it without the order of its tasks"
+    ):
+        storage.check_data("tiny", fingerprint(other))
+    good = by[bound_by].completed(storage.read_definition("tiny"))
+    storage.bind_data("tiny", fingerprint(good), good.definition())
+    for any_of_them in (stored_by_name(storage), config.completed(storage.read_definition("tiny"))):
+        assert fingerprint(any_of_them) == bound
+
+
+# The size
+
+
+def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage) -> None:
+    run_trials(storage, study(4), result("complete"), result("complete"), result("preempted"))
+    storage.create_or_resume_study(study(6))
+    assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 2}
+    storage.create_or_resume_study(study(3))
+    assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
+    assert storage.read_study("tiny").trials[2].outcome == "preempted"
+
+    dropped = storage.create_or_resume_study(study(1)).trials
+    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 2}, "finished ones stay"
+    assert dropped[2].state == TrialState.FAIL
+    assert dropped[2].user_attrs["outcome_reason"] == "n_trials was lowered to 1"
+
+    storage.create_or_resume_study(study(4))
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 2}
+    run_trials(storage, study(4), result("complete"), result("complete"))
+    assert len(storage.read_study("tiny").trials) == 5
+
+
+def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    with WorkerLease(storage, opened, max_retries=0) as dead, open_storage(storage.url) as other:
+        lease = dead.claim()
+        trial = dead.open_trial(lease)
+        with WorkerLease(storage, opened, max_retries=0) as alive:
+            alive.open_trial(alive.claim())
+            change_worker(storage, dead, process_start="1")
+            other.create_or_resume_study(study(1))
+            assert storage.slot_counts("tiny") == {"open": 0, "running": 1, "done": 0}
+            states = [one.state for one in other.load_study("tiny").trials]
+            assert states == [TrialState.FAIL, TrialState.RUNNING]
+        with pytest.raises(LeaseLostError):
+            dead.record_outcome(lease, trial, result("complete"))
+
+
+def test_lowered_n_trials_drops_a_retry_that_has_not_begun(storage: Storage) -> None:
+    run_trials(storage, study(2), result("complete"), result("failed", traceback="Traceback"))
+    trials = storage.create_or_resume_study(study(1)).trials
+    assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 1}
+    assert trials[1].user_attrs["outcome"] == "failed"
+
+
+def test_joining_worker_does_not_resize(storage: Storage) -> None:
+    storage.create_or_resume_study(study(5))
+    storage.create_or_resume_study(study(3), resize=False)
+    assert storage.slot_counts("tiny")["open"] == 5
+
+
+# A study that goes
+
+
+@pytest.mark.parametrize("outcome", ["unsupported", "failed", "preempted"])
+def test_study_that_never_trained_is_replaced_with_a_word(
+    storage: Storage, caplog: pytest.LogCaptureFixture, outcome: str
+) -> None:
+    run_trials(storage, study(3), result(outcome, traceback="Traceback"), trained=False)
+    before = storage.study_token("tiny")
+    mended = study(2, model={"encoder": "other/name"})
+    with pytest.raises(StudyChangedError):
+        storage.create_or_resume_study(mended, resize=False)
+    assert storage.create_or_resume_study(mended).trials == []
+    assert "another definition, but no trial of it had trained: it is replaced" in caplog.text
+    assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
+    assert storage.study_token("tiny") != before
+    assert storage.read_study("tiny").definition["model"]["encoder"] == "other/name"
+
+
+@pytest.mark.parametrize("outcome", ["complete", "crashed", "preempted"])
+def test_study_that_trained_is_not_replaced(storage: Storage, outcome: str) -> None:
+    run_trials(storage, study(2), result(outcome))
+    with pytest.raises(StudyChangedError, match="another definition"):
+        storage.create_or_resume_study(study(2, training={"epochs": 7}))
+    assert len(storage.read_study("tiny").trials) == 1
+
+
+def test_study_with_a_worker_is_not_replaced(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    changed = study(2, training={"epochs": 7})
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        worker.open_trial(worker.claim())
+        with pytest.raises(StudyChangedError):
+            storage.create_or_resume_study(changed)
+    assert storage.create_or_resume_study(changed).trials == []
+
+
+def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
+    optuna.create_study(study_name="tiny", storage=storage.optuna).ask()
+    with pytest.raises(StorageError, match=r"`tiny` in .* was not made by hpo"):
+        storage.create_or_resume_study(study(2))
+
+
+def test_unknown_study_names_the_nearest(storage: Storage) -> None:
+    with pytest.raises(StorageError, match="It holds no study"):
+        storage.read_study("tini")
+    storage.create_or_resume_study(study(2))
+    with pytest.raises(StorageError, match=r"no study `tini` in .*Did you mean `tiny`"):
+        storage.read_study("tini")
+
+
+# What a trial stores
+
+
+def test_outcome_becomes_optuna_state(storage: Storage) -> None:
+    infeasible = (TrialState.PRUNED, {"feasible": 1.0})
+    expected = {
+        "complete": (TrialState.COMPLETE, {}),
+        "pruned": (TrialState.PRUNED, {}),
+        **dict.fromkeys(("nonfinite", "incompatible", "unsupported", "oom", "crashed"), infeasible),
+        "failed": (TrialState.FAIL, {}),
+        "preempted": (TrialState.RUNNING, {}),
+    }
+    results = [result(outcome, reason="why") for outcome in expected]
+    trials = run_trials(storage, study(9), *results).trials
+    assert [(trial.state, trial.constraints) for trial in trials] == list(expected.values())
+    assert [trial.user_attrs.get("outcome", "preempted") for trial in trials] == list(expected)
+    records = storage.read_study("tiny").trials
+    assert [record.outcome for record in records] == list(expected)
+    assert {record.reason for record in records[:-1]} == {"why"}
+
+
+def test_headline_and_telemetry(storage: Storage) -> None:
+    headline = {
+        "fp_precision_effective": "bf16",
+        "train_examples_per_second": np.float32(7.5),
+        "peak_memory_bytes": np.int64(2**40),
+    }
+    telemetry = {"metrics": {"task": {"f1_macro": float("nan")}}, "scale_max": float("inf"), "n": (1, 2)}
+    done = run_trials(storage, study(1), result("complete", headline=headline, telemetry=telemetry))
+    assert done.trials[0].user_attrs == {
+        "outcome": "complete",
+        "outcome_reason": "",
+        "fp_precision_effective": "bf16",
+        "train_examples_per_second": 7.5,
+        "peak_memory_bytes": 2**40,
+        "telemetry": {"metrics": {"task": {"f1_macro": None}}, "scale_max": None, "n": [1, 2]},
+    }
+
+
+@pytest.mark.parametrize("values", [None, (), (float("nan"),), (float("inf"),)])
+def test_complete_trial_must_have_finite_values(storage: Storage, values: Any) -> None:
+    with pytest.raises(ValueError, match="finite values"):
+        run_trials(storage, study(1), result("complete", values=values))
+
+
+def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(1))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())
+        metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
+        rates = {"train_examples_per_second": 10.0, "train_tokens_per_second": 1300.0}
+        parts = {"heads": {"underflow": 0.1, "updates_lost": None, "update_ratio": float("inf")}}
+        numerics = {"step": 40, "loss_scale": 1024.0, "parts": parts}
+        more = {"metrics": metrics, "numerics": numerics, **rates}
+        assert evaluate(storage, trial, 1, 0.5, 40, epoch=0.5, seconds=3.0, **more) is False
+        evaluate(storage, trial, 2, float("nan"), 80, metrics=metrics)
+    stored, without = storage.read_study("tiny").trials[0].evaluations
+    parts["heads"]["update_ratio"] = None
+    assert stored == EvaluationRow(
+        40, 0.5, 3.0, {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}, 10.0, 1300.0, numerics
+    )
+    assert without.numerics is None
+    assert opened.trials[0].intermediate_values == {1: 0.5}
+
+
+def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        trials = [worker.open_trial(worker.claim())]
+        with WorkerLease(storage, opened, max_retries=0) as other:
+            trials.append(other.open_trial(other.claim()))
+        for trial in trials:
+            for index in (1, 2, 3):
+                evaluate(storage, trial, index, step=40 * index)
+        evaluate(storage, trials[0], 2, 0.7, 80, seconds=4.0)
+    again, untouched = storage.read_study("tiny").trials
+    assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 1.0), (80, 4.0)]
+    assert [row.step for row in untouched.evaluations] == [40, 80, 120]
+    # Optuna keeps what comes later; the trial overtakes it.
+    assert opened.trials[0].intermediate_values == {1: 0.5, 2: 0.7, 3: 0.5}
+
+
+def test_pruner_is_asked(storage: Storage) -> None:
+    opened = storage.create_or_resume_study(study(2))
+    opened.pruner = optuna.pruners.ThresholdPruner(lower=0.3)
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())
+        assert evaluate(storage, trial, 1, 0.4) is False
+        assert evaluate(storage, trial, 2, 0.2) is True
+
+
+def test_evaluation_is_stored_again_with_what_optuna_knows_of_it(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = storage.create_or_resume_study(study(1))
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        trial = worker.open_trial(worker.claim())
+        with monkeypatch.context() as patched:
+            patched.setattr(type(storage.optuna), "set_trial_intermediate_value", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                evaluate(storage, trial)
+        for value in (0.4, 0.6):  # a trial that goes on from before comes to the same step again
+            evaluate(storage, trial, value=value)
+        assert trial.study.trials[0].intermediate_values == {1: 0.6}
+    with open_storage(storage.url) as other:
+        assert other.load_study("tiny").trials[0].intermediate_values == {1: 0.6}
+
+
+def test_several_objectives(storage: Storage) -> None:
+    objective = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
+    opened = storage.create_or_resume_study(study(2, objective=objective))
+    assert opened.metric_names == ["score", "peak_memory_bytes"], "for the dashboard"
+    with WorkerLease(storage, opened, max_retries=0) as worker:
+        lease = worker.claim()
+        trial = worker.open_trial(lease)
+        assert evaluate(storage, trial) is False, "Optuna cannot prune by two objectives"
+        worker.record_outcome(lease, trial, result("complete", values=(0.5, 100.0)))
+    record = storage.read_study("tiny")
+    assert record.metric_names == ("score", "peak_memory_bytes")
+    assert record.directions == ("maximize", "minimize")
+    assert record.trials[0].values == (0.5, 100.0)
+    assert len(record.trials[0].evaluations) == 1
+
+
+def test_compat_cache_keeps_the_first_result(storage: Storage) -> None:
+    assert storage.get_compat("key") is None
+    first = {"verdict": "ok", "speed": None}
+    assert storage.put_compat("key", {"verdict": "ok", "speed": float("nan")}) == first
+    assert storage.put_compat("key", {"verdict": "degraded"}) == first
+    assert storage.get_compat("key") == first
+    assert storage.get_compat("other") is None
+
+
+def test_read_study(storage: Storage) -> None:
+    config = study(3)
+    run_trials(storage, config, result("complete"), result("failed", traceback="Traceback: x"))
+    opened = storage.create_or_resume_study(config)
+    with WorkerLease(storage, opened, max_retries=1) as worker:
+        trial = worker.open_trial(worker.claim())
+        record = storage.read_study("tiny")
+        running = record.trials[trial.number]
+        assert (running.state, running.outcome) == ("RUNNING", "running")
+        assert (running.ended, running.seconds) == (None, None)
+        assert [(w.id, w.trial_number) for w in record.workers if w.alive] == [(worker.id, 2)]
+        assert running.attributes == {"retry_of": 1, "worker": worker.id}
+    record = storage.read_study("tiny")
+    assert not any(worker.alive for worker in record.workers)
+    assert record.slots == {"open": 2, "running": 0, "done": 1}
+    complete, failed, preempted = record.trials
+    assert preempted.outcome == "preempted"
+    assert complete.values == (0.5,)
+    assert complete.params == opened.trials[0].params
+    assert complete.started.tzinfo is not None
+    assert complete.seconds == pytest.approx((complete.ended - complete.started).total_seconds())
+    assert abs(complete.ended.timestamp() - time.time()) < 600, "times are UTC"
+    assert (failed.state, failed.attributes["traceback"]) == ("FAIL", "Traceback: x")
+    assert record.definition["search_space"]["batch_size"]["choices"] == [8, 16, 32]
