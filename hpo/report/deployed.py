@@ -202,9 +202,7 @@ def threads(found: Stored) -> str:
 
 
 def _verdict(judged: Stored) -> str:
-    if judged["score"] is None:
-        return "refused: not finite"
-    return "refused: worse" if judged["verdict"] == "worse" else str(judged["verdict"].replace("_", " "))
+    return "not finite" if judged["score"] is None else str(judged["verdict"].replace("_", " "))
 
 
 def _changes(changes: Stored | None) -> str:

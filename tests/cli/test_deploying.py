@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,14 +50,14 @@ def test_what_int8_ruins_is_refused(mood: Path, tmp_path: Path) -> None:
     options = ("--artifacts", INT8, "--max-drop", f"{MAX_DROP:g}", "--out", str(out))
     with ruined_exports():
         finished = ok(hpo_command(mood, "deploy", "mood", *options))
-    assert finished.out.count("refused: worse") == 2
+    assert re.findall(r"^ onnx int8 (\w+) .* worse +$", finished.out, re.MULTILINE) == ["dynamic", "static"]
     assert f'hpo.load("{out}/model", device="cpu")' in finished.out
     assert "making and scoring onnx_int8_dynamic" in finished.err
     assert {path.name for path in out.iterdir()} == {"model", "deploy.json", "deploy.html"}
     stored = json.loads((out / "deploy.json").read_text())
     assert [row["judged"]["verdict"] for row in stored["artifacts"]] == ["as_good", "worse", "worse"]
     assert (stored["chosen"], stored["test"]["num_examples"]) == (0, 320)
-    assert "refused: worse" in (out / "deploy.html").read_text()
+    assert (out / "deploy.html").read_text().count("<td>worse</td>") == 2
     predictions = hpo.load(out / "model", device="cpu").predict(["a good day", "a bad day"])
     assert [one["mood"].label for one in predictions] == ["good", "bad"]
 
