@@ -17,6 +17,7 @@ from pydantic import (
     TypeAdapter,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from hpo.config.study_file import CheckedSection, Problem, refuse, show
@@ -131,6 +132,14 @@ class ColumnsConfig(Section):
     """Task name to column: a class or number; several classes as a list or `a|b` (`csv.list_separator`)."""
     spans: dict[str, str] = Field(default_factory=dict)
     """Span or task name to column of spans, as `[[start, end], ...]`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_segments(cls, content: Any) -> Any:
+        """Earlier versions stored `segments: null`."""
+        if isinstance(content, Mapping) and "segments" in content and content["segments"] is None:
+            return {key: value for key, value in content.items() if key != "segments"}
+        return content
 
 
 def _one_character(given: str) -> str:

@@ -36,9 +36,6 @@ CHANGEABLE = (
 )
 """Keys of the study file that may change before a study is resumed: its results still compare."""
 
-DROPPED = {"data.columns.segments": None}
-"""Keys that there are no longer, and the defaults that earlier versions stored."""
-
 
 def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above: str = "") -> Iterator[str]:
     """The dotted keys that the `content` of a study file gives, of sections and `KEYED` settings each key."""
@@ -49,18 +46,6 @@ def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above:
             yield from given_keys(inner, value, f"{above}{key}.")
         else:
             yield f"{above}{key}"
-
-
-def without_dropped_keys(stored: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The `stored` definition without `DROPPED` keys that have their defaults."""
-    names = {key: f"{above}{key}" for key in stored}
-    return {
-        key: without_dropped_keys(value, f"{names[key]}.")
-        if isinstance(value, Mapping) and any(name.startswith(f"{names[key]}.") for name in DROPPED)
-        else value
-        for key, value in stored.items()
-        if (names[key], value) not in DROPPED.items()
-    }
 
 
 def completed(model: type[BaseModel], stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

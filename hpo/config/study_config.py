@@ -32,7 +32,6 @@ from hpo.config.definition import (
     given_keys,
     refuse_changes,
     refuse_other_code,
-    without_dropped_keys,
 )
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
@@ -268,7 +267,6 @@ class StudyConfig(CheckedSection):
             InputError: the file's keys do not go with what is stored, or what is stored names an encoder
                 that the file does not, and the file trusts the code of its own.
         """
-        stored = without_dropped_keys(stored)
         merged = completed(StudyConfig, stored, self.definition())
         refuse_changes(self.name, stored, merged)
         refuse_other_code(self.name, self.definition(), merged)
@@ -284,7 +282,7 @@ class StudyConfig(CheckedSection):
         if not isinstance(content, Mapping):
             return content
         if "given" in content:  # a definition
-            keys = without_dropped_keys({key: of for key, of in content.items() if key != "folder"})
+            keys = {key: value for key, value in content.items() if key != "folder"}
             return {"path": Path(str(content.get("folder", "")), "study.yaml"), **keys}
         return {**content, "given": frozenset(given_keys(cls, content)) - {"path"}}
 

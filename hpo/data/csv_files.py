@@ -99,23 +99,22 @@ def _header(lines: Sequence[str], delimiter: str) -> list[str]:
 
 
 def _find_encoding(path: Path, given: str | None) -> str:
-    """The encoding's name. Reads the whole file, in pieces."""
-    with path.open("rb") as file:
-        head = file.read(4096)
-    encoding = next((name for mark, name in _MARKS.items() if head.startswith(mark)), None)
-    if encoding is None and b"\0" in head and given is None:
+    content = path.read_bytes()
+    encoding = next((name for mark, name in _MARKS.items() if content.startswith(mark)), None)
+    if encoding is None and b"\0" in content[:4096] and given is None:
         raise DataError(
             f"{path}: must be a csv file, but it holds zero bytes: it is of another format, or UTF-16 "
             "without a byte order mark, which `data.csv.encoding: utf-16-le` reads."
         )
     if encoding is None:
-        is_utf8 = given is not None and not _problem(path, "utf-8") and any(_foreign_lines(path))
+        is_utf8 = not content.isascii() and not _problem(content, "utf-8")
         encoding = "utf-8" if is_utf8 or given is None else given
-    if not (problem := _problem(path, encoding)):
+    if not (problem := _problem(content, encoding)):
         return encoding
     # Half a character at the very end is a file that was cut off, not another encoding.
     may_be_western = given is None and encoding == "utf-8" and problem != "unexpected end of data"
-    if may_be_western and is_western(b"".join(islice(_foreign_lines(path), _SAMPLE_LINES))):
+    foreign = (line for line in content.splitlines(keepends=True) if not line.isascii())
+    if may_be_western and is_western(b"".join(islice(foreign, _SAMPLE_LINES))):
         return "cp1252"
     raise DataError(
         f"{path}: must be {_name(encoding)}, but cannot be decoded so: {problem}. Save it as UTF-8, or name "
@@ -128,23 +127,15 @@ def is_western(lines: bytes) -> bool:
     return from_bytes(lines, cp_isolation=["cp1252"], threshold=0.5).best() is not None
 
 
-def _problem(path: Path, encoding: str) -> str:
-    """Why the file cannot be decoded; empty: it can."""
+def _problem(content: bytes, encoding: str) -> str:
+    """Why the content cannot be decoded; empty: it can."""
     try:
-        with path.open(encoding=encoding) as file:
-            while file.read(_PIECE):
-                pass
+        content.decode(encoding)
     except UnicodeDecodeError as error:
         return error.reason
     except UnicodeError as error:
         return str(error)
     return ""
-
-
-def _foreign_lines(path: Path) -> Iterator[bytes]:
-    """The lines that are not ASCII."""
-    with path.open("rb") as file:
-        yield from (line for line in file if not line.isascii())
 
 
 def csv_records(form: CsvForm) -> Iterator[tuple[int, list[str]]]:
