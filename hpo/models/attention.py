@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,12 +122,11 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of [B, H, L, E] queries, keys and values: [B, L, H, E]. See the head of this file."""
     config = getattr(module, "config", None)
+    dropout = options.get("dropout", 0.0)
     # Asked for first where it is compiled: the compiler splits its graph at a ContextVar.
     is_ours = (
         is_fast_here(query, key, value)
@@ -138,17 +137,14 @@ def attention_forward(
     )
     lengths = _text_lengths(query, attention_mask) if is_ours else None
     if lengths is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = options.get("scaling")
+    pieces = _Pieces(lengths, query.shape[-1] ** -0.5 if scaling is None else scaling, dropout)
     with torch.autocast("cpu", enabled=False):
-        attended: Tensor = _DropoutAttention.apply(  # type: ignore[no-untyped-call]
-            query, key, value, lengths, scale, dropout
-        )
+        attended: Tensor = _DropoutAttention.apply(query, key, value, pieces)  # type: ignore[no-untyped-call]
     return attended, None
 
 
@@ -170,16 +166,24 @@ def _text_lengths(query: Tensor, mask: Tensor | None) -> list[int] | None:
     return lengths_B.tolist() if is_at_end else None
 
 
-def _pieces(lengths: Sequence[int], num_heads: int) -> Iterator[tuple[slice, int]]:
-    """Texts that are computed together, and the longest of them."""
-    start = longest = 0
-    for end, length in enumerate(lengths):
-        wider = max(longest, length)
-        if end > start and (end + 1 - start) * num_heads * wider**2 > PIECE_ELEMENTS:
-            yield slice(start, end), longest
-            start, wider = end, length
-        longest = wider
-    yield slice(start, len(lengths)), longest
+class _Pieces(NamedTuple):
+    """What is computed, beside queries, keys and values."""
+
+    lengths: Sequence[int]
+    scale: float
+    p: float
+    """Of dropout."""
+
+    def cut(self, num_heads: int) -> Iterator[tuple[slice, int]]:
+        """Texts that are computed together, and the longest of them."""
+        start = longest = 0
+        for end, length in enumerate(self.lengths):
+            wider = max(longest, length)
+            if end > start and (end + 1 - start) * num_heads * wider**2 > PIECE_ELEMENTS:
+                yield slice(start, end), longest
+                start, wider = end, length
+            longest = wider
+        yield slice(start, len(self.lengths)), longest
 
 
 def _heads(texts: slice, length: int, *tensors: Tensor) -> Iterator[Tensor]:
@@ -189,15 +193,13 @@ def _heads(texts: slice, length: int, *tensors: Tensor) -> Iterator[Tensor]:
 
 class _DropoutAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, p: float
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: _Pieces) -> Tensor:
+        lengths, scale, p = pieces
         num_texts, num_heads, length, size = query.shape
         bits = DropoutMaskGenerator()
-        pieces = list(_pieces(lengths, num_heads))
         output_BLHE = query.new_zeros(num_texts, length, num_heads, size)
         saved = []
-        for texts, longest in pieces:
+        for texts, longest in pieces.cut(num_heads):
             q, k, v = _heads(texts, longest, query, key, value)
             q, k = q.float(), k.float()
             scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
@@ -211,7 +213,7 @@ class _DropoutAttention(torch.autograd.Function):
             output_BLHE[texts, :longest] = attended.unflatten(0, (-1, num_heads)).transpose(1, 2)
             saved += [weights, mask]
         ctx.save_for_backward(query, key, value, *saved)
-        ctx.pieces, ctx.scale, ctx.p = pieces, scale, p
+        ctx.pieces = pieces
         return output_BLHE
 
     @staticmethod
@@ -219,20 +221,22 @@ class _DropoutAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *saved = ctx.saved_tensors
         (gradient_BLHE,) = gradients
+        _, scale, p = ctx.pieces
         num_texts, num_heads, length, size = query.shape
         # In the layout of the linear layers' outputs, of which query, key and value are transposed views.
         of_query, of_key, of_value = (
             query.new_zeros(num_texts, length, num_heads, size).transpose(1, 2) for _ in range(3)
         )
-        for (texts, longest), weights, mask in zip(ctx.pieces, saved[::2], saved[1::2], strict=True):
+        cut = ctx.pieces.cut(num_heads)
+        for (texts, longest), weights, mask in zip(cut, saved[::2], saved[1::2], strict=True):
             q, k, v, gradient = _heads(texts, longest, query, key, value, gradient_BLHE.transpose(1, 2))
-            gradient = gradient * (1 / (1 - ctx.p))
+            gradient = gradient * (1 / (1 - p))
             of_weights = masked(torch.bmm(gradient, v.transpose(1, 2)), mask)
             of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
             for whole, piece in (
                 (of_value, torch.bmm(masked(weights, mask).transpose(1, 2), gradient)),
-                (of_query, torch.bmm(of_scores, k).mul_(ctx.scale)),
-                (of_key, torch.bmm(of_scores.transpose(1, 2), q).mul_(ctx.scale)),
+                (of_query, torch.bmm(of_scores, k).mul_(scale)),
+                (of_key, torch.bmm(of_scores.transpose(1, 2), q).mul_(scale)),
             ):
                 whole[texts, :, :longest] = piece.unflatten(0, (-1, num_heads))
-        return of_query, of_key, of_value, None, None, None
+        return of_query, of_key, of_value, None

@@ -67,7 +67,9 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     calls: list[float] = []
     apply = hpo.models.attention._DropoutAttention.apply
     monkeypatch.setattr(
-        hpo.models.attention._DropoutAttention, "apply", lambda *args: calls.append(args[-1]) or apply(*args)
+        hpo.models.attention._DropoutAttention,
+        "apply",
+        lambda *args: calls.append(args[-1].p) or apply(*args),
     )
     return calls
 
