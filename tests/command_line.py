@@ -19,6 +19,7 @@ from typer.main import get_command
 
 import hpo
 from hpo.cli.commands import app, main
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
 
@@ -69,7 +70,7 @@ def hpo_command(folder: Path, *arguments: str, width: int = 100) -> Finished:
 def stored(folder: Path) -> StudyRecord:
     """The tiny study in the default database of a folder."""
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
-        return storage.read_study("tiny")
+        return read_study(storage, "tiny")
 
 
 def ok(finished: Finished) -> Finished:

@@ -7,12 +7,13 @@ from worker_process import evaluate, study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def make_old(url: str, version: str) -> None:
     """A database as that version left it, with a study of three slots and an evaluation."""
     with open_storage(url) as storage:
-        opened = storage.create_or_resume_study(study(n_trials=3))
+        opened = create_or_resume_study(storage, study(n_trials=3))
         with WorkerLease(storage, opened, max_retries=0) as worker:
             evaluate(storage, worker.open_trial(worker.claim()), 1, 0.5, 40)
         with storage.engine.begin() as connection:

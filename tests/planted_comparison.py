@@ -20,6 +20,7 @@ from hpo.compare.runs import Runs
 from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.data.tasks import Task
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.row_statistics import read_row_statistics, store_row_statistics
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.running.stopping import Stop
@@ -27,6 +28,7 @@ from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.grid_sampler import grid_points
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
 from hpo.training.metrics import RowStatistics
 
 TASKS = (Task("topic", "regression"),)
@@ -159,7 +161,7 @@ def told(
 def searched(storage: Storage, score: Score, **changes: Any) -> StudyConfig:
     """A study that has run."""
     config = search_config(**changes)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     run(storage, config, score)
     return config
 
@@ -196,7 +198,7 @@ def run(
         device=WorkerDevice(kind=device),
         stop=stop,
     )
-    return storage.read_study(config.name)
+    return read_study(storage, config.name)
 
 
 def statistics(task: Task, points: float) -> RowStatistics:
@@ -214,23 +216,23 @@ def statistics(task: Task, points: float) -> RowStatistics:
 def judge(storage: Storage, companion: StudyConfig, search: StudyRecord, tasks: Any = TASKS) -> Result:
     """What its trials say so far."""
     rows = read_row_statistics(storage, companion.name, tasks)
-    runs = Runs(storage.read_study(companion.name), companion, tasks, rows)
+    runs = Runs(read_study(storage, companion.name), companion, tasks, rows)
     if runs.plan.question == "configurations":
         return judge_race(runs, runs.of_search(search))
     return judge_precisions(runs, search, None)
 
 
 def begun(storage: Storage, config: StudyConfig, request: Request) -> StudyConfig:
-    record = storage.read_study(config.name)
+    record = read_study(storage, config.name)
     return open_comparison(storage, record, config, request, runnable=("fp32", "bf16"), has_test=True)
 
 
 def compared(storage: Storage, config: StudyConfig, score: Score, request: Request) -> Result:
     """What a comparison comes to that workers run."""
-    search = storage.read_study(config.name)
+    search = read_study(storage, config.name)
 
     def run_look(companion: StudyConfig) -> StudyRecord:
-        storage.create_or_resume_study(companion)
+        create_or_resume_study(storage, companion)
         return run(storage, companion, score)
 
     *_, last = look_by_look(

@@ -16,16 +16,18 @@ from worker_process import evaluate, result, study
 
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
+from hpo.study.reading.reader import read_study
 from hpo.study.store import schema
 from hpo.study.store.copy import OURS
 from hpo.study.store.optuna_internals import trials
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def filled(storage: Storage, n_trials: int = 6) -> optuna.Study:
     """The study `tiny` with a trial in each state, and of all that a trial may hold."""
     config = study(n_trials, objective={"metric": "score", "direction": "minimize"})
-    opened = storage.create_or_resume_study(config)
+    opened = create_or_resume_study(storage, config)
     opened.set_user_attr("note", {"text": "Grüße \0 ☃", "list": [1, None, 0.1]})
     with WorkerLease(storage, opened, max_retries=1) as worker:
         for value in (0.1 + 0.2, 5e-324):
@@ -85,7 +87,7 @@ def contents(storage: Storage, name: str = "tiny") -> dict[str, Any]:
         }
         for trial in opened.trials
     ]
-    record = storage.read_study(name)
+    record = read_study(storage, name)
     found: dict[str, Any] = {
         "trials": trials,
         "order of the parameters": [list(trial.params) for trial in opened.trials],

@@ -24,10 +24,12 @@ from hpo.outcome import Outcome
 from hpo.study.claims import leases
 from hpo.study.claims.deaths import Deaths
 from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow, Report
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
 CONTEXT.set_forkserver_preload(
@@ -91,7 +93,7 @@ def evaluate(
     """
     fields = {"epoch": 1.0, "seconds": 1.0, "metrics": {"score": value}, **changes}
     report = Report(index, value, EvaluationRow(step or index, **fields))
-    return storage.persist(lambda: storage.report_evaluation(trial, lease_of(storage, trial), report))
+    return lease_of(storage, trial).report(trial, report)
 
 
 def lease_of(storage: Storage, trial: optuna.trial.Trial) -> Lease:
@@ -177,7 +179,7 @@ def finish(*processes: Any) -> None:
 def join(url: str, config: StudyConfig, log: Path) -> None:
     """Join the study as a worker and leave again."""
     with open_storage(url) as storage:
-        opened = storage.create_or_resume_study(config)
+        opened = create_or_resume_study(storage, config)
         with WorkerLease(storage, opened, max_retries=0) as worker:
             note(log, number=worker.number)
 
@@ -217,7 +219,7 @@ _PLACES: dict[str, Callable[[_Killer], None]] = {
     "half suggested": _after(_OPTUNAS, "set_trial_param", lambda *args: args[2] == "learning_rate"),
     "suggested": _after(Lease, "store_params"),
     "training": lambda _: None,
-    "evaluation reported": _after(Storage, "report_evaluation"),
+    "evaluation reported": _after(Lease, "report"),
     "pruner asked": _after(_OPTUNAS, "set_trial_intermediate_value"),
     "half of the outcome": _after(_OPTUNAS, "set_trial_user_attr"),
     "trial ended": _after(_OPTUNAS, "set_trial_state_values"),
@@ -231,7 +233,7 @@ def check_done(storage: Storage, config: StudyConfig, log: Path, crashed: Collec
 
     Those with the numbers `crashed` were given up after their process had died again and again.
     """
-    record = storage.read_study(config.name)
+    record = read_study(storage, config.name)
     assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
     retried = {trial.attributes["retry_of"] for trial in record.trials if "retry_of" in trial.attributes}
     last = [trial for trial in record.trials if trial.number not in retried]

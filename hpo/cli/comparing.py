@@ -107,6 +107,7 @@ def compare(
     from hpo.data.dataset import load_data
     from hpo.device import probe_device
     from hpo.study.running.run import check_trust
+    from hpo.study.store.studies import check_data
 
     only_price = options.pop("price")
     if options["precisions"]:
@@ -119,7 +120,7 @@ def compare(
     ):
         config = config_of(study, record, trust_remote_code=False)
         device, data = probe_device(config.device), load_data(config.data)
-        database.check_data(record.name, data.fingerprint)
+        check_data(database, record.name, data.fingerprint)
         has_test = _say_what_is_compared(config, data)
         runnable = _runnable(config, device)
         companion = open_comparison(database, record, config, request, runnable=runnable, has_test=has_test)

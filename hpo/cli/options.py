@@ -336,13 +336,14 @@ def existing_study(study: str, storage: str | None) -> Iterator[tuple[Storage, S
     A name is that of a study in the database, if there is one, as in `load_to_work`. Raises StorageError
     where there is none.
     """
+    from hpo.study.reading.reader import read_study
     from hpo.study.store.database import storage_url
     from hpo.study.store.storage import open_storage
 
     config = load_file(study)
     with open_storage(storage_url(storage), create=False) as database:
         is_stored = not is_path(study) and database.has_study(study)
-        yield database, database.read_study(study if is_stored or config is None else config.name)
+        yield database, read_study(database, study if is_stored or config is None else config.name)
 
 
 def config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> StudyConfig:
@@ -375,12 +376,13 @@ def checkpoint_of(
     folder with the newest checkpoint of that kind of one of its trials, brought here."""
     from hpo.device import probe_device
     from hpo.study.checkpoints.remote_store import open_remote_store
+    from hpo.study.store.studies import check_data
     from hpo.trial.executor import Executor
 
     if executor is None:
         make_runs_folder(config.name)
         executor = Executor(config, probe_device(device or config.device), RUNS)
-        database.check_data(config.name, executor.dataset.fingerprint)
+        check_data(database, config.name, executor.dataset.fingerprint)
     folder = executor.trial_folder(database.study_token(config.name), number)
     if (remote := open_remote_store(config.checkpoint)) is not None:
         remote.fetch_newest(kind, folder)

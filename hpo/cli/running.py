@@ -95,13 +95,14 @@ def init(
 ) -> None:
     """Check the study, and make the tables and the study, once, before workers start."""
     from hpo.report.status import study_status
+    from hpo.study.reading.reader import read_study
     from hpo.study.running.run import OpenOptions, open_study
     from hpo.study.store.database import place, storage_url
 
     config, url = load_to_run(study, n_trials=n_trials), storage_url(storage)
     options = OpenOptions(trials_run="elsewhere", is_file=True)
     with progress_shown(quiet=as_json), open_study(config, url, RUNS, options) as opened:
-        total, record = opened.config.n_trials, opened.storage.read_study(config.name)
+        total, record = opened.config.n_trials, read_study(opened.storage, config.name)
     text = f"The study {config.name} with {total} trials is ready in {place(url)}."
     answer(study_status(record), text, as_json=as_json)
 
@@ -223,6 +224,7 @@ def run_here(
 
     Returns the study as it is then, how the run ended, and the precisions that were left out, with reasons.
     """
+    from hpo.study.reading.reader import read_study
     from hpo.study.running.run import OpenOptions, open_study, run_study
     from hpo.study.store.database import storage_url
 
@@ -233,7 +235,7 @@ def run_here(
     with open_study(config, storage_url(storage), RUNS, options) as opened:
         with shown(opened, stop, quiet=quiet):
             summary = run_study(opened, processes, stop=stop)
-        return opened.storage.read_study(config.name), summary, opened.left_out
+        return read_study(opened.storage, config.name), summary, opened.left_out
 
 
 @contextmanager

@@ -92,6 +92,7 @@ def _work_in(
 ) -> NoReturn:
     """Be one or more workers of a study, and end the command."""
     from hpo.cluster.batch.slurm import requeue_this_job
+    from hpo.study.reading.reader import read_study
     from hpo.study.running.next_look import look_by_look
     from hpo.study.running.run import open_study, run_study
     from hpo.study.store.database import storage_url
@@ -112,7 +113,7 @@ def _work_in(
         ):
             summary = run_study(opened, processes, stop=stop)
             says_why = summary.ended in ("elsewhere", "closed", "timeout") and not as_json
-            record = opened.storage.read_study(config.name) if says_why else None
+            record = read_study(opened.storage, config.name) if says_why else None
         outcomes.update(summary.outcomes)
         if summary.ended != "finished":
             break

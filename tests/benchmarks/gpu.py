@@ -43,6 +43,7 @@ from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import cuda_devices, probe_device
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
 from hpo.precision.table import PRECISIONS
+from hpo.study.reading.reader import read_study
 from hpo.study.store.storage import open_storage
 from hpo.training.throughput import peak_flops, training_flops
 from hpo.trial.executor import Executor
@@ -313,7 +314,7 @@ def trials_per_hour(
     if status["outcomes"] != {"complete": num_trials}:
         return {"failed": f"the trials ended as {status['outcomes']}"}
     with open_storage(f"sqlite:///{work}/runs/hpo.db", create=False) as storage:
-        trials = storage.read_study(workload.name).trials
+        trials = read_study(storage, workload.name).trials
     if any(trial.telemetry["device"]["shared"] != (num_workers > 1) for trial in trials):
         return {"failed": "other work was on the device, or the workers were not"}
     memory = max(trial.telemetry["peak_memory_bytes"] for trial in trials)

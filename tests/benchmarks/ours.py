@@ -20,6 +20,7 @@ import yaml
 from executors import config_of, executor_of
 from workload import FIRST_STEP_ROWS, NUM_ROWS, STUDY_LEARNING_RATES, Workload, study_content
 
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import TrialRecord
 
 STORAGE = "sqlite:///hpo.db"
@@ -184,7 +185,7 @@ def _read_trials(name: str) -> Sequence[TrialRecord]:
     from hpo.study.store.storage import open_storage
 
     with open_storage(STORAGE, create=False) as storage:
-        return storage.read_study(name).trials
+        return read_study(storage, name).trials
 
 
 def _resident_bytes() -> int:

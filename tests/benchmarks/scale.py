@@ -37,6 +37,7 @@ from hpo.study.claims.leases import WorkerLease
 from hpo.study.running.worker import run_worker
 from hpo.study.store.database import parse_url
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 SPACE: dict[str, Any] = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16", "fp16"]},
@@ -137,7 +138,7 @@ def rate(server: PostgresServer, num_workers: int, num_trials: int, rounds: int)
                     if name == "plain":
                         optuna.create_study(study_name="plain", storage=storage.optuna, direction="maximize")
                     else:
-                        storage.create_or_resume_study(config)
+                        create_or_resume_study(storage, config)
                 works = [
                     CONTEXT.Process(target=ours, args=(url, config, Path(folder) / str(index)))
                     if name == "ours"
@@ -166,7 +167,7 @@ def grow(server: PostgresServer, num_workers: int, num_trials: int, pause: float
     config = config_of("random", num_trials)
     with server.database() as url, tempfile.TemporaryDirectory() as folder:
         with open_storage(url) as storage:
-            storage.create_or_resume_study(config)
+            create_or_resume_study(storage, config)
         logs = [Path(folder) / str(index) for index in range(num_workers)]
         before = ended_cpu_seconds(server)
         run([CONTEXT.Process(target=ours, args=(url, config, log, pause)) for log in logs])

@@ -16,8 +16,10 @@ from tiny import write_study
 
 from hpo.compare.companion import Request, open_comparison
 from hpo.config.study_config import stored_study
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import TrialRecord
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 SPACE = {
     "fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]},
@@ -49,14 +51,14 @@ def test_precisions_and_configurations(searched: Path) -> None:
     assert row["verdict"] in ("as_good", "worse", "undecided")
     assert [one["precision"] for one in found["tuned"]] == ["fp32", "bf16"]
     with open_storage(f"sqlite:///{searched}/runs/hpo.db") as storage:
-        trials = storage.read_study("tiny-compare").trials
+        trials = read_study(storage, "tiny-compare").trials
     assert all(trial.telemetry["test_metrics"] for trial in trials)
     assert not list(searched.glob("runs/tiny-compare/checkpoints-*/trial-*/best-*"))
 
     again = ok(hpo_command(searched, "compare", "tiny.yaml"))
     assert found["recommendation"] in again.out
     with open_storage(f"sqlite:///{searched}/runs/hpo.db") as storage:
-        assert len(storage.read_study("tiny-compare").trials) == len(trials), "nothing is trained twice"
+        assert len(read_study(storage, "tiny-compare").trials) == len(trials), "nothing is trained twice"
 
     waits = ok(hpo_command(searched, "worker", "tiny-compare", "--timeout", "0.1"))
     assert "has added no trials" not in waits.err, "it has ended"
@@ -92,7 +94,7 @@ def planted_folder(planted_search: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def compared_trials(folder: Path) -> list[TrialRecord]:
     with open_storage(f"sqlite:///{folder}/runs/hpo.db") as storage:
-        return storage.read_study("planted-compare").trials if storage.has_study("planted-compare") else []
+        return read_study(storage, "planted-compare").trials if storage.has_study("planted-compare") else []
 
 
 PLANTED = ("compare", "tiny.yaml", "--top", "1", "--precisions", "bf16")
@@ -227,11 +229,11 @@ def test_a_precision_that_this_device_lacks(searched: Path) -> None:
     assert "Leave tf32 out of --precisions, or compare on a device that does." in refused.err
     with open_storage(f"sqlite:///{searched}/runs/hpo.db") as storage:
         assert not storage.has_study("tiny-compare")
-        record = storage.read_study("tiny")
+        record = read_study(storage, "tiny")
         config = stored_study("tiny", record.definition)
         request = Request(precisions=("fp32", "bf16", "tf32"), top=1, max_seeds=3)
         elsewhere = open_comparison(storage, record, config, request, runnable=("fp32",), has_test=True)
-        storage.create_or_resume_study(elsewhere)
+        create_or_resume_study(storage, elsewhere)
     refused = hpo_command(searched, "compare", "tiny.yaml", "--json")
     assert (refused.exit_code, refused.out) == (2, "")
     assert "Go on on a device that does, or begin anew, without its trials: hpo delete" in refused.err

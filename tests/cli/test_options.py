@@ -15,6 +15,7 @@ from hpo.cli.commands import app
 from hpo.cli.options import config_of, existing_study, load_to_work
 from hpo.study.running.worker import RunSummary
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_a_name_is_the_study_of_the_database_whatever_a_file_of_that_name_is_abo
     write_study(folder / "studies", name="bar").rename(folder / "studies" / "foo.yaml")
     with open_storage(sqlite_url) as storage:
         for name in ("foo", "bar"):
-            storage.create_or_resume_study(study(2, name=name))
+            create_or_resume_study(storage, study(2, name=name))
     for given, meant in (("foo", "foo"), ("bar", "bar"), ("studies/foo.yaml", "bar")):
         with existing_study(given, sqlite_url) as (_, record):
             assert record.name == meant
@@ -43,7 +44,7 @@ def test_a_name_is_the_study_of_the_database_whatever_a_file_of_that_name_is_abo
 def test_a_name_that_the_database_does_not_have_is_of_a_file(folder: Path, sqlite_url: str) -> None:
     write_study(folder / "studies", name="bar").rename(folder / "studies" / "foo.yaml")
     with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(study(2, name="bar"))
+        create_or_resume_study(storage, study(2, name="bar"))
     with existing_study("foo", sqlite_url) as (_, record):
         assert record.name == "bar"
 

@@ -23,6 +23,7 @@ from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.overview import say_damaged
 from hpo.study.store.schema import slots, studies, workers
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 CHECKPOINTS = "runs/tiny/checkpoints-*/trial-*/step-*"
 
@@ -208,7 +209,7 @@ def test_cancel_ends_the_trials_where_slurm_does_not_answer(
     made: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage:
-        opened = storage.create_or_resume_study(stored_study("tiny", storage.read_definition("tiny")))
+        opened = create_or_resume_study(storage, stored_study("tiny", storage.read_definition("tiny")))
         with WorkerLease(storage, opened, max_retries=0) as worker:
             lease = worker.claim()
             assert lease is not None

@@ -30,6 +30,7 @@ from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.grid_sampler import DEVICE_ATTR, POINT_ATTR
 from hpo.study.store.schema import slots, studies
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 REQUEST = Request(top=2, seeds=3, max_seeds=8)
 
@@ -103,7 +104,7 @@ def test_a_setting_of_one_precision_has_its_best_value_there(storage: Storage) -
         "init_scale": {"type": "categorical", "choices": [8.0, 1024.0], "when": {"fp_precision": "bf16"}},
     }
     config = study(20, search_space=space)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     run(storage, config, lambda params: 80.0 - (params.get("init_scale") == 8.0))
     plan = plan_of(begun(storage, config, Request(top=2, seeds=3, max_seeds=8)))
     found = [(one.params["init_scale"], one.precisions) for one in plan.configurations]
@@ -118,7 +119,7 @@ def test_a_setting_that_the_search_left_out_has_its_default(storage: Storage) ->
         "init_scale": {"type": "categorical", "choices": [1024.0], "when": {"fp_precision": "bf16"}},
     }
     config = study(20, search_space=space)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     run(storage, config, lambda params: None if params["fp_precision"] == "bf16" else by_rate(params))
     companion = begun(storage, config, REQUEST)
     assert {one.params["init_scale"] for one in plan_of(companion).configurations} == {None}
@@ -147,7 +148,7 @@ def test_nothing_but_fp32(storage: Storage, config: StudyConfig) -> None:
 def test_a_comparison_goes_on_as_it_was_begun(
     changes: Any, message: str, storage: Storage, config: StudyConfig
 ) -> None:
-    storage.create_or_resume_study(begun(storage, config, REQUEST))
+    create_or_resume_study(storage, begun(storage, config, REQUEST))
     again = begun(
         storage, config, Request("precisions", ("bf16", "fp32"), top=2, seeds=3, max_seeds=8, margin=0.5)
     )
@@ -158,8 +159,8 @@ def test_a_comparison_goes_on_as_it_was_begun(
 
 def test_more_seeds_leave_those_before_them_as_they_are(storage: Storage, config: StudyConfig) -> None:
     first = begun(storage, config, REQUEST)
-    storage.create_or_resume_study(first)
-    storage.create_or_resume_study(begun(storage, config, Request(max_seeds=20)))
+    create_or_resume_study(storage, first)
+    create_or_resume_study(storage, begun(storage, config, Request(max_seeds=20)))
     plan = plan_of(begun(storage, config, Request()))
     assert plan.max_seeds == 20
     assert plan.points() == plan_of(first).points()
@@ -175,14 +176,14 @@ def with_seeds(plan: ComparisonConfig, num: int) -> ComparisonConfig:
 def test_two_commands_take_nothing_from_each_other(storage: Storage, config: StudyConfig) -> None:
     """One has added seeds; what the other knows is older than what is stored."""
     old = begun(storage, config, REQUEST)
-    storage.create_or_resume_study(grown(old, with_seeds(plan_of(old), 5)))
+    create_or_resume_study(storage, grown(old, with_seeds(plan_of(old), 5)))
     assert plan_of(caught_up(storage, old)).num_seeds == {"fp32": 5, "bf16": 5}
     later = plan_of(caught_up(storage, grown(old, with_seeds(plan_of(old), 8))))
     assert later.num_seeds == {"fp32": 8, "bf16": 8}
 
 
 def test_a_comparison_of_an_earlier_version_is_refused(storage: Storage, config: StudyConfig) -> None:
-    storage.create_or_resume_study(begun(storage, config, REQUEST))
+    create_or_resume_study(storage, begun(storage, config, REQUEST))
     earlier = storage.read_definition("tiny-compare")
     earlier["comparison"] |= {"min_seeds": 3, "num_seeds": 3, "extensions": []}
     with storage.engine.begin() as connection:
@@ -200,7 +201,7 @@ def test_what_a_race_does_not_take(changes: Any, storage: Storage, config: Study
 
 def test_a_comparison_is_not_compared(storage: Storage, config: StudyConfig) -> None:
     companion = begun(storage, config, REQUEST)
-    storage.create_or_resume_study(companion)
+    create_or_resume_study(storage, companion)
     with pytest.raises(
         InputError, match="`tiny-compare` is itself a comparison, of `tiny`: hpo compare tiny"
     ):
@@ -220,7 +221,7 @@ def test_seeds_in_the_wrong_order(storage: Storage, config: StudyConfig) -> None
 
 def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config: StudyConfig) -> None:
     companion = begun(storage, config, REQUEST)
-    study = storage.create_or_resume_study(companion)
+    study = create_or_resume_study(storage, companion)
     for number in range(4):
         run(storage, companion, by_rate, trials=2, device=f"device {number % 2}")
     plan = plan_of(companion)
@@ -234,11 +235,11 @@ def test_both_sides_of_a_pair_run_on_one_kind_of_device(storage: Storage, config
 
 def test_trials_of_more_seeds_follow_when_the_plan_grows(storage: Storage, config: StudyConfig) -> None:
     companion = begun(storage, config, REQUEST)
-    storage.create_or_resume_study(companion)
+    create_or_resume_study(storage, companion)
     assert len(run(storage, companion, by_rate).trials) == 12
     plan = with_seeds(plan_of(companion), 5)
     grown = companion.with_values(comparison=plan, n_trials=len(plan.points()))
-    storage.create_or_resume_study(grown)
+    create_or_resume_study(storage, grown)
     record = run(storage, companion, by_rate)  # a worker that has read the old plan
     assert len(record.trials) == 20
     assert len({tuple(trial.params.values()) for trial in record.trials}) == 20
@@ -249,7 +250,7 @@ def test_a_trial_goes_on_on_the_kind_of_device_that_it_was_begun_on(
 ) -> None:
     """Its block is half done, one trial was interrupted, and the one kind of device has gone."""
     companion = begun(storage, config, REQUEST)
-    study = storage.create_or_resume_study(companion)
+    study = create_or_resume_study(storage, companion)
     run(storage, companion, by_rate, trials=1, device="gone")
     ended = study.trials[0].system_attrs[POINT_ATTR]
     interrupted = study.ask()

@@ -16,10 +16,12 @@ from hpo.cli.display import print_comparison
 from hpo.compare.companion import Request, plan_comparison
 from hpo.errors import InputError, RunError
 from hpo.json_safe import json_safe
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.row_statistics import read_row_statistics
 from hpo.study.reading.study_record import best_trials, complete_trials
 from hpo.study.store.schema import row_statistics
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 BASE = {1e-5: 70.0, 3e-5: 80.0, 1e-4: 75.0}
 BF16 = ("fp32", "bf16")
@@ -228,7 +230,7 @@ def test_a_comparison_that_was_stopped_says_the_same(question: Any, storage: Sto
         searched(other, score)
         for trials in (1, 4, 9):
             companion = begun(other, config, request)
-            other.create_or_resume_study(companion)
+            create_or_resume_study(other, companion)
             run(other, companion, score, trials=trials)
         again = compared(other, config, score, request).content
     assert again == whole
@@ -281,13 +283,13 @@ def test_a_race_that_is_too_close_to_call_confirms_no_other(storage: Storage) ->
     config = searched(storage, score)
     found = compared(storage, config, score, Request("configurations", top=3)).content
     ranked = [row["configuration"] for row in found["standings"]]
-    search = storage.read_study("tiny")
+    search = read_study(storage, "tiny")
     best = max(complete_trials(search), key=lambda trial: (trial.values, -trial.number)).number
     others = [number for number in ranked if number != best]
     for too_close, expected in (([others[0], best], best), (others, None), ([], others[0])):
         race = {**found, "best": others[0], "too_close": too_close, "has_ended": True}
         storage.store_comparison("tiny", "configurations", race)
-        (trial,) = best_trials(storage.read_study("tiny"))
+        (trial,) = best_trials(read_study(storage, "tiny"))
         of_search = {number: search.trials[number].values for number in others}
         best_of_others = max(of_search, key=lambda one: of_search[one])
         assert trial.number == (best_of_others if expected is None else expected)
@@ -318,7 +320,7 @@ def test_what_an_earlier_version_found_is_left_out_with_a_sentence(storage: Stor
     config = searched(storage, planted(0.0))
     earlier = {"recommendation": "Use bf16", "has_ended": True, "verdicts": [{"precision": "bf16"}]}
     storage.store_comparison(config.name, "precisions", earlier)
-    found = storage.read_study(config.name).comparisons["precisions"]
+    found = read_study(storage, config.name).comparisons["precisions"]
     assert found["recommendation"].startswith("What an earlier hpo has compared is left out")
     assert found["verdicts"] == []
 

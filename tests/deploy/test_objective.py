@@ -14,6 +14,7 @@ from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE, load_study
 from hpo.deploy.objective import with_deployed_values
 from hpo.device import probe_device
 from hpo.errors import InputError, ModelError
+from hpo.study.reading.reader import read_study
 from hpo.study.store.storage import open_storage
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
@@ -81,7 +82,7 @@ def test_a_study_and_one_trial_have_the_values(tmp_path: Path) -> None:
     assert best.json["outcomes"] == {"complete": 1}
     (trial,) = ok(hpo_command(tmp_path, "best", "mood", "--json")).json["trials"]
     with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db", create=False) as storage:
-        (stored,) = storage.read_study("mood").trials
+        (stored,) = read_study(storage, "mood").trials
     assert stored.evaluations
     assert all(row.metrics.keys() == {"score", "mood"} for row in stored.evaluations)
     assert set(trial["values"]) == {DEPLOYED_SCORE, DEPLOYED_LATENCY}

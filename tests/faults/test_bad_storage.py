@@ -20,9 +20,11 @@ from worker_process import CONTEXT, study
 
 from hpo.cluster.postgres.postgres_server import certificate
 from hpo.errors import HpoError, OutageError, RunError, StoppedError, StorageError
+from hpo.study.reading.reader import read_study
 from hpo.study.store import database
 from hpo.study.store.failures import explain
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def refusal(url: str, *, create: bool = True) -> HpoError:
@@ -120,7 +122,7 @@ def open_as_nobody(url: str, other_url: str, answer: Any) -> None:
         os.setuid(65534)
     try:
         with open_storage(url) as storage:
-            storage.create_or_resume_study(study(3))
+            create_or_resume_study(storage, study(3))
         answer.send((0, ""))
     except HpoError as error:
         answer.send((error.exit_code, str(error)))
@@ -140,7 +142,7 @@ def test_read_only(shared_folder: Path, sqlite_url: str, what: str) -> None:
     path = shared_folder / "hpo.db"
     url = f"sqlite:///{path}"
     with open_storage(url) as storage:
-        storage.create_or_resume_study(study(2))
+        create_or_resume_study(storage, study(2))
     if what == "folder and no file":
         path.unlink()
     else:
@@ -222,8 +224,8 @@ def test_read_only_server(postgres_url: str) -> None:
 def test_password_with_every_character_works(postgres_url: str) -> None:
     assert set("%{}@ ") <= set(PASSWORD)
     with open_storage(postgres_url) as storage:
-        storage.create_or_resume_study(study(2))
-        assert storage.read_study("tiny").slots["open"] == 2
+        create_or_resume_study(storage, study(2))
+        assert read_study(storage, "tiny").slots["open"] == 2
 
 
 @pytest.mark.postgres
@@ -256,8 +258,8 @@ def test_tls_options_reach_the_server(tls_server: PostgresServer) -> None:
         with open_storage(trusted) as storage, storage.engine.connect() as connection:
             query = "SELECT ssl, version FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
             assert connection.execute(sa.text(query)).one() == (True, "TLSv1.3")
-            storage.create_or_resume_study(study(2))
-            assert storage.read_study("tiny").slots["open"] == 2
+            create_or_resume_study(storage, study(2))
+            assert read_study(storage, "tiny").slots["open"] == 2
         assert "the server refuses this user and password" in str(refusal(trusted.replace("%20", "-", 1)))
 
 

@@ -23,6 +23,7 @@ from command_line import ROOT, Finished, finish, hpo_command, ok, start_hpo, wai
 from safetensors.torch import load_file, save_file
 from tiny import write_study
 
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
 from hpo.training.checkpoint import FILES
@@ -111,7 +112,7 @@ def machine(tmp_path: Path, url: str) -> Iterator[MakeMachine]:
 
 def stored(url: str) -> StudyRecord:
     with open_storage(url) as storage:
-        return storage.read_study("tiny")
+        return read_study(storage, "tiny")
 
 
 def telemetry(url: str) -> dict[str, Any]:

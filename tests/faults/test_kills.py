@@ -14,6 +14,7 @@ from worker_process import PLACES, check_done, finish, notes, outcome_of, start,
 
 from hpo.study.claims.deaths import MAX_DEATHS, record_death
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -57,7 +58,7 @@ def test_configuration_that_kills_its_process_ends_as_crashed(
 ) -> None:
     config, log = study(6), tmp_path / "log"
     with open_storage(storage_url) as storage:
-        opened = storage.create_or_resume_study(config)
+        opened = create_or_resume_study(storage, config)
         while storage.slot_counts("tiny")["done"] < config.n_trials:
             pair = [start(storage_url, config, log, crash=number) for _ in range(2)]
             alive = {process.sentinel: process for process in pair}

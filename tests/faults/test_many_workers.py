@@ -21,6 +21,7 @@ from hpo.config.search_space import suggest
 from hpo.config.study_config import StudyConfig
 from hpo.study.claims.deaths import MAX_DEATHS
 from hpo.study.claims.leases import Lease
+from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.store.schema import slots
 from hpo.study.store.storage import open_storage
@@ -80,7 +81,7 @@ def check_exact(url: str, config: StudyConfig, log: Path, num_killed_after_end: 
     No trial is trained twice to its end, but those whose worker was killed between the end and its record.
     """
     with open_storage(url) as storage:
-        record = storage.read_study(config.name)
+        record = read_study(storage, config.name)
         with storage.engine.connect() as connection:
             query = sa.select(slots.c.trial_number).where(slots.c.deaths >= MAX_DEATHS)
             crashed = set(connection.execute(query).scalars())
@@ -114,7 +115,7 @@ def test_one_of_four_workers_is_killed_25_times(storage_url: str, tmp_path: Path
     last = {line["pid"]: "ended" in line for line in notes(log)}
     check_exact(storage_url, config, log, sum(last.get(pid, False) for pid, _ in killed))
     with open_storage(storage_url) as storage:
-        tried = [tuple(trial.params.values()) for trial in storage.read_study(config.name).trials]
+        tried = [tuple(trial.params.values()) for trial in read_study(storage, config.name).trials]
     points = itertools.product(*(dimension["choices"] for dimension in GRID.values()))
     assert sorted(tried) == sorted(points)
 

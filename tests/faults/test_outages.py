@@ -28,12 +28,14 @@ from worker_process import finish, note, notes, result, start_process, study, wa
 from hpo.config.study_config import StudyConfig
 from hpo.errors import LeaseLostError
 from hpo.study.claims.deaths import last_saved_step
+from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.store import connection
 from hpo.study.store.connection import IDLE_SECONDS, BoundedConnection
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 pytestmark = pytest.mark.postgres
 
@@ -119,7 +121,7 @@ def log_of(folder: Path, event: str) -> list[dict[str, Any]]:
 def check_whole(url: str, config: StudyConfig, folder: Path) -> None:
     """Each trial once, complete, with all its evaluations, each once."""
     with open_storage(url) as storage:
-        record = storage.read_study(config.name)
+        record = read_study(storage, config.name)
         optuna_trials = storage.load_study(config.name).trials
     assert record.slots == {"open": 0, "running": 0, "done": config.n_trials}
     assert [trial.outcome for trial in record.trials] == ["complete"] * config.n_trials
@@ -153,7 +155,7 @@ def proxy(postgres_server: PostgresServer) -> Iterator[Proxy]:
 
 def start_workers(url: str, config: StudyConfig, folder: Path, *args: float, count: int = 3) -> list[Any]:
     with open_storage(url) as storage:
-        storage.create_or_resume_study(config)
+        create_or_resume_study(storage, config)
     machines = [f"node-{number}" for number in range(count)]
     workers = [start_process(work, url, config, folder, machine, *args) for machine in machines]
     pids = {worker.pid for worker in workers}
@@ -309,7 +311,7 @@ def test_supervisor_and_its_workers_wait(postgres_server: PostgresServer, url: s
     finally:
         process.kill()
     with open_storage(url) as storage:
-        record = storage.read_study("tiny")
+        record = read_study(storage, "tiny")
     assert record.slots == {"open": 0, "running": 0, "done": 4}
     assert [trial.outcome for trial in record.trials] == ["complete"] * 4
     assert [log.read_text().count("--- a worker starts") for log in tmp_path.glob(logs)] == [1, 1]
@@ -338,7 +340,7 @@ def test_worker_that_starts_while_the_database_is_away(
         postgres_server.start()
     ok(finish_command(staying))
     with open_storage(url) as storage:
-        assert [trial.outcome for trial in storage.read_study("tiny").trials] == ["complete"]
+        assert [trial.outcome for trial in read_study(storage, "tiny").trials] == ["complete"]
 
 
 def test_told_to_stop_while_the_database_is_away(
@@ -373,6 +375,6 @@ def test_told_to_stop_while_the_database_is_away(
     write(every_seconds=30)
     ok(finish_command(start_hpo(tmp_path, "run", "tiny.yaml", HPO_STORAGE=url)))
     with open_storage(url) as storage:
-        [trial] = storage.read_study("tiny").trials
+        [trial] = read_study(storage, "tiny").trials
     assert trial.outcome == "complete"
     assert trial.telemetry["resumed_from_step"] == newest

@@ -14,6 +14,7 @@ from command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
 from tiny import write_study
 
 from hpo.study.claims.process import process_start
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord, TrialRecord
 from hpo.study.store.storage import open_storage
 
@@ -155,7 +156,7 @@ def test_eight_start_at_once_on_an_empty_database(tmp_path: Path, storage_url: s
     assert {each.err for each in finished} == {""}
     assert sum(each.json["outcomes"].get("complete", 0) for each in finished[6:]) == 4
     with open_storage(storage_url) as storage:
-        record = storage.read_study("tiny")
+        record = read_study(storage, "tiny")
     assert record.slots == {"open": 0, "running": 0, "done": 4}
     assert [trial.outcome for trial in record.trials] == ["complete"] * 4
     assert len({str(trial.params) for trial in record.trials}) == 4

@@ -12,14 +12,16 @@ from serving_process import be_worker
 from worker_process import finish, notes, start_process, study, wait_for
 
 from hpo.study.reading.overview import StudyOverview, list_studies
+from hpo.study.reading.reader import read_study
 from hpo.study.running import serving
 from hpo.study.running.run import OpenOptions
 from hpo.study.running.stopping import Stop
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def add(storage: Storage, name: str, n_trials: int, priority: int = 0, **changes: Any) -> None:
-    storage.create_or_resume_study(study(n_trials, name=name, priority=priority, device="cpu", **changes))
+    create_or_resume_study(storage, study(n_trials, name=name, priority=priority, device="cpu", **changes))
 
 
 def shares(folder: Path, turn: int) -> Counter[str]:
@@ -53,7 +55,7 @@ def test_workers_without_a_name_go_to_the_highest_priority_and_then_where_fewest
             n_trials = {"old": 5, "new": 5, "urgent": 1, "late": 2}[found.name]
             assert found.trials == {"open": 0, "running": 0, "done": n_trials, "total": n_trials}
             assert (found.state, found.workers) == ("done", 0)
-            record = storage.read_study(found.name)
+            record = read_study(storage, found.name)
             assert [trial.outcome for trial in record.trials] == ["complete"] * n_trials
     assert max(Counter(line["trial"] for line in notes(tmp_path / "log")).values()) == 1
 
@@ -117,7 +119,7 @@ def test_postgres_crashes_while_workers_without_a_name_wait_and_between_their_tr
         ended = notes(tmp_path / "ended")
         assert [(line["ended"], line["left_out"]) for line in ended] == [("idle", {})] * 3
         for name, n_trials in (("begun", 3), ("first", 3), ("second", 3)):
-            record = storage.read_study(name)
+            record = read_study(storage, name)
             assert record.slots == {"open": 0, "running": 0, "done": n_trials}
             assert [trial.outcome for trial in record.trials] == ["complete"] * n_trials
     assert sorted(Counter(line["trial"] for line in notes(tmp_path / "log")).values()) == [1] * 9

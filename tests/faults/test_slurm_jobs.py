@@ -15,6 +15,7 @@ from tiny import write_study
 from hpo.cluster.batch.jobs import read_jobs
 from hpo.cluster.batch.slurm import cancel_jobs, number_of
 from hpo.cluster.postgres.postgres_server import write_secret
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
 from hpo.study.store.storage import open_storage
 
@@ -42,7 +43,7 @@ def write(folder: Path, seconds: float) -> None:
 
 def read(url: str) -> StudyRecord:
     with open_storage(url) as storage:
-        return storage.read_study("tiny")
+        return read_study(storage, "tiny")
 
 
 def last_step(folder: Path) -> int:

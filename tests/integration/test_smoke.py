@@ -7,6 +7,7 @@ from pathlib import Path
 from hpo.config.study_config import load_study
 from hpo.report.report import write_report
 from hpo.report.tables import StudyTables
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
 from hpo.study.running.run import open_study, run_study
 
@@ -17,7 +18,7 @@ def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
     study = load_study(STUDY)
     with open_study(study, storage_url, tmp_path) as opened:
         summary = run_study(opened)
-        record = opened.storage.read_study(study.name)
+        record = read_study(opened.storage, study.name)
     assert summary.ended == "finished"
     assert sum(summary.outcomes.values()) == len(record.trials) == study.n_trials == 6
     assert set(summary.outcomes) <= {"complete", "pruned"}

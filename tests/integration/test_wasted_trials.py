@@ -16,10 +16,12 @@ import tiny
 import worker_process
 from worker_process import study
 
+from hpo.study.reading.reader import read_study
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import run_worker
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.executor import Executor
 
 pytestmark = pytest.mark.slow
@@ -32,7 +34,7 @@ def test_sampler_that_learns_with_four_workers(storage_url: str, tmp_path: Path)
     for process in workers:
         process.join(200)
     with open_storage(storage_url) as storage:
-        outcomes = Counter(trial.outcome for trial in storage.read_study("tiny").trials)
+        outcomes = Counter(trial.outcome for trial in read_study(storage, "tiny").trials)
     assert outcomes["nonfinite"] <= 15
 
 
@@ -55,10 +57,10 @@ def test_sampler_that_does_not_learn(sqlite_url: str, tmp_path: Path, name: str)
     )
     with open_storage(sqlite_url) as storage:
         executor = Executor(config, tiny.CPU, tmp_path / "runs", storage)
-        storage.create_or_resume_study(config)
+        create_or_resume_study(storage, config)
         stop = Stop()
         run_worker(config, storage, TrialRunner(executor, storage, stop))
-        trials = storage.read_study(config.name).trials
+        trials = read_study(storage, config.name).trials
     outcomes = Counter((trial.params["fp_precision"], trial.outcome) for trial in trials)
     assert set(outcomes) == {("fp32", "complete"), ("fp16", "incompatible"), ("tf32", "unsupported")}
     assert outcomes["fp16", "incompatible"] >= 2

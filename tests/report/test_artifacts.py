@@ -22,9 +22,11 @@ from hpo.report.artifacts import DashboardFiles, files_folder, files_folders, pu
 from hpo.report.dashboard import publish
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
+from hpo.study.reading.reader import read_study
 from hpo.study.store import optuna_internals
 from hpo.study.store.lifecycle import delete_study
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 HOSTILE = "<script>document.title='hacked'</script>"
 
@@ -33,7 +35,7 @@ HOSTILE = "<script>document.title='hacked'</script>"
 def two_trials(url: str) -> Iterator[Storage]:
     """With the study `tiny`: trial 1 is the best."""
     with open_storage(url) as storage:
-        opened = storage.create_or_resume_study(study(n_trials=2))
+        opened = create_or_resume_study(storage, study(n_trials=2))
         with WorkerLease(storage, opened, max_retries=0) as worker:
             for value in (0.2, 0.7):
                 lease = worker.claim()
@@ -61,7 +63,7 @@ def evaluate_in_detail(storage: Storage, number: int, found: dict[str, Any]) -> 
 
 
 def publish_all(storage: Storage, runs_dir: Path) -> None:
-    publish_artifacts(storage, storage.read_study("tiny"), runs_dir)
+    publish_artifacts(storage, read_study(storage, "tiny"), runs_dir)
 
 
 def listed(storage: Storage, number: int) -> dict[str, str]:
@@ -207,7 +209,7 @@ def served(local: Storage, tmp_path: Path) -> Iterator[tuple[str, int, int]]:
     tasks["hostile"] = single_label([HOSTILE, "b"], worst=[error(HOSTILE, HOSTILE, HOSTILE, "b")])
     evaluate_in_detail(local, 1, document(tasks))
     opened = local.load_study("tiny")
-    record = local.read_study("tiny")
+    record = read_study(local, "tiny")
     publish(opened, record, publish_artifacts(local, record, tmp_path))
     with serving(local.url, runs_dir=tmp_path) as port:
         yield f"http://127.0.0.1:{port}", opened._study_id, opened.get_trials()[1]._trial_id

@@ -11,8 +11,10 @@ from tiny import tiny_study
 
 from hpo.config.search_space import suggest
 from hpo.report.importances import compute_importances
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import TrialRecord
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def test_importances_find_the_parameter_that_decides() -> None:
@@ -61,12 +63,12 @@ def test_choices_that_are_lists_count_once(tmp_path: Path, sqlite_url: str) -> N
     }
     config = tiny_study(tmp_path, search_space=space, n_trials=20)
     with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(config)
+        create_or_resume_study(storage, config)
         study = storage.load_study(config.name)
         for number in range(20):
             study.enqueue_trial({"betas": json.dumps(betas[number % 2]), "pooling": poolings[number % 2]})
             trial = study.ask()
             suggest(config.search_space, trial)
             study.tell(trial, number % 2 + number / 100)
-        table = compute_importances(storage.read_study(config.name)).table
+        table = compute_importances(read_study(storage, config.name)).table
     assert list(table["score"]) == pytest.approx([0.5, 0.5])

@@ -18,11 +18,13 @@ from hpo.config.search_space import suggest
 from hpo.device import DeviceInfo
 from hpo.precision.table import AmpConfig, left_out
 from hpo.study.claims.leases import Lease, WorkerLease
+from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.sampling.grid_sampler import POINT_ATTR
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 CHOICES = ("fp32", "bf16", "fp16")
 PRECISION = {"fp_precision": {"type": "categorical", "choices": list(CHOICES)}}
@@ -86,7 +88,7 @@ class Worker:
 def run_all(url: str, together: Sequence[Worker]) -> list[RunSummary]:
     """Run the workers at the same time, each with a connection of its own."""
     with open_storage(url) as storage:
-        storage.create_or_resume_study(together[0].config)
+        create_or_resume_study(storage, together[0].config)
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda worker: worker.run(url), together))
 
@@ -122,7 +124,7 @@ def test_workers_of_two_devices_visit_every_point_of_a_grid_once(sqlite_url: str
     for worker in both:
         assert set(worker.drawn) <= RUNS[worker.device.name]
     with open_storage(sqlite_url) as storage:
-        record = storage.read_study("tiny")
+        record = read_study(storage, "tiny")
         assert record.slots == {"open": 0, "running": 0, "done": 12}
     points = Counter((trial.params["fp_precision"], trial.params["weight_decay"]) for trial in record.trials)
     assert len(points) == points.total() == 12
@@ -188,7 +190,7 @@ def test_a_trial_in_a_precision_that_a_device_lacks_goes_on_with_another(
     assert again.run(storage_url).ended == "finished"
     assert again.drawn[0] == "bf16"
     with open_storage(storage_url) as storage:
-        outcomes = Counter(trial.outcome for trial in storage.read_study("tiny").trials)
+        outcomes = Counter(trial.outcome for trial in read_study(storage, "tiny").trials)
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
 
 
@@ -246,14 +248,14 @@ def test_enqueued_points_of_a_grid_are_run_first(sqlite_url: str) -> None:
         *[{"weight_decay": 0.1}] * 3,
     ]
     with open_storage(sqlite_url) as storage:
-        opened = storage.create_or_resume_study(config)
+        opened = create_or_resume_study(storage, config)
         for params in asked:
             opened.enqueue_trial(params)
     worker = Worker(config, VOLTA)
     assert worker.run(sqlite_url).elsewhere == ("bf16",)
     assert set(worker.drawn) == RUNS["V100"]
     with open_storage(sqlite_url) as storage:
-        ran = [trial.params for trial in storage.read_study("tiny").trials]
+        ran = [trial.params for trial in read_study(storage, "tiny").trials]
     assert all(params.items() <= trial.items() for params, trial in zip(asked, ran, strict=False))
     assert len({str(sorted(params.items())) for params in ran}) == len(ran) - 2
 
@@ -265,14 +267,14 @@ def test_a_new_slot_of_a_grid_of_which_every_point_was_tried_tries_one_again(sql
         return study(n_trials, sampler={"name": "grid", "seed": 1}, search_space=PRECISION)
 
     with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(config(3))
+        create_or_resume_study(storage, config(3))
         worker = Worker(config(3), AMX)
         run_worker(config(3), storage, worker.execute)
         with storage.engine.begin() as connection:
             killed = sa.update(slots).where(slots.c.slot == 1)
             connection.execute(killed.values(state="running", owner="gone"))
         for n_trials in (2, 3):
-            storage.create_or_resume_study(config(n_trials))
+            create_or_resume_study(storage, config(n_trials))
         assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
         assert run_worker(config(3), storage, worker.execute).outcomes == {"complete": 1}
         assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 3}
@@ -285,11 +287,11 @@ def test_a_device_that_can_run_nothing_of_a_study_leaves_it(sqlite_url: str, nam
     old = DeviceInfo(type="cpu", name="old")
     device = WorkerDevice("cpu", left_out=left_out(config.precisions, old, config.amp))
     with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(config)
+        create_or_resume_study(storage, config)
         summary = run_worker(config, storage, Worker(config, old).execute, device=device)
         assert (summary.ended, summary.elsewhere) == ("elsewhere", ("bf16", "tf32"))
         assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 0}
-        assert not storage.read_study("tiny").trials
+        assert not read_study(storage, "tiny").trials
 
 
 @pytest.mark.parametrize("mode", ["prune", "fallback", "fail"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -17,10 +19,11 @@ from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.deaths import Deaths
 from hpo.study.store.optuna_internals import trial_id_of
-from hpo.study.store.schema import slots
+from hpo.study.store.schema import evaluations, slots
+from hpo.study.store.storage import Storage
 
 if TYPE_CHECKING:
-    from hpo.study.store.storage import Storage
+    from hpo.study.reading.study_record import Report
     from hpo.trial.telemetry import Progress, TrialResult
 
 
@@ -123,6 +126,35 @@ class Lease:
             return self.storage.optuna.get_trial(trial_id_of(trial))
         except KeyError as error:
             raise LeaseLostError(f"Trial {trial.number} is gone: its study was deleted.") from error
+
+    def report(self, trial: optuna.trial.Trial, report: Report) -> bool:
+        """Store one evaluation of the trial and return whether the pruner would stop it.
+
+        Those of this step and later ones go: a worker that died made them, after the checkpoint from which
+        the trial went on.
+
+        Raises:
+            LeaseLostError: another worker has the trial; nothing is stored.
+        """
+        return self.storage.persist(lambda: self._report(trial, report))
+
+    def _report(self, trial: optuna.trial.Trial, report: Report) -> bool:
+        row = json_safe(asdict(report.row))
+        key = {"study": self.study, "trial_number": trial.number}
+        of_trial = [evaluations.c[column] == value for column, value in key.items()]
+        with self.storage.engine.begin() as connection:
+            self.hold(connection)
+            connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
+            numerics = None if row["numerics"] is None else json.dumps(row["numerics"])
+            values = {**row, **key, "metrics": json.dumps(row["metrics"]), "numerics": numerics}
+            connection.execute(sa.insert(evaluations).values(values))
+        study, trial_id, optunas = trial.study, trial_id_of(trial), self.storage.optuna
+        if len(study.directions) > 1:
+            return False
+        if report.value is not None and math.isfinite(report.value):
+            optunas.set_trial_intermediate_value(trial_id, report.index, report.value)
+        # Not `trial.report`, which keeps an older value of the same step, as of before a checkpoint.
+        return study.pruner.prune(study, optunas.get_trial(trial_id))
 
     def record(self, result: TrialResult, slot_state: str) -> None:
         """Store how the trial ended, then the state of its slot; killed in between, the next claim does that.

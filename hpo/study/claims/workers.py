@@ -20,6 +20,7 @@ from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import study_state
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.sqlite_place import refuse_other_hosts
+from hpo.study.store.studies import check_data
 
 if TYPE_CHECKING:
     import optuna
@@ -59,7 +60,7 @@ class Membership:
         """Add this worker's row, with the next number; the data cannot be exchanged at the same time."""
         storage, name = self._storage, self._study.study_name
         with storage.exclusive():
-            storage.check_data(name)
+            check_data(storage, name)
             with storage.engine.begin() as connection:
                 refuse_other_hosts(connection, storage.now, storage.lease_seconds)
                 # One that is there is of an attempt that was committed, though the answer was lost.

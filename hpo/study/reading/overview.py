@@ -11,7 +11,7 @@ import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 from optuna.trial import TrialState
@@ -20,11 +20,8 @@ from hpo.config.study_file import show
 from hpo.study.claims.process import is_alive
 from hpo.study.store import optuna_internals
 from hpo.study.store.database import snapshot
-from hpo.study.store.making import TOKEN_ATTR
 from hpo.study.store.schema import slots, studies, workers
-
-if TYPE_CHECKING:
-    from hpo.study.store.storage import Storage
+from hpo.study.store.storage import TOKEN_ATTR, Storage
 
 _logger = logging.getLogger(__name__)
 

@@ -17,41 +17,43 @@ import sqlalchemy as sa
 from optuna.distributions import BaseDistribution, json_to_distribution
 from optuna.trial import TrialState
 
+from hpo.config.study_config import check_study_name
 from hpo.outcome import Outcome
 from hpo.study.claims.process import is_alive
 from hpo.study.reading.detailed_evaluations import read_detailed_evaluations
 from hpo.study.reading.study_record import EvaluationRow, StudyRecord, TrialRecord, WorkerRecord
 from hpo.study.store import optuna_internals, schema
+from hpo.study.store.database import snapshot
+from hpo.study.store.optuna_internals import study_id_of
+from hpo.study.store.storage import COMPARISON_ATTR, Storage
 
-COMPARISON_ATTR = "comparison:"
-"""What the user attributes of a study begin with that hold what `hpo compare` has found."""
+
+def read_study(storage: Storage, name: str) -> StudyRecord:
+    """Read everything stored about the study `name`. Raises StorageError where there is none."""
+    check_study_name(name)  # of the folder for its report, too
+
+    def read() -> StudyRecord:
+        study_id = study_id_of(storage.load_study(name))
+        with snapshot(storage.engine) as connection:  # what ends in between would be read in halves
+            return _read(storage, connection, study_id, name)
+
+    return storage.persist(read)
 
 
-def read_study(
-    connection: sa.Connection,
-    study_id: int,
-    name: str,
-    clock: Sequence[sa.ColumnElement[Any]],
-    lease_seconds: float,
-) -> StudyRecord:
-    """Read the study `name`, whose number in Optuna's tables is `study_id`.
-
-    `clock` is `Storage.clock`. The connection must see one state of the database in all queries
-    (`database.snapshot`): what ends in between would be read in halves.
-    """
+def _read(storage: Storage, connection: sa.Connection, study_id: int, name: str) -> StudyRecord:
     of_study = sa.select(schema.studies).where(schema.studies.c.name == name)
     study = connection.execute(of_study).one()
     definition = json.loads(study.definition)
     slots = connection.execute(sa.select(schema.slots).where(schema.slots.c.study == name)).all()
     running = {slot.owner: slot.trial_number for slot in slots if slot.state == "running"}
-    members = sa.select(schema.workers, *clock).where(schema.workers.c.study == name)
+    members = sa.select(schema.workers, *storage.clock).where(schema.workers.c.study == name)
     workers = [
         WorkerRecord(
             id=row.id,
             host=row.host,
             pid=row.pid,
             last_seen=datetime.fromtimestamp(max(0.0, min(row.last_seen, row.now)), UTC),
-            alive=is_alive(row, lease_seconds),
+            alive=is_alive(row, storage.lease_seconds),
             trial_number=running.get(row.id),
             number=row.number,
             device=row.device,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hpo.errors import HpoError, Preempted, RunError
 from hpo.memory import release_free_memory
 from hpo.study.reading.detailed_evaluations import NOT_STORED, store_detailed_evaluation
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials
 from hpo.study.store.storage import Storage
 
@@ -52,7 +53,7 @@ def evaluate_best(
             return
         split = "test" if "test" in executor.dataset.splits else "validation"
         token = storage.study_token(name)
-        best = next(iter(best_trials(storage.read_study(name))), None)
+        best = next(iter(best_trials(read_study(storage, name))), None)
         if best is None or split in best.detailed or stop.is_set():
             return
         _logger.info("evaluating the best trial, number %d, on %s in detail", best.number, split)

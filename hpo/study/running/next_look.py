@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.study_config import StudyConfig, stored_study
 from hpo.errors import StorageError
-from hpo.study.reading.reader import COMPARISON_ATTR
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.worker import read_plan
 from hpo.study.store.lifecycle import read_state
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import COMPARISON_ATTR, Storage, open_storage
 
 NEXT_LOOK_SECONDS = 600.0
 """So long a worker waits for the next look: nobody adds it where `hpo compare` was stopped."""

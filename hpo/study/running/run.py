@@ -34,7 +34,8 @@ from hpo.study.running.trial_runner import TrialRunner
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store.database import check_folder
-from hpo.study.store.storage import Storage, StoredStudy, open_storage
+from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import StoredStudy, bind_data, create_or_resume_study, is_in_use, read_stored
 
 if TYPE_CHECKING:
     from hpo.trial.executor import Executor
@@ -103,7 +104,7 @@ def open_study(
         storage = _open_existing(url, options.stop)
         stored = None
         if storage is not None:
-            stored = databases.enter_context(storage).read_stored(config.name)
+            stored = read_stored(databases.enter_context(storage), config.name)
         if storage is not None and stored is not None:
             if stored.state != "open":
                 completed = config.completed(stored.definition)
@@ -129,8 +130,8 @@ def open_study(
             open_remote_store(config.checkpoint, create=True)
         if storage is None:
             storage = databases.enter_context(open_storage(url, stop=options.stop))
-        storage.create_or_resume_study(config, resize=resize)
-        made = storage.read_stored(config.name)
+        create_or_resume_study(storage, config, resize=resize)
+        made = read_stored(storage, config.name)
         if made is None:
             raise StorageError(f"The study `{config.name}` was deleted while it was opened.")
         config = config.with_values(n_trials=sum(made.slots.values()))
@@ -150,7 +151,7 @@ def _completed(config: StudyConfig, stored: StoredStudy, storage: Storage, resiz
     try:
         return config.completed(stored.definition)
     except StudyChangedError:
-        if not resize or storage.persist(lambda: storage.is_in_use(config.name)):
+        if not resize or storage.persist(lambda: is_in_use(storage, config.name)):
             raise
     return config
 
@@ -291,7 +292,7 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callabl
     from hpo.trial.compat import checked_on  # PyTorch, which a launcher does without
 
     config, storage = study.config, study.storage
-    storage.bind_data(config.name, executor.dataset.fingerprint, config.definition())
+    bind_data(storage, config.name, executor.dataset.fingerprint, config.definition())
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
     study_folder = folder(0).parent

@@ -111,7 +111,7 @@ class TrialRunner:
         report = Report(evaluation.index, scored.values[0], row)
         lease.check()
         with self.pace.reporting():
-            is_pruned = self._storage.persist(lambda: self._storage.report_evaluation(trial, lease, report))
+            is_pruned = lease.report(trial, report)
         if is_pruned and evaluation.budget_used < 1:  # after the last there is nothing to stop
             raise Pruned(f"the pruner stopped it after evaluation {evaluation.index}.")
 

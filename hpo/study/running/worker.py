@@ -37,6 +37,7 @@ from hpo.study.sampling.grid_sampler import NoPointLeft, PlannedPoints, SharedGr
 from hpo.study.sampling.samplers import build_pruner, build_sampler
 from hpo.study.store.lifecycle import end_unfinished
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
 
 if TYPE_CHECKING:
     from hpo.config.search_space import SearchSpace
@@ -96,7 +97,7 @@ def run_worker(
     """Run trials of the study until none is left for `device`, `stop` is set or time is up."""
     stop = storage.stop = stop or threading.Event()
     deadline = min(options.deadline, time.monotonic() + (config.timeout or math.inf))
-    study = storage.create_or_resume_study(config, resize=False)
+    study = create_or_resume_study(storage, config, resize=False)
     study.pruner = build_pruner(config.pruner)
     skipped = frozenset(device.left_out or ()) if config.amp.on_unsupported == "skip" else frozenset()
     runnable = _Runnable(study, config.precisions, skipped)

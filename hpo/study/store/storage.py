@@ -9,16 +9,14 @@ attribute for the telemetry of a trial instead of thirty attributes.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import optuna
 import sqlalchemy as sa
@@ -26,30 +24,25 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
-from hpo.config.definition import has_order, ordered_like
-from hpo.config.study_config import check_study_name
-from hpo.errors import OutageError, StorageError, StudyChangedError, did_you_mean
+from hpo.errors import OutageError, StorageError, did_you_mean
 from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.process import is_alive, this_machine
-from hpo.study.reading.reader import COMPARISON_ATTR, read_study
-from hpo.study.reading.study_record import Report, StudyRecord
 from hpo.study.store.availability import Availability, persist
-from hpo.study.store.database import redact, snapshot
+from hpo.study.store.database import redact
 from hpo.study.store.failures import explain, is_outage, is_wrong_input
 from hpo.study.store.lock import exclusive
-from hpo.study.store.making import TOKEN_ATTR, make_or_resume
 from hpo.study.store.opening import open_database
 from hpo.study.store.optuna_internals import trial_id_of
-from hpo.study.store.schema import compat, evaluations, slots, studies, workers
-
-if TYPE_CHECKING:
-    from hpo.config.study_config import StudyConfig
-    from hpo.study.claims.leases import Lease
+from hpo.study.store.schema import compat, slots, studies, workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_logger = logging.getLogger(__name__)
+
+TOKEN_ATTR = "hpo:token"
+"""System attribute of a study: what tells it from a deleted one of the same name."""
+COMPARISON_ATTR = "comparison:"
+"""What the user attributes of a study begin with that hold what `hpo compare` has found."""
 
 
 def persistent(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
@@ -91,19 +84,6 @@ def open_storage(url: str, *, create: bool = True, stop: threading.Event | None 
     return Storage(url, backend, stop, availability)
 
 
-@dataclass(frozen=True)
-class StoredStudy:
-    """What a worker reads of a study at its start, whatever the number of its trials."""
-
-    definition: dict[str, Any]
-    state: str
-    """`open`, `paused` or `cancelled`."""
-    slots: dict[str, int]
-    """As `Storage.slot_counts`."""
-    has_trained: bool
-    """Whether a trial has made a step."""
-
-
 class Storage:
     """An open study database."""
 
@@ -126,7 +106,8 @@ class Storage:
         self.stop = stop or threading.Event()
         """Set when this process is told to stop: nothing waits for the database any more."""
         self.availability = availability
-        self._data: dict[str, str] = {}  # study -> fingerprint of the data that this process has
+        self.data: dict[str, str] = {}
+        """Study -> fingerprint of the data that this process trains with."""
         seconds, started = (
             (
                 "extract(epoch from clock_timestamp())::float8",
@@ -182,38 +163,6 @@ class Storage:
 
     # Studies
 
-    @persistent
-    def create_or_resume_study(self, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
-        """Return the study of `config`, made if it is not there, with one slot for each of `n_trials`.
-
-        A stored study of another definition is replaced, with a warning in the log, if no trial of it has
-        trained and no worker is in it.
-
-        Args:
-            resize: False for a worker that joins: it neither changes the stored `n_trials` nor replaces.
-
-        Raises:
-            StudyChangedError: the stored study was made with another search space or definition.
-        """
-        with self.exclusive():
-            try:
-                return make_or_resume(self, config, resize)
-            except StudyChangedError:
-                if not resize or self.is_in_use(config.name):
-                    raise
-            optuna.delete_study(study_name=config.name, storage=self.optuna)
-            _logger.warning(
-                "The stored study `%s` had another definition, but no trial of it had trained: "
-                "it is replaced.",
-                config.name,
-            )
-            return make_or_resume(self, config, resize)
-
-    def is_in_use(self, name: str) -> bool:
-        """Whether a trial of the study has trained, or a worker is in it."""
-        with self.engine.connect() as connection:
-            return _has_trained(connection, name) or bool(self.live_workers(connection, name))
-
     def live_workers(
         self, connection: sa.Connection, name: str, witnessed_seconds: float = math.inf
     ) -> set[str]:
@@ -231,7 +180,7 @@ class Storage:
             self.optuna.set_trial_state_values(trial_id, TrialState.FAIL)
 
     @persistent
-    def _stored(self, name: str, column: sa.Column[Any]) -> Any:
+    def stored(self, name: str, column: sa.Column[Any]) -> Any:
         """Return the value of a column of `hpo_studies`.
 
         Raises:
@@ -269,7 +218,7 @@ class Storage:
         Raises:
             StorageError: there is none, and the message names the nearest, or the dashboard has deleted it.
         """
-        self._stored(name, studies.c.name)
+        self.stored(name, studies.c.name)
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
         return optuna.load_study(study_name=name, storage=self.optuna)
@@ -279,7 +228,7 @@ class Storage:
 
         Raises StorageError where there is no such study.
         """
-        stored: dict[str, Any] = json.loads(self._stored(name, studies.c.definition))
+        stored: dict[str, Any] = json.loads(self.stored(name, studies.c.definition))
         return stored
 
     def study_token(self, name: str) -> str:
@@ -287,78 +236,12 @@ class Storage:
 
         Raises StorageError where there is no such study, or it is not one that hpo makes.
         """
-        token = str(self._stored(name, studies.c.token))
+        token = str(self.stored(name, studies.c.token))
         if not token.isalnum():
             raise StorageError(
                 f"The token of the study `{name}` in {redact(self.url)} must be letters and digits."
             )
         return token
-
-    @persistent
-    def bind_data(self, name: str, fingerprint: str, definition: Mapping[str, Any] | None = None) -> None:
-        """Note which data the study `name` is made with; workers of this process train with them.
-
-        `definition` is the study's as the data were read with it. Its order of keys is stored where an
-        earlier version has lost it.
-
-        The data's path is part of the definition, but a file may be edited in its place. Other data are
-        taken as long as no trial has trained and no worker is in the study.
-
-        Raises:
-            StudyChangedError: the study was made with data of another fingerprint.
-            StorageError: there is no such study.
-        """
-        with self.exclusive():
-            if self._stored(name, studies.c.data) is None or not self.is_in_use(name):
-                with self.engine.begin() as connection:
-                    study = sa.update(studies).where(studies.c.name == name)
-                    connection.execute(study.values(data=fingerprint))
-        self.check_data(name, fingerprint)
-        self._data[name] = fingerprint
-        stored = self.read_definition(name)
-        if definition is not None and not has_order(stored):
-            ordered = json.dumps(ordered_like(definition, stored))
-            with self.engine.begin() as connection:
-                study = sa.update(studies).where(studies.c.name == name)
-                connection.execute(study.values(definition=ordered))
-
-    def check_data(self, name: str, fingerprint: str | None = None) -> None:
-        """Check data against those that the study is bound to.
-
-        Without a `fingerprint`, those that this process gave to `bind_data`, if any.
-
-        Raises:
-            StudyChangedError: the study was made with data of another fingerprint.
-        """
-        fingerprint = fingerprint or self._data.get(name)
-        if fingerprint is not None and self._stored(name, studies.c.data) not in (None, fingerprint):
-            hint = " An earlier version stored it without the order of its tasks: if the data are the same, "
-            hint += "name the study by its file, or, if you did, without it."
-            raise StudyChangedError(
-                f"The data of the study `{name}` have changed since it was made, though they lie where they "
-                "lay, so its results would not compare. Restore them, or give the study another `name`."
-                f"{'' if has_order(self.read_definition(name)) else hint}"
-            )
-
-    @persistent
-    def read_stored(self, name: str) -> StoredStudy | None:
-        """Return what is stored of the study `name`, but for its trials; None: there is none."""
-        if not self.has_study(name):
-            return None
-        query = sa.select(studies.c.definition, studies.c.state).where(studies.c.name == name)
-        with self.engine.connect() as connection:
-            definition, state = connection.execute(query).one()
-            has_trained = _has_trained(connection, name)
-        return StoredStudy(json.loads(definition), state, self.slot_counts(name), has_trained)
-
-    @persistent
-    def read_study(self, name: str) -> StudyRecord:
-        """Read everything stored about the study `name`. Raises StorageError where there is none."""
-        check_study_name(name)  # of the folder for its report, too
-        self.load_study(name)
-        study_id = self.optuna.get_study_id_from_name(name)
-        with snapshot(self.engine) as connection:
-            return read_study(connection, study_id, name, self.clock, self.lease_seconds)
 
     @persistent
     def store_comparison(self, name: str, question: str, result: Mapping[str, Any]) -> None:
@@ -385,36 +268,6 @@ class Storage:
             rows = connection.execute(sa.select(workers, *self.clock).where(*here, there)).all()
         return any(is_alive(row, self.lease_seconds) for row in rows)
 
-    # What a trial stores
-
-    def report_evaluation(self, trial: optuna.trial.Trial, lease: Lease, report: Report) -> bool:
-        """Store one evaluation and return whether the pruner would stop the trial.
-
-        Those of this step and later ones go: a worker that died made them, after the checkpoint from which
-        the trial went on. To be called by `attempt` or `persist`; a second call changes nothing.
-
-        Raises:
-            LeaseLostError: another worker has the trial; nothing is stored.
-        """
-        row = json_safe(asdict(report.row))
-        key = {"study": trial.study.study_name, "trial_number": trial.number}
-        of_trial = [evaluations.c[column] == value for column, value in key.items()]
-        single = len(trial.study.directions) == 1
-        value = report.value if single and math.isfinite(report.value or 0.0) else None
-        with self.engine.begin() as connection:
-            lease.hold(connection)
-            connection.execute(sa.delete(evaluations).where(*of_trial, evaluations.c.step >= row["step"]))
-            numerics = None if row["numerics"] is None else json.dumps(row["numerics"])
-            values = {**row, **key, "metrics": json.dumps(row["metrics"]), "numerics": numerics}
-            connection.execute(sa.insert(evaluations).values(values))
-        if not single:
-            return False
-        study, trial_id = trial.study, trial_id_of(trial)
-        if value is not None:
-            self.optuna.set_trial_intermediate_value(trial_id, report.index, value)
-        # Not `trial.report`, which keeps an older value of the same step, as of before a checkpoint.
-        return study.pruner.prune(study, self.optuna.get_trial(trial_id))
-
     # Compatibility cache
 
     @persistent
@@ -433,9 +286,3 @@ class Storage:
         stored = self.get_compat(key)
         assert stored is not None
         return stored
-
-
-def _has_trained(connection: sa.Connection, name: str) -> bool:
-    steps = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
-    trained = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.trained).limit(1)
-    return any(connection.execute(query).first() is not None for query in (steps, trained))

@@ -22,6 +22,7 @@ from hpo.study.store.database import parse_url
 from hpo.study.store.migrations import VERSIONS
 from hpo.study.store.schema import slots
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 GIB = 2**30
 
@@ -29,7 +30,7 @@ GIB = 2**30
 @pytest.fixture
 def storage(storage_url: str) -> Iterator[Storage]:
     with open_storage(storage_url) as opened:
-        opened.create_or_resume_study(study(3))
+        create_or_resume_study(opened, study(3))
         yield opened
 
 
@@ -134,7 +135,7 @@ def test_a_user_without_rights_gets_one_message(
     postgres_server: PostgresServer, postgres_url: str, host: Path
 ) -> None:
     with open_storage(postgres_url) as storage:
-        storage.create_or_resume_study(study(1))
+        create_or_resume_study(storage, study(1))
     name = parse_url(postgres_url).database or ""
     with postgres_server.connect(name) as connection:
         connection.execute("CREATE ROLE reader LOGIN PASSWORD 'secret'")

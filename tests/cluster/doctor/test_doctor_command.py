@@ -12,6 +12,7 @@ from worker_process import study
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def run(folder: Path, *arguments: str) -> Finished:
@@ -23,7 +24,7 @@ def test_the_command_mends_and_says_by_its_exit_code_what_is_left(tmp_path: Path
     (tmp_path / "runs").mkdir()
     path = write_study(tmp_path, n_trials=1)
     with open_storage(url) as storage:
-        opened = storage.create_or_resume_study(tiny_study(tmp_path, n_trials=1))
+        opened = create_or_resume_study(storage, tiny_study(tmp_path, n_trials=1))
         worker = WorkerLease(storage, opened, max_retries=0)
         with worker:
             worker.claim()
@@ -50,7 +51,7 @@ def test_the_command_mends_and_says_by_its_exit_code_what_is_left(tmp_path: Path
 def test_a_study_that_is_not_there_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with open_storage(f"sqlite:///{tmp_path}/runs/hpo.db") as storage:
-        storage.create_or_resume_study(study(1))
+        create_or_resume_study(storage, study(1))
     refused = run(tmp_path, "tiney")
     assert refused.exit_code == 2
     assert "Did you mean `tiny`" in refused.err

@@ -18,6 +18,7 @@ from hpo.cluster.postgres.programs import find_programs, server_user
 from hpo.errors import InputError
 from hpo.study.store.database import storage_url
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 pytestmark = pytest.mark.postgres
 
@@ -47,7 +48,7 @@ def test_made_used_stopped_and_started_again(new_server: PostgresServer) -> None
         assert connection.execute("SHOW data_checksums").fetchone() == ("on",)
         password = connection.info.password
     with open_storage(url) as storage:
-        storage.create_or_resume_study(study(2))
+        create_or_resume_study(storage, study(2))
     assert stat.S_IMODE(new_server.url_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(new_server.data.stat().st_mode) == 0o700
     assert not processes_with(password)

@@ -20,6 +20,7 @@ from hpo.cluster.postgres import postgres_server
 from hpo.cluster.postgres.postgres_server import PostgresServer
 from hpo.errors import HpoError, InputError, RunError
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 pytestmark = pytest.mark.postgres
 
@@ -41,7 +42,7 @@ def test_a_job_serves_until_its_signal(server: PostgresServer, number: signal.Si
     wait_until(server.url_file.exists, job)
     url = server.url_file.read_text().strip()
     with open_storage(url) as storage:  # a client that stays does not keep it
-        storage.create_or_resume_study(study(2))
+        create_or_resume_study(storage, study(2))
         job.send_signal(number)
         ended = finish(job)
     assert ended.exit_code == 0, ended.err

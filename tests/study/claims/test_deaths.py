@@ -13,6 +13,7 @@ from hpo.study.claims.deaths import last_saved_step, record_death
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_death_that_the_parent_process_saw(
     storage: Storage, exit_code: int, state: str, cause: str | None
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
-        opened = storage.create_or_resume_study(study(1))
+        opened = create_or_resume_study(storage, study(1))
         with WorkerLease(storage, opened, max_retries=0) as worker:
             change_worker(storage, worker, pid=child.pid)
             record_death(storage, child.pid, exit_code)

@@ -30,16 +30,18 @@ from hpo.errors import LeaseLostError
 from hpo.study.claims import leases
 from hpo.study.claims.deaths import MAX_DEATHS, Deaths
 from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.reader import read_study
 from hpo.study.store.optuna_internals import params as stored_params
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import Progress
 
 
 @pytest.fixture
 def opened(storage: Storage) -> optuna.Study:
-    return storage.create_or_resume_study(study(2))
+    return create_or_resume_study(storage, study(2))
 
 
 def worker_on(storage: Storage, opened: optuna.Study, max_retries: int = 1) -> WorkerLease:
@@ -63,7 +65,7 @@ def test_unfinished_trial_is_continued_first(
         one = worker.claim()
         params = suggest(config.search_space, worker.open_trial(one))
         worker.record_outcome(one, worker.open_trial(one), result("preempted"))
-    storage.create_or_resume_study(study(5))
+    create_or_resume_study(storage, study(5))
     with worker_on(storage, opened) as worker:
         lease = worker.claim()
         trial = worker.open_trial(lease)
@@ -124,7 +126,7 @@ def test_workers_have_numbers_that_are_never_given_twice(storage_url: str, tmp_p
         finish(*(start_process(join, storage_url, config, tmp_path / "log") for _ in range(6)))
     assert sorted(line["number"] for line in notes(tmp_path / "log")) == list(range(12))
     with open_storage(storage_url) as storage:
-        assert sorted(worker.number for worker in storage.read_study("tiny").workers) == list(range(12))
+        assert sorted(worker.number for worker in read_study(storage, "tiny").workers) == list(range(12))
         with WorkerLease(storage, storage.load_study("tiny"), max_retries=0) as worker:
             assert worker.number == 12
 
@@ -204,7 +206,7 @@ def test_parameters_that_the_server_lost_are_written_again(
             which = sa.true() if lost == "all" else stored_params.c.param_name == lost
             connection.execute(sa.delete(stored_params).where(which))
         worker.record_outcome(lease, trial, result("complete"))
-    assert storage.read_study("tiny").trials[0].params == params
+    assert read_study(storage, "tiny").trials[0].params == params
 
 
 def test_a_trial_with_parameters_of_another_process_is_opened_again(
@@ -276,7 +278,7 @@ def test_heartbeat_writes_how_far_the_trial_is(storage: Storage, opened: optuna.
 
 def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> None:
     config = study(2, max_retries=2)
-    opened = storage.create_or_resume_study(config)
+    opened = create_or_resume_study(storage, config)
     with worker_on(storage, opened, max_retries=2) as worker:
         params = []
         for number in range(3):
@@ -295,7 +297,7 @@ def test_failed_trial_is_retried_with_the_same_parameters(storage: Storage) -> N
 
 
 def test_other_outcomes_are_not_retried(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(7))
+    opened = create_or_resume_study(storage, study(7))
     # `failed` without a traceback: `amp.on_unsupported: fail`.
     outcomes = ("pruned", "nonfinite", "incompatible", "unsupported", "oom", "failed", "complete")
     with worker_on(storage, opened) as worker:
@@ -320,7 +322,7 @@ def test_what_was_committed_before_the_answer_was_lost_is_not_done_again(
 
 
 def test_enqueued_trials_are_taken_first(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(3))
+    opened = create_or_resume_study(storage, study(3))
     for rate in (1e-4, 2e-4):
         opened.enqueue_trial({"learning_rate": rate}, user_attrs={"memo": "asked for"})
     with worker_on(storage, opened) as first, worker_on(storage, opened) as second:
@@ -342,7 +344,7 @@ def test_a_claim_reads_the_slot_that_it_takes_and_few_others(postgres_url: str, 
         "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_xact_user_tables WHERE relname = 'hpo_slots'"
     )
     with open_storage(postgres_url) as storage:
-        opened = storage.create_or_resume_study(study(5000))
+        opened = create_or_resume_study(storage, study(5000))
         with storage.engine.begin() as connection:
             some = (slots.c.study == "tiny", slots.c.slot)
             connection.execute(sa.update(slots).where(some[0], some[1] < 2000).values(state="done"))
@@ -364,7 +366,7 @@ def test_database_restart_in_the_middle_of_a_trial(
     config = study(2)
     with open_storage(postgres_url) as storage:
         storage.lease_seconds = 0.6
-        opened = storage.create_or_resume_study(config)
+        opened = create_or_resume_study(storage, config)
         with worker_on(storage, opened) as worker:
             lease = worker.claim()
             trial = worker.open_trial(lease)

@@ -12,6 +12,7 @@ from hpo.study.claims import leases
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.sampling.samplers import build_pruner
 from hpo.study.store.storage import open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 VALUES = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
 ASHA = {"name": "asha", "min_resource": 1, "reduction_factor": 2}
@@ -29,7 +30,7 @@ def test_trials_side_by_side_are_pruned_as_by_plain_optuna(storage_url: str) -> 
         trials = []
         for _ in VALUES:
             storage = stack.enter_context(open_storage(storage_url))
-            opened = storage.create_or_resume_study(config)
+            opened = create_or_resume_study(storage, config)
             opened.pruner = build_pruner(config.pruner)
             worker = stack.enter_context(WorkerLease(storage, opened, max_retries=0))
             trials.append((storage, worker.open_trial(worker.claim())))
@@ -43,7 +44,7 @@ def test_rungs_outlive_the_worker(storage_url: str, monkeypatch: pytest.MonkeyPa
     with ExitStack() as stack:
         for index, value in ((1, 0.5), (2, 0.6), (4, 0.7)):
             storage = stack.enter_context(open_storage(storage_url))
-            opened = storage.create_or_resume_study(config)
+            opened = create_or_resume_study(storage, config)
             opened.pruner = build_pruner(config.pruner)
             worker = stack.enter_context(WorkerLease(storage, opened, max_retries=0))
             assert not evaluate(storage, worker.open_trial(worker.claim()), index, value)

@@ -9,6 +9,7 @@ from worker_process import study
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def rows(storage: Storage) -> list[tuple[str, int]]:
@@ -19,7 +20,7 @@ def rows(storage: Storage) -> list[tuple[str, int]]:
 
 def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
     """The first time it was committed, but the connection broke before the answer."""
-    opened = storage.create_or_resume_study(study(1))
+    opened = create_or_resume_study(storage, study(1))
     first, second = (WorkerLease(storage, opened, max_retries=0) for _ in range(2))
     for worker, expected in ((first, 0), (second, 1), (second, 1)):
         worker._register()
@@ -28,7 +29,7 @@ def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
 
 
 def test_other_workers_on_a_device_and_on_any(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = storage.create_or_resume_study(study(1))
+    opened = create_or_resume_study(storage, study(1))
     WorkerLease(storage, opened, max_retries=0, device="GPU-1")._register()
     assert not storage.has_other_workers_on(), "its own row"
     monkeypatch.setattr("hpo.study.store.storage.os.getpid", lambda: 1)
@@ -41,7 +42,7 @@ def test_other_workers_on_a_device_and_on_any(storage: Storage, monkeypatch: pyt
 
 def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
     """A failover to a server that lagged behind forgets the last commits."""
-    opened = storage.create_or_resume_study(study(2))
+    opened = create_or_resume_study(storage, study(2))
     with WorkerLease(storage, opened, max_retries=0) as worker, WorkerLease(storage, opened, max_retries=0):
         with storage.engine.begin() as connection:
             connection.execute(sa.delete(workers).where(workers.c.id == worker.id))
@@ -52,7 +53,7 @@ def test_a_worker_whose_row_was_lost_is_added_again(storage: Storage) -> None:
 
 
 def test_a_slot_whose_worker_is_forgotten_is_taken_over(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(1))
+    opened = create_or_resume_study(storage, study(1))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         lease = worker.claim()
         assert lease is not None

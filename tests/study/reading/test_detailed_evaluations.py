@@ -16,11 +16,13 @@ from worker_process import result, study
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.detailed_evaluations import _say_left_out, store_detailed_evaluation
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import best_trials, with_evaluation
 from hpo.study.running.worker import run_worker
 from hpo.study.store.lifecycle import delete_study
 from hpo.study.store.schema import detailed_evaluations
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
 
 DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\0 ☃", 1.0, 2.0)])})
 
@@ -28,7 +30,7 @@ DOCUMENT = document({"a b": task_document("regression", {}, worst=[error("1", "\
 def finished(storage: Storage, name: str = "tiny") -> str:
     """A study of two complete trials; its token."""
     config = study(2, name=name)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
 
     def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
         suggest(config.search_space, trial)
@@ -39,7 +41,7 @@ def finished(storage: Storage, name: str = "tiny") -> str:
 
 
 def detailed(storage: Storage, name: str = "tiny") -> list[Any]:
-    return [trial.detailed for trial in storage.read_study(name).trials]
+    return [trial.detailed for trial in read_study(storage, name).trials]
 
 
 def test_a_document_is_read_back_with_its_trial(storage: Storage) -> None:
@@ -98,16 +100,16 @@ def test_a_document_that_cannot_be_read_is_left_out_with_a_word(
     with storage.engine.begin() as connection:
         is_test = detailed_evaluations.c.split == "test"
         connection.execute(sa.update(detailed_evaluations).where(is_test).values(document=text))
-    record = storage.read_study("tiny")
+    record = read_study(storage, "tiny")
     assert [list(trial.detailed) for trial in record.trials] == [[], ["validation"]]
-    assert storage.read_study("tiny").trials == record.trials
+    assert read_study(storage, "tiny").trials == record.trials
     (said,) = [each.message for each in caplog.records]
     assert said.startswith("The detailed evaluation of trial 1 on test of tiny is left out: ")
     assert why in said
     changed = with_evaluation(record, 1, DOCUMENT)
     assert changed.trials[1].detailed == {"test": DOCUMENT, "validation": document({}, "validation")}
     assert store_detailed_evaluation(storage, "tiny", token, 1, DOCUMENT)
-    assert storage.read_study("tiny").trials == changed.trials
+    assert read_study(storage, "tiny").trials == changed.trials
 
 
 def test_an_evaluation_is_put_in_the_place_of_its_trial() -> None:

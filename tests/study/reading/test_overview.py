@@ -12,15 +12,17 @@ from worker_process import change_worker, result, study
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.overview import StudyOverview, list_studies, say_damaged
+from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import run_worker
 from hpo.study.store.lifecycle import set_state
 from hpo.study.store.schema import studies
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def run(storage: Storage, config: Any, *values: float) -> None:
     """Run a trial for each value, or all without."""
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     left = list(values)
 
     def execute(trial: optuna.trial.Trial, _: Any) -> Any:
@@ -38,7 +40,7 @@ def test_studies_in_numbers(storage: Storage) -> None:
     run(storage, study(2, name="up"), 0.25, 0.75)
     down = [{"metric": "size/mae", "direction": "minimize"}, {"metric": "score"}]
     run(storage, study(2, name="down", objective=down, priority=3), 0.25, 0.75)
-    opened = storage.create_or_resume_study(study(5, name="begun"))
+    opened = create_or_resume_study(storage, study(5, name="begun"))
     with (
         WorkerLease(storage, opened, max_retries=0) as worker,
         WorkerLease(storage, opened, max_retries=0) as dead,
@@ -76,7 +78,7 @@ def test_the_number_of_queries_is_that_of_one_study(storage: Storage) -> None:
 def test_a_damaged_row_is_left_out_with_a_word(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
     say_damaged.cache_clear()
     for name in ("first", "second", "third"):
-        storage.create_or_resume_study(study(1, name=name))
+        create_or_resume_study(storage, study(1, name=name))
     with WorkerLease(storage, storage.load_study("third"), max_retries=0) as worker:
         change_worker(storage, worker, last_seen=1e12, machine="elsewhere")
         with storage.engine.begin() as connection:
@@ -87,5 +89,5 @@ def test_a_damaged_row_is_left_out_with_a_word(storage: Storage, caplog: pytest.
         assert [one.name for one in found] == ["third", "first"]
         assert all(one.last_activity <= one.now for one in found)
         assert found[0].workers == 0, "nobody was seen in the future"
-        assert [worker.alive for worker in storage.read_study("third").workers] == [False]
+        assert [worker.alive for worker in read_study(storage, "third").workers] == [False]
     assert "The study `second` is left out: its row is damaged" in caplog.text

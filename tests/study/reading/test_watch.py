@@ -19,6 +19,7 @@ from hpo.study.reading.watch import Look, StudyWatch, watching
 from hpo.study.running.worker import run_worker
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def run(
@@ -45,10 +46,10 @@ def told(look: Look) -> tuple[list[tuple[int, list[float]]], list[int]]:
 
 
 def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Storage) -> None:
-    storage.create_or_resume_study(study(1))
+    create_or_resume_study(storage, study(1))
     run(storage, study(1), ended=result("complete", values=(0.75,)))
     config = study(2)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config)
     assert told(watch.look()) == ([], []), "what was there before is not told"
 
@@ -68,7 +69,7 @@ def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Stor
 
 def test_progress_in_the_row_of_a_worker_is_that_of_its_trial_alone(storage: Storage) -> None:
     config = study(2)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config)
     found = []
 
@@ -88,7 +89,7 @@ def test_progress_in_the_row_of_a_worker_is_that_of_its_trial_alone(storage: Sto
 
 def test_a_trial_that_is_given_back_does_not_run_until_it_goes_on(storage: Storage) -> None:
     config, stop = study(1), threading.Event()
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config)
     run(storage, config, lambda _: stop.set(), result("preempted"), stop=stop)
     assert told(watch.look()) == ([], [])
@@ -100,7 +101,7 @@ def test_a_trial_that_is_given_back_does_not_run_until_it_goes_on(storage: Stora
 
 def test_a_worker_is_told_of_its_own_trials(storage: Storage, tmp_path: Path) -> None:
     config = study(6)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     other = worker_process.start(storage.url, config, tmp_path / "log", trial_seconds=0.01)
     ended: list[int] = []
     mine: list[int] = []
@@ -130,7 +131,7 @@ def test_an_error_of_the_one_who_is_told_is_raised(storage: Storage) -> None:
         assert seen.wait(60)
 
     seen = threading.Event()
-    storage.create_or_resume_study(study(1))
+    create_or_resume_study(storage, study(1))
     with pytest.raises(ZeroDivisionError), watching(StudyWatch(storage, study(1)), fail, seconds=0.01):
         run(storage, study(1), during)
 
@@ -138,7 +139,7 @@ def test_an_error_of_the_one_who_is_told_is_raised(storage: Storage) -> None:
 def test_a_look_reads_no_evaluations_and_no_trial_that_has_ended(storage: Storage) -> None:
     """What it costs does not grow with the study: 2 s may lie between two looks of a hundred workers."""
     config = study(3)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     watch = StudyWatch(storage, config, own=True)
     run(storage, config, lambda trial: [evaluate(storage, trial, step) for step in (1, 2)] and None)
     watch.look()

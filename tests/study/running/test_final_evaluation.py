@@ -21,10 +21,12 @@ from hpo.device import DeviceInfo
 from hpo.errors import CheckpointError, InputError, RunError, Unsupported
 from hpo.study.claims.leases import Lease
 from hpo.study.reading.detailed_evaluations import NOT_STORED
+from hpo.study.reading.reader import read_study
 from hpo.study.running import final_evaluation
 from hpo.study.running.final_evaluation import evaluate_best
 from hpo.study.running.worker import WorkerOptions, run_worker
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 from hpo.trial import best_model
 
 CPU = DeviceInfo(type="cpu", name="test CPU", torch_version="")
@@ -66,7 +68,7 @@ class Evaluating:
 
     @property
     def stored(self) -> dict[int, Any]:
-        trials = self.storage.read_study("tiny").trials
+        trials = read_study(self.storage, "tiny").trials
         return {trial.number: trial.detailed for trial in trials if trial.detailed}
 
 
@@ -89,7 +91,7 @@ def finish(storage: Storage, *values: tuple[float, ...], left: int = 0) -> None:
         for metric, direction in list(directions.items())[: len(values[0])]
     ]
     config = study(len(values) + left, objective=objective)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
 
     def execute(trial: optuna.trial.Trial, _: Lease) -> Any:
         suggest(config.search_space, trial)

@@ -18,6 +18,7 @@ from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.worker import run_worker
 from hpo.study.store.lifecycle import delete_study, set_state
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 PLAN = ComparisonConfig(
     study="tiny",
@@ -44,7 +45,7 @@ def storage(sqlite_url: str) -> Iterator[Storage]:
 def companion(storage: Storage) -> StudyConfig:
     """A comparison whose trials are done so far; what they say is not known yet."""
     searched = study(1)
-    storage.create_or_resume_study(searched)
+    create_or_resume_study(storage, searched)
     companion = comparison_study(searched, PLAN, has_test=False)
     run(storage, companion)
     return companion
@@ -57,7 +58,7 @@ def run(storage: Storage, companion: StudyConfig) -> None:
         suggest(companion.search_space, trial)
         return result("complete", values=(0.5,))
 
-    storage.create_or_resume_study(companion)
+    create_or_resume_study(storage, companion)
     assert run_worker(companion, storage, execute).ended == "finished"
 
 
@@ -74,7 +75,7 @@ def test_a_worker_comes_back_for_each_look(storage: Storage, companion: StudyCon
     judged(storage, PLAN, ended=False)
     looks = look_by_look(companion, storage.url, Stop())
     assert next(looks) == companion
-    adds = threading.Timer(0.2, lambda: storage.create_or_resume_study(with_more(companion)))
+    adds = threading.Timer(0.2, lambda: create_or_resume_study(storage, with_more(companion)))
     adds.start()
     second = next(looks)
     adds.join()
@@ -90,7 +91,7 @@ def test_more_seeds_after_the_end(storage: Storage, companion: StudyConfig) -> N
     judged(storage, PLAN, ended=True)
     assert not wait_for_next_look(storage, companion.name, Stop(), seconds=1000)
     more = with_more(companion)
-    storage.create_or_resume_study(more)
+    create_or_resume_study(storage, more)
     assert wait_for_next_look(storage, companion.name, Stop(), seconds=0)
     run(storage, more)
     assert more.comparison is not None

@@ -21,6 +21,7 @@ from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
 from hpo.errors import DataError, InputError, StorageError, StudyChangedError
 from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.reader import read_study
 from hpo.study.running import run as run_module
 from hpo.study.running.run import OpenOptions, check_precisions, open_study, run_study
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
@@ -29,6 +30,7 @@ from hpo.study.running.worker import RunSummary, run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store import storage as storage_module
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.compat import checked_on
 
 PRECISIONS = {"fp_precision": {"type": "categorical", "choices": ["fp32", "bf16"]}}
@@ -87,7 +89,7 @@ def test_what_the_check_finds_leaves_no_trace(
         pass
     assert not list(tmp_path.glob("hpo.db*"))
     with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(study(name="other"))
+        create_or_resume_study(storage, study(name="other"))
     with pytest.raises(DataError), open_study(study(), sqlite_url, tmp_path):
         pass
     with open_storage(sqlite_url) as storage:
@@ -99,7 +101,7 @@ def test_what_the_check_finds_leaves_no_trace(
 def test_a_study_is_checked_until_one_of_its_trials_has_trained(
     storage: Storage, tmp_path: Path, executors: type[FakeExecutor], trained: bool, num_checks: int
 ) -> None:
-    storage.create_or_resume_study(study(1))
+    create_or_resume_study(storage, study(1))
     if trained:
         train_one(storage, study(1))
     with open_study(study(2), storage.url, tmp_path) as opened:
@@ -121,9 +123,9 @@ def test_a_start_opens_the_database_once_and_reads_no_trials(
     open_database, opened, counts = storage_module.open_database, [], []
     monkeypatch.setattr(storage_module, "open_database", opened_database)
     for num_done in (1, 5):
-        storage.create_or_resume_study(study(num_done))
+        create_or_resume_study(storage, study(num_done))
         train_one(storage, study(num_done))
-        storage.create_or_resume_study(study(8))
+        create_or_resume_study(storage, study(8))
         opened.clear()
         statements: list[str] = []
         sa.event.listen(sa.Engine, "before_cursor_execute", note)
@@ -154,12 +156,12 @@ def test_the_parent_of_several_workers_checks_for_them(
 def test_a_study_that_was_deleted_in_the_dashboard_begins_anew(
     storage: Storage, tmp_path: Path, executors: type[FakeExecutor]
 ) -> None:
-    storage.create_or_resume_study(study(1))
+    create_or_resume_study(storage, study(1))
     train_one(storage, study(1))
     before = storage.study_token("tiny")
     optuna.delete_study(study_name="tiny", storage=storage.optuna)
     with pytest.raises(StorageError, match="was deleted"):
-        storage.read_study("tiny")
+        read_study(storage, "tiny")
     with open_study(study(2), storage.url, tmp_path) as opened:
         assert (opened.stored.has_trained, opened.stored.slots["open"]) == (False, 2)
     assert storage.study_token("tiny") != before
@@ -170,7 +172,7 @@ def test_another_definition_is_refused_before_anything_is_read(
     sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor]
 ) -> None:
     with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(study(1))
+        create_or_resume_study(storage, study(1))
         train_one(storage, study(1))
     changed = study(2, training={"epochs": 7})
     with (
@@ -186,7 +188,7 @@ def test_another_definition_is_refused_before_anything_is_read_where_a_worker_is
 ) -> None:
     """Though no trial of it was evaluated."""
     with open_storage(sqlite_url) as storage:
-        opened = storage.create_or_resume_study(study(1))
+        opened = create_or_resume_study(storage, study(1))
         with (
             WorkerLease(storage, opened, max_retries=0),
             pytest.raises(StudyChangedError, match=r"training\.epochs"),
@@ -199,7 +201,7 @@ def test_another_definition_is_refused_before_anything_is_read_where_a_worker_is
 def test_a_finished_study_loads_neither_data_nor_model(
     storage: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage.create_or_resume_study(study(2))
+    create_or_resume_study(storage, study(2))
     train_one(storage, study(2))
     monkeypatch.setitem(sys.modules, "hpo.trial.executor", None)  # importing it is an error
     with open_study(study(2), storage.url, tmp_path) as opened:
@@ -211,13 +213,13 @@ def test_n_trials_raised_while_a_finished_study_is_opened(
 ) -> None:
     def read_stored(*args: Any) -> Any:
         stored = original(*args)
-        storage.create_or_resume_study(study(3))
+        create_or_resume_study(storage, study(3))
         return stored
 
-    storage.create_or_resume_study(study(1))
+    create_or_resume_study(storage, study(1))
     train_one(storage, study(1))
-    original = Storage.read_stored
-    monkeypatch.setattr(Storage, "read_stored", read_stored)
+    original = run_module.read_stored
+    monkeypatch.setattr(run_module, "read_stored", read_stored)
     with open_study(study(1), storage.url, tmp_path, OpenOptions(resize=False)) as opened:
         assert opened.config.n_trials == 3
         assert opened.executor is executors.made[0]
@@ -229,13 +231,13 @@ def test_what_the_file_leaves_out_is_as_it_is_stored(storage: Storage, tmp_path:
     """The defaults of today are for new studies."""
     today = study(1)
     assert today.pruner.name != "percentile"
-    storage.create_or_resume_study(today.model_copy(update={"pruner": PrunerConfig(name="percentile")}))
+    create_or_resume_study(storage, today.model_copy(update={"pruner": PrunerConfig(name="percentile")}))
     for resize in (True, False):
         with open_study(today, storage.url, tmp_path, OpenOptions(resize=resize)) as opened:
             assert opened.config.pruner.name == "percentile"
     with open_study(study(1, pruner={"name": "median"}), storage.url, tmp_path) as opened:
         assert opened.config.pruner.name == "median"
-    assert storage.read_study("tiny").definition["pruner"] == {"name": "median"}
+    assert read_study(storage, "tiny").definition["pruner"] == {"name": "median"}
 
 
 # What this device cannot run

@@ -34,6 +34,7 @@ from hpo.study.running.supervisor import (
 )
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 TWO = [DeviceShare(2)] * 2
 
@@ -75,7 +76,7 @@ def test_configuration_that_kills_its_process_costs_itself_alone(
     config, log = study(4), tmp_path / "log"
     use_command(worker_process.__file__, log, 4, int(signal.SIGSEGV))
     with open_storage(sqlite_url) as storage:
-        opened = storage.create_or_resume_study(config)
+        opened = create_or_resume_study(storage, config)
         summary = run_workers(config, storage, tmp_path, WorkerProcesses(TWO), Stop())
         crashed = [trial.number for trial in opened.trials if trial.params["fp_precision"] == "fp16"]
         assert 0 < len(crashed) < 4
@@ -110,7 +111,7 @@ def test_restarts_are_used_up(
         f"import os; print('no such device')\ntry: os.mkdir({str(lock)!r})\n"
         f"except FileExistsError: os.kill(os.getpid(), 9)\n{script}",
     )
-    storage.create_or_resume_study(study(2))
+    create_or_resume_study(storage, study(2))
     with pytest.raises(RunError) as raised:
         run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
     error = str(raised.value)
@@ -134,7 +135,7 @@ def test_restarts_of_more_than_an_hour_ago_do_not_count(
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 1)
     starts = tmp_path / "starts"
     use_command("-c", f"f = open({str(starts)!r}, 'a'); f.write('x'); f.flush(); exit(f.tell() < 4)")
-    storage.create_or_resume_study(study(2))
+    create_or_resume_study(storage, study(2))
     assert run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO[:1]), Stop()).ended == "elsewhere"
     assert starts.read_text() == "xxxx"
 
@@ -153,7 +154,7 @@ def test_logs_of_workers_are_added_to(
     log.parent.mkdir()
     log.write_text("what the first run said\n")
     use_command("-c", f"print('Error: no such column'); raise SystemExit({code})")
-    storage.create_or_resume_study(study(2))
+    create_or_resume_study(storage, study(2))
     monkeypatch.setattr(supervisor, "MAX_RESTARTS", 5 if code == 2 else 0)
     with pytest.raises(kind, match=rf"ended with exit code {code} before the study was done\.") as raised:
         run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
@@ -183,7 +184,7 @@ def test_workers_that_leave_trials_open(
 ) -> None:
     use_command("-c", f"raise SystemExit({code})")
     config, stop = study(2, timeout=timeout), Stop()
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     summary = run_workers(config, storage, tmp_path, WorkerProcesses(TWO), stop)
     assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, code, {})
     assert not stop.asks_for_requeue
@@ -193,7 +194,7 @@ def test_workers_that_leave_trials_open(
 def test_jobs_of_one_node_write_logs_of_their_names(
     storage: Storage, tmp_path: Path, use_command: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage.create_or_resume_study(study(2))
+    create_or_resume_study(storage, study(2))
     for job in ("7", "8"):
         monkeypatch.setenv("SLURM_JOB_ID", job)
         use_command("-c", f"print('of job {job}')")
@@ -208,7 +209,7 @@ def test_workers_that_leave_before_the_end_of_the_job(
     storage: Storage, tmp_path: Path, use_command: Callable[..., None]
 ) -> None:
     use_command("-c", "raise SystemExit(130)")
-    storage.create_or_resume_study(study(2))
+    create_or_resume_study(storage, study(2))
     stop = Stop(time.time() + 3600)
     summary = run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), stop)
     assert (summary.ended, stop.asks_for_requeue) == ("stopped", True)
@@ -219,7 +220,7 @@ def test_storage_reaches_a_worker_as_it_was_given(
     storage: Storage, tmp_path: Path, use_command: Callable[..., None], given: str | None
 ) -> None:
     use_command("-c", "import os; print(os.environ['HPO_STORAGE'])")
-    storage.create_or_resume_study(study(2))
+    create_or_resume_study(storage, study(2))
     run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO, storage_as_given=given), Stop())
     assert log_of(tmp_path).read_text().splitlines()[-1] == (given or storage.url)
 
@@ -252,7 +253,7 @@ def test_a_supervisor_waits_for_no_database(
 
     stop = Stop()
     with own_server.database() as url, open_storage(url) as storage, ThreadPoolExecutor(1) as thread:
-        storage.create_or_resume_study(study(2))
+        create_or_resume_study(storage, study(2))
         try:
             ended = thread.submit(run_workers, study(2), storage, tmp_path, WorkerProcesses(TWO), stop)
             wait_for(lambda: runs(2))
@@ -281,7 +282,7 @@ def test_workers_may_checkpoint_when_their_supervisor_fails(
 
     monkeypatch.setattr(supervisor._Supervisor, "_supervise", fail)
     use_command("-c", "import sys; print('runs', flush=True); sys.stdin.read(); print('told to leave')")
-    storage.create_or_resume_study(study(2))
+    create_or_resume_study(storage, study(2))
     with pytest.raises(OSError, match="no more processes"):
         run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), Stop())
     logs = [log_of(tmp_path, number).read_text() for number in range(2)]

@@ -19,6 +19,7 @@ from hpo.errors import DataError
 from hpo.outcome import Outcome
 from hpo.study.claims.leases import Lease
 from hpo.study.claims.process import process_start, this_machine
+from hpo.study.reading.reader import read_study
 from hpo.study.running import worker as worker_module
 from hpo.study.running.stopping import Stop
 from hpo.study.running.trial_runner import TrialRunner
@@ -27,6 +28,7 @@ from hpo.study.sampling.device_sampler import WorkerDevice
 from hpo.study.store import optuna_internals
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 from hpo.trial.telemetry import TrialResult
 
 
@@ -40,7 +42,7 @@ def test_runs_exactly_n_trials_and_a_finished_study_not_again(storage: Storage) 
     assert (first.ended, first.outcomes, first.exit_code) == ("finished", {"complete": 3}, 0)
     again = run_worker(study(3), storage, complete)
     assert (again.ended, again.outcomes) == ("finished", {})
-    assert len(storage.read_study("tiny").trials) == 3
+    assert len(read_study(storage, "tiny").trials) == 3
 
 
 def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_several_workers_end_at_exactly_n_trials(storage_url: str, tmp_path: Pat
     finish(*(start(storage_url, config, log) for _ in range(4)))
     with open_storage(storage_url) as storage:
         check_done(storage, config, log)
-        trials = storage.read_study(config.name).trials
+        trials = read_study(storage, config.name).trials
         first = [trial.params for trial in trials if "retry_of" not in trial.attributes][:4]
         assert len({str(params) for params in first}) == 4, "workers have seeds of their own"
 
@@ -66,18 +68,18 @@ def test_pruner_is_that_of_the_study(storage: Storage) -> None:
 def test_resumed_study_does_not_repeat_what_it_tried(storage: Storage) -> None:
     sizes = (2, 4, 6)
     for n_trials in sizes:
-        storage.create_or_resume_study(study(n_trials))
+        create_or_resume_study(storage, study(n_trials))
         run_worker(study(n_trials), storage, complete)
-    trials = storage.read_study("tiny").trials
+    trials = read_study(storage, "tiny").trials
     assert len({str(trial.params) for trial in trials}) == sizes[-1]
 
 
 def test_enqueued_configurations_are_run_within_n_trials(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(2))
+    opened = create_or_resume_study(storage, study(2))
     for batch_size in (8, 16, 32):
         opened.enqueue_trial({"batch_size": batch_size, "fp_precision": "bf16"})
     assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
-    trials = storage.read_study("tiny").trials
+    trials = read_study(storage, "tiny").trials
     assert [trial.state for trial in trials] == ["COMPLETE", "COMPLETE", "WAITING"]
     assert [trial.params["batch_size"] for trial in trials[:2]] == [8, 16]
 
@@ -94,9 +96,9 @@ def test_enqueued_configurations_are_run_within_n_trials(storage: Storage) -> No
 def test_enqueued_trial_that_no_worker_can_run_ends_once_and_takes_no_slot(
     storage: Storage, params: dict[str, Any], reason: str
 ) -> None:
-    storage.create_or_resume_study(study(2)).enqueue_trial(params)
+    create_or_resume_study(storage, study(2)).enqueue_trial(params)
     assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
-    refused, *others = storage.read_study("tiny").trials
+    refused, *others = read_study(storage, "tiny").trials
     assert (refused.state, refused.outcome) == ("FAIL", "failed")
     assert reason in refused.reason
     assert len(others) == 2
@@ -106,7 +108,7 @@ def test_a_trial_that_was_stored_with_another_encoder_never_runs_with_it(storage
     """Whoever can write to the database would choose which folder of the worker is read as a model."""
     encoders = {"type": "categorical", "choices": ["minilm", "prajjwal1/bert-tiny"]}
     config, stop = study(1, search_space={"encoder": encoders}, max_retries=1), threading.Event()
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     run_worker(config, storage, lambda *_: stop.set() or result("preempted"), stop=stop)
     other = distribution_to_json(CategoricalDistribution(["/private", "/model"]))
     with storage.engine.begin() as connection:
@@ -120,7 +122,7 @@ def test_a_trial_that_was_stored_with_another_encoder_never_runs_with_it(storage
 
     assert run_worker(config, storage, execute).outcomes == {"failed": 2}
     assert seen == []
-    begun, retried = storage.read_study("tiny").trials
+    begun, retried = read_study(storage, "tiny").trials
     assert "does not support dynamic value space" in begun.reason
     assert "'/private' not in" in retried.reason
 
@@ -132,7 +134,7 @@ def test_bug_in_a_trial_fails_it_alone(storage: Storage) -> None:
         return complete(trial, _lease)
 
     assert run_worker(study(2), storage, execute).outcomes == {"failed": 1, "complete": 2}
-    failed, retried, _ = storage.read_study("tiny").trials
+    failed, retried, _ = read_study(storage, "tiny").trials
     assert (failed.outcome, failed.reason) == ("failed", "ZeroDivisionError: not now")
     assert "ZeroDivisionError" in failed.attributes["traceback"]
     assert retried.attributes["retry_of"] == 0
@@ -146,7 +148,7 @@ def test_what_concerns_the_whole_study_is_raised(storage: Storage) -> None:
         run_worker(study(2), storage, execute)
     assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
     assert run_worker(study(2), storage, complete).outcomes == {"complete": 2}
-    assert len(storage.read_study("tiny").trials) == 2
+    assert len(read_study(storage, "tiny").trials) == 2
 
 
 def test_stop_ends_after_the_trial_in_hand(storage: Storage) -> None:
@@ -159,9 +161,9 @@ def test_stop_ends_after_the_trial_in_hand(storage: Storage) -> None:
 
     summary = run_worker(study(3), storage, execute, stop=stop)
     assert (summary.ended, summary.exit_code) == ("stopped", 130)
-    params = storage.read_study("tiny").trials[0].params
+    params = read_study(storage, "tiny").trials[0].params
     assert run_worker(study(3), storage, complete).outcomes == {"complete": 3}
-    record = storage.read_study("tiny")
+    record = read_study(storage, "tiny")
     assert len(record.trials) == 3
     assert record.trials[0].params == params
 
@@ -236,12 +238,12 @@ def test_trial_knows_of_other_workers_on_its_machine(
 
     config = study(1)
     executor: Any = SimpleNamespace(study=config, device=CPU, trial_folder=lambda *_: Path(), run=run)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
         others(start)
         run_worker(config, storage, TrialRunner(executor, storage, Stop()))
         peer.kill()
-    assert storage.read_study("tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
+    assert read_study(storage, "tiny").trials[0].telemetry["device"] == {"name": "x", "shared": shared}
 
 
 def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(storage: Storage) -> None:
@@ -257,7 +259,7 @@ def test_trial_that_ran_out_of_memory_is_tried_again_by_a_worker_with_more(stora
             stop.set()
         return result("complete")
 
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     stop = threading.Event()
     run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=20 * 2**30), stop=stop)
     run_worker(config, storage, execute, device=WorkerDevice(memory_bytes=80 * 2**30))

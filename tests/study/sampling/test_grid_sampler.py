@@ -16,6 +16,7 @@ from hpo.study.sampling.grid_sampler import POINT_ATTR
 from hpo.study.sampling.samplers import build_sampler
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 GRID = study(
     4,
@@ -29,7 +30,7 @@ GRID = study(
 
 @pytest.fixture
 def worker(storage: Storage) -> Any:
-    opened = storage.create_or_resume_study(GRID)
+    opened = create_or_resume_study(storage, GRID)
     opened.sampler = build_sampler(GRID.sampler, GRID.search_space)
     with WorkerLease(storage, opened, max_retries=1) as worker:
         yield worker

@@ -19,10 +19,12 @@ from worker_process import check_done, finish, notes, start, start_process, stud
 
 from hpo.errors import InputError, StorageError
 from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.reader import read_study
 from hpo.study.store import connection, copy, schema
 from hpo.study.store.copy import OF_STUDY, OF_TRIAL, OURS, copy_study
 from hpo.study.store.optuna_internals import studies, tables, trials
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 OPTUNAS = (studies, trials, *OF_STUDY, *OF_TRIAL)
 
@@ -49,7 +51,7 @@ def test_there_and_back(sqlite_url: str, storage_url: str, other_url: str, tmp_p
         filled(source)
         before = contents(source)
         for storage in (target, back):  # so that no row has the id that it had
-            storage.create_or_resume_study(study(3, name="another")).add_trial(create_trial(value=1.0))
+            create_or_resume_study(storage, study(3, name="another")).add_trial(create_trial(value=1.0))
         copied = copy_study(source, target, "tiny")
         assert (copied.num_trials, copied.slots) == (6, {"open": 3, "running": 0, "done": 3})
         assert contents(target) == before
@@ -57,7 +59,7 @@ def test_there_and_back(sqlite_url: str, storage_url: str, other_url: str, tmp_p
         assert contents(back) == before
         assert contents(source) == before
         assert source.load_study("tiny").trials[3].state == TrialState.RUNNING
-        assert back.read_study("another").name == "another"
+        assert read_study(back, "another").name == "another"
 
 
 def test_nothing_of_a_study_is_forgotten() -> None:
@@ -79,10 +81,10 @@ def test_parents_of_a_generation(sqlite_url: str, other_url: str) -> None:
 
     sampler = NSGAIISampler(population_size=4, seed=1)
     with open_storage(sqlite_url) as source, open_storage(other_url) as target:
-        opened = source.create_or_resume_study(study(20))
+        opened = create_or_resume_study(source, study(20))
         opened.sampler = sampler
         opened.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=14)
-        target.create_or_resume_study(study(3, name="another")).add_trial(create_trial(value=1.0))
+        create_or_resume_study(target, study(3, name="another")).add_trial(create_trial(value=1.0))
         copy_study(source, target, "tiny")
         assert parents(target) == parents(source)
         assert len(parents(source)[1]) == 4
@@ -110,7 +112,7 @@ def test_under_another_name(sqlite_url: str, other_url: str, tmp_path: Path) -> 
         filled(source)
         copy_study(source, target, "tiny", "bigger")
         config = study(6, name="bigger", objective={"metric": "score", "direction": "minimize"})
-        target.create_or_resume_study(config)  # its definition says so too
+        create_or_resume_study(target, config)  # its definition says so too
         finish(start(other_url, config, tmp_path / "log"))
         assert target.slot_counts("bigger") == {"open": 0, "running": 0, "done": 6}
         with pytest.raises(InputError, match=r"holds the study `tiny` already, as `bigger`"):
@@ -124,7 +126,7 @@ def test_under_another_name(sqlite_url: str, other_url: str, tmp_path: Path) -> 
 def test_another_study_of_that_name_stays(sqlite_url: str, other_url: str) -> None:
     with open_storage(sqlite_url) as source, open_storage(other_url) as target:
         filled(source)
-        target.create_or_resume_study(study(2))
+        create_or_resume_study(target, study(2))
         before = contents(target)
         with pytest.raises(InputError, match=r"has another study `tiny`\. Give the copy a name"):
             copy_study(source, target, "tiny")
@@ -158,7 +160,7 @@ def test_live_workers(sqlite_url: str, other_url: str, tmp_path: Path) -> None:
         working.join(60)
         with WorkerLease(source, source.load_study("tiny"), max_retries=0) as idle:
             copy_study(source, target, "tiny")
-            members = target.read_study("tiny").workers
+            members = read_study(target, "tiny").workers
         assert [worker.alive for worker in members] == [False]
         assert idle.id not in {worker.id for worker in members}
 

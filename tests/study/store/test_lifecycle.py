@@ -16,6 +16,7 @@ from hpo.errors import LeaseLostError, RunError, StorageError
 from hpo.outcome import Outcome
 from hpo.study.claims.leases import Lease, WorkerLease
 from hpo.study.reading.overview import list_studies
+from hpo.study.reading.reader import read_study
 from hpo.study.running.worker import RunSummary, WorkerOptions, run_worker
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.lifecycle import (
@@ -27,6 +28,7 @@ from hpo.study.store.lifecycle import (
     wait_for_workers,
 )
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 class Worker:
@@ -68,37 +70,37 @@ def run_rest(storage: Storage, config: Any) -> RunSummary:
 
 def test_a_paused_study_goes_on_with_the_trial_that_it_had(storage: Storage) -> None:
     config = study(3)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     worker = Worker(storage.url, config)
     assert set_state(storage, "tiny", "paused") == "open"
     assert worker.left() == RunSummary("closed", {"preempted": 1})
     assert wait_for_workers(storage, "tiny", 0) == []
     assert run_rest(storage, config) == RunSummary("closed"), "no trial begins"
     assert end_unfinished(storage, "tiny") == 0, "it is not cancelled"
-    before = storage.read_study("tiny")
+    before = read_study(storage, "tiny")
     assert (before.state, before.slots) == ("paused", {"open": 3, "running": 0, "done": 0})
     assert [trial.outcome for trial in before.trials] == ["preempted"]
     assert set_state(storage, "tiny", "open") == "paused"
     assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
-    after = storage.read_study("tiny")
+    after = read_study(storage, "tiny")
     assert after.trials[0].params == before.trials[0].params
     assert [trial.outcome for trial in after.trials] == ["complete"] * 3
 
 
 def test_the_unfinished_trials_of_a_cancelled_study_end(storage: Storage) -> None:
     config = study(3)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     worker = Worker(storage.url, config)
     set_state(storage, "tiny", "cancelled")
     assert worker.left().ended == "closed"
     assert end_unfinished(storage, "tiny") == 0, "the worker has done so"
-    record = storage.read_study("tiny")
+    record = read_study(storage, "tiny")
     ended = [(trial.state, trial.outcome, trial.reason) for trial in record.trials]
     assert ended == [("FAIL", "preempted", "the study was cancelled")]
     assert run_rest(storage, config) == RunSummary("closed")
     set_state(storage, "tiny", "open")
     assert run_rest(storage, config) == RunSummary("finished", {"complete": 3})
-    record = storage.read_study("tiny")
+    record = read_study(storage, "tiny")
     assert [trial.outcome for trial in record.trials] == ["preempted", *["complete"] * 3]
     assert record.slots == {"open": 0, "running": 0, "done": 3}
 
@@ -115,11 +117,11 @@ def num_rows(storage: Storage) -> dict[str, int]:
 
 def test_nothing_of_a_deleted_study_is_left_and_all_of_the_others(storage: Storage) -> None:
     other = study(2, name="other")
-    storage.create_or_resume_study(other)
+    create_or_resume_study(storage, other)
     run_rest(storage, other)
     before = num_rows(storage)
     config = study(3)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     worker = Worker(storage.url, config)
     with pytest.raises(RunError, match="must have no worker, but has process"):
         delete_study(storage, "tiny")
@@ -130,12 +132,12 @@ def test_nothing_of_a_deleted_study_is_left_and_all_of_the_others(storage: Stora
     with open_storage(storage.url) as fresh:
         assert read_state(fresh, "tiny") is None
         assert [found.name for found in list_studies(fresh)] == ["other"]
-        fresh.create_or_resume_study(config)
+        create_or_resume_study(fresh, config)
         assert run_rest(fresh, config).outcomes == {"complete": 3}
 
 
 def test_what_the_dashboard_left_of_a_study_can_be_deleted(storage: Storage) -> None:
-    storage.create_or_resume_study(study(3))
+    create_or_resume_study(storage, study(3))
     optuna.delete_study(study_name="tiny", storage=storage.optuna)
     delete_study(storage, "tiny")
     assert set(num_rows(storage).values()) == {0}
@@ -144,7 +146,7 @@ def test_what_the_dashboard_left_of_a_study_can_be_deleted(storage: Storage) -> 
 def test_a_worker_of_a_study_that_was_deleted_leaves(storage: Storage) -> None:
     """Of a machine that was thought dead: `delete` does not wait for it."""
     config = study(3)
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     worker = Worker(storage.url, config)
     with storage.engine.begin() as connection:
         connection.execute(sa.update(schema.workers).values(state="dead"))
@@ -155,7 +157,7 @@ def test_a_worker_of_a_study_that_was_deleted_leaves(storage: Storage) -> None:
 
 
 def test_a_study_that_is_not_there(storage: Storage, tmp_path: Path) -> None:
-    storage.create_or_resume_study(study(3))
+    create_or_resume_study(storage, study(3))
     with pytest.raises(StorageError, match=r"no study `tony` .* Did you mean `tiny`"):
         set_state(storage, "tony", "paused")
     with pytest.raises(StorageError, match="must be letters, digits"):
@@ -163,7 +165,7 @@ def test_a_study_that_is_not_there(storage: Storage, tmp_path: Path) -> None:
 
 
 def test_a_trial_whose_worker_died_ends_with_its_cancelled_study(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(3))
+    opened = create_or_resume_study(storage, study(3))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         lease = worker.claim()
         assert lease is not None
@@ -172,13 +174,13 @@ def test_a_trial_whose_worker_died_ends_with_its_cancelled_study(storage: Storag
         assert end_unfinished(storage, "tiny") == 0, "a worker has it"
         change_worker(storage, worker, process_start="1")
         assert end_unfinished(storage, "tiny") == 1
-    assert storage.read_study("tiny").slots == {"open": 3, "running": 0, "done": 0}
+    assert read_study(storage, "tiny").slots == {"open": 3, "running": 0, "done": 0}
 
 
 def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Storage) -> None:
     """It was taken for dead, its trial was ended and the study opened again, and then it comes back."""
     config = study(3)
-    opened = storage.create_or_resume_study(config)
+    opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=0) as worker:
         lease = worker.claim()
         assert lease is not None
@@ -191,7 +193,7 @@ def test_a_silent_worker_whose_trial_was_cancelled_stores_nothing(storage: Stora
         with pytest.raises(LeaseLostError):
             worker.record_outcome(lease, trial, result("complete"))
         worker._beat_once()
-    record = storage.read_study("tiny")
+    record = read_study(storage, "tiny")
     assert record.slots == {"open": 3, "running": 0, "done": 0}
     assert [(trial.state, trial.outcome, trial.values) for trial in record.trials] == [
         ("FAIL", "preempted", None)
@@ -215,7 +217,7 @@ def change_worker_and_end(storage: Storage, worker: WorkerLease) -> str:
 
 
 def test_a_trial_that_somebody_ended_gets_no_outcome(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(3))
+    opened = create_or_resume_study(storage, study(3))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         lease = worker.claim()
         assert lease is not None
@@ -225,14 +227,14 @@ def test_a_trial_that_somebody_ended_gets_no_outcome(storage: Storage) -> None:
         storage.fail_trial(frozen, Outcome.PREEMPTED, "by hand")
         with pytest.raises(LeaseLostError, match="Trial 0 was ended by somebody else"):
             worker.record_outcome(lease, trial, result("complete"))
-    record = storage.read_study("tiny")
+    record = read_study(storage, "tiny")
     assert record.slots == {"open": 3, "running": 0, "done": 0}
     assert [(trial.state, trial.reason) for trial in record.trials] == [("FAIL", "by hand")]
 
 
 def test_the_heartbeat_says_nothing_of_a_trial_that_has_ended(storage: Storage) -> None:
     """Its slot may be open again, for another trial without a checkpoint."""
-    opened = storage.create_or_resume_study(study(1, max_retries=1))
+    opened = create_or_resume_study(storage, study(1, max_retries=1))
     with WorkerLease(storage, opened, max_retries=1) as worker:
         lease = worker.claim()
         assert lease is not None

@@ -14,8 +14,10 @@ from worker_process import start_process, study
 
 from hpo.errors import StorageError
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
+from hpo.study.reading.reader import read_study
 from hpo.study.store.migrations import VERSIONS, is_current
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 
 def check_current(storage: Storage) -> None:
@@ -42,14 +44,14 @@ def test_a_database_of_an_earlier_version_is_moved_up_with_what_it_holds(
         open_storage(storage_url, create=False)
     with open_storage(storage_url) as storage:
         check_current(storage)
-        assert storage.create_or_resume_study(study(n_trials=3)).study_name == "tiny"
+        assert create_or_resume_study(storage, study(n_trials=3)).study_name == "tiny"
     with open_storage(storage_url, create=False) as storage:
-        (trial,) = storage.read_study("tiny").trials
+        (trial,) = read_study(storage, "tiny").trials
         (evaluation,) = trial.evaluations
         assert (evaluation.step, evaluation.metrics, evaluation.numerics) == (40, {"score": 0.5}, None)
         assert trial.detailed == {}
         assert store_detailed_evaluation(storage, "tiny", storage.study_token("tiny"), 0, document({}))
-        assert storage.read_study("tiny").trials[0].detailed == {"test": document({})}
+        assert read_study(storage, "tiny").trials[0].detailed == {"test": document({})}
 
 
 def test_what_somebody_has_added_stays(storage_url: str) -> None:

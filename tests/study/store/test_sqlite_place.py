@@ -9,10 +9,12 @@ from worker_process import study
 from hpo.errors import StorageError
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.claims.process import this_machine
+from hpo.study.reading.reader import read_study
 from hpo.study.store import sqlite_place
 from hpo.study.store.schema import workers
 from hpo.study.store.sqlite_place import network_file_system
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import create_or_resume_study
 
 MOUNTS = r"""27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 27 0:40 / /home rw,relatime shared:1 - nfs4 server:/home rw
@@ -58,12 +60,12 @@ def test_no_study_is_opened_for_running_on_a_network_file_system(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_storage(sqlite_url) as storage:
-        storage.create_or_resume_study(study(2))
+        create_or_resume_study(storage, study(2))
     monkeypatch.setattr(sqlite_place, "network_file_system", lambda _: "nfs4")
     with pytest.raises(StorageError, match=r"network file system \(nfs4\).*`hpo database start`.*`hpo copy"):
         open_storage(sqlite_url)
     with open_storage(sqlite_url, create=False) as storage:  # so that it can be copied
-        assert storage.read_study("tiny").slots["open"] == 2
+        assert read_study(storage, "tiny").slots["open"] == 2
 
 
 def change(storage: Storage, **values: str | float) -> None:
@@ -73,7 +75,7 @@ def change(storage: Storage, **values: str | float) -> None:
 
 def test_a_sqlite_database_is_of_one_host(storage_url: str) -> None:
     with open_storage(storage_url) as storage:
-        opened = storage.create_or_resume_study(study(2))
+        opened = create_or_resume_study(storage, study(2))
         with WorkerLease(storage, opened, max_retries=0):
             host, boot, _ = this_machine().rsplit("/", 2)
             change(storage, host="container", machine=f"container/{boot}/pid:[1]")

@@ -17,14 +17,16 @@ from hpo.config.study_config import StudyConfig, stored_study
 from hpo.data.dataset import load_data
 from hpo.errors import LeaseLostError, StorageError, StudyChangedError
 from hpo.study.claims.leases import WorkerLease
+from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import EvaluationRow
 from hpo.study.store.schema import slots, studies
 from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.studies import bind_data, check_data, create_or_resume_study
 
 
 def run_trials(storage: Storage, config: Any, *results: Any, trained: bool = True) -> optuna.Study:
     """Run one trial for each of `results`, and give the objects that each trial had."""
-    opened = storage.create_or_resume_study(config)
+    opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=config.max_retries) as worker:
         for trial_result in results:
             lease = worker.claim()
@@ -40,7 +42,7 @@ def run_trials(storage: Storage, config: Any, *results: Any, trained: bool = Tru
 
 
 def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
-    storage.create_or_resume_study(study(3, amp={"memory_fraction": 0.5}))
+    create_or_resume_study(storage, study(3, amp={"memory_fraction": 0.5}))
     changes: dict[str, Any] = {
         "sampler": {"name": "tpe"},
         "pruner": {"name": "median"},
@@ -49,25 +51,25 @@ def test_changes_that_are_safe_are_taken(storage: Storage) -> None:
         "device": "cpu",
         "checkpoint": {"top_k": 1},
     }
-    storage.create_or_resume_study(study(4, amp={"memory_fraction": 0.25}, **changes))
-    definition = storage.read_study("tiny").definition
+    create_or_resume_study(storage, study(4, amp={"memory_fraction": 0.25}, **changes))
+    definition = read_study(storage, "tiny").definition
     assert (definition["timeout"], definition["n_trials"]) == (5.0, 4)
     assert definition["amp"]["memory_fraction"] == 0.25
-    storage.create_or_resume_study(study(4))
-    assert storage.read_study("tiny").definition["amp"]["memory_fraction"] is None
+    create_or_resume_study(storage, study(4))
+    assert read_study(storage, "tiny").definition["amp"]["memory_fraction"] is None
 
 
 def test_a_grid_has_no_more_slots_than_combinations(storage: Storage) -> None:
     space = {"pooling": {"type": "categorical", "choices": ["cls", "mean"]}}
     for n_trials, sampler, num_slots in ((1, "grid", 1), (3, "grid", 2), (3, "random", 3), (9, "grid", 2)):
-        storage.create_or_resume_study(study(n_trials, search_space=space, sampler={"name": sampler}))
+        create_or_resume_study(storage, study(n_trials, search_space=space, sampler={"name": sampler}))
         assert storage.slot_counts("tiny")["open"] == num_slots
 
 
 def test_same_data_in_another_folder_is_the_same_study(storage: Storage, tmp_path: Path) -> None:
     for folder in ("here", "there"):
         data = {"source": "jsonl", "path": str(tmp_path / folder / "snips")}
-        storage.create_or_resume_study(study(3, data=data))
+        create_or_resume_study(storage, study(3, data=data))
 
 
 # The data
@@ -80,10 +82,10 @@ def refused() -> Any:
 @pytest.mark.parametrize("end", ["evaluated", "pruned", "preempted"])
 def test_data_of_a_trial_that_trained_stay(storage: Storage, end: str) -> None:
     """Without an evaluation, too: a preempted trial goes on from its checkpoint."""
-    opened = storage.create_or_resume_study(study(3))
-    storage.check_data("tiny", "any, as none are bound")
+    opened = create_or_resume_study(storage, study(3))
+    check_data(storage, "tiny", "any, as none are bound")
     for fingerprint in ("wrong at first", "as they were"):
-        storage.bind_data("tiny", fingerprint)
+        bind_data(storage, "tiny", fingerprint)
     with WorkerLease(storage, opened, max_retries=0) as worker:
         lease = worker.claim()
         trial = worker.open_trial(lease)
@@ -92,29 +94,29 @@ def test_data_of_a_trial_that_trained_stay(storage: Storage, end: str) -> None:
         else:
             lease.check()
             worker.record_outcome(lease, trial, result(end))
-    for method in (storage.bind_data, storage.check_data):
+    for function in (bind_data, check_data):
         with refused():
-            method("tiny", "edited")
+            function(storage, "tiny", "edited")
     with pytest.raises(StorageError, match="There is no study"):
-        storage.bind_data("tinny", "as they were")
-    storage.bind_data("tiny", "as they were")
+        bind_data(storage, "tinny", "as they were")
+    bind_data(storage, "tiny", "as they were")
 
 
 def test_data_of_a_live_worker_are_not_exchanged(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(3))
-    storage.bind_data("tiny", "of the first")
+    opened = create_or_resume_study(storage, study(3))
+    bind_data(storage, "tiny", "of the first")
     with WorkerLease(storage, opened, max_retries=0), open_storage(storage.url) as other:
         with refused():
-            other.bind_data("tiny", "of the second")
-        other.bind_data("tiny", "of the first")
-    storage.bind_data("tiny", "of the second")
+            bind_data(other, "tiny", "of the second")
+        bind_data(other, "tiny", "of the first")
+    bind_data(storage, "tiny", "of the second")
 
 
 def test_worker_whose_data_were_exchanged_before_it_joined_is_refused(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(3))
-    storage.bind_data("tiny", "of the first")
+    opened = create_or_resume_study(storage, study(3))
+    bind_data(storage, "tiny", "of the first")
     with open_storage(storage.url) as other:
-        other.bind_data("tiny", "of the second")
+        bind_data(other, "tiny", "of the second")
         with WorkerLease(other, opened, max_retries=0):
             pass
     with refused(), WorkerLease(storage, opened, max_retries=0):
@@ -141,13 +143,13 @@ def fingerprint(config: StudyConfig) -> str:
 def test_the_order_of_keys_is_that_of_the_first_file(storage: Storage, tmp_path: Path) -> None:
     """The heads of a model are in the order of the tasks, and so is the data's fingerprint."""
     first = of_tasks(tmp_path, "two", "three", "one")
-    storage.create_or_resume_study(first)
-    storage.bind_data("tiny", fingerprint(first))
+    create_or_resume_study(storage, first)
+    bind_data(storage, "tiny", fingerprint(first))
     assert fingerprint(stored_by_name(storage)) == fingerprint(first)
     other = of_tasks(tmp_path, "one", "two", "three")
     assert fingerprint(other) != fingerprint(first)
     assert fingerprint(other.completed(storage.read_definition("tiny"))) == fingerprint(first)
-    storage.create_or_resume_study(other)
+    create_or_resume_study(storage, other)
     assert fingerprint(stored_by_name(storage)) == fingerprint(first)
 
 
@@ -156,25 +158,25 @@ def test_a_study_whose_keys_an_earlier_version_sorted_goes_on(
     storage: Storage, tmp_path: Path, bound_by: str
 ) -> None:
     config = of_tasks(tmp_path, "two", "three", "one")
-    storage.create_or_resume_study(config)
+    create_or_resume_study(storage, config)
     sorted_keys = json.dumps(config.definition(), sort_keys=True)
     with storage.engine.begin() as connection:
         connection.execute(sa.update(studies).values(definition=sorted_keys))
     by = {"file": config, "name": stored_by_name(storage)}
     bound = fingerprint(by[bound_by])
     with open_storage(storage.url) as earlier:
-        earlier.bind_data("tiny", bound)
+        bind_data(earlier, "tiny", bound)
     with storage.engine.begin() as connection:
         connection.execute(sa.update(slots).values(trained=True))
 
-    storage.create_or_resume_study(config)  # which must not take the order of a file that may not be its own
+    create_or_resume_study(storage, config)  # which must not take the order of a file that may not be its own
     other = by["name" if bound_by == "file" else "file"].completed(storage.read_definition("tiny"))
     with pytest.raises(
         StudyChangedError, match="An earlier version stored it without the order of its tasks"
     ):
-        storage.check_data("tiny", fingerprint(other))
+        check_data(storage, "tiny", fingerprint(other))
     good = by[bound_by].completed(storage.read_definition("tiny"))
-    storage.bind_data("tiny", fingerprint(good), good.definition())
+    bind_data(storage, "tiny", fingerprint(good), good.definition())
     for any_of_them in (stored_by_name(storage), config.completed(storage.read_definition("tiny"))):
         assert fingerprint(any_of_them) == bound
 
@@ -184,32 +186,32 @@ def test_a_study_whose_keys_an_earlier_version_sorted_goes_on(
 
 def test_raised_n_trials_adds_slots_and_lowered_drops_open_ones(storage: Storage) -> None:
     run_trials(storage, study(4), result("complete"), result("complete"), result("preempted"))
-    storage.create_or_resume_study(study(6))
+    create_or_resume_study(storage, study(6))
     assert storage.slot_counts("tiny") == {"open": 4, "running": 0, "done": 2}
-    storage.create_or_resume_study(study(3))
+    create_or_resume_study(storage, study(3))
     assert storage.slot_counts("tiny") == {"open": 1, "running": 0, "done": 2}
-    assert storage.read_study("tiny").trials[2].outcome == "preempted"
+    assert read_study(storage, "tiny").trials[2].outcome == "preempted"
 
-    dropped = storage.create_or_resume_study(study(1)).trials
+    dropped = create_or_resume_study(storage, study(1)).trials
     assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 2}, "finished ones stay"
     assert dropped[2].state == TrialState.FAIL
     assert dropped[2].user_attrs["outcome_reason"] == "n_trials was lowered to 1"
 
-    storage.create_or_resume_study(study(4))
+    create_or_resume_study(storage, study(4))
     assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 2}
     run_trials(storage, study(4), result("complete"), result("complete"))
-    assert len(storage.read_study("tiny").trials) == 5
+    assert len(read_study(storage, "tiny").trials) == 5
 
 
 def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(2))
+    opened = create_or_resume_study(storage, study(2))
     with WorkerLease(storage, opened, max_retries=0) as dead, open_storage(storage.url) as other:
         lease = dead.claim()
         trial = dead.open_trial(lease)
         with WorkerLease(storage, opened, max_retries=0) as alive:
             alive.open_trial(alive.claim())
             change_worker(storage, dead, process_start="1")
-            other.create_or_resume_study(study(1))
+            create_or_resume_study(other, study(1))
             assert storage.slot_counts("tiny") == {"open": 0, "running": 1, "done": 0}
             states = [one.state for one in other.load_study("tiny").trials]
             assert states == [TrialState.FAIL, TrialState.RUNNING]
@@ -219,14 +221,14 @@ def test_lowered_n_trials_drops_the_slot_of_a_dead_worker(storage: Storage) -> N
 
 def test_lowered_n_trials_drops_a_retry_that_has_not_begun(storage: Storage) -> None:
     run_trials(storage, study(2), result("complete"), result("failed", traceback="Traceback"))
-    trials = storage.create_or_resume_study(study(1)).trials
+    trials = create_or_resume_study(storage, study(1)).trials
     assert storage.slot_counts("tiny") == {"open": 0, "running": 0, "done": 1}
     assert trials[1].user_attrs["outcome"] == "failed"
 
 
 def test_joining_worker_does_not_resize(storage: Storage) -> None:
-    storage.create_or_resume_study(study(5))
-    storage.create_or_resume_study(study(3), resize=False)
+    create_or_resume_study(storage, study(5))
+    create_or_resume_study(storage, study(3), resize=False)
     assert storage.slot_counts("tiny")["open"] == 5
 
 
@@ -241,44 +243,44 @@ def test_study_that_never_trained_is_replaced_with_a_word(
     before = storage.study_token("tiny")
     mended = study(2, model={"encoder": "other/name"})
     with pytest.raises(StudyChangedError):
-        storage.create_or_resume_study(mended, resize=False)
-    assert storage.create_or_resume_study(mended).trials == []
+        create_or_resume_study(storage, mended, resize=False)
+    assert create_or_resume_study(storage, mended).trials == []
     assert "another definition, but no trial of it had trained: it is replaced" in caplog.text
     assert storage.slot_counts("tiny") == {"open": 2, "running": 0, "done": 0}
     assert storage.study_token("tiny") != before
-    assert storage.read_study("tiny").definition["model"]["encoder"] == "other/name"
+    assert read_study(storage, "tiny").definition["model"]["encoder"] == "other/name"
 
 
 @pytest.mark.parametrize("outcome", ["complete", "crashed", "preempted"])
 def test_study_that_trained_is_not_replaced(storage: Storage, outcome: str) -> None:
     run_trials(storage, study(2), result(outcome))
     with pytest.raises(StudyChangedError, match="another definition"):
-        storage.create_or_resume_study(study(2, training={"epochs": 7}))
-    assert len(storage.read_study("tiny").trials) == 1
+        create_or_resume_study(storage, study(2, training={"epochs": 7}))
+    assert len(read_study(storage, "tiny").trials) == 1
 
 
 def test_study_with_a_worker_is_not_replaced(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(2))
+    opened = create_or_resume_study(storage, study(2))
     changed = study(2, training={"epochs": 7})
     with WorkerLease(storage, opened, max_retries=0) as worker:
         worker.open_trial(worker.claim())
         with pytest.raises(StudyChangedError):
-            storage.create_or_resume_study(changed)
-    assert storage.create_or_resume_study(changed).trials == []
+            create_or_resume_study(storage, changed)
+    assert create_or_resume_study(storage, changed).trials == []
 
 
 def test_study_of_another_program_is_left_alone(storage: Storage) -> None:
     optuna.create_study(study_name="tiny", storage=storage.optuna).ask()
     with pytest.raises(StorageError, match=r"`tiny` in .* was not made by hpo"):
-        storage.create_or_resume_study(study(2))
+        create_or_resume_study(storage, study(2))
 
 
 def test_unknown_study_names_the_nearest(storage: Storage) -> None:
     with pytest.raises(StorageError, match="It holds no study"):
-        storage.read_study("tini")
-    storage.create_or_resume_study(study(2))
+        read_study(storage, "tini")
+    create_or_resume_study(storage, study(2))
     with pytest.raises(StorageError, match=r"no study `tini` in .*Did you mean `tiny`"):
-        storage.read_study("tini")
+        read_study(storage, "tini")
 
 
 # What a trial stores
@@ -297,7 +299,7 @@ def test_outcome_becomes_optuna_state(storage: Storage) -> None:
     trials = run_trials(storage, study(9), *results).trials
     assert [(trial.state, trial.constraints) for trial in trials] == list(expected.values())
     assert [trial.user_attrs.get("outcome", "preempted") for trial in trials] == list(expected)
-    records = storage.read_study("tiny").trials
+    records = read_study(storage, "tiny").trials
     assert [record.outcome for record in records] == list(expected)
     assert {record.reason for record in records[:-1]} == {"why"}
 
@@ -327,7 +329,7 @@ def test_complete_trial_must_have_finite_values(storage: Storage, values: Any) -
 
 
 def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(1))
+    opened = create_or_resume_study(storage, study(1))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
         metrics = {"score": 0.5, "task": {"f1_macro": np.float64(0.5), "loss": float("nan")}}
@@ -337,7 +339,7 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
         more = {"metrics": metrics, "numerics": numerics, **rates}
         assert evaluate(storage, trial, 1, 0.5, 40, epoch=0.5, seconds=3.0, **more) is False
         evaluate(storage, trial, 2, float("nan"), 80, metrics=metrics)
-    stored, without = storage.read_study("tiny").trials[0].evaluations
+    stored, without = read_study(storage, "tiny").trials[0].evaluations
     parts["heads"]["update_ratio"] = None
     assert stored == EvaluationRow(
         40, 0.5, 3.0, {"score": 0.5, "task": {"f1_macro": 0.5, "loss": None}}, 10.0, 1300.0, numerics
@@ -347,7 +349,7 @@ def test_evaluations_are_stored_and_reported_once(storage: Storage) -> None:
 
 
 def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(2))
+    opened = create_or_resume_study(storage, study(2))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         trials = [worker.open_trial(worker.claim())]
         with WorkerLease(storage, opened, max_retries=0) as other:
@@ -356,7 +358,7 @@ def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(
             for index in (1, 2, 3):
                 evaluate(storage, trial, index, step=40 * index)
         evaluate(storage, trials[0], 2, 0.7, 80, seconds=4.0)
-    again, untouched = storage.read_study("tiny").trials
+    again, untouched = read_study(storage, "tiny").trials
     assert [(row.step, row.seconds) for row in again.evaluations] == [(40, 1.0), (80, 4.0)]
     assert [row.step for row in untouched.evaluations] == [40, 80, 120]
     # Optuna keeps what comes later; the trial overtakes it.
@@ -364,7 +366,7 @@ def test_evaluations_after_the_checkpoint_that_a_trial_goes_on_from_are_dropped(
 
 
 def test_pruner_is_asked(storage: Storage) -> None:
-    opened = storage.create_or_resume_study(study(2))
+    opened = create_or_resume_study(storage, study(2))
     opened.pruner = optuna.pruners.ThresholdPruner(lower=0.3)
     with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
@@ -375,7 +377,7 @@ def test_pruner_is_asked(storage: Storage) -> None:
 def test_evaluation_is_stored_again_with_what_optuna_knows_of_it(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = storage.create_or_resume_study(study(1))
+    opened = create_or_resume_study(storage, study(1))
     with WorkerLease(storage, opened, max_retries=0) as worker:
         trial = worker.open_trial(worker.claim())
         with monkeypatch.context() as patched:
@@ -391,14 +393,14 @@ def test_evaluation_is_stored_again_with_what_optuna_knows_of_it(
 
 def test_several_objectives(storage: Storage) -> None:
     objective = [{"metric": "score"}, {"metric": "peak_memory_bytes", "direction": "minimize"}]
-    opened = storage.create_or_resume_study(study(2, objective=objective))
+    opened = create_or_resume_study(storage, study(2, objective=objective))
     assert opened.metric_names == ["score", "peak_memory_bytes"], "for the dashboard"
     with WorkerLease(storage, opened, max_retries=0) as worker:
         lease = worker.claim()
         trial = worker.open_trial(lease)
         assert evaluate(storage, trial) is False, "Optuna cannot prune by two objectives"
         worker.record_outcome(lease, trial, result("complete", values=(0.5, 100.0)))
-    record = storage.read_study("tiny")
+    record = read_study(storage, "tiny")
     assert record.metric_names == ("score", "peak_memory_bytes")
     assert record.directions == ("maximize", "minimize")
     assert record.trials[0].values == (0.5, 100.0)
@@ -417,16 +419,16 @@ def test_compat_cache_keeps_the_first_result(storage: Storage) -> None:
 def test_read_study(storage: Storage) -> None:
     config = study(3)
     run_trials(storage, config, result("complete"), result("failed", traceback="Traceback: x"))
-    opened = storage.create_or_resume_study(config)
+    opened = create_or_resume_study(storage, config)
     with WorkerLease(storage, opened, max_retries=1) as worker:
         trial = worker.open_trial(worker.claim())
-        record = storage.read_study("tiny")
+        record = read_study(storage, "tiny")
         running = record.trials[trial.number]
         assert (running.state, running.outcome) == ("RUNNING", "running")
         assert (running.ended, running.seconds) == (None, None)
         assert [(w.id, w.trial_number) for w in record.workers if w.alive] == [(worker.id, 2)]
         assert running.attributes == {"retry_of": 1, "worker": worker.id}
-    record = storage.read_study("tiny")
+    record = read_study(storage, "tiny")
     assert not any(worker.alive for worker in record.workers)
     assert record.slots == {"open": 2, "running": 0, "done": 1}
     complete, failed, preempted = record.trials

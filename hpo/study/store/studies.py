@@ -1,0 +1,242 @@
+"""A study as it is made, resumed with what may have changed (its number of slots, above all), and bound to
+the data that its trials train with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import optuna
+import sqlalchemy as sa
+
+from hpo.config.definition import has_order, ordered_like
+from hpo.errors import StorageError, StudyChangedError
+from hpo.outcome import Outcome
+from hpo.study.store.database import redact
+from hpo.study.store.optuna_internals import study_id_of
+from hpo.study.store.schema import detailed_evaluations, evaluations, row_statistics, slots, studies
+from hpo.study.store.storage import TOKEN_ATTR, Storage
+
+if TYPE_CHECKING:
+    from hpo.config.study_config import StudyConfig
+
+_logger = logging.getLogger(__name__)
+
+
+def create_or_resume_study(storage: Storage, config: StudyConfig, *, resize: bool = True) -> optuna.Study:
+    """Return the study of `config`, made if it is not there, with one slot for each of `n_trials`.
+
+    A stored study of another definition is replaced, with a warning in the log, if no trial of it has
+    trained and no worker is in it.
+
+    Args:
+        resize: False for a worker that joins: it neither changes the stored `n_trials` nor replaces.
+
+    Raises:
+        StudyChangedError: the stored study was made with another search space or definition.
+    """
+
+    def create_or_resume() -> optuna.Study:
+        with storage.exclusive():
+            try:
+                return _make_or_resume(storage, config, resize)
+            except StudyChangedError:
+                if not resize or is_in_use(storage, config.name):
+                    raise
+            optuna.delete_study(study_name=config.name, storage=storage.optuna)
+            _logger.warning(
+                "The stored study `%s` had another definition, but no trial of it had trained: "
+                "it is replaced.",
+                config.name,
+            )
+            return _make_or_resume(storage, config, resize)
+
+    return storage.persist(create_or_resume)
+
+
+def is_in_use(storage: Storage, name: str) -> bool:
+    """Whether a trial of the study has trained, or a worker is in it."""
+    with storage.engine.connect() as connection:
+        return _has_trained(connection, name) or bool(storage.live_workers(connection, name))
+
+
+def _has_trained(connection: sa.Connection, name: str) -> bool:
+    steps = sa.select(evaluations.c.step).where(evaluations.c.study == name).limit(1)
+    trained = sa.select(slots.c.slot).where(slots.c.study == name, slots.c.trained).limit(1)
+    return any(connection.execute(query).first() is not None for query in (steps, trained))
+
+
+def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optuna.Study:
+    """See `create_or_resume_study`; to be called under `exclusive`."""
+    study = optuna.create_study(
+        study_name=config.name,
+        storage=storage.optuna,
+        directions=[objective.direction for objective in config.objective],
+        load_if_exists=True,
+    )
+    token = storage.token_of(config.name)
+    with storage.engine.begin() as connection:
+        row = connection.execute(sa.select(studies).where(studies.c.name == config.name)).one_or_none()
+        if row is not None and row.token != token:
+            # The Optuna study was deleted (the dashboard can), and this is a new one of that name.
+            connection.execute(sa.delete(studies).where(studies.c.name == config.name))
+            for table in (slots, evaluations, detailed_evaluations, row_statistics):
+                connection.execute(sa.delete(table).where(table.c.study == config.name))
+            row = None
+        if row is None:
+            if token is None and study.get_trials(deepcopy=False):
+                raise StorageError(
+                    f"The study `{config.name}` in {redact(storage.url)} was not made by hpo. "
+                    "Give yours another `name`, or use another database."
+                )
+            token = uuid.uuid4().hex
+            values = {**_definition(config), "name": config.name, "token": token, "created": storage.now}
+            connection.execute(sa.insert(studies).values(values))
+        else:
+            resumed = _resumed(config, row)
+            values = resumed if resize else {"n_trials": row.n_trials}
+            # Also where nothing changes: from here on nobody else writes to a SQLite file.
+            connection.execute(sa.update(studies).where(studies.c.name == config.name).values(values))
+        live = storage.live_workers(connection, config.name)
+        dropped = _resize(connection, config.name, values["n_trials"], live)
+    if row is None:
+        with warnings.catch_warnings(action="ignore", category=optuna.exceptions.ExperimentalWarning):
+            study.set_metric_names([objective.metric for objective in config.objective])
+        # Last: a study without its token was not made to the end, and the next run begins it anew.
+        storage.optuna.set_study_system_attr(study_id_of(study), TOKEN_ATTR, token)
+    for trial in study.get_trials(deepcopy=False) if dropped else ():
+        if trial.number in dropped and not trial.state.is_finished():
+            reason = f"n_trials was lowered to {values['n_trials']}"
+            storage.fail_trial(trial, Outcome.PREEMPTED, reason)
+    return study
+
+
+def _resumed(config: StudyConfig, row: sa.Row[Any]) -> dict[str, Any]:
+    """The columns of a stored study that is resumed as `config`. Raises StudyChangedError."""
+    stored = json.loads(row.definition)
+    return _definition(config.completed(stored), sort_keys=not has_order(stored))
+
+
+def _definition(config: StudyConfig, *, sort_keys: bool = False) -> dict[str, Any]:
+    """The columns of `hpo_studies` that say what the study is."""
+    definition = json.dumps(config.definition(), sort_keys=sort_keys)
+    columns = {"space_hash": config.space_hash, "n_trials": config.num_slots, "priority": config.priority}
+    return columns | {"definition": definition}
+
+
+def _resize(
+    connection: sa.Connection, study: str, n_trials: int, live_workers: Collection[str]
+) -> set[int | None]:
+    """Add slots, or drop those without a live worker; return the trial numbers of dropped ones."""
+    of_study = slots.c.study == study
+    count, last = connection.execute(
+        sa.select(sa.func.count(), sa.func.max(slots.c.slot)).where(of_study)
+    ).one()
+    if count < n_trials:
+        first = 0 if last is None else last + 1
+        new = range(first, first + n_trials - count)
+        connection.execute(sa.insert(slots), [{"study": study, "slot": slot} for slot in new])
+    if count <= n_trials:
+        return set()
+    has_no_worker = sa.or_(
+        slots.c.state == "open",
+        sa.and_(slots.c.state == "running", slots.c.owner.not_in(live_workers)),
+    )
+    surplus = connection.execute(
+        sa.select(slots.c.slot, slots.c.trial_number)
+        .where(of_study, has_no_worker)
+        .order_by(slots.c.trial_number.is_(None).desc(), slots.c.slot.desc())
+        .limit(count - n_trials)
+        .with_for_update(skip_locked=True)
+    ).all()
+    if surplus:
+        gone = sa.delete(slots).where(of_study, slots.c.slot == sa.bindparam("gone"))
+        connection.execute(gone, [{"gone": row.slot} for row in surplus])
+    return {row.trial_number for row in surplus}
+
+
+@dataclass(frozen=True)
+class StoredStudy:
+    """What a worker reads of a study at its start, whatever the number of its trials."""
+
+    definition: dict[str, Any]
+    state: str
+    """`open`, `paused` or `cancelled`."""
+    slots: dict[str, int]
+    """As `Storage.slot_counts`."""
+    has_trained: bool
+    """Whether a trial has made a step."""
+
+
+def read_stored(storage: Storage, name: str) -> StoredStudy | None:
+    """Return what is stored of the study `name`, but for its trials; None: there is none."""
+
+    def read() -> StoredStudy | None:
+        if not storage.has_study(name):
+            return None
+        query = sa.select(studies.c.definition, studies.c.state).where(studies.c.name == name)
+        with storage.engine.connect() as connection:
+            definition, state = connection.execute(query).one()
+            has_trained = _has_trained(connection, name)
+        return StoredStudy(json.loads(definition), state, storage.slot_counts(name), has_trained)
+
+    return storage.persist(read)
+
+
+def bind_data(
+    storage: Storage, name: str, fingerprint: str, definition: Mapping[str, Any] | None = None
+) -> None:
+    """Note which data the study `name` is made with; workers of this process train with them.
+
+    The data's path is part of the definition, but a file may be edited in its place. Other data are taken as
+    long as no trial has trained and no worker is in the study.
+
+    Args:
+        definition: the study's as the data were read with it. Its order of keys is stored where an earlier
+            version has lost it.
+
+    Raises:
+        StudyChangedError: the study was made with data of another fingerprint.
+        StorageError: there is no such study.
+    """
+
+    def bind() -> None:
+        with storage.exclusive():
+            if storage.stored(name, studies.c.data) is None or not is_in_use(storage, name):
+                _update(storage, name, data=fingerprint)
+        check_data(storage, name, fingerprint)
+        storage.data[name] = fingerprint
+        stored = storage.read_definition(name)
+        if definition is not None and not has_order(stored):
+            _update(storage, name, definition=json.dumps(ordered_like(definition, stored)))
+
+    storage.persist(bind)
+
+
+def _update(storage: Storage, name: str, **columns: Any) -> None:
+    with storage.engine.begin() as connection:
+        connection.execute(sa.update(studies).where(studies.c.name == name).values(columns))
+
+
+def check_data(storage: Storage, name: str, fingerprint: str | None = None) -> None:
+    """Check data against those that the study is bound to.
+
+    Without a `fingerprint`, those that this process gave to `bind_data`, if any.
+
+    Raises:
+        StudyChangedError: the study was made with data of another fingerprint.
+    """
+    fingerprint = fingerprint or storage.data.get(name)
+    if fingerprint is not None and storage.stored(name, studies.c.data) not in (None, fingerprint):
+        hint = " An earlier version stored it without the order of its tasks: if the data are the same, "
+        hint += "name the study by its file, or, if you did, without it."
+        raise StudyChangedError(
+            f"The data of the study `{name}` have changed since it was made, though they lie where they "
+            "lay, so its results would not compare. Restore them, or give the study another `name`."
+            f"{'' if has_order(storage.read_definition(name)) else hint}"
+        )
