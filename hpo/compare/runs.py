@@ -106,6 +106,11 @@ class Runs:
         self._scored: dict[tuple[int, str], Scored | None] = {}
 
     @property
+    def unit(self) -> str:
+        """Of differences in the metric that decides: `points`, or `label units`."""
+        return unit_of(self.metric)
+
+    @property
     def task_metrics(self) -> tuple[str, ...]:
         """The primary metric of each task, where it is not the metric that decides."""
         named = [f"{task.name}/{task.primary_metric}" for task in self._tasks]
@@ -125,7 +130,7 @@ class Runs:
         return self._scored[key]
 
     def _score(self, statistics: Statistics, metric: str) -> Scored | None:
-        factor = (100 if unit_of(metric) == "points" else 1) * (-1 if self._is_minimized(metric) else 1)
+        factor = self._factor(metric)
         whole = _value({task: of.scores() for task, of in statistics.items()}, statistics, metric)
         if whole is None:
             return None
@@ -136,12 +141,16 @@ class Runs:
 
     def of_search(self, search: StudyRecord) -> dict[int, float]:
         """The scores of the search's trials on validation, by their numbers, as those of the runs."""
-        factor = (100 if unit_of(self.metric) == "points" else 1) * (-1 if self._minimized else 1)
         return {
-            trial.number: factor * objective_value(self.metric, trial.telemetry["metrics"], self._tasks, {})
+            trial.number: self._factor(self.metric)
+            * objective_value(self.metric, trial.telemetry["metrics"], self._tasks, {})
             for trial in complete_trials(search)
             if trial.telemetry.get("metrics")
         }
+
+    def _factor(self, metric: str) -> int:
+        """Makes scores of values: in the metric's unit, higher is better."""
+        return (100 if unit_of(metric) == "points" else 1) * (-1 if self._is_minimized(metric) else 1)
 
     def _is_minimized(self, metric: str) -> bool:
         return self._minimized if metric == self.metric else metric.rpartition("/")[2] in SMALLER_IS_BETTER
@@ -177,12 +186,6 @@ class Runs:
                 of_rows.append(ours[1] - theirs[1])
         rows = np.mean(of_rows, axis=0) if of_rows else np.zeros(0)
         return Differences(tuple(pairs), np.array(of_runs, dtype=float), np.asarray(rows))
-
-    def difference_on(self, kind: str, found: Differences) -> float:
-        """The mean difference of the pairs that ran on a kind of device; NaN where there is none."""
-        here = [self.kinds.get(pair.ours.number) == kind for pair in found.pairs]
-        of_kind = found.of_runs[here]
-        return float(of_kind.mean()) if len(of_kind) else math.nan
 
     def ratios(self, precision: str, attribute: str) -> dict[str, Ratio]:
         """Of an attribute over fp32's, by the kind of device: of pairs that had their device alone."""

@@ -6,49 +6,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpo.compare.answer import Answer, CollapsedRun
 from hpo.compare.decision import collapse_share
 from hpo.compare.price import POWER, Price
-from hpo.compare.runs import Pair
+from hpo.compare.runs import Ratio, Runs
 from hpo.config.comparison import MOST_SEEDS, REFERENCE, ComparisonConfig
 from hpo.precision.table import PRECISION
-from hpo.study.reading.study_record import TrialRecord, is_number
-
-if TYPE_CHECKING:
-    from hpo.compare.results import Answer
-    from hpo.compare.runs import Ratio
+from hpo.study.reading.study_record import is_number
 
 
-@dataclass(frozen=True)
-class Context:
-    """What all sentences of a comparison have in common."""
-
-    study: str
-    metric: str
-    unit: str
-    split: str
-    margin: float
-    num_configurations: int
-
-    @property
-    def within(self) -> str:
-        return f"{self.metric} within {self.margin:g} {self.unit}"
-
-
-@dataclass(frozen=True)
-class CollapsedRun:
-    """A run that ended without a score, or far below its twin."""
-
-    trial: TrialRecord
-    configuration: int
-    """The number of its trial in the search."""
-    difference: float | None
-    """To its twin; None: it has no score."""
-
-
-def verdict(answer: Answer, context: Context) -> str:
+def verdict(answer: Answer, runs: Runs) -> str:
     """The verdict on a precision, its numbers, and what they leave open."""
     name = answer.precision
     head = {"as_good": f"{name} is as good as {REFERENCE}", "worse": f"{name} is worse than {REFERENCE}"}
@@ -56,19 +25,26 @@ def verdict(answer: Answer, context: Context) -> str:
     if not answer.num_runs:
         return f"{told}: {answer.reason}."
     if is_number(answer.difference):
-        told += f": {answer.difference:+.2f} {context.unit} of {context.metric}"
+        told += f": {answer.difference:+.2f} {runs.unit} of {runs.metric}"
         told += f" [{answer.low:+.2f}, {answer.high:+.2f}]" if is_number(answer.low) else ""
-    told += f", margin {context.margin:g}; {_evidence(answer, context)}."
+    told += f", margin {runs.plan.margin:g}; {_evidence(answer, runs)}."
     if answer.verdict == "as_good":
-        return f"{told} It holds if {conditions(answer, context)}."
+        return f"{told} It holds if {conditions(answer, runs)}."
     told += f" {unseen(answer.num_runs, answer.num_collapsed)}."
-    return f"{told}{_what_would_decide(answer, context)}" if answer.verdict == "undecided" else told
+    return f"{told}{_what_would_decide(answer, runs)}" if answer.verdict == "undecided" else told
 
 
-def _evidence(answer: Answer, context: Context) -> str:
-    num = context.num_configurations
-    of = f"{num} configuration{'s' * (num > 1)}"
-    return f"{answer.num_runs} runs of {of}, {len(answer.found.of_rows):,} rows of {context.split}"
+def _evidence(answer: Answer, runs: Runs) -> str:
+    of = _configurations(len(runs.plan.configurations))
+    return f"{answer.num_runs} runs of {of}, {answer.num_rows:,} rows of {runs.split}"
+
+
+def _configurations(num: int) -> str:
+    return f"{num} configuration{'s' * (num > 1)}"
+
+
+def _within(runs: Runs) -> str:
+    return f"{runs.metric} within {runs.plan.margin:g} {runs.unit}"
 
 
 def unseen(num_runs: int, num_collapsed: int) -> str:
@@ -79,62 +55,53 @@ def unseen(num_runs: int, num_collapsed: int) -> str:
     return f"A collapse in up to {share:.0f} % of the runs would not have been seen"
 
 
-def conditions(answer: Answer, context: Context) -> str:
+def conditions(answer: Answer, runs: Runs) -> str:
     """What `as good` rests on beside the interval."""
     share = 100 * answer.collapse_share
     seen = f"{answer.num_collapsed or 'none'} of these {answer.num_runs} did, which shows no more"
-    rows = f"new texts are like the {len(answer.found.of_rows):,} of {context.split}"
-    if context.unit != "points":
+    rows = f"new texts are like the {answer.num_rows:,} of {runs.split}"
+    if runs.unit != "points":
         rows += ", with none that loses far more than all of these"
     return f"no more than {share:.0f} % of the runs collapse ({seen}), and {rows}"
 
 
-def _what_would_decide(answer: Answer, context: Context) -> str:
+def _what_would_decide(answer: Answer, runs: Runs) -> str:
     if answer.reason:
         return f" Not decided, since {answer.reason}."
     price = answer.price
     if price is None:
         return ""
     if price.decides:
-        command = f"hpo compare {context.study} --max-seeds {price.seeds}"
+        command = f"hpo compare {runs.plan.study} --max-seeds {price.seeds}"
         return f" {price.seeds} seeds should decide, if what was seen goes on: {command}"
     return (
-        f" No number of seeds up to {MOST_SEEDS} is likely to decide with {len(answer.found.of_rows):,} "
-        f"rows; {_least(price, context.margin)}."
+        f" No number of seeds up to {MOST_SEEDS} is likely to decide with {answer.num_rows:,} "
+        f"rows; {_least(price, runs.plan.margin)}."
     )
 
 
-def no_pair(precision: str, pairs: Sequence[Pair]) -> str:
-    """Why no pair of runs counts."""
-    if pairs:
-        return f"{REFERENCE} itself ended without a score in {len(pairs)} of {len(pairs)} runs"
-    return (
-        f"no pair of runs tells anything: those of {precision} or {REFERENCE} failed, or ran in another one"
-    )
-
-
-def collapsed(run: CollapsedRun, context: Context) -> str:
+def collapsed(run: CollapsedRun, unit: str) -> str:
     """One run that collapsed."""
     trial, precision = run.trial, run.trial.params[PRECISION]
     which = (
         f"{precision}, trial {trial.number} (configuration {run.configuration}, seed {trial.params['seed']})"
     )
     if run.difference is not None:
-        return f"{which}: {-run.difference:.2f} {context.unit} below its twin."
+        return f"{which}: {-run.difference:.2f} {unit} below its twin."
     return (
         f"{which}: no score, {trial.outcome}{f': {trial.reason}' if trial.reason else ''}".rstrip(".") + "."
     )
 
 
-def tuned(rows: Sequence[Mapping[str, Any]], context: Context) -> str:
-    """What the search itself found in each precision."""
+def tuned(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
+    """The best of the search itself in each precision."""
     if len(rows) < 2:
         return ""
     told = ", ".join(f"{row['precision']} {row['value']:.4g} (trial {row['trial']})" for row in rows)
-    return f"Best {context.metric} of the search itself: {told}. That is partly luck, and no verdict."
+    return f"Best {metric} of the search itself: {told}. That is partly luck, and no verdict."
 
 
-def recommendation(answers: Sequence[Answer], context: Context) -> str:
+def recommendation(answers: Sequence[Answer], runs: Runs) -> str:
     """The fastest precision that is as good."""
     good = [answer for answer in answers if answer.verdict == "as_good"]
     kinds = sorted({kind for answer in answers for kind in answer.speed})
@@ -147,8 +114,8 @@ def recommendation(answers: Sequence[Answer], context: Context) -> str:
             if found is answer
         ]
         told.append(
-            f"Use {answer.precision}: as good as {REFERENCE} ({context.within}, {answer.num_runs} runs) if "
-            f"{conditions(answer, context)}; {', '.join(speeds)}."
+            f"Use {answer.precision}: as good as {REFERENCE} ({_within(runs)}, {answer.num_runs} runs) if "
+            f"{conditions(answer, runs)}; {', '.join(speeds)}."
         )
     if fastest and (others := [kind for kind in kinds if kind not in fastest]):
         told.append(
@@ -159,15 +126,15 @@ def recommendation(answers: Sequence[Answer], context: Context) -> str:
     if good:
         names = " and ".join(answer.precision for answer in good)
         where = f" on {' and '.join(kinds)}" if kinds else ""
-        return f"Use {REFERENCE}: as good ({context.within}), but not shown to be faster{where}: {names}."
+        return f"Use {REFERENCE}: as good ({_within(runs)}), but not shown to be faster{where}: {names}."
     first = answers[0]
     if not first.num_runs:
         return f"{first.precision} is not decided: {first.reason}."
     if first.verdict == "worse":
-        return f"Use {REFERENCE}: {first.precision} is worse ({context.within})."
+        return f"Use {REFERENCE}: {first.precision} is worse ({_within(runs)})."
     return (
         f"Use {REFERENCE}: {first.num_runs} runs do not tell whether {first.precision} is as good "
-        f"({context.within}).{_what_would_decide(first, context)}"
+        f"({_within(runs)}).{_what_would_decide(first, runs)}"
     )
 
 
@@ -189,7 +156,7 @@ def price(found: Price | None, plan: ComparisonConfig, num_rows: int, split: str
         told = f"Price: at most {trials} trials for {first}. How probable it is that they decide is not known"
         return f"{told}: the search has too few trials, or the metric is in the labels' units."
     time = "" if found.seconds is None else f", about {_time(found.seconds)} of one worker"
-    arms = f"{num} configuration{'s' * (num > 1)} in {REFERENCE} and {first}"
+    arms = f"{_configurations(num)} in {REFERENCE} and {first}"
     told = f"{found.trials} trials ({found.seeds} seeds of {arms}{time})"
     rests = f"if runs differ as in the search, by {found.spread:.2g} points, and {num_rows:,} rows of {split}"
     if found.decides:

@@ -117,7 +117,6 @@ def device_table(found: Found) -> pd.DataFrame:
         {
             "precision": row["precision"],
             "device": there["device"],
-            "difference there": format_interval(there["difference"], None, None, sign="+"),
             "speed": _ratio(there, "speed_ratio"),
             "memory": _ratio(there, "memory_ratio"),
         }

@@ -1,0 +1,128 @@
+"""What is known of one precision: the decision on its pairs of runs, what that rests on, collapsed runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hpo.compare.decision import Array, collapse_share, decide
+from hpo.compare.price import Price, expected_after, price_of
+from hpo.compare.runs import Differences, Ratio, Runs
+from hpo.config.comparison import MOST_SEEDS, REFERENCE
+from hpo.non_inferiority import VerdictName
+from hpo.non_inferiority import decide as verdict_of
+from hpo.study.reading.study_record import TrialRecord
+
+COLLAPSE = 10
+"""A run that loses more than so many margins has collapsed."""
+RATIOS = {"speed_ratio": "train_examples_per_second", "memory_ratio": "peak_memory_bytes"}
+"""What is compared beside the score, by the attribute of a trial."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What is known of one precision."""
+
+    precision: str
+    pairs: Differences
+    ratios: Mapping[str, Mapping[str, Ratio]]
+    """Each of `RATIOS` by kind of device."""
+    verdict: VerdictName = "undecided"
+    difference: float = math.nan
+    low: float = -math.inf
+    high: float = math.inf
+    num_collapsed: int = 0
+    reason: str = ""
+    """Why it is not decided, where more seeds would not help."""
+    price: Price | None = None
+    """Of the seeds that would decide; None: decided, not asked, or nobody knows."""
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.pairs.pairs)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.pairs.of_rows)
+
+    @property
+    def speed(self) -> Mapping[str, Ratio]:
+        return self.ratios["speed_ratio"]
+
+    @property
+    def collapse_share(self) -> float:
+        """Of all runs, that may collapse."""
+        return collapse_share(self.num_runs, self.num_collapsed)
+
+
+def answer_of(runs: Runs, precision: str, ahead: str) -> Answer:
+    """`ahead` names the precision that keeps this one from being asked about; empty: none does."""
+    pairs = runs.differences(precision, runs.metric)
+    answer = Answer(
+        precision, pairs, {name: runs.ratios(precision, attribute) for name, attribute in RATIOS.items()}
+    )
+    if ahead:
+        return replace(answer, reason=f"not asked: {ahead} comes first, and is not as good")
+    if not answer.num_runs:
+        return replace(answer, reason=_why_no_pair(runs, precision))
+    known = pairs.of_runs[np.isfinite(pairs.of_runs)]
+    num_far = int((known < -COLLAPSE * runs.plan.margin).sum())
+    answer = replace(answer, num_collapsed=pairs.num_lost + num_far)
+    lost = f"{pairs.num_lost} of {answer.num_runs} runs ended without a score" if pairs.num_lost else ""
+    if not len(known):
+        return replace(
+            answer, verdict="worse" if answer.num_runs >= runs.plan.seeds else "undecided", reason=lost
+        )
+    return _decided(runs, answer, known, lost)
+
+
+def _decided(runs: Runs, answer: Answer, known: Array, lost: str) -> Answer:
+    """By the differences that are known; `lost` says how many are not."""
+    rows, in_points = answer.pairs.of_rows, runs.unit == "points"
+    # of metrics in the labels' units, a row has no worst value
+    row_bound = max(100.0, float(np.abs(rows).max())) if in_points else math.inf
+    step = 100 / len(rows) if in_points else 0.0
+    decision = decide(known, rows, runs.plan.margin, row_bound=row_bound, step=step)
+    difference, low, high = (float(of) for of in (decision.difference, decision.low, decision.high))
+    answer = replace(answer, difference=difference, low=low, high=high)
+    verdict, num_seeds = verdict_of(low, high, runs.plan.margin), runs.plan.num_seeds[answer.precision]
+    if verdict == "as_good" and lost:
+        return replace(answer, reason=lost)
+    if verdict == "undecided" and num_seeds >= runs.plan.max_seeds and len(known) > 1 and in_points:
+        further = runs.plan.model_copy(update={"max_seeds": MOST_SEEDS})
+        return replace(answer, price=price_of(further, expected_after(known, rows), above=num_seeds))
+    return replace(answer, verdict=verdict)
+
+
+def _why_no_pair(runs: Runs, precision: str) -> str:
+    if num := len([*runs.pairs(precision)]):
+        return f"{REFERENCE} itself ended without a score in {num} of {num} runs"
+    return (
+        f"no pair of runs tells anything: those of {precision} or {REFERENCE} failed, or ran in another one"
+    )
+
+
+@dataclass(frozen=True)
+class CollapsedRun:
+    """A run that ended without a score where its twin has one, or far below it."""
+
+    trial: TrialRecord
+    configuration: int
+    """The number of its trial in the search."""
+    difference: float | None
+    """To its twin; None: it has no score."""
+
+
+def collapsed_runs(runs: Runs) -> Iterator[CollapsedRun]:
+    """Those of every precision, fp32's too."""
+    for precision in runs.plan.precisions[1:]:
+        for pair in runs.pairs(precision):
+            configuration = runs.plan.configurations[pair.configuration].trial
+            for one, twin in ((pair.ours, pair.theirs), (pair.theirs, pair.ours)):
+                score, other = runs.scored(one, runs.metric), runs.scored(twin, runs.metric)
+                difference = score[0] - other[0] if score and other else None
+                if other and (difference is None or difference < -COLLAPSE * runs.plan.margin):
+                    yield CollapsedRun(one, configuration, difference)
