@@ -176,6 +176,10 @@ def dashboard_server(
             return _refuse(start_response, "This server is asked for under a name that is not its own.")
         if path.startswith("/api/artifacts/") and method != "GET":
             return _refuse(start_response, "Artifacts are made by hpo and change with the study alone.")
+        is_json = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() == "application/json"
+        if method != "GET" and environ.get("CONTENT_LENGTH", "0") not in ("", "0") and not is_json:
+            # The dashboard takes the body for JSON in any case, and ends in a traceback.
+            return _refuse(start_response, "A request must be application/json.", "415 Unsupported Media Type")
         if path.startswith(_OWN_PATHS):
             return app(environ, start_response)
         return app(environ, _sandboxed(start_response))
@@ -190,8 +194,8 @@ def dashboard_server(
         ) from error
 
 
-def _refuse(start_response: Any, reason: str) -> list[bytes]:
-    start_response("403 Forbidden", [("Content-Type", "application/json")])
+def _refuse(start_response: Any, reason: str, status: str = "403 Forbidden") -> list[bytes]:
+    start_response(status, [("Content-Type", "application/json")])
     return [json.dumps({"reason": reason}).encode()]
 
 

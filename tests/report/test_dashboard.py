@@ -125,6 +125,23 @@ def test_a_server_answers_to_its_name_alone(sqlite_url: str) -> None:
 
 
 @pytest.mark.usefixtures("study")
+def test_a_request_that_is_no_json_is_refused_without_a_traceback(
+    sqlite_url: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving(sqlite_url) as port:
+        url, body = f"http://127.0.0.1:{port}/api/studies", b'{"study_name": "x", "directions": ["maximize"]}'
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            asked = urllib.request.Request(url, body, {"Content-Type": kind})
+            with pytest.raises(urllib.error.HTTPError, match="415") as refused:
+                urllib.request.urlopen(asked)
+            refused.value.close()
+        asked = urllib.request.Request(url, body, {"Content-Type": "application/json; charset=utf-8"})
+        with urllib.request.urlopen(asked) as answer:
+            assert answer.status == 201
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("study")
 def test_a_port_in_use_is_one_clear_message(sqlite_url: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

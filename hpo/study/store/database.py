@@ -63,7 +63,7 @@ def parse_url(url: str) -> sa.URL:
     Raises:
         StorageError: it is no URL, or neither a SQLite file nor PostgreSQL.
     """
-    if url.startswith("postgres") and url.partition("?")[0].count("@") > 1:
+    if url.startswith("postgres") and url.count("@") > 1:
         # What follows the first one would be taken for the host, and shown.
         raise StorageError("A storage URL must have each `@` in its password written as `%40`.")
     try:
