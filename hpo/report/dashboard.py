@@ -137,8 +137,11 @@ def _markdown_table(table: pd.DataFrame) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text without meaning in Markdown; line breaks would end a table's row."""
-    return re.sub(r"[\r\n]+", " ", re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", text))
+    """Text without meaning in Markdown, but `names`; line breaks would end a table's row."""
+    parts = re.split(r"`([^`]+)`", re.sub(r"[\r\n]+", " ", text))
+    parts[::2] = [re.sub(r"([\\`*_{}\[\]<>|#~])", r"\\\1", part) for part in parts[::2]]
+    parts[1::2] = ["`" + name.replace("|", r"\|") + "`" for name in parts[1::2]]
+    return "".join(parts)
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -179,7 +182,7 @@ def dashboard_server(
         is_json = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() == "application/json"
         if method != "GET" and environ.get("CONTENT_LENGTH", "0") not in ("", "0") and not is_json:
             # The dashboard takes the body for JSON in any case, and ends in a traceback.
-            return _refuse(start_response, "A request must be application/json.", "415 Unsupported Media Type")
+            return _refuse(start_response, "A request must be JSON.", "415 Unsupported Media Type")
         if path.startswith(_OWN_PATHS):
             return app(environ, start_response)
         return app(environ, _sandboxed(start_response))

@@ -82,16 +82,16 @@ def test_note_has_the_headline_and_the_warnings_of_detailed_evaluations() -> Non
     assert (
         "- Trial 6 on test, 500 rows: score 0.712 \\[0.682, 0.742\\]. [All of it](/artifacts/1/2/3)" in note
     )
-    assert "  - tags: The class \\`rude\\` is true in 12 rows of test and never predicted." in note
+    assert "  - tags: The class `rude` is true in 12 rows of test and never predicted." in note
     assert "What the best model" not in study_note(fake_tables())
 
 
 def test_names_in_the_note_are_text() -> None:
     trial = fake_trial(0, "fp32")
-    trial.params["encoder"] = "a|b\n# [c](javascript:1) <img>"
+    trial.params["encoder"] = "a|b\n# [c](javascript:1) <img> `<b>|` `"
     note = study_note(tables_of([trial], name="*x*"))
     assert note.startswith("# \\*x\\*\n")
-    assert r"encoder = a\|b \# \[c\](javascript:1) \<img\>" in note
+    assert r"encoder = a\|b \# \[c\](javascript:1) \<img\> `<b>\|` \`" in note
 
 
 @pytest.mark.parametrize(
