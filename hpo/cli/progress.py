@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from hpo.outcome import Outcome
 from hpo.report.formats import describe_params, format_metric
-from hpo.study.reading.watch import Look
+from hpo.study.reading.watch import Look, outcome_of
 
 if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
     from hpo.config.study_config import StudyConfig
-    from hpo.study.reading.watch import WatchedTrial
 
 OUTCOME_STYLES: dict[str, str] = {
     **{outcome: "magenta" for outcome in Outcome if outcome.infeasible},
@@ -38,7 +38,7 @@ _LINE_SECONDS = 30.0
 """Between two lines of progress where the output is no terminal."""
 
 
-class StudyDisplay:
+class StudyDisplay(Progress):
     """Progress of a running study: a bar for the study, one for each running trial, and the best so far.
 
     A context manager; give `show` to `hpo.study.reading.watch.watching`. Where the output is no terminal (a
@@ -50,105 +50,103 @@ class StudyDisplay:
     """
 
     def __init__(
-        self,
-        config: StudyConfig,
-        num_done: int,
-        *,
-        stop: threading.Event,
-        console: Console | None = None,
+        self, config: StudyConfig, num_done: int, *, stop: threading.Event, console: Console | None = None
     ) -> None:
-        self._console = console or Console()
+        console = console or Console()
         self._objectives = config.objective
         self._stop = stop
-        self._look = Look()
         self._printed_at = time.monotonic()
-        self._study = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total} trials"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+        self._bars: dict[int, TaskID] = {}  # of the running trials by number
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(12),
+            TextColumn("{task.fields[done]}"),
+            TimeRemainingColumn(compact=True),
+            "left",
+            TextColumn(
+                "{task.fields[facts]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
+            ),
+            console=console,
+            refresh_per_second=4,
             speed_estimate_period=600,
+            transient=True,
+            disable=not console.is_terminal,
+            expand=True,
         )
-        self._of_study = self._study.add_task(escape(config.name), total=config.n_trials, completed=num_done)
-        self._live = Live(
-            console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
-        )
-
-    def __enter__(self) -> StudyDisplay:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        name = f"[bold]{escape(config.name)}"
+        self._of_study = self.add_task(name, total=config.n_trials, done="", facts="")
+        self.show(Look(num_done=num_done))
 
     def show(self, look: Look) -> None:
         """Show a study as it is now."""
-        self._look = look
-        self._study.update(self._of_study, completed=look.num_done)
         for trial in look.ended:
-            values = ", ".join(self._values(trial))
-            outcome = (f"{trial.outcome:<12}", OUTCOME_STYLES.get(trial.outcome, ""))
-            said = ((values, "bold"), describe_params(trial.params), (trial.reason, "dim"))
-            self._print_line(f"trial {trial.number:>3}", outcome, *said)
-        if self._console.is_terminal or time.monotonic() - self._printed_at < _LINE_SECONDS:
+            outcome = outcome_of(trial)
+            values = ", ".join(self._values(trial.values if outcome == Outcome.COMPLETE else ()))
+            said = (
+                (values, "bold"),
+                describe_params(trial.params),
+                (trial.user_attrs.get("outcome_reason", ""), "dim"),
+            )
+            self._print_line(trial, (f"{outcome:<12}", OUTCOME_STYLES.get(outcome, "")), *said)
+        self._advance(look)
+        if self.console.is_terminal or time.monotonic() - self._printed_at < _LINE_SECONDS:
             return
         self._printed_at = time.monotonic()
-        for running in look.running:
-            self._print_line(f"trial {running.number:>3}", _percent(running), *self._facts(running))
+        for trial, progress in look.running:
+            self._print_line(trial, _percent(progress), *self._facts(trial, progress))
 
-    def _print_line(self, *parts: str | tuple[str, str]) -> None:
-        said = [part if isinstance(part, tuple) else (part, "") for part in parts]
+    def _advance(self, look: Look) -> None:
+        """Move the bars."""
+        best, metric = "none yet", self._objectives[0].metric
+        if look.best is not None:
+            value, number = look.best
+            best = f"{metric} {format_metric(metric, value)} (trial {number})"
+        used = sum(progress.get("budget_used", 0.0) for _, progress in look.running)
+        done = f"{look.num_done}/{self.tasks[0].total:.0f} trials"
+        facts = f"[bold]best so far: {escape(best)}"
+        self.update(self._of_study, completed=look.num_done + used, done=done, facts=facts)
+        for number in self._bars.keys() - {trial.number for trial, _ in look.running}:
+            self.remove_task(self._bars.pop(number))
+        for trial, progress in look.running:
+            if trial.number not in self._bars:
+                bar = self.add_task(f"trial {trial.number}", total=1.0, done="", facts="")
+                self._bars[trial.number] = bar
+            facts = " ".join([*self._facts(trial, progress), f"[dim]{escape(describe_params(trial.params))}"])
+            used = progress.get("budget_used", 0.0)
+            self.update(self._bars[trial.number], completed=used, done=_percent(progress), facts=facts)
+
+    def _print_line(self, trial: FrozenTrial, *parts: str | tuple[str, str]) -> None:
+        said = [
+            part if isinstance(part, tuple) else (part, "") for part in (f"trial {trial.number:>3}", *parts)
+        ]
         line = Text("  ").join(Text(text, style) for text, style in said if text)
-        self._console.print(line, soft_wrap=not self._console.is_terminal)
+        self.console.print(line, soft_wrap=not self.console.is_terminal)
 
-    def _values(self, trial: WatchedTrial) -> list[str]:
-        pairs = zip(self._objectives, trial.values, strict=False)
+    def _values(self, values: Sequence[float]) -> list[str]:
+        pairs = zip(self._objectives, values, strict=False)
         return [format_metric(objective.metric, value) for objective, value in pairs]
 
-    def _facts(self, trial: WatchedTrial) -> list[str]:
-        progress = trial.progress
-        facts = [f"{self._objectives[0].metric} {value}" for value in self._values(trial)]
-        if progress is not None:
+    def _facts(self, trial: FrozenTrial, progress: Mapping[str, Any]) -> list[str]:
+        reported = [] if trial.last_step is None else [trial.intermediate_values[trial.last_step]]
+        facts = [f"{self._objectives[0].metric} {value}" for value in self._values(reported)]
+        if progress:
             loss, rate = progress["train_loss"], progress["examples_per_second"]
             facts.append(f"step {progress['step']}")
             facts += [] if loss is None else [f"loss {loss:.3g}"]
             facts += [] if rate is None else [f"{rate:.3g} ex/s"]
         return facts
 
-    def _render(self) -> Group:
-        best = Text("best so far: none yet", style="dim")
-        if self._look.best is not None:
-            value, number = self._look.best
-            metric = self._objectives[0].metric
-            text = f"best so far: {metric} {format_metric(metric, value)} (trial {number})"
-            best = Text(text, style="bold")
-        parts = [self._trials(), self._study, best]
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bars, and what is done where no trial runs."""
+        yield from super().get_renderables()
+        if not self._bars:
+            now = "evaluating the best trial" if self.finished else "getting ready: data, encoder, precision"
+            yield Text(now, style="dim")
         if self._stop.is_set():
             text = "Stopping when the checkpoint is written. Ctrl-C again ends at once, without one."
-            parts.append(Text(text, style="yellow"))
-        return Group(*parts)
-
-    def _trials(self) -> RenderableType:
-        """A line for each running trial."""
-        if not self._look.running:
-            is_done = self._study.finished
-            now = "evaluating the best trial" if is_done else "getting ready: data, encoder, precision"
-            return Text(now, style="dim")
-        lines = Table.grid(padding=(0, 1), expand=True)
-        for _ in range(4):
-            lines.add_column(no_wrap=True)
-        lines.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-        for trial in self._look.running:
-            used = trial.progress["budget_used"] if trial.progress else None
-            bar = ProgressBar(total=1.0, completed=used or 0.0, width=12, pulse=used is None)
-            facts, params = Text(" ".join(self._facts(trial))), describe_params(trial.params)
-            lines.add_row(f"trial {trial.number}", bar, _percent(trial), facts, Text(params, "dim"))
-        return lines
+            yield Text(text, style="yellow")
 
 
-def _percent(trial: WatchedTrial) -> str:
-    """Of its budget; nothing before its worker's first heartbeat."""
-    return f"{trial.progress['budget_used']:4.0%}" if trial.progress else ""
+def _percent(progress: Mapping[str, Any]) -> str:
+    """Of a trial's budget; nothing before its worker's first heartbeat."""
+    return f"{progress['budget_used']:4.0%}" if progress else ""

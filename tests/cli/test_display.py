@@ -12,6 +12,8 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from rich.console import Console
 from study_records import fake_record, fake_trial, record_of, with_values
 from tiny import tiny_study
@@ -19,11 +21,12 @@ from tiny import tiny_study
 from hpo.cli import display, progress
 from hpo.cli.display import dataframe_table
 from hpo.cli.progress import StudyDisplay
+from hpo.outcome import Outcome
 from hpo.precision.table import PRECISION_NAMES, Support
 from hpo.report.formats import describe_params
 from hpo.report.status import study_status
 from hpo.study.reading.study_record import WorkerRecord
-from hpo.study.reading.watch import Look, WatchedTrial
+from hpo.study.reading.watch import Look
 from hpo.trial.compat import Compatibility
 from hpo.trial.measure import Measurement
 from hpo.trial.verify import PrecisionCheck
@@ -61,7 +64,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
 def rendered(shown: StudyDisplay, width: int = 80) -> str:
     """What the live part looks like now."""
     console = Console(file=io.StringIO(), width=width, record=True, color_system=None)
-    console.print(shown._render())
+    console.print(shown.get_renderable())
     return console.export_text()
 
 
@@ -71,8 +74,22 @@ def new_display(tmp_path: Path, screen: Screen, stop: Any = None) -> StudyDispla
     return StudyDisplay(config, 0, stop=stop or threading.Event(), console=screen.console)
 
 
+def watched(number: int, outcome: str = "", reason: str = "", *values: float) -> FrozenTrial:
+    """A trial with this outcome, or one that runs, with these reports."""
+    trial = create_trial(
+        state=TrialState[Outcome(outcome).optuna_state] if outcome else TrialState.RUNNING,
+        values=values if outcome == "complete" else None,
+        intermediate_values={} if outcome else dict(enumerate(values, start=1)),
+        params=PARAMS,
+        distributions={name: CategoricalDistribution([value]) for name, value in PARAMS.items()},
+        user_attrs={"outcome": outcome, "outcome_reason": reason} if outcome else {},
+    )
+    trial.number = number
+    return trial
+
+
 def running(*values: float, progress: Any = None, number: int = 0) -> Look:
-    return Look([WatchedTrial(number, PARAMS, values, progress=progress)])
+    return Look([(watched(number, "", "", *values), progress or {})])
 
 
 def test_params_are_short_or_exact() -> None:
@@ -86,13 +103,13 @@ def test_live_display_of_a_trial(tmp_path: Path, screen: Screen) -> None:
     assert "getting ready" in rendered(shown)
     assert "0/2 trials" in rendered(shown)
     shown.show(running())
-    assert re.search(r"trial 0 [^%]* fp_precision=bf16 learning_rate=0.000314", rendered(shown)), (
+    assert re.search(r"trial 0 [^%]* fp_precision=bf16 learning_rate=0.000314", rendered(shown, 90)), (
         "not known yet"
     )
     shown.show(running(0.5))
     assert re.search(r"trial 0 .* score 0\.5 ", rendered(shown))
     assert "best so far: none yet" in rendered(shown)
-    shown.show(Look([], [WatchedTrial(0, PARAMS, (0.625,), "complete")], (0.625, 0), 1))
+    shown.show(Look([], [watched(0, "complete", "", 0.625)], (0.625, 0), 1))
     assert "best so far: score 0.625 (trial 0)" in rendered(shown)
     assert "1/2 trials" in rendered(shown)
     assert "trial 0 " not in rendered(shown).replace("(trial 0)", "")
@@ -102,10 +119,16 @@ def test_live_display_of_a_trial(tmp_path: Path, screen: Screen) -> None:
 STEP = {"step": 30, "budget_used": 0.4, "train_loss": 1.25, "examples_per_second": 208.7}
 
 
-def test_bars_advance_with_the_heartbeats(tmp_path: Path, screen: Screen) -> None:
-    shown = new_display(tmp_path, screen)
-    shown.show(running(progress=STEP))
-    assert re.search(r"trial 0 .* 40% .*step 30 loss 1\.25 209 ex/s", rendered(shown, 120))
+def test_bars_advance_with_the_heartbeats_and_tell_when_trial_and_study_end(
+    tmp_path: Path, screen: Screen
+) -> None:
+    shown, clock = new_display(tmp_path, screen), [0.0]
+    shown.get_time = lambda: clock[0]
+    for used in (0.2, 0.3, 0.4):
+        clock[0] += 10
+        shown.show(running(progress={**STEP, "budget_used": used}))
+    assert re.search(r"trial 0 .* 40% +01:00 left step 30 loss 1\.25 209 ex/s", rendered(shown, 120))
+    assert re.search(r"tiny .* 0/2 trials 02:40 left", rendered(shown, 120))
     shown.show(running(progress={**STEP, "train_loss": None, "examples_per_second": None}))
     assert re.search(r" 40% .*step 30 ", rendered(shown, 120))
 
@@ -120,7 +143,7 @@ def test_a_log_has_a_line_now_and_then_and_one_for_each_end(
             clock[0] = float(second)
             here = {**STEP, "step": second, "budget_used": second / 100}
             shown.show(running(0.5, progress=here, number=8))
-        shown.show(Look([], [WatchedTrial(8, PARAMS, (), "unsupported", LONG)]))
+        shown.show(Look([], [watched(8, "unsupported", LONG)]))
     assert screen.lines == [
         "trial   8   30%  score 0.5  step 30  loss 1.25  209 ex/s",
         f"trial   8  unsupported   {describe_params(PARAMS)}  {LONG}",
@@ -137,8 +160,8 @@ def test_the_display_says_that_it_stops(tmp_path: Path, screen: Screen) -> None:
 
 def test_lines_of_finished_trials_fit_a_terminal(tmp_path: Path, screen: Screen) -> None:
     shown = new_display(tmp_path, screen)
-    complete = WatchedTrial(7, PARAMS, (0.625,), "complete")
-    shown.show(Look([], [complete, WatchedTrial(8, PARAMS, (), "unsupported", LONG)]))
+    complete = watched(7, "complete", "", 0.625)
+    shown.show(Look([], [complete, watched(8, "unsupported", LONG)]))
     lines = screen.lines
     assert lines[0].startswith("trial   7  complete      0.625  fp_precision=bf16")
     assert any(line.startswith("trial   8  unsupported   fp_precision=bf16") for line in lines)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
     from hpo.study.store.storage import Storage
 
+BEAT_SECONDS = 2.0
+"""Between two heartbeats, which say how far the trial is to those who watch it."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -95,7 +98,7 @@ class Membership:
             _logger.warning("Could not sign off: %s", explain(self._storage.url, error))
 
     def _beat(self) -> None:
-        while not self._leaving.wait(self._storage.lease_seconds / 6):
+        while not self._leaving.wait(min(BEAT_SECONDS, self._storage.lease_seconds / 6)):
             try:
                 self._storage.attempt(self._beat_once)
             except OutageError:

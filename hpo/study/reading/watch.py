@@ -30,26 +30,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WatchedTrial:
-    """A trial that a worker has, or that has ended."""
-
-    number: int
-    params: Mapping[str, Any]
-    values: Sequence[float] = ()
-    """Of a complete trial by objective; of one that runs its last, where the study has one objective."""
-    outcome: str = ""
-    """Empty while it runs."""
-    reason: str = ""
-    progress: Mapping[str, Any] | None = None
-    """The fields of `hpo.trial.telemetry.Progress`, as of its worker's last heartbeat."""
-
-
-@dataclass(frozen=True)
 class Look:
     """A study at one moment."""
 
-    running: Sequence[WatchedTrial] = ()
-    ended: Sequence[WatchedTrial] = ()
+    running: Sequence[tuple[FrozenTrial, Mapping[str, Any]]] = ()
+    """Each with the fields of `hpo.trial.telemetry.Progress` as of its worker's last heartbeat, or none."""
+    ended: Sequence[FrozenTrial] = ()
     """Since the look before."""
     best: tuple[float, int] | None = None
     """Value of the first objective and number of the best trial."""
@@ -60,7 +46,8 @@ class Look:
 class StudyWatch:
     """Looks at a study again and again; what had ended before the watch was made is not told.
 
-    With `own`, only at trials that this process has, or had last.
+    With `own`, only at trials that this process has, or had last. Optuna keeps the trials that have ended in
+    memory, so each look reads the others alone.
     """
 
     def __init__(self, storage: Storage, config: StudyConfig, *, own: bool = False) -> None:
@@ -81,6 +68,25 @@ class StudyWatch:
         return self._last
 
     def _read(self) -> Look:
+        slot_of, num_done = self._read_slots()
+        running, ended, complete = [], [], []
+        for trial in self._study.get_trials(deepcopy=False):
+            slot = slot_of.get(trial.number)
+            if trial.state == TrialState.COMPLETE:
+                complete.append((trial.values[0], trial.number))
+            if not trial.state.is_finished() and slot is not None and slot.state == "running":
+                progress = json.loads(slot.progress or "{}")
+                is_of_trial = progress.get("trial") == trial.number  # and not of its worker's last one
+                running.append((trial, progress if is_of_trial else {}))
+            elif trial.state.is_finished() and trial.number not in self._ended:
+                self._ended.add(trial.number)
+                if slot is not None or not self._own:
+                    ended.append(trial)
+        best = self._better(complete, key=lambda each: each[0], default=None)
+        return Look(running, ended, best, num_done)
+
+    def _read_slots(self) -> tuple[dict[int | None, sa.Row[Any]], int]:
+        """The slots that are looked at by the number of their trial, and how many of all are done."""
         of_study = slots.c.study == self._study.study_name
         query = sa.select(slots.c.trial_number, slots.c.state, workers.c.progress)
         query = query.where(of_study).join(workers, workers.c.id == slots.c.owner)
@@ -91,35 +97,13 @@ class StudyWatch:
         done = sa.select(sa.func.count()).where(of_study, slots.c.state == "done")
         with self._storage.engine.connect() as connection:
             slot_of = {row.trial_number: row for row in connection.execute(query)}
-            num_done: int = connection.execute(done).scalar_one()
-        running, ended, complete = [], [], []
-        for trial in self._study.get_trials(deepcopy=False):
-            slot = slot_of.get(trial.number)
-            if trial.state == TrialState.COMPLETE:
-                complete.append((trial.values[0], trial.number))
-            if not trial.state.is_finished() and slot is not None and slot.state == "running":
-                running.append(_running(trial, slot.progress))
-            elif trial.state.is_finished() and trial.number not in self._ended:
-                self._ended.add(trial.number)
-                if slot is not None or not self._own:
-                    ended.append(_ended(trial))
-        best = self._better(complete, key=lambda found: found[0], default=None)
-        return Look(running, ended, best, num_done)
+            return slot_of, connection.execute(done).scalar_one()
 
 
-def _running(trial: FrozenTrial, told: str | None) -> WatchedTrial:
-    """`told` is in the row of its worker, where it may still be of the trial before."""
-    reported = [] if trial.last_step is None else [trial.intermediate_values[trial.last_step]]
-    progress: dict[str, Any] = json.loads(told) if told else {}
-    of_trial = progress if progress.get("trial") == trial.number else None
-    return WatchedTrial(trial.number, trial.params, reported, progress=of_trial)
-
-
-def _ended(trial: FrozenTrial) -> WatchedTrial:
-    said = trial.user_attrs
-    values = trial.values if trial.state == TrialState.COMPLETE else ()
-    outcome = said.get("outcome", Outcome.FAILED)  # in the dashboard somebody may give one up
-    return WatchedTrial(trial.number, trial.params, values, outcome, said.get("outcome_reason", ""))
+def outcome_of(trial: FrozenTrial) -> str:
+    """How a trial has ended."""
+    outcome: str = trial.user_attrs.get("outcome", Outcome.FAILED)  # in the dashboard one may be given up
+    return outcome
 
 
 @contextmanager

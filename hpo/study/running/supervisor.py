@@ -46,7 +46,7 @@ from hpo.device import (
 from hpo.errors import HpoError, InputError, OutageError, RunError
 from hpo.study.claims.deaths import record_death
 from hpo.study.claims.process import this_job
-from hpo.study.reading.watch import StudyWatch
+from hpo.study.reading.watch import StudyWatch, outcome_of
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.worker import RunSummary
 from hpo.study.store.lifecycle import is_in_work, read_state
@@ -238,7 +238,7 @@ def run_workers(
 
     supervisor = _Supervisor(processes, storage, stop, deadline, config.name)
     supervisor.run(runs_dir / config.name, is_over)
-    outcomes = Counter(trial.outcome for trial in watch.look().ended)
+    outcomes = Counter(map(outcome_of, watch.look().ended))
     if stop.is_set():
         return RunSummary("stopped", outcomes)
     counts = storage.slot_counts(config.name)

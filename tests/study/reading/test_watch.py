@@ -12,14 +12,16 @@ import optuna
 import pytest
 import sqlalchemy as sa
 import worker_process
-from worker_process import evaluate, result, study
+from worker_process import evaluate, result, study, wait_for
 
 from hpo.config.search_space import suggest
+from hpo.study.claims.lease import Lease
 from hpo.study.reading.watch import Look, StudyWatch, watching
 from hpo.study.running.worker import run_worker
 from hpo.study.store.schema import workers
 from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
+from hpo.trial.telemetry import Progress
 
 
 def run(
@@ -41,7 +43,7 @@ def run(
 
 def told(look: Look) -> tuple[list[tuple[int, list[float]]], list[int]]:
     """The numbers and last values of the trials that run, and the numbers of those that have ended."""
-    running = [(each.number, list(each.values)) for each in look.running]
+    running = [(trial.number, list(trial.intermediate_values.values())[-1:]) for trial, _ in look.running]
     return running, [trial.number for trial in look.ended]
 
 
@@ -54,8 +56,8 @@ def test_a_trial_is_told_with_its_last_evaluation_and_its_end_once(storage: Stor
     assert told(watch.look()) == ([], []), "what was there before is not told"
 
     def during(trial: optuna.trial.Trial) -> None:
-        [running] = watch.look().running
-        assert (running.params, running.values, running.progress) == (trial.params, [], None)
+        [(running, progress)] = watch.look().running
+        assert (running.params, running.intermediate_values, progress) == (trial.params, {}, {})
         for index, value in enumerate((0.25, 0.5), start=1):
             evaluate(storage, trial, index, value)
             assert told(watch.look()) == ([(trial.number, [value])], [])
@@ -74,17 +76,32 @@ def test_progress_in_the_row_of_a_worker_is_that_of_its_trial_alone(storage: Sto
     found = []
 
     def during(trial: optuna.trial.Trial) -> None:
-        [before] = watch.look().running  # the row still has what was said of the trial before
+        [(_, before)] = watch.look().running  # the row still has what was said of the trial before
         with storage.engine.begin() as connection:
             progress = json.dumps({"step": 10 + trial.number, "trial": trial.number})
             connection.execute(sa.update(workers).values(progress=progress))
-        [after] = watch.look().running
-        assert before.progress is None
-        assert after.progress is not None
-        found.append(after.progress["step"])
+        [(_, after)] = watch.look().running
+        assert before == {}
+        found.append(after["step"])
 
     run(storage, config, during)
     assert found == [10, 11]
+
+
+def test_a_bar_advances_every_few_seconds(storage: Storage) -> None:
+    """Far more often than a lease needs to be renewed."""
+    config = study(1)
+    create_or_resume_study(storage, config)
+    watch = StudyWatch(storage, config)
+
+    def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
+        suggest(config.search_space, trial)
+        for step in (1, 2):
+            lease.note_progress(Progress(step, 0.1 * step, 1.5, None))
+            wait_for(lambda step=step: watch.look().running[0][1].get("step") == step, seconds=8)
+        return result("complete")
+
+    run_worker(config, storage, execute)
 
 
 def test_a_trial_that_is_given_back_does_not_run_until_it_goes_on(storage: Storage) -> None:
