@@ -1,4 +1,4 @@
-"""Every command of the READMEs and of the study files' heads is executed by a test: here, or by one named."""
+"""The commands of the READMEs and of the study files' heads: all are taken, and a reader's are executed."""
 
 from __future__ import annotations
 
@@ -8,192 +8,60 @@ import re
 import shlex
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
-from command_line import hpo_command, ok
+from command_line import COMMANDS, hpo_command, ok
 from readme import README, READMES, ROOT
 from readme_commands import commands
 from tiny import ENCODER, write_study
+from typer._click.exceptions import MissingParameter
 
-COMMANDS = commands()
-HERE = ""
-"""Executed by `test_a_reader_types`, in the order of `EXECUTED`."""
+WRITTEN = commands()
+PLACEHOLDERS = {"SPLIT": "test", "N": "3"}
+"""Words of a README for which an option takes no other text."""
 
-COMPARED = "tests/cli/test_comparing.py::test_precisions_and_configurations"
-COMPARED_ELSEWHERE = "tests/cli/test_comparing.py::test_killed_comparisons_go_on_to_the_same_verdicts"
-SLURM = "tests/cluster/batch/test_slurm.py::test_the_commands_of_the_readme"
-COPY = "tests/cli/test_database_commands.py::test_copy"
-DIAGNOSED = "tests/cli/test_diagnosing.py::test_a_trial_that_diverged"
-RANKS = "tests/faults/test_ranks.py::test_told_to_stop"
-WORKERS = "tests/integration/test_whole_studies.py::test_two_workers_on_one_device"
-COMPOSE = "tests/docker/test_docker.py::test_compose_takes_the_files"
-IMAGE = "tests/docker/test_docker.py::test_the_image_is_built_and_runs_the_smoke_study"
-DASHBOARD = "tests/cli/test_commands.py::test_dashboard_prints_its_address_and_ends_on_ctrl_c"
-VERIFIED = "tests/cli/test_commands.py::test_verify"
-SERVER = "tests/cluster/postgres/test_postgres_server.py::test_made_used_stopped_and_started_again"
-INSTALL = "tests/test_readme_commands.py::test_a_second_install_installs_nothing"
-RECIPE = "tests/test_readme_commands.py::test_a_recipe_calls_what_is_there"
-
-EXECUTED = {
-    # The study that comes first, as `multitask` here, and one's own.
-    "hpo init STUDY": HERE,
-    "hpo check STUDY": HERE,
-    "hpo train STUDY": HERE,
-    "hpo worker STUDY": HERE,
-    "hpo run STUDY": HERE,
-    "make hpo STUDY=multitask": HERE,
-    "make hpo": HERE,
-    "make report STUDY=multitask": HERE,
-    "hpo report STUDY": HERE,
-    "hpo status STUDY": HERE,
-    "hpo best STUDY": HERE,
-    "hpo best multitask": HERE,
-    "hpo best STUDY --evaluate test": HERE,
-    "hpo best STUDY --export model": HERE,
-    "hpo check own_data": HERE,
-    "make hpo STUDY=own_data": HERE,
-    "hpo worker": HERE,
-    "hpo studies": HERE,
-    "hpo doctor STUDY": HERE,
-    "hpo doctor": HERE,
-    "hpo pause STUDY": HERE,
-    "hpo resume STUDY": HERE,
-    "hpo cancel STUDY": HERE,
-    "hpo status own_data": HERE,
-    "make hpo STUDY=precision": HERE,
-    "make hpo STUDY=smoke": "tests/integration/test_smoke.py::test_the_smoke_study",
-    # What takes a test of its own.
-    "make hpo WORKERS_PER_DEVICE=4": WORKERS,
-    "hpo run STUDY --workers-per-device 4": WORKERS,
-    "hpo predict model texts.csv --output predictions.jsonl": (
-        "tests/cli/test_predicting.py::test_the_command_of_the_readme"
-    ),
-    "hpo predict MODEL FILE": "tests/cli/test_predicting.py::test_an_output_file",
-    "hpo verify STUDY": VERIFIED,
-    "hpo verify own_data": VERIFIED,
-    "hpo diagnose": DIAGNOSED,
-    "hpo diagnose STUDY": DIAGNOSED,
-    "hpo diagnose STUDY --trial N": DIAGNOSED,
-    "hpo compare": COMPARED,
-    "hpo compare STUDY": COMPARED,
-    "hpo compare STUDY --price": COMPARED,
-    "hpo compare STUDY --configurations": COMPARED,
-    "hpo worker STUDY-compare": COMPARED_ELSEWHERE,
-    "hpo worker ./study.yaml": "tests/cli/test_studies.py::test_a_worker_needs_the_database_alone",
-    "hpo delete STUDY": "tests/cli/test_studies.py::test_delete",
-    "make dashboard STUDY=multitask": DASHBOARD,
-    "hpo dashboard STUDY": DASHBOARD,
-    "hpo copy": COPY,
-    "hpo copy STUDY --to URL": COPY,
-    "hpo copy STUDY --storage sqlite:///runs/hpo.db --to @runs/postgres/url": COPY,
-    "hpo copy STUDY --to sqlite:///study.db": COPY,
-    "hpo database start": SERVER,
-    "hpo database start --host 0.0.0.0": (
-        "tests/cluster/postgres/test_postgres_server.py::test_others_than_this_machine_need_tls"
-    ),
-    "hpo database stop": SERVER,
-    "torchrun -m hpo run STUDY": RANKS,
-    "torchrun --standalone --nproc-per-node 4 -m hpo run STUDY": RANKS,
-    # A cluster.
-    "hpo submit": SLURM,
-    "hpo submit STUDY": SLURM,
-    "hpo submit STUDY --slurm --database private": SLURM,
-    "hpo submit smoke --slurm --database private --workers 2 --partition PARTITION --time 1:00:00 "
-    "--gpus-per-node 1 --cpus-per-task 1 --mem 8G": SLURM,
-    "hpo status smoke": SLURM,
-    "hpo report smoke": SLURM,
-    "squeue --me": SLURM,
-    "scancel JOBID": "tests/faults/test_slurm_jobs.py::test_a_job_that_is_cancelled",
-    "hpo cancel smoke --jobs": "tests/cluster/batch/test_slurm.py::test_jobs_that_wait",
-    "hpo submit STUDY --kubernetes --image IMAGE --workers 8 --gpus-per-node 1 --volume-claim NAME": (
-        "tests/cluster/batch/test_kubernetes.py::test_the_command_prints_what_kubectl_takes"
-    ),
-    # Containers.
-    "docker/make-secrets": "tests/docker/test_docker.py::test_secrets_are_made_once_for_their_owner_alone",
-    "docker/build-and-run": IMAGE,
-    "podman run --rm localhost/hpo:cpu --help": IMAGE,
-    "docker-compose config": COMPOSE,
-    "hpo deploy STUDY": "tests/cli/test_deploying.py::test_what_int8_ruins_is_refused",
-    "hpo best STUDY --evaluate test --predictions FILE": (
-        "tests/cli/test_best.py::test_predictions_are_those_of_predict_with_the_truth"
-    ),
-    "hpo best": "tests/cli/test_best.py::test_best_stores_what_it_evaluates",
-    "hpo best STUDY --evaluate SPLIT": "tests/cli/test_best.py::test_best_stores_what_it_evaluates",
-    # Installing, and what is for those who work on the package.
-    "make install": INSTALL,
-    "make install EXTRAS=onnx": INSTALL,
-    "make install EXTRAS=fp8": INSTALL,
-    "make test": RECIPE,
-    "make test-all": RECIPE,
-    "make lint": RECIPE,
-    "make reference": "tests/test_readme.py::test_the_reference_is_made_from_the_models",
-    # Benchmarks: a test has the program's parts on a small workload, or its recipe is looked at.
-    "make bench": RECIPE,
-    'make bench BENCH="2 3b 4 5 6" PAIRS=5': RECIPE,
-    "make bench BENCH=7a PAIRS=1": RECIPE,
-    "make bench BENCH=7b PAIRS=5": RECIPE,
-    'make bench BENCH="1 3a 8" EXAMPLES=160 PAIRS=3': RECIPE,
-    'make bench BENCH="9 11"': RECIPE,
-    'make bench BENCH="12a 12b"': RECIPE,
-    "make bench BENCH=10": RECIPE,
-    "make bench BENCH=7c PAIRS=2": RECIPE,
-    "make bench BENCH=search": (
-        "tests/benchmarks/test_search_speed.py::test_every_configuration_has_its_whole_course"
-    ),
-    "make bench-gpu": "tests/integration/test_gpu_benchmark.py::test_a_quick_run_on_a_cpu",
-    "python tests/benchmarks/peer_precision.py": (
-        "tests/benchmarks/test_peer_precision.py::test_a_sound_model_runs_what_is_recorded"
-    ),
-    "python tests/benchmarks/deploy_errors.py": (
-        "tests/benchmarks/test_deploy_errors.py::"
-        "test_a_loss_at_the_margin_is_called_as_good_at_most_as_often_as_stated"
-    ),
-    "python tests/benchmarks/decision_errors.py": (
-        "tests/benchmarks/test_decision_errors.py::test_errors_are_at_most_those_stated"
-    ),
-}
-NOT_EXECUTED = {
-    "podman run --rm --volume hpo-runs:/home/hpo/runs --volume ./studies:/home/hpo/studies:ro "
-    "localhost/hpo:cpu run own_data": "an engine for containers",
-    "STUDY=smoke docker compose --file docker/compose.yaml up --build --detach": "an engine for containers",
-    "docker compose --file docker/compose.yaml logs --follow worker": "an engine for containers",
-    "docker compose --file docker/compose.yaml exec dashboard hpo status smoke": "an engine for containers",
-    "docker compose --file docker/compose.yaml down": "an engine for containers",
-    "DEVICE=cuda docker compose --file docker/compose.yaml --file docker/compose.cuda.yaml up --build "
-    "--detach": "an engine for containers",
-    "podman-compose --in-pod false --file docker/compose.yaml up --detach": "an engine for containers",
-    "docker/build-and-run --build-arg DEVICE=cuda": "a GPU, and an engine for containers",
-    "tail -f 'runs/smoke/slurm-*/*.log'": "no end",
-    "ssh -L 8080:localhost:8080": "another machine",
-    "kubectl create secret generic hpo-aws --from-env-file=FILE": "a Kubernetes cluster",
-    "podman unshare chown 10001:10001 docker/secrets/*": "podman of a user who is not root",
-    "python tests/benchmarks/deploying.py nlupp": "minutes, and a real set",
-    "python tests/benchmarks/compare_real.py nlupp": "minutes, and a real set",
-    "python tests/benchmarks/scale.py rate": "minutes",
-    "python tests/benchmarks/scale.py grow": "an hour",
-}
-"""With what they would need."""
+TYPED = (
+    # The study that comes first, as `multitask` here.
+    *("hpo init STUDY", "hpo check STUDY", "hpo train STUDY", "hpo worker STUDY", "hpo run STUDY"),
+    *("make hpo STUDY=multitask", "make hpo", "make report STUDY=multitask", "hpo report STUDY"),
+    *("hpo status STUDY", "hpo best STUDY", "hpo best multitask", "hpo best STUDY --evaluate test"),
+    "hpo best STUDY --export model",
+    # One's own data, and what is done with studies.
+    *("hpo check own_data", "make hpo STUDY=own_data", "hpo worker", "hpo studies", "hpo doctor STUDY"),
+    *("hpo doctor", "hpo pause STUDY", "hpo resume STUDY", "hpo cancel STUDY", "hpo status own_data"),
+    "make hpo STUDY=precision",
+)
+"""What `test_a_reader_types` executes. Tests of the commands execute the others, with what they need."""
 
 
-def test_every_command_is_executed_by_a_test() -> None:
-    known = EXECUTED.keys() | NOT_EXECUTED.keys()
-    new = {line: str(file.relative_to(ROOT)) for line, file in COMMANDS.items() if line not in known}
-    assert not new, "execute these in a test, and name it in EXECUTED"
-    assert not known - COMMANDS.keys(), "no README has these any more"
-    assert not EXECUTED.keys() & NOT_EXECUTED.keys()
+def test_what_a_reader_types_is_written() -> None:
+    assert set(TYPED) <= WRITTEN.keys()
 
 
-@pytest.mark.parametrize("test", sorted({test for test in EXECUTED.values() if test}))
-def test_the_test_that_is_named_exists(test: str) -> None:
-    file, _, name = test.partition("::")
-    assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE)
+def words_of_hpo(line: str) -> list[str]:
+    """What follows `hpo`, or the image that is this command; of other programs nothing."""
+    words = shlex.split(line)
+    programs = [at for at, word in enumerate(words) if word in ("hpo", "localhost/hpo:cpu")]
+    return words[programs[0] + 1 :] if programs and words[0] != "make" else []
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("python ")])
-def test_the_programs_of_the_benchmarks_are_there(line: str) -> None:
-    assert (ROOT / line.split()[1]).is_file()
+@pytest.mark.parametrize("line", [line for line in WRITTEN if words_of_hpo(line)])
+def test_the_command_line_takes_what_is_written(line: str) -> None:
+    """Commands, options and their values. A sentence may leave arguments out."""
+    words = [PLACEHOLDERS.get(word, word) for word in words_of_hpo(line)]
+    name = " ".join(words[:2]) if words[0] == "database" else words[0]
+    if name != "--help":
+        with suppress(MissingParameter):
+            COMMANDS[name].make_context(name, words[len(name.split()) :])
+
+
+@pytest.mark.parametrize("line", [line for line in WRITTEN if line.startswith(("python ", "docker/"))])
+def test_the_programs_are_there(line: str) -> None:
+    (program,) = [word for word in shlex.split(line)[:2] if "/" in word]
+    assert (ROOT / program).is_file()
 
 
 def test_every_block_is_of_a_kind_that_is_tested() -> None:
@@ -278,7 +146,7 @@ def test_a_second_install_installs_nothing(project: Path) -> None:
         os.utime(pins, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("make ")])
+@pytest.mark.parametrize("line", [line for line in WRITTEN if line.startswith("make ")])
 def test_a_recipe_calls_what_is_there(line: str, project: Path) -> None:
     for words in recipe(project, *shlex.split(line)[1:]):
         called = [word for word in words if word.startswith(("tests/", ".venv/"))]
@@ -303,7 +171,7 @@ def test_a_recipe_calls_what_is_there(line: str, project: Path) -> None:
 def test_a_reader_types(project: Path) -> None:
     """The commands one after another, each with what those before it have left."""
     done: list[list[str]] = []
-    for line in [line for line, test in EXECUTED.items() if test == HERE]:
+    for line in TYPED:
         program, *words = shlex.split(line)
         typed = [words] if program == "hpo" else [called[1:] for called in recipe(project, *words)]
         for arguments in typed:
