@@ -120,10 +120,6 @@ class Incompatible(TrialEnd):
 class Nonfinite(TrialEnd):
     outcome = Outcome.NONFINITE
 
-    def __init__(self, message: str, *, in_evaluation: bool = False) -> None:
-        super().__init__(message)
-        self.in_evaluation = in_evaluation
-
 
 class OutOfMemory(TrialEnd):
     outcome = Outcome.OOM

@@ -27,7 +27,7 @@ from hpo.device import probe_device
 from hpo.errors import Nonfinite, Pruned
 from hpo.training import loop
 from hpo.training.distributed import GradientSum, connected_ranks, rank, world_size
-from hpo.training.evaluate import predict_logits
+from hpo.training.evaluate import predict_logits, predict_logits_together
 from hpo.training.losses import MultitaskLoss
 from hpo.training.progress import Budget, TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
@@ -165,8 +165,8 @@ def check_evaluation(folder: Path) -> bool:
     executor = tiny_executor(folder, CPU)
     parts = loop_parts(executor, config_of(executor))
     split = parts.data.validation
-    where = parts.model, split, executor.tasks, amp_of("bf16"), 3 * int(split.lengths_W.max()), 0
-    together, alone = predict_logits(*where, shared=True), predict_logits(*where)
+    where = parts.model, split, amp_of("bf16"), 3 * int(split.lengths_W.max()), 0
+    together, alone = predict_logits_together(*where), predict_logits(*where)
     return all(together[name].tobytes() == alone[name].tobytes() for name in alone)
 
 

@@ -268,7 +268,6 @@ class TrainedModel(nn.Module):
             return predict_logits(
                 self.network,
                 replace(split, length_multiple=LENGTH_MULTIPLE if few_shapes else 1),
-                self.tasks,
                 self._mixed_precision(),
                 self._default_max_tokens() if max_tokens is None else max_tokens,
                 self.tokenizer.pad_token_id or 0,

@@ -5,8 +5,8 @@ A checkpoint is a folder with `model.safetensors` and `state.pt` (plain containe
 afterwards does not fit its own header (safetensors) or directory (zip) and is passed over for the one before.
 
 The header of the weights also holds the resume key: what must be equal for a trial to go on from there
-(configuration, effective precision, device type). A store reads and replaces the checkpoints of its own key
-only.
+(configuration, effective precision, device type, shapes of the weights). A store reads and replaces the
+checkpoints of its own key only.
 
 A write that fails (a full disk) does not end the trial: it leaves nothing half-written and the checkpoints
 before as they were, and is one of the store's `problems`. So is why a trial does not go on from its newest
@@ -142,18 +142,15 @@ class CheckpointStore:
             if must_be_written:
                 raise
 
-    def latest(self, shapes: Mapping[str, torch.Size] | None = None) -> Checkpoint | None:
-        """The newest intact checkpoint of this key to go on from, or None.
+    def latest(self) -> Checkpoint | None:
+        """The newest intact checkpoint of this key to go on from, or None."""
+        return self._newest("step")
 
-        With `shapes`, those of the trial's weights by their names, one of another model is passed over.
-        """
-        return self._newest("step", shapes)
+    def best(self) -> Checkpoint | None:
+        """The best weights of this key, or None if there are none or they are damaged."""
+        return self._newest("best")
 
-    def best(self, shapes: Mapping[str, torch.Size] | None = None) -> Checkpoint | None:
-        """The best weights of this key, or None if there are none or they are damaged; `shapes` as above."""
-        return self._newest("best", shapes)
-
-    def _newest(self, kind: str, shapes: Mapping[str, torch.Size] | None) -> Checkpoint | None:
+    def _newest(self, kind: str) -> Checkpoint | None:
         mirrored: set[str] = set()
         if self._mirror is not None:
             with self._noted():
@@ -167,12 +164,9 @@ class CheckpointStore:
                 if self._mirror is not None and path.name in mirrored and not path.is_dir():
                     self._mirror.fetch(path, self.resume_key)
                 found = read_checkpoint(path)
-                if found.resume_key != self.resume_key:
-                    self._note(f"checkpoint {path} is of another precision, device, data or version.")
-                elif shapes is not None and shapes != {name: w.shape for name, w in found.weights.items()}:
-                    self._note(f"checkpoint {path} is of another model.")
-                else:
+                if found.resume_key == self.resume_key:
                     return found
+                self._note(f"checkpoint {path} is of another precision, device, data, model or version.")
         return None
 
     @contextlib.contextmanager
@@ -248,7 +242,7 @@ class NoCheckpoints:
     def save(self, *_: object, **__: object) -> None:
         pass
 
-    def latest(self, _: object = None) -> None:
+    def latest(self) -> None:
         return None
 
     best = latest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,39 +66,61 @@ def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:
     """Raise Nonfinite when logits are NaN or infinite."""
     broken = [name for name, values in logits.items() if not np.isfinite(values).all()]
     if broken:
-        what = f"logits were not finite in evaluation. Tasks: {', '.join(broken)}."
-        raise Nonfinite(what, in_evaluation=True)
+        raise Nonfinite(f"logits were not finite in evaluation. Tasks: {', '.join(broken)}.")
 
 
 def predict_logits(
     model: nn.Module,
     split: TokenizedSplit,
-    tasks: Sequence[Task],
     mixed_precision: MixedPrecision,
     max_tokens: int,
     pad_id: int,
     on_batch: Callable[[], None] = lambda: None,
-    *,
-    shared: bool = False,
 ) -> dict[str, NDArray[np.float32]]:
-    """fp32 logits of a whole split: [W, K] for sequence tasks, [T, K] for token tasks, in window order.
+    """fp32 logits of a whole split by task: [W, K] of sequence tasks, [T, K] of token tasks, in window order.
 
-    If memory runs out, a batch is halved. `on_batch` runs before each. Where it is `shared`, each rank runs
-    some of the batches, which are the same for any number of ranks.
+    The model has `tasks`. If memory runs out, a batch is halved. `on_batch` runs before each.
     """
-    device = mixed_precision.device
+    batches = evaluation_batches(split.lengths_W, max_tokens)
+    return _logits_of(model, split, batches, mixed_precision, pad_id, on_batch)
+
+
+def predict_logits_together(
+    model: nn.Module,
+    split: TokenizedSplit,
+    mixed_precision: MixedPrecision,
+    max_tokens: int,
+    pad_id: int,
+    on_batch: Callable[[], None] = lambda: None,
+) -> dict[str, NDArray[np.float32]]:
+    """As `predict_logits`, called by all ranks: each runs some of the batches, which are the same for any
+    number of ranks."""
+    batches = evaluation_batches(split.lengths_W, max_tokens)[rank() :: world_size()]
+    with memory_agreed("Shorten `max_length`."):
+        logits = _logits_of(model, split, batches, mixed_precision, pad_id, on_batch)
+    merge(logits)
+    return logits
+
+
+def _logits_of(
+    model: Any,
+    split: TokenizedSplit,
+    batches: Sequence[NDArray[np.intp]],
+    mixed_precision: MixedPrecision,
+    pad_id: int,
+    on_batch: Callable[[], None],
+) -> dict[str, NDArray[np.float32]]:
+    """The logits of some batches of windows, and zeros elsewhere."""
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     rows = {"sequence": split.num_windows, "token": split.num_tokens}
-    logits = {task.name: np.zeros((rows[task.level], task.num_outputs), np.float32) for task in tasks}
+    logits = {task.name: np.zeros((rows[task.level], task.num_outputs), np.float32) for task in model.tasks}
     model.eval()
-    batches = evaluation_batches(lengths_W, max_tokens)
-    pending = (batches[rank() :: world_size()] if shared else batches)[::-1]
-    agreed = memory_agreed("Shorten `max_length`.") if shared else nullcontext()
-    with agreed, mixed_precision.evaluation():
+    pending = list(reversed(batches))
+    with mixed_precision.evaluation():
         while pending:
             on_batch()
             windows = pending.pop()
-            batch = collate(split, windows, (), pad_id).to(device.torch_device)
+            batch = collate(split, windows, (), pad_id).to(mixed_precision.device.torch_device)
             try:
                 outputs = model(*batch.inputs)
                 outputs = {name: output.float().cpu().numpy() for name, output in outputs.items()}
@@ -113,11 +134,9 @@ def predict_logits(
                 continue
             real_BL = np.arange(batch.input_ids_BL.shape[1]) < lengths_W[windows, None]
             tokens = ragged_arange(starts_W[windows], lengths_W[windows])
-            for task in tasks:
+            for task in model.tasks:
                 if task.level == "sequence":
                     logits[task.name][windows] = outputs[task.name]
                 else:
                     logits[task.name][tokens] = outputs[task.name][real_BL]
-    if shared:
-        merge(logits)
     return logits

@@ -38,7 +38,7 @@ from hpo.training.distributed import (
     rows_of_rank,
     world_size,
 )
-from hpo.training.evaluate import Evaluation, predict_logits, score_logits
+from hpo.training.evaluate import Evaluation, predict_logits_together, score_logits
 from hpo.training.losses import MultitaskLoss
 from hpo.training.micro_batches import within_memory
 from hpo.training.numerics import StepProbe
@@ -91,6 +91,10 @@ class TrainingArgs:
     decision_metrics: Mapping[str, str]
     """{task: metric} that thresholds and the like maximise; a task left out: its primary metric."""
 
+    def rate_factor(self, position: float) -> float:
+        """The learning rate's factor at a position on the schedule."""
+        return schedule_factor(self.schedule, position, self.warmup_ratio)
+
 
 @dataclass(frozen=True)
 class TrainingHooks:
@@ -125,50 +129,49 @@ def train(
     example does not fit.
     """
     model, loss_fn, mixed_precision = learner
-    device, state, lengths_W = mixed_precision.device, clock.state, data.train.lengths_W
+    state, lengths_W = clock.state, data.train.lengths_W
     budget = args.budget.in_steps(num_batches(len(lengths_W), args.batch_size))
     state.micro_batch_size = state.micro_batch_size or first_micro_batch_size(args)
     sum_gradients = GradientSum(model)
     probe = StepProbe(model, optimizer, mixed_precision)
+    batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
+    first_step = state.step
 
-    clock.start()
-    if budget.evaluation_is_due(state, args.num_evaluations):
-        yield _evaluate(learner, data, args, clock, hooks.on_micro_batch)
-        clock.start()
     model.train()
-    while budget.used(state) < 1:
-        batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
+    clock.start()
+    while True:
+        evaluates = budget.evaluation_is_due(state, args.num_evaluations)
+        if evaluates:
+            yield _evaluate(learner, data, args, clock, hooks.on_micro_batch)
+            model.train()
+        if budget.used(state) >= 1:
+            return
+        if (state.step > first_step and decide(hooks.on_step)) or evaluates:
+            clock.start()
+
         if state.batch == 0:
             mixed_precision.start_epoch()
-        for windows in batches[state.batch :]:
-            position = budget.learning_rate_position(state)
-            set_learning_rate(optimizer, schedule_factor(args.schedule, position, args.warmup_ratio))
-            batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
-            loss = accumulate_gradients(learner, batch, args.seed, state, hooks.on_micro_batch)
-            sum_gradients()
-            measures = rank() == 0 and budget.is_measured(state, args.num_evaluations)
-            if measures:
-                probe.start()
-            with memory_agreed(NO_HALVING):
-                apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
-            if measures:
-                state.numerics = probe.result(state.step + 1)
-            num_examples = float(data.train.example_share_W[windows].sum())
-            state.count_step(loss, num_examples, batch.num_tokens)
-            clock.step(num_examples, batch)
-            if state.step % CHECK_EVERY[device.type] == 0:
-                mixed_precision.check()
-            state.step_seconds = _lap(clock)
-            if state.batch == len(batches):
-                state.epoch, state.batch = state.epoch + 1, 0
-            evaluates = budget.evaluation_is_due(state, args.num_evaluations)
-            if evaluates:
-                yield _evaluate(learner, data, args, clock, hooks.on_micro_batch)
-                model.train()
-            if budget.used(state) >= 1:
-                return
-            if decide(hooks.on_step) or evaluates:
-                clock.start()
+        set_learning_rate(optimizer, args.rate_factor(budget.learning_rate_position(state)))
+        windows = batches[state.batch]
+        batch = collate(data.train, windows, loss_fn.tasks, data.pad_id)
+        loss = accumulate_gradients(learner, batch, args.seed, state, hooks.on_micro_batch)
+        sum_gradients()
+        measures = rank() == 0 and budget.is_measured(state, args.num_evaluations)
+        if measures:
+            probe.start()
+        with memory_agreed(NO_HALVING):
+            apply_gradients(model, optimizer, loss, mixed_precision, args.max_grad_norm)
+        if measures:
+            state.numerics = probe.result(state.step + 1)
+        num_examples = float(data.train.example_share_W[windows].sum())
+        state.count_step(loss, num_examples, batch.num_tokens)
+        clock.step(num_examples, batch)
+        if state.step % CHECK_EVERY[mixed_precision.device.type] == 0:
+            mixed_precision.check()
+        state.step_seconds = _lap(clock)
+        if state.batch == len(batches):
+            state.epoch, state.batch = state.epoch + 1, 0
+            batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
 
 
 def first_micro_batch_size(args: TrainingArgs) -> int:
@@ -197,10 +200,9 @@ def _evaluate(
     steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
     budget, state, began = args.budget.in_steps(steps_per_epoch), clock.state, clock.now()
     index = budget.evaluations_due(state, args.num_evaluations)
-    split, tasks = data.validation, loss_fn.tasks
-    where = model, split, tasks, mixed_precision, args.evaluation_tokens, data.pad_id
-    logits = predict_logits(*where, on_batch, shared=True)
-    metrics, decisions = score_logits(logits, split, tasks, None, args.decision_metrics)
+    split, tokens = data.validation, args.evaluation_tokens
+    logits = predict_logits_together(model, split, mixed_precision, tokens, data.pad_id, on_batch)
+    metrics, decisions = score_logits(logits, split, loss_fn.tasks, None, args.decision_metrics)
     seconds = clock.now() - began
     state.num_evaluations = index
     state.evaluation_seconds += seconds

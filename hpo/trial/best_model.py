@@ -95,7 +95,6 @@ def _predict(
         logits = predict_logits(
             model,
             tokens,
-            executor.tasks,
             MixedPrecision(precision, config.amp, executor.device),
             executor.study.evaluation.batch_tokens,
             executor.loader.pad_id(config),

@@ -7,6 +7,7 @@ one heals. Of an `incompatible` trial the compatibility check is made again. Not
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class Broken:
     operator: str | None = None
     """That made the first such number, with its module; None where that is not known."""
     part: str | None = None
-    """The part of the model that this lies in; None where it is not known, or in the loss."""
+    """The part of the model that the operator lies in; None where it is not known, or in the loss."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +88,30 @@ def diagnose(executor: Executor, trial: StoredTrial, say: Say = lambda _: None) 
 
     Raises InputError for a trial that cannot be diagnosed.
     """
-    facts, must = trial.telemetry, f"trial {trial.number} must have"
+    must = f"trial {trial.number} must have"
     if trial.outcome not in (Outcome.NONFINITE, Outcome.INCOMPATIBLE):
         raise InputError(f"{must} ended as nonfinite or incompatible, but it is {trial.outcome}.")
-    here, ran_on = executor.device.type, facts["device"]["type"]
+    here, ran_on = executor.device.type, trial.telemetry["device"]["type"]
     if ran_on != here:
         raise InputError(f"{must} run on a device of type {here}, but it ran on {ran_on}. Diagnose it there.")
     try:
-        case = _Case(executor, trial, say)
+        case = _Case(executor, trial)
+        say(case.plan)
+        began = time.perf_counter()
         broken = case.attempt({})
     except (TrialEnd, ModelError) as error:
         raise InputError(f"trial {trial.number} cannot be run again here: {error}") from error
-    if broken is not None and not broken.what:
-        raise InputError(
-            f"trial {trial.number} was finite: {broken.text} `hpo verify STUDY` compares the precisions."
-        )
     remedies: list[Remedy] = []
-    for remedy in _try_remedies(case, broken, say) if broken else ():
-        remedies.append(remedy)
-        if remedy.heals:
-            break
+    if broken is not None:
+        if not broken.what:
+            raise InputError(
+                f"trial {trial.number} was finite: {broken.text} `hpo verify STUDY` compares the precisions."
+            )
+        say(f"after {time.perf_counter() - began:.0f} s: {broken.text}")
+        for remedy in _try_remedies(case, broken, say):
+            remedies.append(remedy)
+            if remedy.heals:
+                break
     healed_by = remedies[-1].settings if remedies and remedies[-1].heals else None
     return Diagnosis(trial.number, trial.outcome, case.precision, broken, tuple(remedies), healed_by)
 
@@ -114,31 +119,30 @@ def diagnose(executor: Executor, trial: StoredTrial, say: Say = lambda _: None) 
 class _Case:
     """A trial that is run again: first to where it breaks, then the steps around that."""
 
-    def __init__(self, executor: Executor, trial: StoredTrial, say: Say) -> None:
+    def __init__(self, executor: Executor, trial: StoredTrial) -> None:
         self.executor = executor
-        self.facts = facts = trial.telemetry
-        self.precision: str = facts["precision"]["effective"]
+        self.precision: str = trial.telemetry["precision"]["effective"]
         self.params = {**trial.params, PRECISION: self.precision}
-        if rows := facts.get("micro_batch_size"):  # halved where memory ran out
+        if rows := trial.telemetry.get("micro_batch_size"):  # halved where memory ran out
             self.params["micro_batch_size"] = rows
         self.is_training = trial.outcome == Outcome.NONFINITE
         self.attempt = self._train if self.is_training else self._check
         """Runs with other settings than the trial's; None: all was finite."""
         parts = self.parts({})
         self.config = parts.config
-        if not self.is_training:
-            say(f"making the compatibility check of trial {trial.number} again, then once for each remedy")
-            return
-        last = int(facts["num_steps"])
-        key = checkpoint_key(trial.resume_key, parts)
-        self.start, self.until = stored_state(trial.folder, key, self.precision, before=last), last + 1
-        begun = self.start["progress"]["step"] if self.start else 0
-        seconds = float(facts["train_seconds"]) / max(last, 1)
-        first, around = self.until - begun, 2 * NUM_UPDATES + 2
-        say(
-            f"running trial {trial.number} again from step {begun + 1}: at most {first} steps, about "
-            f"{first * seconds:.0f} s; then about {around} steps ({around * seconds:.0f} s) for each remedy"
-        )
+        self.plan = f"making the compatibility check of trial {trial.number} again, then once for each remedy"
+        if self.is_training:
+            last = int(trial.telemetry["num_steps"])
+            key = checkpoint_key(trial.resume_key, parts)
+            self.start, self.until = stored_state(trial.folder, key, self.precision, before=last), last + 1
+            begun = self.start["progress"]["step"] if self.start else 0
+            seconds = float(trial.telemetry["train_seconds"]) / max(last, 1)
+            num_steps, around = self.until - begun, 2 * NUM_UPDATES + 2
+            self.plan = (
+                f"running trial {trial.number} again from step {begun + 1}: at most {num_steps} steps, about "
+                f"{num_steps * seconds:.0f} s; then about {around} steps ({around * seconds:.0f} s) for each "
+                "remedy"
+            )
 
     def parts(self, settings: Mapping[str, Any]) -> TrialParts:
         """The trial's with other settings. Raises TrialEnd where it cannot run here."""
@@ -153,13 +157,12 @@ class _Case:
         if scale := settings.get("init_scale"):  # and not that of the state
             replay.mixed_precision.update_amp_config(init_scale=scale)
         before = replay.state.step
-        bad = replay.run(self.until, evaluates=self.facts.get("nonfinite_in_evaluation", True))
-        if bad is not None:
+        if (bad := replay.run(self.until)) is not None:
             step, what = bad
             if not settings:  # the trial itself
                 self.start, self.until = replay.snapshots[0], step + NUM_UPDATES
-            where = _where(replay.parts.model, replay.origin(what))
-            return Broken(what, f"{what} not finite at step {step}", *where)
+            facts = replay.origin(what)
+            return _broken(what, f"{what} not finite at step {step}", replay.parts.model, facts)
         num_steps, num_updates = replay.state.step - before, replay.mixed_precision.num_updates
         if num_updates >= min(NUM_UPDATES, num_steps):
             return None
@@ -171,14 +174,13 @@ class _Case:
             found = judge(measure_parts(parts), parts.study.compat)
         if found.verdict != "incompatible":
             return None
-        where = _where(parts.model, vars(found.measurement))
-        return Broken(found.measurement.nonfinite or "", " ".join(found.reasons), *where)
+        facts = vars(found.measurement)
+        return _broken(found.measurement.nonfinite or "", " ".join(found.reasons), parts.model, facts)
 
 
-def _where(model: MultitaskModel, facts: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The operator, and the part that it lies in."""
-    operator, module = facts.get("first_nonfinite"), facts.get("first_nonfinite_module")
-    return operator, None if module is None else part_with(model, module)
+def _broken(what: str, text: str, model: MultitaskModel, facts: Mapping[str, Any]) -> Broken:
+    module = facts["first_nonfinite_module"]
+    return Broken(what, text, facts["first_nonfinite"], None if module is None else part_with(model, module))
 
 
 def _try_remedies(case: _Case, first: Broken, say: Say) -> Iterator[Remedy]:

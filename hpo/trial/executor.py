@@ -26,7 +26,6 @@ from hpo.errors import (
     Incompatible,
     InputError,
     ModelError,
-    Nonfinite,
     RunError,
     TrialEnd,
     did_you_mean,
@@ -154,8 +153,6 @@ class Executor:
             outcome, reason = Outcome.COMPLETE, ""
         except TrialEnd as end:
             outcome, reason = end.outcome, str(end)
-            if isinstance(end, Nonfinite):
-                recorder.note(nonfinite_in_evaluation=end.in_evaluation)
         except ModelError as error:
             # Where the study searches what the model is made of, a combination that cannot be built is
             # this trial's end and not the study's.

@@ -8,7 +8,6 @@ named that makes more of them, such as the softmax over a row that is masked as 
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +20,14 @@ _MASKING = {"masked_fill", "where", "log", "_to_copy"}
 """Operators that give -inf on purpose, the last of fp32's lowest number."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The operator that made the first number that is not finite."""
-
-    module: str | None
-    """The innermost module that it ran in; "" is the model itself, None what is after it: the loss."""
-    operator: str
-    phase: str
-    """`forward` or `backward`."""
-    dtype: str
-    """Of its output."""
-    largest_input: float
-    """The largest absolute value that it was given."""
-
-    def __str__(self) -> str:
-        place = "the loss, after the logits" if self.module is None else self.module or "the model itself"
-        operator = f"{self.operator} ({self.dtype}) in {place}"
-        return f"{operator}, {self.phase} pass, inputs up to {self.largest_input:.4g}"
-
-
 class FirstNonfinite(TorchDispatchMode):
-    """A block whose `origin` is the operator that made the first number that is not finite; None: all are."""
+    """A block whose `operator` made the first number that is not finite, in words; None: all are finite."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.origin: Origin | None = None
+        self.operator: str | None = None
+        self.module: str | None = None
+        """The innermost module that it ran in; "" is the model itself, None what is after it: the loss."""
         self._tracker = ModuleTracker()
 
     def __enter__(self) -> FirstNonfinite:
@@ -58,29 +39,33 @@ class FirstNonfinite(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._tracker.__exit__(*error)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, str | None]:
         """What a `Measurement` says of it."""
-        found = self.origin
-        return {"first_nonfinite": str(found), "first_nonfinite_module": found.module} if found else {}
+        return {"first_nonfinite": self.operator, "first_nonfinite_module": self.module}
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1].rstrip("_")
         inputs = _floating((args, kwargs))
         is_constant = "empty" in name or "full" in name
-        if self.origin or func.is_view or is_constant or not inputs:
+        if self.operator or func.is_view or is_constant or not inputs:
             return func(*args, **kwargs)
         largest = max((float(tensor.abs().max()) for tensor in inputs if tensor.numel()), default=0.0)
         masks = name in _MASKING or largest == torch.inf
         result = func(*args, **kwargs)
         broken = [tensor for tensor in _floating(result) if not is_finite(tensor)]
         if broken and not (masks and all(map(_only_masks, broken))):
-            chain = [module for module in self._tracker.parents if module != "Global"]
-            module = max(chain, key=len).partition(".")[2] if chain else None
-            phase = "backward" if self._tracker.is_bw else "forward"
-            dtype = str(broken[0].dtype).removeprefix("torch.")
-            self.origin = Origin(module, str(func), phase, dtype, largest)
+            self._note(func, broken[0].dtype, largest)
         return result
+
+    def _note(self, func: Any, dtype: torch.dtype, largest_input: float) -> None:
+        modules = [module for module in self._tracker.parents if module != "Global"]
+        if modules:
+            self.module = max(modules, key=len).partition(".")[2]
+        where = "the loss, after the logits" if self.module is None else self.module or "the model itself"
+        phase = "backward" if self._tracker.is_bw else "forward"
+        kind = str(dtype).removeprefix("torch.")
+        self.operator = f"{func} ({kind}) in {where}, {phase} pass, inputs up to {largest_input:.4g}"
 
 
 def is_finite(values: Tensor) -> bool:

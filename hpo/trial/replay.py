@@ -64,33 +64,35 @@ class Replay:
 
     def __init__(self, parts: TrialParts, start: State | None) -> None:
         amp = parts.config.amp.model_copy(update={"fallback_to_fp32": False})
-        precision = parts.resolution.precision
         self.parts = parts
         self.optimizer = parts.prepare()
-        self.mixed_precision = _WatchedPrecision(precision, amp, parts.device)
+        self.mixed_precision = _WatchedPrecision(parts.resolution.precision, amp, parts.device)
+        self.learner = Learner(parts.model, parts.loss_fn, self.mixed_precision)
         self.state = TrainState()
         self.args = training_args(parts.study, parts.config)
         self.snapshots = [start]
         """The last two states; None is the beginning."""
-        if start is None:
-            return
-        parts.model.load_state_dict(start["weights"])
-        # Weights of another precision have another optimiser, which begins anew.
-        if PRECISIONS[start["precision"]].weights == precision.weights:
+        if start is not None:
+            self._go_on_from(start)
+
+    def _go_on_from(self, start: State) -> None:
+        precision, of_start = self.parts.resolution.precision, PRECISIONS[start["precision"]]
+        self.parts.model.load_state_dict(start["weights"])
+        if of_start.weights == precision.weights:  # else the optimiser begins anew
             rates = [group["initial_lr"] for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(copy.deepcopy(start["optimizer"]))
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                 group["initial_lr"] = rate  # that of the configuration
-        if start["precision"] == parts.resolution.effective:
+        if of_start is precision:
             self.mixed_precision.load_state_dict(start["mixed_precision"])
         self.state.load_state_dict(start["progress"])
 
-    def run(self, until: int, *, evaluates: bool) -> BadStep | None:
+    def run(self, until: int) -> BadStep | None:
         """Train to the first bad step, or until `until` steps are made, or the trial's budget is used up.
 
-        At a bad step the model is as before that step. `evaluates` also makes the trial's evaluations.
+        At a bad step the model is as before that step.
         """
-        parts, amp, state = self.parts, self.mixed_precision, self.state
+        amp, state, data = self.mixed_precision, self.state, self.parts.training_data
 
         def on_step() -> bool:
             if state.step >= until + (MAX_SKIPPED if amp.num_updates < NUM_UPDATES else 0):
@@ -100,22 +102,16 @@ class Replay:
             return True
 
         clock = TrainingClock(state, ThroughputMeter(amp.device))
-        if not evaluates:  # none is due
-            state.num_evaluations = self.args.num_evaluations
-        trained = self._learner, self.optimizer, parts.training_data, self.args
+        trained = train(self.learner, self.optimizer, data, self.args, clock, TrainingHooks(on_step))
         try:
             with backend_flags(amp.precision, amp.config):
-                for _ in train(*trained, clock, TrainingHooks(on_step)):
+                for _ in trained:
                     pass
         except _Stopped as stopped:
             return (state.step + 1, *stopped.args) if stopped.args else None
         except Nonfinite:
             return state.step, "logits"
         return None
-
-    @property
-    def _learner(self) -> Learner:
-        return Learner(self.parts.model, self.parts.loss_fn, self.mixed_precision)
 
     def _snapshot(self) -> State:
         return {
@@ -126,18 +122,18 @@ class Replay:
             "precision": self.parts.resolution.effective,
         }
 
-    def origin(self, what: str) -> dict[str, Any]:
+    def origin(self, what: str) -> Mapping[str, str | None]:
         """As `FirstNonfinite.facts`, of the step at which `run` has stopped; it is run once more."""
         parts, args, amp = self.parts, self.args, self.mixed_precision
-        tasks, split = parts.loss_fn.tasks, parts.train_split
         with backend_flags(amp.precision, amp.config), FirstNonfinite() as watched:
             if what == "logits":
                 tokens = args.evaluation_tokens, parts.pad_id
-                predict_logits(parts.model, parts.validation_split, tasks, amp, *tokens)
+                predict_logits(parts.model, parts.validation_split, amp, *tokens)
             else:
+                split, tasks = parts.train_split, parts.loss_fn.tasks
                 batches = training_batches(split.lengths_W, args.batch_size, args.seed, self.state.epoch)
                 batch = collate(split, batches[self.state.batch], tasks, parts.pad_id)
-                accumulate_gradients(self._learner, batch, args.seed, self.state)
+                accumulate_gradients(self.learner, batch, args.seed, self.state)
         return watched.facts()
 
 

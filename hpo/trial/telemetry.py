@@ -22,7 +22,7 @@ from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision
 from hpo.training.decoding import DecodingThresholds
 from hpo.training.evaluate import Evaluation
-from hpo.training.progress import TrainState
+from hpo.training.progress import TrainingClock
 from hpo.training.throughput import ThroughputMeter, peak_flops, training_flops
 
 
@@ -82,8 +82,7 @@ class ScoredEvaluation:
 def training_facts(
     model: MultitaskModel,
     mixed_precision: MixedPrecision,
-    state: TrainState,
-    meter: ThroughputMeter,
+    clock: TrainingClock,
     utilization: Utilization,
     evaluation_rates: Sequence[float],
     num_ranks: int,
@@ -92,6 +91,7 @@ def training_facts(
 
     `evaluation_rates` are the examples per second of each evaluation.
     """
+    state, meter = clock.state, clock.meter
     scaler = asdict(mixed_precision.statistics())
     evaluation_rate = float(np.median(evaluation_rates)) if evaluation_rates else None
     return {

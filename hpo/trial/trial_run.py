@@ -42,7 +42,7 @@ from hpo.trial.objectives import final_values, is_better, objective_value
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 
-CHECKPOINT_FORMAT = 6
+CHECKPOINT_FORMAT = 7
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -51,7 +51,8 @@ UTILIZATION_EVERY = 20
 
 def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
     """What a checkpoint of the trial `resume_key` must have for it to go on from there."""
-    used = hashlib.blake2b(parts.used_ids.tobytes(), digest_size=8).hexdigest()
+    shapes = [(name, tuple(weight.shape)) for name, weight in parts.model.state_dict().items()]
+    used = hashlib.blake2b(repr(shapes).encode() + parts.used_ids.tobytes(), digest_size=8).hexdigest()
     precision = "+".join([parts.resolution.effective, *parts.config.float32_parts])
     return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}"
 
@@ -118,9 +119,8 @@ class TrialRun:
         The best weights may be newer, of an evaluation that will be made again: its value, which was
         reported before they were written, stays the trial's best until there is a better one.
         """
-        shapes = {name: value.shape for name, value in self.parts.model.state_dict().items()}
         # Rank 0 alone reads checkpoints, so that all go on from the same.
-        best, last = distributed.decide(lambda: (self.store.best(shapes), self.store.latest(shapes)))
+        best, last = distributed.decide(lambda: (self.store.best(), self.store.latest()))
         for best_state in [one.state["best"] for one in (best, last) if one and one.state["best"]]:
             # The best weights may be older, too, if newer ones could not be written.
             scored = ScoredEvaluation.from_state_dict(best_state)
@@ -176,10 +176,10 @@ class TrialRun:
         return observe_compiled(parts.model, step, parts.resolution.precision, in_float32)
 
     def _train(self) -> None:
-        parts, mixed_precision, state, meter = self.parts, self.mixed_precision, self.state, self.meter
-        self.utilization = Utilization(self.parts.device, torch.get_num_threads())
-        measured = (parts.model, mixed_precision, state, meter, self.utilization, self.evaluation_rates)
-        num_ranks = distributed.world_size()
+        parts, mixed_precision, num_ranks = self.parts, self.mixed_precision, distributed.world_size()
+        clock = TrainingClock(self.state, self.meter, self.compile_clock)
+        self.utilization = Utilization(parts.device, torch.get_num_threads())
+        measured = (parts.model, mixed_precision, clock, self.utilization, self.evaluation_rates)
         self.recorder.follow(lambda: training_facts(*measured, num_ranks))
         self.last_saved = time.monotonic()
         # Between micro-batches it would leave other ranks waiting.
@@ -189,7 +189,7 @@ class TrialRun:
             self.optimizer,
             parts.training_data,
             self.args,
-            TrainingClock(state, meter, self.compile_clock),
+            clock,
             hooks,
         )
         try:

@@ -98,10 +98,9 @@ def reference_losses(executor: Executor, num_steps: int, **params: Any) -> list[
     return losses
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", CPU_PRECISIONS)
-def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name: str, dropout: float) -> None:
-    params = {"fp_precision": name, "dropout": dropout, "head_dropout": dropout}
+def test_a_plain_loop_has_the_same_losses_step_by_step(executor: Executor, name: str) -> None:
+    params = {"fp_precision": name, "dropout": 0.1, "head_dropout": 0.1}
     ours, plain = train_steps(executor, 6, **params).losses, reference_losses(executor, 6, **params)
     assert len(ours) == 6
     assert ours[0] != pytest.approx(ours[-1], rel=1e-3)  # it learns something
@@ -151,8 +150,9 @@ def plain_loss_and_gradients(
     return loss.item(), gradients
 
 
-@pytest.mark.parametrize("micro_batch_size", [16, 5])
-@pytest.mark.parametrize("encoder", ["minilm", ENCODER], ids=["minilm", "fresh"])
+@pytest.mark.parametrize(
+    ("encoder", "micro_batch_size"), [("minilm", 5), (ENCODER, 16)], ids=["minilm", "fresh"]
+)
 def test_loss_and_gradients_are_those_of_plain_transformers(
     encoder: Any, micro_batch_size: int, tmp_path: Path
 ) -> None:
@@ -213,7 +213,7 @@ def test_the_share_of_a_budget_that_is_used(budget: Budget, state: TrainState, u
     assert budget.in_steps(10).used(state) == pytest.approx(used)
 
 
-@pytest.mark.parametrize("num_steps", [1, 7, 22, 28, 66, 100, 264, 997])
+@pytest.mark.parametrize("num_steps", [1, 7, 28, 264])
 def test_evaluations_come_after_their_exact_steps(num_steps: int) -> None:
     for budget in (Budget(max_steps=num_steps), Budget(epochs=num_steps / 10).in_steps(10)):
         for count in range(1, 65):
@@ -286,7 +286,7 @@ def train_for_seconds(
         monkeypatch.setattr(loop_module, name, lambda *args, **more: (action(), function(*args, **more))[1])
 
     do_first(on_step, "apply_gradients")
-    do_first(on_evaluation, "predict_logits")
+    do_first(on_evaluation, "predict_logits_together")
     config = config_of(executor)
     model, optimizer, loss_fn, data = loop_parts(executor, config)
     args = replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -71,21 +72,22 @@ def test_a_planted_loss_scale_is_healed_by_the_default_one_first(tmp_path: Path,
     assert found.healed_by["init_scale"] == 65536
     assert found.healed_by["amp.min_scale"] == 1
     assert len(found.remedies) == 1
-    assert len(said) == 2
-    assert said[0].startswith(
+    began = (
         "making the compatibility check of trial 0 again" if check else "running trial 0 again from step 1"
     )
-    assert said[1].startswith("trying init_scale: 65536")
+    for text, pattern in zip(
+        said, (began, r"after \d+ s: gradients not", "trying init_scale: 65536"), strict=True
+    ):
+        assert re.match(pattern, text)
 
 
-@pytest.mark.parametrize("check", [True, False], ids=["in the check", "in training"])
 @pytest.mark.parametrize(
-    ("alter", "module", "operator", "part"),
+    ("check", "alter", "module", "operator", "part"),
     [
-        (wide_layer, "encoder.encoder.layer.1.output.dense", "aten.addmm.default", LAYER_1),
-        (wide_head, "heads.2.1", "aten._to_copy.default", HEAD),
+        (False, wide_layer, "encoder.encoder.layer.1.output.dense", "aten.addmm.default", LAYER_1),
+        (True, wide_head, "heads.2.1", "aten._to_copy.default", HEAD),
     ],
-    ids=["one layer", "a head"],
+    ids=["one layer, in training", "a head, in the check"],
 )
 def test_what_overflows_in_fp16_is_named_and_healed(
     tmp_path: Path,

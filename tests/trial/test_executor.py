@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ENCODER, tiny_executor
+from tiny import CPU, ENCODER, tiny_executor
 
 from hpo.errors import ModelError
+from hpo.trial.trial_parts import build_trial
+from hpo.trial.trial_run import checkpoint_key
 
 ENCODERS = {"type": "categorical", "choices": [ENCODER, "/no/such/folder"]}
 
@@ -44,3 +46,13 @@ def test_what_a_model_cannot_do_is_found(tmp_path: Path, changes: dict[str, Any]
 def test_a_choice_that_cannot_be_built_is_one_trials_end(tmp_path: Path) -> None:
     space = {"freeze_layers": {"type": "categorical", "choices": [9, 0]}}
     tiny_executor(tmp_path, search_space=space).check_study()
+
+
+def test_a_trial_goes_on_from_checkpoints_of_its_own_model_alone(tmp_path: Path) -> None:
+    """A folder's encoder may have been replaced under its name."""
+    keys = set()
+    for layers in (2, 1, 2):
+        executor = tiny_executor(tmp_path, model={"encoder": ENCODER | {"num_hidden_layers": layers}})
+        parts = build_trial(executor.study, CPU, {"fp_precision": "fp32"}, executor.loader)
+        keys.add(checkpoint_key("trial", parts))
+    assert len(keys) == 2

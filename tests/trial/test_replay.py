@@ -28,11 +28,11 @@ def replay(executor: Executor, name: str, start: State | None = None, **settings
 def test_a_state_does_not_bring_its_learning_rates(executor: Executor) -> None:
     """Else a lower one would be tried in name alone."""
     first = replay(executor, "fp32", learning_rate=1e-3)
-    assert first.run(7, evaluates=False) is None
+    assert first.run(7) is None
     before = first.snapshots[0]
     assert before["progress"]["step"] == 3
     lower = replay(executor, "fp32", before, learning_rate=1e-5, head_learning_rate=1e-4)
-    lower.run(6, evaluates=False)
+    lower.run(6)
     rates = {group["name"]: (group["initial_lr"], group["lr"]) for group in lower.optimizer.param_groups}
     assert rates["encoder"] == (1e-5, 1e-5)
     assert rates["heads"] == (1e-4, 1e-4)
@@ -42,9 +42,9 @@ def test_a_state_does_not_bring_its_learning_rates(executor: Executor) -> None:
 
 def test_the_same_steps_are_made_again_from_a_state(executor: Executor) -> None:
     whole = replay(executor, "fp32")
-    whole.run(7, evaluates=False)
+    whole.run(7)
     rest = replay(executor, "fp32", whole.snapshots[0])
-    rest.run(7, evaluates=False)
+    rest.run(7)
     assert rest.state.step == whole.state.step == 7
     for one, other in zip(rest.parts.model.parameters(), whole.parts.model.parameters(), strict=True):
         assert torch.equal(one, other)
