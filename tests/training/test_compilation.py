@@ -79,8 +79,7 @@ def test_every_trial_compiles_under_the_same_limit_and_without_earlier_graphs(
     assert seen == [(RECOMPILE_LIMIT, [])] * 2
 
 
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
-@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize(("mode", "dynamic"), [("default", None), ("max-autotune-no-cudagraphs", True)])
 def test_compile_takes_what_the_scope_says(
     mode: str, dynamic: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

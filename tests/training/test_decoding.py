@@ -134,7 +134,7 @@ def bio_reference(tags: list[tuple[str, str]]) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (5, 2)])
 @pytest.mark.parametrize("task", [SLOTS, OVERLAPPING], ids=["joint", "overlapping"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_bio_decoding_equals_a_plain_loop(task: Task, window: int, overlap: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     split = make_split(random_rows(rng, 30), window, overlap)
@@ -189,7 +189,7 @@ def answer_reference(split: Any, logits: Any) -> list[tuple[float, list[tuple[st
 
 
 @pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (40, 10)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_answers_equal_a_search_over_all_pairs(window: int, overlap: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows = []
@@ -233,7 +233,7 @@ def evidence_reference(
 
 
 @pytest.mark.parametrize(("window", "overlap"), [(1000, 0), (5, 2)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_evidence_equals_a_plain_loop(window: int, overlap: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     split = make_split(random_rows(rng, 30), window, overlap)
@@ -297,7 +297,7 @@ def noisy_logits(rng: np.random.Generator, task: Task, split: Any) -> Any:
     [(task, metric) for task in (MULTI, ANSWER, EVIDENCE) for metric in task.metrics],
     ids=lambda value: value if isinstance(value, str) else value.kind,
 )
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_decision_maximises_the_metric(task: Task, metric: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     split = make_split(truth_rows(rng, task))

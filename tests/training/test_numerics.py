@@ -17,7 +17,6 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, prepare_model
 from hpo.precision.parts import run_in_float32
 from hpo.precision.table import PRECISIONS
-from hpo.training import loop as loop_module
 from hpo.training import numerics
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import Learner, accumulate_gradients, apply_gradients, train
@@ -285,9 +284,8 @@ def test_what_rounding_loses_is_measured_at_a_rate_of_training(executor: Executo
     assert lost["compensated"] < 0.02
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16-true"])
-def test_measuring_changes_nothing(executor: Executor, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = {"fp_precision": name, "dropout": 0.1}
+def test_measuring_changes_nothing(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"fp_precision": "fp16", "dropout": 0.1}
     measured = evaluations_of(executor, 6, Budget(max_steps=6), **params)[1].losses
     monkeypatch.setattr(Budget, "is_measured", lambda *_: False)
     evaluations, recorder = evaluations_of(executor, 6, Budget(max_steps=6), **params)
@@ -318,9 +316,3 @@ def test_an_evaluation_that_was_left_keeps_its_numbers() -> None:
     assert restored.take_numerics(9) == {"step": 8, "skipped_steps": 3}
     restored.numerics = {"step": 9}
     assert restored.take_numerics(None) == {"step": 9, "skipped_steps": None}
-
-
-def test_the_loop_measures_on_rank_0_alone(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "rank", lambda: 1)
-    evaluations, _ = evaluations_of(executor, 2, Budget(max_steps=4))
-    assert [evaluation.numerics for evaluation in evaluations] == [None, None]

@@ -65,20 +65,31 @@ def test_what_breaks_on_texts_that_are_mostly_padding_is_found(tmp_path: Path, n
     assert not found.reasons or "logits not finite under fp16" in found.reasons[0]
 
 
-def test_attention_with_dropout_is_another_measurement(tmp_path: Path) -> None:
-    """It has a kernel of its own; its rate does not matter, since the check drops nothing."""
+def test_a_measurement_is_of_all_that_it_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention with dropout has a kernel of its own; its rate does not matter: the check drops nothing."""
     executor = tiny_executor(tmp_path)
-    keys = {rate: key_of(executor, attention_dropout=rate) for rate in (None, 0.0, 0.1, 0.2)}
-    assert len(set(keys.values())) == 3
-    assert keys[0.1] == keys[0.2]
-    assert key_of(executor, attention_dropout=0.0, learning_rate=1e-5) == keys[0.0]
-
-
-def test_a_new_way_to_measure_measures_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = tiny_executor(tmp_path)
-    before = key_of(executor)
-    monkeypatch.setattr(hpo.trial.compat, "MEASUREMENT_VERSION", 10**6)
-    assert key_of(executor) != before
+    settings: tuple[dict[str, Any], ...] = (
+        {},
+        {"attention_dropout": 0.0},
+        {"attention_dropout": 0.1},
+        {"attention": "eager"},
+    )
+    keys = [key_of(executor, **changed) for changed in settings]
+    assert key_of(executor, attention_dropout=0.2) == keys[2]
+    assert key_of(executor, learning_rate=1e-5) == keys[0]
+    for target, value in (
+        ("hpo.trial.compat.MEASUREMENT_VERSION", 10**6),
+        ("hpo.trial.compat.torch.__version__", "9.9"),
+        ("hpo.trial.compat.transformers.__version__", "9.9"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, value)
+            keys.append(key_of(executor))
+    for name, setting in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("NVIDIA_TF32_OVERRIDE", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, setting)
+            keys.append(key_of(executor))
+    assert len(set(keys)) == len(keys)
 
 
 class Cache:
@@ -192,27 +203,6 @@ def test_a_result_of_one_kind_of_device_is_not_used_on_another(
     assert check(executor, cache, other).verdict == "incompatible"
     assert check(executor, cache, replace(CPU, host="elsewhere", total_memory_bytes=1)).verdict == "ok"
     assert len(cache.stored) == 2
-
-
-@pytest.mark.parametrize(
-    ("changed", "value"),
-    [
-        ("torch", "9.9"),
-        ("transformers", "9.9"),
-        ("ONEDNN_MAX_CPU_ISA", "AVX2"),
-        ("NVIDIA_TF32_OVERRIDE", "1"),
-    ],
-)
-def test_versions_and_instructions_taken_away_are_another_measurement(
-    changed: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = tiny_executor(tmp_path)
-    before = key_of(executor)
-    if changed.islower():
-        monkeypatch.setattr(getattr(hpo.trial.compat, changed), "__version__", value)
-    else:
-        monkeypatch.setenv(changed, value)
-    assert key_of(executor) != before
 
 
 def test_a_check_without_fp32_is_not_kept_for_machines_with_more_memory(

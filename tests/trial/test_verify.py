@@ -78,29 +78,25 @@ def test_what_the_device_cannot_run_is_not_measured(
         # Weights that only bf16's range holds, say.
         (AMX, {"fp32": "incompatible", "bf16": 2.0}, "Search fp_precision over [bf16]: bf16 is the fastest"),
         (PLAIN, {"fp32": "incompatible"}, "No precision works natively with this model here"),
+        # Not faster in every pass.
+        (AMX, dict.fromkeys(("bf16", "fp16", "bf16_true"), (1.65, 0.8)), "Use fp32: no native precision"),
+        (
+            H200,
+            {"fp16": "incompatible", "bf16": "degraded", "tf32": 0.9, "bf16_true": 0.9, "fp8": 0.9},
+            "Search fp_precision over [fp32, bf16]: bf16 is the fastest",
+        ),
     ],
 )
 def test_what_is_recommended(device: DeviceInfo, found: dict[str, Any], advice: str) -> None:
     assert recommendation(checked(device, **found)).startswith(advice)
 
 
-def test_what_was_not_faster_in_every_pass_is_not_called_faster() -> None:
-    noisy = (1.65, 0.8)
-    advice = recommendation(checked(AMX, bf16=noisy, fp16=noisy, bf16_true=noisy))
-    assert advice.startswith("Use fp32: no native precision of this machine is faster")
-
-
-def test_what_is_incompatible_is_not_recommended() -> None:
-    checks = checked(H200, fp16="incompatible", bf16="degraded", tf32=0.9, bf16_true=0.9, fp8=0.9)
-    fp16 = next(check for check in checks if check.name == "fp16")
-    assert (fp16.usable, fp16.note) == (False, "fp16 is incompatible.")
-    assert "over [fp32, bf16]: bf16 is the fastest" in recommendation(checks)
-
-
-def test_memory_that_does_not_suffice_is_noted() -> None:
-    fp32 = checked(T4, fp32=OutOfMemory("one example of 512 tokens does not fit into memory."))[0]
-    assert fp32.note == "one example of 512 tokens does not fit into memory."
-    assert (fp32.usable, fp32.speed_ratio) == (False, None)
+def test_what_cannot_be_used_says_why() -> None:
+    does_not_fit = OutOfMemory("one example of 512 tokens does not fit into memory.")
+    checks = {check.name: check for check in checked(T4, fp32=does_not_fit, fp16="incompatible")}
+    for name, note in (("fp32", str(does_not_fit)), ("fp16", "fp16 is incompatible.")):
+        assert (checks[name].usable, checks[name].note) == (False, note)
+    assert checks["fp32"].speed_ratio is None
 
 
 @pytest.mark.parametrize(
