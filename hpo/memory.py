@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 from hpo.device import DeviceInfo
@@ -24,24 +23,6 @@ def disable_malloc_trim() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-@contextlib.contextmanager
-def gc_frozen_imports() -> Iterator[None]:
-    """Keep the garbage collector from all objects that exist at the end of the block; import libraries in it.
-
-    torch and transformers make a million objects and no garbage. A full collection of them takes a third of
-    a second, and there would be several before the first training step.
-    """
-    was_enabled = gc.isenabled()
-    gc.collect()  # what is garbage now would stay for good
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 def reset_peak_memory(device: DeviceInfo) -> None:

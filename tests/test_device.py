@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from hpo.device import (
 from hpo.errors import InputError
 from hpo.memory import (
     disable_malloc_trim,
-    gc_frozen_imports,
     is_out_of_memory,
     peak_memory_bytes,
     release_free_memory,
@@ -265,40 +262,3 @@ def test_the_real_allocator_of_the_cpu_is_recognised() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(raised.value)
-
-
-@pytest.fixture(autouse=True)
-def thawed() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-
-
-def test_what_is_imported_is_never_looked_through() -> None:
-    before = gc.get_freeze_count()
-    with gc_frozen_imports():
-        assert not gc.isenabled()
-        imported = [[object()] for _ in range(1000)]
-    assert gc.isenabled()
-    assert gc.get_freeze_count() >= before + len(imported)
-    assert not any(item is imported for item in gc.get_objects())
-
-
-def test_the_collector_is_left_as_it_was_found() -> None:
-    with pytest.raises(ImportError), gc_frozen_imports():
-        raise ImportError
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with gc_frozen_imports():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_garbage_is_not_kept_for_good() -> None:
-    held = threading.Event()
-    held.itself, gone = held, weakref.ref(held)
-    del held
-    with gc_frozen_imports():
-        assert gone() is None

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from hpo.config.definition import refuse_other_code
 from hpo.config.study_config import StudyConfig, of_deployed
 from hpo.device import DeviceInfo, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError, StudyChangedError
-from hpo.memory import gc_frozen_imports, release_free_memory
+from hpo.memory import release_free_memory
 from hpo.precision.table import apply_preset, left_out
 from hpo.study.checkpoints.checkpoint_folders import note_database
 from hpo.study.checkpoints.keep_best import keep_best_checkpoints
@@ -233,8 +232,7 @@ def check_precisions(config: StudyConfig, device: DeviceInfo) -> dict[str, str]:
 
 
 def _build_executor(config: StudyConfig, device: DeviceInfo, runs_dir: Path) -> Executor:
-    with nullcontext() if "hpo.trial.executor" in sys.modules else gc_frozen_imports():
-        from hpo.trial.executor import Executor
+    from hpo.trial.executor import Executor
 
     return Executor(share_memory(config, device, _num_on_device()), device, runs_dir)
 
