@@ -100,6 +100,8 @@ training: {gradient_checkpointing: 1}
 training: {optimizer: adamW}
   => 3: training.optimizer: must be one of adamw, adam, adafactor, lion, sgd, but got `adamW`. Did you mean
      `adamw`?
+training: {batch_size: 1000000}
+  => 3: training.batch_size: must be <= 100000, but got `1000000`.
 training: {max_steps: 1e30}
   => 3: training.max_steps: must be between -2^53 and 2^53, but got `1000000000000000019884624838656`.
 training: {fp_precision: bf61}
