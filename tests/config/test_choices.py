@@ -12,7 +12,6 @@ from tiny_encoders import make_model
 
 from hpo.config.trial_settings import TrialSettings
 from hpo.errors import ModelError
-from hpo.training.compilation import apply_compile, compiled_modules
 from hpo.training.losses import LOSSES
 from hpo.training.optim import build_optimizer, parameter_groups, schedule_factor
 
@@ -36,7 +35,6 @@ EFFECTS: dict[str, Callable[[str], Any]] = {
     "pooling": lambda name: repr(make_model(pooling=name).pool).split(" at ")[0],
     "head_type": lambda name: sum(value.numel() for value in make_model(head_type=name).parameters()),
     "attention": attention,
-    "compile_scope": lambda name: len(compiled_modules(apply_compile(make_model(), "default", name))),
     "optimizer": lambda name: type(build_optimizer(name, parameter_groups(make_model(), learning_rate=1e-3))),
     "schedule": lambda name: schedule_factor(name, 0.25),
     "loss_weighting": lambda name: [key for key, _ in make_model(loss_weighting=name).named_parameters()],

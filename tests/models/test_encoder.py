@@ -63,14 +63,6 @@ def test_a_folder_loads_its_own_weights_in_fp32(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded[name], value.float(), rtol=0, atol=0)
 
 
-def test_sharded_weights_load(bert_folder: Path, tmp_path: Path) -> None:
-    sharded = save_encoder(tmp_path / "sharded", max_shard_size="1MB")
-    assert (sharded / "model.safetensors.index.json").is_file()
-    whole = load_encoder(str(bert_folder)).state_dict()
-    for name, value in load_encoder(str(sharded)).state_dict().items():
-        assert torch.equal(whole[name], value)
-
-
 def test_a_fresh_encoder_takes_vocabulary_and_special_tokens_from_the_tokenizer() -> None:
     # RoBERTa's own padding id is 1; with it positions of minilm's padding (id 0) would be counted.
     config: Any = load_encoder({**BERT, "model_type": "roberta"}).config

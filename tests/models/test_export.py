@@ -97,14 +97,6 @@ def test_export_gives_the_same_logits_bit_for_bit(family: str, tmp_path: Path) -
     assert by_transformers(text)["input_ids"] == tokenizer(text)["input_ids"]
 
 
-def test_an_export_of_bf16_weights_keeps_their_values(tmp_path: Path) -> None:
-    model = spoil(make_model()).bfloat16()
-    loaded, _, _ = load_exported(exported(tmp_path / "x", model, precision="bf16-true"))
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
-    for name, value in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value.float()), name
-
-
 def test_an_export_that_says_nothing_of_csv_files_loads(tmp_path: Path) -> None:
     folder = exported(tmp_path / "x", csv={"delimiter": ";"})
     assert load_exported(folder)[2].csv == {"delimiter": ";"}

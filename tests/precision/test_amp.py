@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny import CPU, CPU_PRECISIONS, EMULATED, tiny_batch, tiny_model
+from tiny import CPU, CPU_PRECISIONS, EMULATED
 from torch import nn
 
 from hpo.errors import Nonfinite
@@ -20,7 +20,6 @@ from hpo.precision.amp import (
     is_matmul_module,
     tf32_is_on,
 )
-from hpo.precision.effective import observe
 from hpo.precision.table import PRECISIONS, AmpConfig
 
 FINITE, INF = torch.tensor(1.0), torch.tensor(math.inf)
@@ -30,32 +29,15 @@ def mixed(name: str, **changes: Any) -> MixedPrecision:
     return MixedPrecision(PRECISIONS[name], EMULATED.model_copy(update=changes), CPU)
 
 
-def test_what_was_observed_is_not_what_was_asked_for() -> None:
-    model, batch = tiny_model(), tiny_batch()
-    with observe(model) as seen:
-        model(batch.input_ids_BL, batch.attention_mask_BL)
-    expected = "5 of 5 linear layers did not compute in bfloat16: encoder.dense (float32)"
-    assert expected in seen.disagreement(PRECISIONS["bf16"])
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16"])
-def test_backend_flags_are_set_and_put_back(name: str) -> None:
-    before = torch.backends.cuda.matmul.fp32_precision
-    with backend_flags(PRECISIONS[name], AmpConfig(tf32=True, cudnn_benchmark=True)):
-        # fp32 stays IEEE whatever amp.tf32 says.
-        assert tf32_is_on() == (name != "fp32")
-        assert torch.backends.cudnn.benchmark
-    assert torch.backends.cuda.matmul.fp32_precision == before
-
-
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_older_names_of_the_switches_can_be_read(name: str, tf32: bool) -> None:
+def test_flags_are_set_and_put_back_and_their_older_names_can_be_read(name: str, tf32: bool) -> None:
     """Inductor reads them under `max-autotune`; where they and the switches disagree, PyTorch raises."""
-    backends = torch.backends
+    backends, precision = torch.backends, PRECISIONS[name]
     before = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
-    with backend_flags(PRECISIONS[name], AmpConfig(tf32=tf32)):
+    with backend_flags(precision, AmpConfig(tf32=tf32, cudnn_benchmark=True)):
+        assert tf32_is_on() == (precision.tf32 or (tf32 and precision.autocast is not None))
+        assert backends.cudnn.benchmark
         assert torch.get_float32_matmul_precision() == ("high" if tf32_is_on() else "highest")
         assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == tf32_is_on()
         with backend_flags(PRECISIONS["fp32"], AmpConfig()):

@@ -86,6 +86,8 @@ def attention() -> nn.Module:
     [
         lambda: nn.Linear(16, 1, bias=False),
         lambda: Conv1D(32, 16),
+        lambda: nn.Conv1d(5, 5, 3, padding=1),
+        lambda: nn.Conv1d(5, 5, 3, padding=1, groups=5),
         attention,
     ],
 )
@@ -101,25 +103,16 @@ def test_every_kind_of_module_is_measured_as_it_is_called(
     assert found == str(first.dtype).removeprefix("torch.")
 
 
+def test_recurrent_layers_and_arguments_by_name_are_measured_too() -> None:
+    assert measure_products(nn.LSTM(16, 16, num_layers=2), (), {"input": torch.randn(2, 5, 16)}) == "float32"
+
+
 def test_a_product_may_be_narrower_than_what_comes_out() -> None:
     """PyTorch's autocast leaves `bilinear` out, and reaches the products inside it."""
     module, inputs = nn.Bilinear(16, 16, 4), (torch.randn(2, 16),) * 2
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert module(*inputs).dtype == torch.float32
         assert measure_products(module, inputs, {}) == "bfloat16"
-
-
-def test_recurrent_layers_too() -> None:
-    module = nn.LSTM(16, 16, num_layers=2, batch_first=True)
-    assert measure_products(module, (torch.randn(2, 5, 16),), {}) == "float32"
-
-
-@pytest.mark.parametrize("groups", [1, 16])
-def test_convolutions_too(groups: int) -> None:
-    module, inputs = nn.Conv1d(16, 16, 3, padding=1, groups=groups), torch.randn(2, 16, 9)
-    assert measure_products(module, (inputs,), {}) == "float32"
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert measure_products(module, (), {"input": inputs}) == "bfloat16"
 
 
 class Added(nn.Module):
