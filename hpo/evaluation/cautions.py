@@ -56,7 +56,8 @@ def task_warnings(
     absent = [one.name for one in classes if not one.support]
     if absent:
         verb = "does" if len(absent) == 1 else "do"
-        warnings.append(f"{_names(absent)} {verb} not occur in this split.")
+        left_out = "; f1_macro is of the others" if "f1_macro" in task.metrics else ""
+        warnings.append(f"{_names(absent)} {verb} not occur in this split{left_out}.")
     return tuple(warnings)
 
 

@@ -13,7 +13,7 @@ for many rows, is not corrected for bias or skewness (as BCa is), and is too nar
 20 rows is covered by about 93 % of the 95 % intervals. Resampling shifts some metrics; an interval that would
 end before the value of its metric is extended to it.
 
-`f1_macro` is the mean over the classes that occur in the split, in every resample: a class that has no part
+`f1_macro` is the mean over the classes that are true in the split, in every resample: one that has no part
 in one keeps its F1 of the whole there. So a class of one row adds no width, though its F1 is mostly chance.
 In simulations with classes of about 3, 5, 10 and 20 rows among common ones, 70, 88, 89 and 96 % of the 95 %
 intervals covered `f1_macro` of the population; with nothing but classes of 2 rows, hardly any did.

@@ -165,13 +165,15 @@ def _choose_threshold(
     """Try `THRESHOLD_LOG_ODDS`; of equal values the one nearest to a probability of a half is taken."""
     scores_NC = _max_of_windows(logits, split)[rows]
     true_NC = indicators(task, [split.examples[row].labels[task.name] for row in rows])
-    f1 = f1_micro if metric == "f1_micro" else f1_macro
 
     def value(log_odds: float) -> float:
         found_NC = scores_NC > log_odds
         if metric == "exact_match":
             return float((found_NC == true_NC).all(axis=1).mean())
-        return float(f1(*(one_NC.sum(axis=0) for one_NC in (found_NC & true_NC, true_NC, found_NC))))
+        counts_C = tuple(one_NC.sum(axis=0) for one_NC in (found_NC & true_NC, true_NC, found_NC))
+        if metric == "f1_micro":
+            return float(f1_micro(*counts_C))
+        return float(f1_macro(counts_C, *(one_C[None] for one_C in counts_C))[0])
 
     best = max(THRESHOLD_LOG_ODDS, key=lambda log_odds: (value(log_odds), -abs(log_odds)))
     return DecodingThresholds(threshold=float(sigmoid(best)))

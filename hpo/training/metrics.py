@@ -9,9 +9,9 @@ ever NaN or infinite:
 
 - F1 is 2 TP / (2 TP + FP + FN), and 1 where there is nothing to find and nothing was found
   (scikit-learn's `zero_division=1`).
-- `f1_macro` is the mean over the classes (or span names) that are true or predicted somewhere
-  (`zero_division=nan`). A class with neither is left out, so a rare class enters as 0 once it is
-  predicted wrongly.
+- `f1_macro` is the mean over the classes (or span names) that are true somewhere in the split. One that is
+  not has no F1 that a split can tell: one row of 400 that is predicted as such a class would take a whole
+  class's share off the mean. Where no class is true, it is `f1_micro`.
 - `r2` of a constant target is 1 if all predictions are exact, else 0 (`force_finite=True`); of a single
   row it is left out.
 - The `exact_match` and `span_overlap_f1` of span_extraction are SQuAD's EM and F1, the mean over rows; with
@@ -67,10 +67,9 @@ class RowStatistics:
         """The annotated rows."""
         return len(self.index_N)
 
-    def class_counts(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """True positives, true and predicted ones by class: each [C]."""
-        hits_C, true_C, predicted_C = (np.asarray(one.sum(axis=0)) for one in self.counts_NC.values())
-        return hits_C, true_C, predicted_C
+    def class_counts(self) -> tuple[FloatArray, ...]:
+        """True positives, true and predicted ones by class: each [C]; none of a regression."""
+        return tuple(np.asarray(one.sum(axis=0)) for one in self.counts_NC.values())
 
     def scores(self) -> dict[str, float]:
         """The metrics of the whole; see the module for what is left out."""
@@ -78,7 +77,7 @@ class RowStatistics:
             return {}
         sums = {name: values_N.sum(keepdims=True) for name, values_N in self.values_N.items()}
         counts = {name: counts_NC.sum(axis=0)[None] for name, counts_NC in self.counts_NC.items()}
-        found = _metrics(self.task, np.array([float(self.num_rows)]), counts, sums)
+        found = _metrics(self.task, np.array([float(self.num_rows)]), counts, sums, self.class_counts())
         return {name: float(value_B[0]) for name, value_B in found.items() if np.isfinite(value_B[0])}
 
     def scores_without_each(self) -> dict[str, FloatArray]:
@@ -90,10 +89,9 @@ class RowStatistics:
         counts = {
             name: counts_NC.sum(axis=0) - counts_NC.toarray() for name, counts_NC in self.counts_NC.items()
         }
-        found = _metrics(self.task, np.full(self.num_rows, self.num_rows - 1.0), counts, sums)
-        if "f1_macro" in found:
-            found["f1_macro"] = _f1_macro_of_the_whole(self.class_counts(), *counts.values())
-        return found
+        return _metrics(
+            self.task, np.full(self.num_rows, self.num_rows - 1.0), counts, sums, self.class_counts()
+        )
 
     def weighted_scores(self, weights_BE: NDArray[Any]) -> dict[str, FloatArray]:
         """The metrics [B] where example e of the split counts `weights_BE[b, e]` times; NaN where there are
@@ -107,9 +105,7 @@ class RowStatistics:
         sums = {name: weights_BN @ values_N for name, values_N in self.values_N.items()}
         counts = {name: weights_BN @ counts_NC for name, counts_NC in self.counts_NC.items()}
         rows_B = weights_BN.sum(axis=1)
-        found = _metrics(self.task, rows_B, counts, sums)
-        if "f1_macro" in found:
-            found["f1_macro"] = _f1_macro_of_the_whole(self.class_counts(), *counts.values())
+        found = _metrics(self.task, rows_B, counts, sums, self.class_counts())
         return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in found.items()}
 
 
@@ -155,26 +151,21 @@ def f1_micro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[An
     return np.where(total > 0, 2 * hits_C.sum(axis=-1) / np.maximum(total, 1), 1.0)[()]
 
 
-def f1_macro(hits_C: NDArray[Any], true_C: NDArray[Any], predicted_C: NDArray[Any]) -> Any:
-    """Mean F1 of the classes, the last axis, that occur among the true or the predicted ones."""
-    total_C = true_C + predicted_C
-    occurring = (total_C > 0).sum(axis=-1)
-    sum_ = (2 * hits_C / np.maximum(total_C, 1)).sum(axis=-1)
-    return np.where(occurring > 0, sum_ / np.maximum(occurring, 1), 1.0)[()]
-
-
-def _f1_macro_of_the_whole(
+def f1_macro(
     whole: tuple[FloatArray, ...], hits_BC: FloatArray, true_BC: FloatArray, predicted_BC: FloatArray
 ) -> FloatArray:
-    """The mean over the classes that occur in the whole, whose counts are `whole`: [B]."""
+    """Mean F1 [B] of the classes that are true in the whole, whose counts [C] are `whole`.
+
+    A class that has no part in a weighting keeps its F1 of the whole.
+    """
     hits_C, true_C, predicted_C = whole
-    is_there_C = true_C + predicted_C > 0
-    if not is_there_C.any():
-        return np.ones(len(hits_BC))
+    is_true_C = true_C > 0
+    if not is_true_C.any():
+        return np.atleast_1d(f1_micro(hits_BC, true_BC, predicted_BC))
     f1_C = 2 * hits_C / np.maximum(true_C + predicted_C, 1)
     total_BC = true_BC + predicted_BC
     f1_BC = np.where(total_BC > 0, 2 * hits_BC / np.maximum(total_BC, 1), f1_C)
-    return np.asarray(f1_BC[:, is_there_C].mean(axis=1))
+    return np.asarray(f1_BC[:, is_true_C].mean(axis=1))
 
 
 def indicators(task: Task, label_lists: Sequence[Any]) -> NDArray[np.bool_]:
@@ -256,9 +247,16 @@ def _regression_values(
 
 
 def _metrics(
-    task: Task, rows_B: FloatArray, counts_BC: Mapping[str, FloatArray], sums_B: Mapping[str, FloatArray]
+    task: Task,
+    rows_B: FloatArray,
+    counts_BC: Mapping[str, FloatArray],
+    sums_B: Mapping[str, FloatArray],
+    whole: tuple[FloatArray, ...],
 ) -> dict[str, FloatArray]:
-    """The metrics of sums over so many rows; NaN or infinite where one is not defined."""
+    """The metrics of sums over so many rows; NaN or infinite where one is not defined.
+
+    `whole` has the counts of the whole split, by class.
+    """
     rows_B = np.maximum(rows_B, 1)
     if task.kind == "regression":
         residual_B, squares_B = sums_B["squared"], sums_B["target_squared"]
@@ -282,7 +280,7 @@ def _metrics(
             "exact_match_answerable": sums_B["exact_answerable"] / answerable_B,
             "span_overlap_f1_answerable": sums_B["overlap_answerable"] / answerable_B,
         }
-    macro_B = np.atleast_1d(f1_macro(*counts))
+    macro_B = f1_macro(whole, *counts)
     if task.kind in ("single_label", "multi_label"):
         right = "accuracy" if task.kind == "single_label" else "exact_match"
         return {"f1_macro": macro_B, "f1_micro": micro_B, right: sums_B["right"] / rows_B}

@@ -56,7 +56,9 @@ def test_a_class_that_is_predicted_nearly_everywhere() -> None:
     )
     # Not what is true nearly as often.
     common = [["a"]] * 700 + [[]] * 300
-    assert warned(MULTI, common, [["a"]] * 960 + [[]] * 40, 0.5) == ["`b`, `c` do not occur in this split."]
+    assert warned(MULTI, common, [["a"]] * 960 + [[]] * 40, 0.5) == [
+        "`b`, `c` do not occur in this split; f1_macro is of the others."
+    ]
     answer = Task("t", "span_extraction", ("answer",))
     answers = [[("answer", 0, 1)], []] * 50
     assert warned(answer, answers, [[("answer", 0, 1)]] * 98 + [[]] * 2) == [
@@ -105,7 +107,7 @@ def test_few_rows_and_classes_that_are_missing() -> None:
     assert warned(SINGLE, ["a", "b"] * 5, ["b", "a"] * 5) == [
         "Only 10 rows are annotated: the intervals are too narrow, and the figures say little.",
         f"`a`, `b` have fewer than 10 rows: {few}.",
-        "`c` does not occur in this split.",
+        "`c` does not occur in this split; f1_macro is of the others.",
     ]
     assert warned(SINGLE, ["a"], ["a"])[0].startswith("Only 1 row is annotated: ")
     assert warned(SINGLE, [], []) == [
@@ -113,7 +115,7 @@ def test_few_rows_and_classes_that_are_missing() -> None:
     ]
     many = Task("t", "single_label", tuple("abcdefgh"))
     assert warned(many, ["a"] * 30, ["a"] * 30) == [
-        "`b`, `c`, `d`, `e`, `f` and 2 more do not occur in this split."
+        "`b`, `c`, `d`, `e`, `f` and 2 more do not occur in this split; f1_macro is of the others."
     ]
 
 
