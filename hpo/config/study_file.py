@@ -218,8 +218,7 @@ class _Document:
             raise MarkedYAMLError(problem=what, problem_mark=StringMark("", 0, line - 1, 0, "", 0))
         self._seen.add(id(node))
         if isinstance(node, ScalarNode):
-            is_date = node.tag == f"{_TAG}timestamp"
-            return node.value if is_date else self._yaml.constructor.construct_object(node)
+            return self._scalar(node)
         if node.tag == f"{_TAG}seq":
             items = enumerate(node.value)
             return [self._value(i, (*where, at), max(line, i.start_mark.line + 1)) for at, i in items]
@@ -236,6 +235,15 @@ class _Document:
                 self.problems.append(Problem(at, f"the key is written twice, {twice}. Keep one."))
             content[name] = self._value(value, at, line)
         return content
+
+    def _scalar(self, node: ScalarNode) -> Any:
+        if node.tag == f"{_TAG}timestamp":
+            return node.value
+        try:
+            return self._yaml.constructor.construct_object(node)
+        except (ValueError, LookupError):  # `!!bool maybe`, or a number of thousands of digits
+            what = f"{show(node.value)} is no {node.tag.removeprefix(_TAG)}"
+            raise MarkedYAMLError(problem=what, problem_mark=node.start_mark) from None
 
 
 def _yaml_problem(error: Exception) -> str:

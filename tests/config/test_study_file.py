@@ -33,10 +33,16 @@ def test_values_are_shown_as_in_a_study_file() -> None:
     assert len(show("x" * 1000)) <= 60
 
 
-def test_python_objects_are_not_constructed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("!!python/object/apply:os.system ['true']", "no value is of tag:yaml"),
+        ("!!bool maybe", "`maybe` is no bool"),
+        ("9" * 5000, "9 ...` is no int"),
+    ],
+)
+def test_what_is_no_value_is_refused_with_its_line(tmp_path: Path, value: str, said: str) -> None:
     path = tmp_path / "study.yaml"
-    path.write_text("name: !!python/object/apply:os.system ['true']\n")
-    with pytest.raises(
-        StudyFileError, match=r"study\.yaml:1: this is not valid YAML: no value is of tag:yaml"
-    ):
+    path.write_text(f"name: s\nn_trials: {value}\n")
+    with pytest.raises(StudyFileError, match=rf"study\.yaml:2: this is not valid YAML: .*{said}"):
         read_study_file(path)
