@@ -255,8 +255,8 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     In a container that sees its own cgroup as the top, the path that the kernel tells is not there, and
     what limits the process lies at the top. https://docs.kernel.org/admin-guide/cgroup-v2.html
     """
-    own = root / "proc/self/cgroup"
-    for line in own.read_text().splitlines() if own.exists() else ():
+    file = root / "proc/self/cgroup"
+    for line in file.read_text().splitlines() if file.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             top = root / "sys/fs/cgroup" / controller

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """By package; one that is missing, or has another name (onnxruntime-gpu), is left out."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -31,18 +31,18 @@ DATA_DIR = "HPO_DATA_DIR"
 def places(config: StudyConfig) -> dict[str, str]:
     """The folders, files and buckets that a study names, by their keys."""
     data = config.data
-    found = {"data.path": data.path, **{f"data.files.{split}": path for split, path in data.files}}
+    named = {"data.path": data.path, **{f"data.files.{split}": path for split, path in data.files}}
     if isinstance(data.tasks, Path):
-        found["data.tasks"] = data.tasks
+        named["data.tasks"] = data.tasks
     if data.hub is not None and Path(data.hub.name).is_dir():
-        found["data.hub.name"] = Path(data.hub.name)
+        named["data.hub.name"] = Path(data.hub.name)
     for number, encoder in enumerate(encoders_of(config)):
         name = encoder if isinstance(encoder, str) else str(encoder.get("tokenizer", ""))
         if name and Path(name).is_dir():
-            found["model.encoder" if number == 0 else f"search_space.encoder.choices.{number - 1}"] = Path(
+            named["model.encoder" if number == 0 else f"search_space.encoder.choices.{number - 1}"] = Path(
                 name
             )
-    return checkpoint_place(config.checkpoint) | {key: str(path) for key, path in found.items() if path}
+    return checkpoint_place(config.checkpoint) | {key: str(path) for key, path in named.items() if path}
 
 
 def checkpoint_place(config: CheckpointConfig) -> dict[str, str]:
@@ -78,8 +78,8 @@ def allowing(config: StudyConfig) -> str:
 
 
 def _named_here() -> list[str]:
-    found = re.split(rf"{re.escape(os.pathsep)}(?!//)", os.environ.get(ALLOW, ""))
-    return [place for place in found if place]
+    given = re.split(rf"{re.escape(os.pathsep)}(?!//)", os.environ.get(ALLOW, ""))
+    return [place for place in given if place]
 
 
 def _resolved(place: str) -> Path:

@@ -190,17 +190,17 @@ def encoder_layers(encoder: nn.Module) -> list[nn.Module]:
     one (XLM keeps attention and feed-forward apart).
     """
     num_layers = getattr(encoder.config, "num_hidden_layers", None)
-    found: dict[str, nn.ModuleList] = {}
+    lists: dict[str, nn.ModuleList] = {}
     for name, module in encoder.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and not inside:
-            found[name] = module
-    if len(found) != 1:
+            lists[name] = module
+    if len(lists) != 1:
         raise ModelError(
             f"{type(encoder).__name__} must have one list of its {num_layers} layers, but it has "
-            f"{len(found)}. Leave freeze_layers at 0, layerwise_lr_decay at 1 and compile_scope at `model`."
+            f"{len(lists)}. Leave freeze_layers at 0, layerwise_lr_decay at 1 and compile_scope at `model`."
         )
-    return list(*found.values())
+    return list(*lists.values())
 
 
 @contextmanager

@@ -192,22 +192,22 @@ def read_metadata(directory: Path) -> dict[str, Any]:
         content = json.loads((directory / "hpo.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(not_intact(directory, error)) from error
-    found, runtime = None, "torch"
+    format_, runtime = None, "torch"
     if isinstance(content, dict):
-        found, runtime = content.get("format"), str(content.get("runtime", "torch"))
+        format_, runtime = content.get("format"), str(content.get("runtime", "torch"))
     wanted = EXPORT_FORMATS.get(runtime)
     if wanted is None:
         raise ModelError(
             f"{directory}/hpo.json must have a runtime of {', '.join(EXPORT_FORMATS)}, but it has "
             f"{runtime!r}. Use the version of hpo that wrote it."
         )
-    if found != wanted:
+    if format_ != wanted:
         again = (
             f"Export it again with `{'hpo best --export' if runtime == 'torch' else 'hpo deploy'}`."
-            if isinstance(found, int) and found < wanted
+            if isinstance(format_, int) and format_ < wanted
             else "Use the version of hpo that wrote it."
         )
-        raise ModelError(f"{directory}/hpo.json must have format {wanted}, but it has {found!r}. {again}")
+        raise ModelError(f"{directory}/hpo.json must have format {wanted}, but it has {format_!r}. {again}")
     return {"runtime": runtime, **content}
 
 

@@ -8,7 +8,7 @@ no other modules are run than in training, so nothing is compiled again.
 
 Changed together, all layers of a reduced precision must lose the change; changed alone, each layer in fp32
 must keep it. What a layer in fp32 keeps may still be rounded away by reduced layers behind it, above all on
-the way to a few logits: a layer is only found to lose a change where a larger one, which every format keeps,
+the way to a few logits: a layer is only said to lose a change where a larger one, which every format keeps,
 shows in so many numbers that some of them had to show the smaller one. The weights are written back bit for
 bit.
 """
@@ -16,7 +16,7 @@ bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from hpo.precision.table import Precision
 MODES = ("training", "evaluation")
 Step = Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]]
 """Calls the model in each of the modes, always on the same inputs, and returns what came out."""
-Weights = Iterable[Tensor]
 
 LOST_AT = {"bfloat16": 9, "float16": 12}
 """{format: a k that it loses}; tf32 may keep it, since a GPU has products of few rows without TF32."""
@@ -53,11 +52,11 @@ def observe_compiled(
     if precision.float8:
         return ""
     matrices = {
-        name: [own for own in module.parameters(recurse=False) if own.dim() >= 2]
+        name: [weight for weight in module.parameters(recurse=False) if weight.dim() >= 2]
         for name, module in model.named_modules()
         if is_matmul_module(module)
     }
-    layers = {name: own for name, own in matrices.items() if own[0].dtype == torch.float32}
+    layers = {name: weights for name, weights in matrices.items() if weights[0].dtype == torch.float32}
     lost_at = LOST_AT.get(precision.products)
     reduced = [name for name in layers if lost_at and name not in float32]
     alone = {_kind(model, name): name for name in reversed(layers) if name not in reduced}
@@ -66,15 +65,17 @@ def observe_compiled(
         with left_as_it_was(model):  # buffers too, which a step in training mode may change
             return step()
 
-    with _on_grid(layers.values()) as change:
+    with _on_grid(layers) as change:
         base = outputs()
 
         def num_changed(names: Collection[str], k: int | None) -> dict[str, int]:
             """{mode: how many numbers of what came out}."""
-            change([own for name in names for own in layers[name]], k)
-            found = {mode: _num_different(*two) for mode, *two in zip(MODES, outputs(), base, strict=True)}
-            change([own for name in names for own in layers[name]], None)
-            return found
+            change(names, k)
+            different = {
+                mode: _num_different(*two) for mode, *two in zip(MODES, outputs(), base, strict=True)
+            }
+            change(names, None)
+            return different
 
         noisy = _shown(num_changed((), None))  # two passes over the same differ: nothing can be told
         if lost_at and _shown(num_changed(reduced, lost_at)) - noisy:
@@ -95,7 +96,7 @@ def observe_compiled(
 
 def _kind(model: nn.Module, name: str) -> object:
     module = model.get_submodule(name)
-    return type(module), *(own.shape for own in module.parameters(recurse=False))
+    return type(module), *(weight.shape for weight in module.parameters(recurse=False))
 
 
 def _found(name: str, what: str, modes: Collection[str]) -> str:
@@ -113,24 +114,27 @@ def _num_different(one: Sequence[Tensor], other: Sequence[Tensor]) -> int:
 
 
 @contextlib.contextmanager
-def _on_grid(layers: Iterable[Weights]) -> Iterator[Callable[[Weights, int | None], None]]:
-    """Round the weights to fractions of two bits; a function changes some by 2^-k (None: puts them back)."""
-    originals = {id(own): (own, own.detach().clone()) for weights in layers for own in weights}
+def _on_grid(layers: Mapping[str, Sequence[Tensor]]) -> Iterator[Callable[[Iterable[str], int | None], None]]:
+    """Round the weights to fractions of two bits; a function changes those of some layers by 2^-k (None: puts
+    them back)."""
+    originals = {name: [weight.detach().clone() for weight in weights] for name, weights in layers.items()}
 
-    def change(weights: Weights, k: int | None) -> None:
+    def change(names: Iterable[str], k: int | None) -> None:
         with torch.no_grad():
-            for own in weights:
-                mantissa, exponent = torch.frexp(originals[id(own)][1])
-                values = torch.ldexp(torch.round(mantissa * 8) / 8, exponent)
-                if k is not None:
-                    every_second = torch.arange(own.numel(), device=own.device).reshape(own.shape) % 2
-                    values = values * (1 + every_second * 2.0**-k)
-                own.copy_(values)
+            for name in names:
+                for weight, original in zip(layers[name], originals[name], strict=True):
+                    mantissa, exponent = torch.frexp(original)
+                    values = torch.ldexp(torch.round(mantissa * 8) / 8, exponent)
+                    if k is not None:
+                        is_second = torch.arange(values.numel(), device=values.device) % 2
+                        values = values * (1 + is_second.reshape(values.shape) * 2.0**-k)
+                    weight.copy_(values)
 
     try:
-        change([own for own, _ in originals.values()], None)
+        change(layers, None)
         yield change
     finally:
         with torch.no_grad():
-            for own, values in originals.values():
-                own.copy_(values)
+            for name, weights in layers.items():
+                for weight, original in zip(weights, originals[name], strict=True):
+                    weight.copy_(original)

@@ -224,8 +224,8 @@ def measure_products(module: nn.Module, args: Any, kwargs: Any) -> str | None:
         with _same_random_numbers([first]):
             if not _is_plain(module) and is_kept(2, value=0.0):
                 return NO_PRODUCT
-            found = next((name for k, name in KEPT_BY.items() if is_kept(k)), None)
-            return "float16" if found == "tf32" and not is_kept(2, SMALL) else found
+            narrowest = next((name for k, name in KEPT_BY.items() if is_kept(k)), None)
+            return "float16" if narrowest == "tf32" and not is_kept(2, SMALL) else narrowest
     except Exception as error:
         # A module that refuses what it was not made for is only not measured; its dtype is known.
         if is_out_of_memory(error):

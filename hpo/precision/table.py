@@ -210,26 +210,26 @@ def resolve(requested: str, device: DeviceInfo, config: AmpConfig) -> Resolution
     When the device cannot run it (or only emulates it and the study does not allow that), raises
     Unsupported under `on_unsupported: skip` and `prune`, and Failed under `fail`.
     """
-    found = support(requested, device)
-    if _usable(found, config):
-        return Resolution(requested, requested, found.level, found.reason)
+    answer = support(requested, device)
+    if _usable(answer, config):
+        return Resolution(requested, requested, answer.level, answer.reason)
     effective = requested
     while not _usable(support(effective, device), config):
         effective = PRECISIONS[effective].falls_back_to or "fp32"
     if config.on_unsupported != "fallback":
-        hint = ", or set amp.allow_emulated: true to run it emulated" if found.level == "emulated" else ""
+        hint = ", or set amp.allow_emulated: true to run it emulated" if answer.level == "emulated" else ""
         end = Failed if config.on_unsupported == "fail" else Unsupported
-        raise end(f"{found.reason} Use {effective}{hint}.")
+        raise end(f"{answer.reason} Use {effective}{hint}.")
     return Resolution(
-        requested, effective, support(effective, device).level, f"{found.reason} Ran {effective} instead."
+        requested, effective, support(effective, device).level, f"{answer.reason} Ran {effective} instead."
     )
 
 
 def left_out(precisions: Iterable[str], device: DeviceInfo, config: AmpConfig) -> dict[str, str]:
     """{precision: reason} of those of `precisions` that `resolve` would not run on `device` as they are."""
-    found = {name: support(name, device) for name in precisions}
-    return {name: one.reason for name, one in found.items() if not _usable(one, config)}
+    answers = {name: support(name, device) for name in precisions}
+    return {name: one.reason for name, one in answers.items() if not _usable(one, config)}
 
 
-def _usable(found: Support, config: AmpConfig) -> bool:
-    return found.level == "native" or (found.level == "emulated" and config.allow_emulated)
+def _usable(answer: Support, config: AmpConfig) -> bool:
+    return answer.level == "native" or (answer.level == "emulated" and config.allow_emulated)

@@ -178,10 +178,9 @@ def test_too_few_rows_for_a_drawn_split_are_refused(tmp_path: Path) -> None:
 # Tables
 
 
-def load_csv(folder: Path, content: str | bytes, **columns: Any) -> DataSet:
+def load_csv(folder: Path, content: str, **columns: Any) -> DataSet:
     for split in ("train", "validation"):
-        data = content.encode() if isinstance(content, str) else content
-        (folder / f"{split}.csv").write_bytes(data)
+        (folder / f"{split}.csv").write_text(content)
     columns = {"labels": {"tone": "tone"}, **columns}
     return load_set(folder, "csv", tasks={"tone": TASKS["tone"]}, columns=columns)
 
@@ -189,18 +188,12 @@ def load_csv(folder: Path, content: str | bytes, **columns: Any) -> DataSet:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            "text,tones\nhello,calm\n",
-            "`data.csv.delimiter` sets it). Did you mean `tones`?",
-        ),
-        ("", "train.csv: the file is empty; its first line must name the columns"),
         ("text,tone\nhello,calm\nhello\n", "train.csv:3: must have 2 cells as the header has, but got 1"),
         ('text,tone\n"a\nb",calm\nhello,clam\n', "train.csv:4: labels.tone: unknown class `clam`"),
         ('text,tone\n"hello"x,calm\n', "train.csv:2: must be CSV, but"),
-        ("text,tone\nпоздно,calm\n".encode("cp1251"), "train.csv: must be utf-8, but"),
     ],
 )
-def test_a_bad_csv_file_is_refused(tmp_path: Path, content: str | bytes, message: str) -> None:
+def test_a_bad_csv_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
     with pytest.raises(DataError) as caught:
         load_csv(tmp_path, content)
     assert message in str(caught.value)

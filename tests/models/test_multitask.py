@@ -37,10 +37,9 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 # Logits.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_have_the_shape_of_their_kind(family: str) -> None:
+def test_logits_have_the_shape_of_their_kind() -> None:
     assert {task.kind for task in KIND_TASKS} == set(TASK_KINDS)
-    logits = family_model(family, tasks=KIND_TASKS)(*make_batch((12, 7)))
+    logits = make_model(tasks=KIND_TASKS)(*make_batch((12, 7)))
     assert {name: tuple(value.shape) for name, value in logits.items()} == {
         "single": (2, 3),
         "multi": (2, 2),
@@ -233,7 +232,7 @@ def test_freeze_layers_keeps_the_lowest_layers_and_trains_the_rest(family: str, 
 
 
 @pytest.mark.parametrize(
-    ("family", "freeze_layers"), [*((name, 0) for name in FAMILIES if name != "mpnet"), ("bert", 1)]
+    ("family", "freeze_layers"), [("bert", 0), ("bert", 1), ("modernbert", 0), ("deberta-v2", 0)]
 )
 def test_gradient_checkpointing_runs_layers_twice_and_gives_the_same_gradients(
     family: str, freeze_layers: int
@@ -257,7 +256,7 @@ def test_gradient_checkpointing_runs_layers_twice_and_gives_the_same_gradients(
         torch.testing.assert_close(gradients[True][name], gradient, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("pooling", ["mean", "attention"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("how", ["autocast", "weights"])
 def test_the_model_runs_in_every_dtype_and_stays_near_fp32(
