@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -266,9 +266,13 @@ class StudyConfig(CheckedSection):
             StudyChangedError: the two differ in what the study's results depend on.
             InputError: the file's keys do not go with what is stored, or what is stored names an encoder
                 that the file does not, and the file trusts the code of its own.
+            StorageError: what is stored is no definition.
         """
-        merged = completed(StudyConfig, stored, self.definition())
-        refuse_changes(self.name, stored, merged)
+        try:
+            merged = completed(StudyConfig, stored, self.definition())
+            refuse_changes(self.name, stored, merged)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise StorageError(_not_valid(self.name, f"{type(error).__name__}: {error}")) from error
         refuse_other_code(self.name, self.definition(), merged)
         try:
             return StudyConfig.model_validate({**merged, "path": self.path})
@@ -311,7 +315,7 @@ class StudyConfig(CheckedSection):
     def _check_given_once(cls, settings: Section, info: ValidationInfo) -> Section:
         other = "model" if info.field_name == "training" else "training"
         for name in type(settings).model_fields:
-            if {f"{info.field_name}.{name}", f"{other}.{name}"} <= info.data["given"]:
+            if {f"{info.field_name}.{name}", f"{other}.{name}"} <= info.data.get("given", set()):
                 refuse(Problem((name,), f"is given too as `{other}.{name}`. Keep one."))
         return settings
 
@@ -320,7 +324,7 @@ class StudyConfig(CheckedSection):
     def _check_search_space(cls, raw: Any, info: ValidationInfo) -> dict[str, Distribution]:
         space, problems = parse_search_space(raw)
         if isinstance(raw, Mapping):
-            problems += _fixed_and_searched(tuple(map(str, raw)), info.data["given"])
+            problems += _fixed_and_searched(tuple(map(str, raw)), info.data.get("given", ()))
         if "sampler" in info.data:
             problems += _sampler_problems(space, info.data["sampler"].name)
         refuse(*problems)
@@ -336,7 +340,7 @@ class StudyConfig(CheckedSection):
         yield from self.training.rounding_problems(self.search_space, self.precisions)
 
 
-def _fixed_and_searched(searched: tuple[str, ...], given: frozenset[str]) -> Iterator[Problem]:
+def _fixed_and_searched(searched: tuple[str, ...], given: Collection[str]) -> Iterator[Problem]:
     for section in ("training", "model", "amp"):
         for name in searched:
             if f"{section}.{name}" in given:
@@ -395,12 +399,14 @@ def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
         study = StudyConfig.model_validate(definition)
     except ValidationError as error:
         lines = "\n".join(map(str, problems_of(error, StudyConfig)))
-        raise StorageError(
-            f"The database's definition of the study {show(name)} is not valid:\n{lines}"
-        ) from None
+        raise StorageError(_not_valid(name, lines)) from None
     if study.name != name:
         raise StorageError(f"The database's definition of the study {show(name)} is of {show(study.name)}.")
     return study
+
+
+def _not_valid(name: str, why: str) -> str:
+    return f"The database's definition of the study {show(name)} is not valid:\n{why}"
 
 
 def check_study_name(name: str) -> None:

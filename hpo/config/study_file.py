@@ -242,7 +242,7 @@ class _Document:
         try:
             return self._yaml.constructor.construct_object(node)
         except (ValueError, LookupError):  # `!!bool maybe`, or a number of thousands of digits
-            what = f"{show(node.value)} is no {node.tag.removeprefix(_TAG)}"
+            what = f"{show(node.value)} is no {str(node.tag).removeprefix(_TAG)}"
             raise MarkedYAMLError(problem=what, problem_mark=node.start_mark) from None
 
 

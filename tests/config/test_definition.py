@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,23 @@ def test_a_key_that_there_is_no_longer_is_passed_over_with_its_default() -> None
         now.completed(earlier)
     with pytest.raises(StorageError, match=r"data\.columns\.segments: there is no such key"):
         stored_study("s", earlier)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"given": {"given": 1}},
+        {"given": [["a"]]},
+        {"given": [7]},
+        {"sampler": "x"},
+        {"pruner": None},
+        {"search_space": 3},
+    ],
+    ids=str,
+)
+def test_a_damaged_definition_is_refused_in_a_sentence(damage: dict[str, Any]) -> None:
+    damaged = stored(study()) | damage
+    with pytest.raises(StorageError, match="The database's definition of the study `s` is not valid"):
+        stored_study("s", damaged)
+    with suppress(InputError):  # and nothing else
+        study().completed(damaged)
