@@ -166,6 +166,12 @@ def test_what_is_broken_is_found_and_named(
 
 
 def test_a_gradient_that_overflows_at_the_first_scale_gets_a_smaller_one() -> None:
-    found = check(None, "fp16", init_scale=2.0**40)
+    """The first that training would back off to; not one pass for each."""
+    layer = Checkpointed()
+    found = check(Broken(layer), "fp16", init_scale=2.0**100)
     assert found.verdict == "ok"
-    assert 1 < found.measurement.usable_scale < 2.0**40
+    usable = found.measurement.usable_scale
+    assert 1 < usable < 2.0**40
+    assert layer.calls < 40
+    above = check(Broken(layer), "fp16", init_scale=2 * usable, min_scale=2 * usable)
+    assert above.measurement.nonfinite == "gradients"
