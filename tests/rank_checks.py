@@ -22,12 +22,12 @@ from tiny import CPU, EMULATED, tiny_executor
 from tiny_loop import Trained, amp_of, config_of, loop_parts, train_steps
 from torch import Tensor, nn
 
-from hpo.data.batches import Batch
+from hpo.data.batches import Batch, evaluation_batches
 from hpo.device import probe_device
 from hpo.errors import Nonfinite, Pruned
 from hpo.training import loop
-from hpo.training.distributed import GradientSum, connected_ranks, rank, world_size
-from hpo.training.evaluate import predict_logits, predict_logits_together
+from hpo.training.distributed import GradientSum, connected_ranks, merge, rank, world_size
+from hpo.training.evaluate import predict_logits
 from hpo.training.losses import MultitaskLoss
 from hpo.training.progress import Budget, TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
@@ -114,8 +114,9 @@ def check_losses(folder: Path) -> dict[str, Any]:
     few = {"source": "synthetic", "synthetic": {"num_train": 9, "num_validation": 5, "num_test": 1}}
     found = {
         "unequal micro-batches": trained(executor, batch_size=7, micro_batch_size=2),
-        "uncertainty": trained(executor, loss_weighting="uncertainty", pooling="attention"),
-        "frozen and checkpointed": trained(executor, freeze_layers=1, gradient_checkpointing=True),
+        "frozen, checkpointed and uncertain": trained(
+            executor, freeze_layers=1, gradient_checkpointing=True, loss_weighting="uncertainty"
+        ),
         "a last batch of one row": trained(tiny_executor(folder / "few", CPU, data=few)),
         "bf16-true": trained(executor, fp_precision="bf16-true", weight_rounding="compensated"),
         "fp16 with skipped steps": trained(
@@ -165,8 +166,12 @@ def check_evaluation(folder: Path) -> bool:
     executor = tiny_executor(folder, CPU)
     parts = loop_parts(executor, config_of(executor))
     split = parts.data.validation
-    where = parts.model, split, amp_of("bf16"), 3 * int(split.lengths_W.max()), 0
-    together, alone = predict_logits_together(*where), predict_logits(*where)
+    batches = evaluation_batches(split.lengths_W, 3 * int(split.lengths_W.max()))
+    together, alone = (
+        predict_logits(parts.model, split, some, amp_of("bf16"), pad_id=0)
+        for some in (batches[rank() :: world_size()], batches)
+    )
+    merge(together)
     return all(together[name].tobytes() == alone[name].tobytes() for name in alone)
 
 

@@ -263,15 +263,16 @@ class TrainedModel(nn.Module):
         `max_tokens` as in `predict`; `on_batch` runs before each batch.
         """
         few_shapes = self.device.type == "cuda"
+        batches = evaluation_batches(split.lengths_W, max_tokens or self._default_max_tokens())
         is_exact = self._precision.name == "fp32"
         with self._flags(), self._packed.used_in(self.network) if is_exact else nullcontext():
             return predict_logits(
                 self.network,
                 replace(split, length_multiple=LENGTH_MULTIPLE if few_shapes else 1),
+                batches,
                 self._mixed_precision(),
-                self._default_max_tokens() if max_tokens is None else max_tokens,
                 self.tokenizer.pad_token_id or 0,
-                on_batch=on_batch,
+                on_batch,
             )
 
     def _check_finite(self, logits: Mapping[str, NDArray[np.float32]]) -> None:

@@ -227,25 +227,14 @@ class CheckpointStore:
         self.write_seconds = time.monotonic() - began
 
 
-class NoCheckpoints:
-    """Takes the place of a store for a trial that nobody will go on with: nothing is kept."""
+class NoCheckpoints(CheckpointStore):
+    """Of a trial that nobody will go on with: nothing is kept."""
 
-    write_seconds = 0.0
-    problems: Sequence[str] = ()
-
-    def __enter__(self) -> NoCheckpoints:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    def __init__(self) -> None:
+        super().__init__(Path(os.devnull), "")
 
     def save(self, *_: object, **__: object) -> None:
         pass
-
-    def latest(self) -> None:
-        return None
-
-    best = latest
 
     def finish(self, _: int) -> bool:
         return True

@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
-from hpo.data.batches import collate, evaluation_batches
+from hpo.data.batches import collate
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit, ragged_arange
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
 from hpo.training.decoding import DecodingThresholds, decode_tasks
-from hpo.training.distributed import memory_agreed, merge, rank, world_size
 from hpo.training.metrics import score
 
 
@@ -70,47 +68,18 @@ def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:
 
 
 def predict_logits(
-    model: nn.Module,
-    split: TokenizedSplit,
-    mixed_precision: MixedPrecision,
-    max_tokens: int,
-    pad_id: int,
-    on_batch: Callable[[], None] = lambda: None,
-) -> dict[str, NDArray[np.float32]]:
-    """fp32 logits of a whole split by task: [W, K] of sequence tasks, [T, K] of token tasks, in window order.
-
-    The model has `tasks`. If memory runs out, a batch is halved. `on_batch` runs before each.
-    """
-    batches = evaluation_batches(split.lengths_W, max_tokens)
-    return _logits_of(model, split, batches, mixed_precision, pad_id, on_batch)
-
-
-def predict_logits_together(
-    model: nn.Module,
-    split: TokenizedSplit,
-    mixed_precision: MixedPrecision,
-    max_tokens: int,
-    pad_id: int,
-    on_batch: Callable[[], None] = lambda: None,
-) -> dict[str, NDArray[np.float32]]:
-    """As `predict_logits`, called by all ranks: each runs some of the batches, which are the same for any
-    number of ranks."""
-    batches = evaluation_batches(split.lengths_W, max_tokens)[rank() :: world_size()]
-    with memory_agreed("Shorten `max_length`."):
-        logits = _logits_of(model, split, batches, mixed_precision, pad_id, on_batch)
-    merge(logits)
-    return logits
-
-
-def _logits_of(
     model: Any,
     split: TokenizedSplit,
     batches: Sequence[NDArray[np.intp]],
     mixed_precision: MixedPrecision,
     pad_id: int,
-    on_batch: Callable[[], None],
+    on_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, NDArray[np.float32]]:
-    """The logits of some batches of windows, and zeros elsewhere."""
+    """fp32 logits of a split by task: [W, K] of sequence tasks, [T, K] of token tasks, in window order.
+
+    `batches` of windows as `evaluation_batches` makes them; what is in none stays 0. The model has `tasks`.
+    If memory runs out, a batch is halved. `on_batch` runs before each.
+    """
     starts_W, lengths_W = split.window_start_W1[:-1], split.lengths_W
     rows = {"sequence": split.num_windows, "token": split.num_tokens}
     logits = {task.name: np.zeros((rows[task.level], task.num_outputs), np.float32) for task in model.tasks}

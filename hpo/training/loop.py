@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from hpo.data.batches import Batch, collate, num_batches, training_batches
+from hpo.data.batches import Batch, collate, evaluation_batches, num_batches, training_batches
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import synchronize
 from hpo.models.attention import sdpa_in_place_of_flash
@@ -34,11 +34,12 @@ from hpo.training.distributed import (
     add_up,
     decide,
     memory_agreed,
+    merge,
     rank,
     rows_of_rank,
     world_size,
 )
-from hpo.training.evaluate import Evaluation, predict_logits_together, score_logits
+from hpo.training.evaluate import Evaluation, predict_logits, score_logits
 from hpo.training.losses import MultitaskLoss
 from hpo.training.micro_batches import within_memory
 from hpo.training.numerics import StepProbe
@@ -200,8 +201,11 @@ def _evaluate(
     steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
     budget, state, began = args.budget.in_steps(steps_per_epoch), clock.state, clock.now()
     index = budget.evaluations_due(state, args.num_evaluations)
-    split, tokens = data.validation, args.evaluation_tokens
-    logits = predict_logits_together(model, split, mixed_precision, tokens, data.pad_id, on_batch)
+    split = data.validation
+    batches = evaluation_batches(split.lengths_W, args.evaluation_tokens)[rank() :: world_size()]
+    with memory_agreed("Shorten `max_length`."):
+        logits = predict_logits(model, split, batches, mixed_precision, data.pad_id, on_batch)
+    merge(logits)
     metrics, decisions = score_logits(logits, split, loss_fn.tasks, None, args.decision_metrics)
     seconds = clock.now() - began
     state.num_evaluations = index

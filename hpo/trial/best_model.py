@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
+from hpo.data.batches import evaluation_batches
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.errors import DataError, RunError, Unsupported, did_you_mean
@@ -95,10 +96,10 @@ def _predict(
         logits = predict_logits(
             model,
             tokens,
+            evaluation_batches(tokens.lengths_W, executor.study.evaluation.batch_tokens),
             MixedPrecision(precision, config.amp, executor.device),
-            executor.study.evaluation.batch_tokens,
             executor.loader.pad_id(config),
-            on_batch=on_batch,
+            on_batch,
         )
     return SplitLogits(split, tokens, executor.tasks, logits, evaluation.decisions)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpo.data.batches import collate, training_batches
+from hpo.data.batches import collate, evaluation_batches, training_batches
 from hpo.errors import Nonfinite
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.table import PRECISIONS
@@ -127,8 +127,9 @@ class Replay:
         parts, args, amp = self.parts, self.args, self.mixed_precision
         with backend_flags(amp.precision, amp.config), FirstNonfinite() as watched:
             if what == "logits":
-                tokens = args.evaluation_tokens, parts.pad_id
-                predict_logits(parts.model, parts.validation_split, amp, *tokens)
+                split = parts.validation_split
+                tokens = evaluation_batches(split.lengths_W, args.evaluation_tokens)
+                predict_logits(parts.model, split, tokens, amp, parts.pad_id)
             else:
                 split, tasks = parts.train_split, parts.loss_fn.tasks
                 batches = training_batches(split.lengths_W, args.batch_size, args.seed, self.state.epoch)

@@ -101,7 +101,7 @@ class TrialRun:
             self._observe_and_compile()
             recorder.note(setup_seconds=time.perf_counter() - recorder.started)
             self._train()
-            return self._finish()
+            return distributed.decide(self._finish)
 
     def _check(self) -> None:
         device = self.parts.device
@@ -283,9 +283,6 @@ class TrialRun:
         self.last_saved = time.monotonic()
 
     def _finish(self) -> tuple[float, ...]:
-        return distributed.decide(self._finish_on_rank_0)
-
-    def _finish_on_rank_0(self) -> tuple[float, ...]:
         assert self.best is not None
         if not self.store.finish(self.best.evaluation.step):
             self.recorder.note(weights_lost=True)

@@ -41,9 +41,10 @@ def test_an_evaluation_converts_each_weight_once(executor: Executor) -> None:
     parts = loop_parts(executor, config_of(executor))
     split = parts.data.validation
     longest = int(split.lengths_W.max())
-    assert len(evaluation_batches(split.lengths_W, longest)) > 1
+    batches = evaluation_batches(split.lengths_W, longest)
+    assert len(batches) > 1
     with Conversions() as seen:
-        predict_logits(parts.model, split, amp_of("bf16"), longest, pad_id=0)
+        predict_logits(parts.model, split, batches, amp_of("bf16"), pad_id=0)
     weights = [module.weight for module in parts.model.modules() if isinstance(module, nn.Linear)]
     trained = [weight for weight in weights if weight.requires_grad]
     assert {seen.count_of[weight.data_ptr()] for weight in trained} == {1}
@@ -57,7 +58,8 @@ def test_an_evaluation_sees_the_weights_as_they_are(executor: Executor, config: 
     mixed_precision = MixedPrecision(PRECISIONS["bf16"], config, CPU)
 
     def logits_of(some: MultitaskModel) -> Any:
-        return predict_logits(some, data.validation, mixed_precision, 4096, pad_id=0)
+        batches = evaluation_batches(data.validation.lengths_W, 4096)
+        return predict_logits(some, data.validation, batches, mixed_precision, pad_id=0)
 
     before = logits_of(model)
     with torch.no_grad():

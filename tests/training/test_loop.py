@@ -286,7 +286,7 @@ def train_for_seconds(
         monkeypatch.setattr(loop_module, name, lambda *args, **more: (action(), function(*args, **more))[1])
 
     do_first(on_step, "apply_gradients")
-    do_first(on_evaluation, "predict_logits_together")
+    do_first(on_evaluation, "predict_logits")
     config = config_of(executor)
     model, optimizer, loss_fn, data = loop_parts(executor, config)
     args = replace(

@@ -275,9 +275,9 @@ def test_what_rounding_loses_is_measured_at_a_rate_of_training(executor: Executo
     lost = {}
     for rounding in (None, "nearest", "compensated"):
         kind = {"fp_precision": "bf16-true", "weight_rounding": rounding} if rounding else {}
-        (evaluation,) = evaluations_of(executor, 1, Budget(max_steps=20), **kind, **params)[0]
+        (evaluation,) = evaluations_of(executor, 1, Budget(max_steps=8), **kind, **params)[0]
         assert evaluation.numerics is not None
-        assert evaluation.numerics["step"] == 10
+        assert evaluation.numerics["step"] == 4
         lost[rounding] = evaluation.numerics["all"]["updates_lost"]
     assert lost[None] < 0.02
     assert lost["nearest"] > 0.5
@@ -286,9 +286,9 @@ def test_what_rounding_loses_is_measured_at_a_rate_of_training(executor: Executo
 
 def test_measuring_changes_nothing(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"fp_precision": "fp16", "dropout": 0.1}
-    measured = evaluations_of(executor, 6, Budget(max_steps=6), **params)[1].losses
+    measured = evaluations_of(executor, 3, Budget(max_steps=3), **params)[1].losses
     monkeypatch.setattr(Budget, "is_measured", lambda *_: False)
-    evaluations, recorder = evaluations_of(executor, 6, Budget(max_steps=6), **params)
+    evaluations, recorder = evaluations_of(executor, 3, Budget(max_steps=3), **params)
     assert recorder.losses == measured
     assert {evaluation.numerics for evaluation in evaluations} == {None}
 

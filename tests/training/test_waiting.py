@@ -78,11 +78,10 @@ def errors_on_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(
-    ("name", "pooling"), [("fp32", "mean"), ("fp32", "max"), ("fp32", "attention"), ("bf16-true", "mean")]
-)
+@pytest.mark.parametrize(("name", "pooling"), [("fp32", "max"), ("bf16-true", "attention")])
 def test_no_step_reads_what_a_device_computes(executor: Executor, name: str, pooling: str) -> None:
-    steps = CHECK_EVERY["cuda"] - 1
+    steps = 3
+    assert steps < CHECK_EVERY["cuda"]
     params = {"fp_precision": name, "pooling": pooling, "optimizer": "lion"}
     assert run_steps(executor, META_GPU, stop_after=steps, **params) == (steps, [*range(steps)])
 
