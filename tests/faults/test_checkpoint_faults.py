@@ -149,7 +149,7 @@ def change_key(path: Path) -> None:
     [
         (truncate, 1, "cannot be read"),
         (tear, 2, "cannot be read"),
-        (change_key, 2, "is of another precision, device, data or version"),
+        (change_key, 2, "is of another precision, device, data, model or version"),
     ],
 )
 def test_damaged_checkpoint(
