@@ -189,18 +189,11 @@ def _judge(
 def _say_what_is_compared(config: StudyConfig, data: DataSet) -> bool:
     """Say where scores are not those that a user may expect; returns whether they are of the test split."""
     from hpo.compare.companion import unlabelled_in_test
-    from hpo.config.study_config import of_deployed
-    from hpo.trial.objectives import quality_objective
 
     unlabelled = unlabelled_in_test(config, data)
     if unlabelled:
         tasks = " and ".join(f"`{name}`" for name in unlabelled)
         typer.echo(f"Scores are of the validation split: the test split has no labels of {tasks}.", err=True)
-    if of_deployed(config.objective):
-        metric = quality_objective(config.objective).metric
-        typer.echo(
-            f"Compared are the models as they are trained, by {metric}, and not as deployed.", err=True
-        )
     return "test" in data.splits and not unlabelled
 
 

@@ -122,7 +122,6 @@ def train(
     from hpo.config.trial_config import parse_params
     from hpo.study.claims.lease import trial_attributes
     from hpo.trial.callbacks import Callbacks
-    from hpo.trial.objectives import values_while_training
 
     params = parse_params(param or [])
     config = load_to_run(study)
@@ -133,8 +132,8 @@ def train(
     def show(scored: ScoredEvaluation) -> None:
         evaluation = scored.evaluation
         if not as_json:
-            named = values_while_training(metrics, scored.values)
-            values = "  ".join(f"{name} {value:.4g}" for name, value in named.items())
+            named = zip(metrics, scored.values, strict=True)
+            values = "  ".join(f"{name} {value:.4g}" for name, value in named)
             used = f"{evaluation.budget_used:4.0%}  {evaluation.seconds:.1f} s"
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
@@ -165,7 +164,6 @@ def _train(
     config: StudyConfig, params: Mapping[str, Any], callbacks: Callbacks, stop: Stop, export: Path | None
 ) -> TrialResult:
     """Run one trial with `params`, and write its model to `export` if it completes."""
-    from hpo.config.study_config import of_deployed
     from hpo.device import probe_device
     from hpo.trial.best_model import export_checkpoint
     from hpo.trial.executor import Executor
@@ -173,14 +171,9 @@ def _train(
 
     with tempfile.TemporaryDirectory(prefix="hpo-train-") as temporary:
         executor = Executor(config, probe_device(config.device), RUNS)
-        is_deployed = of_deployed(config.objective)
-        folder = Path(temporary, "trial") if export is not None or is_deployed else None
+        folder = None if export is None else Path(temporary, "trial")
         stop.can_checkpoint = True
         result = executor.run(params, folder, uuid.uuid4().hex, callbacks)
-        if folder is not None and is_deployed:
-            from hpo.deploy.objective import with_deployed_values
-
-            result = with_deployed_values(executor, folder, result)
         if folder is not None and export is not None and result.outcome == Outcome.COMPLETE:
             source = TrialSource(None, params, result.telemetry)
             export_checkpoint(executor, folder, export, source)

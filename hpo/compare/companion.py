@@ -32,7 +32,7 @@ from hpo.config.trial_settings import LOSS_WEIGHT
 from hpo.errors import InputError
 from hpo.precision.table import PRECISION
 from hpo.study.reading.study_record import complete_trials, loss_signs
-from hpo.trial.objectives import quality_objective, unit_of, without_deployed
+from hpo.trial.objectives import quality_objective, unit_of
 
 if TYPE_CHECKING:
     from hpo.data.dataset import DataSet
@@ -263,7 +263,7 @@ def comparison_study(config: StudyConfig, plan: ComparisonConfig, *, has_test: b
             "name": comparison_name(plan.study, plan.question),
             # a device that lacks a precision leaves all trials to others: with `prune` it would use them up
             "amp": {**definition["amp"], "on_unsupported": "skip"},
-            "objective": without_deployed(config.objective),
+            "objective": config.objective,
             "search_space": space,
             "sampler": {"name": "grid"},
             "pruner": {"name": "none"},

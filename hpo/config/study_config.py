@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,15 +47,12 @@ from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
-SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse", "latency_ms")
-DEPLOYED_SCORE, DEPLOYED_LATENCY = DEPLOYED_METRICS = ("deployed_int8/score", "deployed_int8/latency_ms")
-"""What an objective may name of the model as it is deployed in int8, known when the trial has ended."""
+SMALLER_IS_BETTER = ("peak_memory_bytes", "mae", "rmse")
 MEASURED_METRICS = (
     "train_examples_per_second",
     "train_tokens_per_second",
     "evaluation_examples_per_second",
     "peak_memory_bytes",
-    DEPLOYED_LATENCY,
 )
 """What an objective may name of what a trial costs."""
 
@@ -72,26 +69,18 @@ class ObjectiveConfig(CheckedSection):
     metric: str = "score"
     """`score` (mean of the tasks' primary metrics, an `r2` below 0 as 0), `<task>/<metric>` such as
     `criteria/f1_micro`, `train_examples_per_second`, `train_tokens_per_second`,
-    `evaluation_examples_per_second`, `peak_memory_bytes`, or of the best weights in ONNX int8 (dynamic)
-    on the CPU `deployed_int8/score`, their score on validation, and `deployed_int8/latency_ms`, the
-    median time of a prediction of one text. These two need the extra `onnx` and are known at the trial's end:
-    before it, a pruner sees the plain `score` in place of the first, and nothing of the second."""
+    `evaluation_examples_per_second`, or `peak_memory_bytes`."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Which way is better."""
 
     def problems(self) -> Iterator[Problem]:
-        known = ("score", *MEASURED_METRICS, DEPLOYED_SCORE)
+        known = ("score", *MEASURED_METRICS)
         if "/" not in self.metric and self.metric not in known:
             hint = did_you_mean(self.metric, known)
             message = f"unknown metric {show(self.metric)}; one of a task is `task/name`.{hint}"
             yield Problem(("metric",), message)
         if self.metric.rsplit("/")[-1] in SMALLER_IS_BETTER and self.direction == "maximize":
             yield Problem(("direction",), f"must be `minimize` for {show(self.metric)}: smaller is better.")
-
-
-def of_deployed(objectives: Sequence[ObjectiveConfig]) -> bool:
-    """Whether some of the objectives are of the deployed model."""
-    return any(objective.metric in DEPLOYED_METRICS for objective in objectives)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -304,10 +293,8 @@ class StudyConfig(CheckedSection):
     @field_validator("pruner")
     @classmethod
     def _check_takes_objectives(cls, pruner: PrunerConfig, info: ValidationInfo) -> PrunerConfig:
-        metrics = [objective.metric for objective in info.data.get("objective", ())]
-        if pruner.name != "none" and (len(metrics) > 1 or metrics == [DEPLOYED_LATENCY]):
-            message = "must be `none` with several objectives, or one that is known at a trial's end alone."
-            refuse(Problem(("name",), message))
+        if pruner.name != "none" and len(info.data.get("objective", ())) > 1:
+            refuse(Problem(("name",), "must be `none` with several objectives."))
         return pruner
 
     @field_validator("training", "amp")

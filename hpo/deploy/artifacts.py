@@ -31,14 +31,12 @@ REFERENCE = Artifact("fp32")
 """What the others are compared with."""
 ONNX_REFERENCE = Artifact("onnx_fp32", is_onnx=True)
 """What the ones in int8 are made from."""
-OBJECTIVES_ARTIFACT = Artifact("onnx_int8_dynamic", is_onnx=True, quantization="dynamic")
-"""What the objectives `deployed_int8/...` are of."""
 ARTIFACTS = (
     REFERENCE,
     Artifact("bf16", "bf16"),
     Artifact("fp16", "fp16"),
     ONNX_REFERENCE,
-    OBJECTIVES_ARTIFACT,
+    Artifact("onnx_int8_dynamic", is_onnx=True, quantization="dynamic"),
     Artifact("onnx_int8_static", is_onnx=True, quantization="static"),
 )
 NAMES = tuple(artifact.name for artifact in ARTIFACTS)

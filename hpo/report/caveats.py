@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from hpo.config.study_config import DEPLOYED_LATENCY, MEASURED_METRICS
+from hpo.config.study_config import MEASURED_METRICS
 from hpo.outcome import Outcome
 from hpo.report.tables import ON, StudyTables, differing_settings, fell_back, precision_order
 from hpo.report.verdicts import chosen_on_test
@@ -34,7 +34,6 @@ def caveats(tables: StudyTables) -> list[Notice]:
         ),
         *_not_run(tables.undrawn),
         *_speed_caveats(tables),
-        *_latency_caveats(tables.record),
         *_lost_text(tables.record),
         *_comparison_caveats(tables),
     ]
@@ -83,25 +82,6 @@ def _not_run(undrawn: dict[str, str]) -> Iterator[Notice]:
         yield Notice(
             f"No trial drew {_names(open_still)}.",
             "This study says nothing about it; with more trials (`n_trials`) it might.",
-        )
-
-
-def _latency_caveats(record: StudyRecord) -> Iterator[Notice]:
-    """Of the objective that is timed on the host of each trial, whatever device it trained on."""
-    if DEPLOYED_LATENCY not in record.metric_names:
-        return
-    measured = [trial.telemetry.get("deployed_int8", {}) for trial in complete_trials(record)]
-    cpus = sorted({found["cpu"] for found in measured if "cpu" in found})
-    if len(cpus) > 1:
-        yield Notice(
-            f"`{DEPLOYED_LATENCY}` was measured on {len(cpus)} kinds of CPU ({', '.join(cpus)}).",
-            "Its values compare on one kind alone.",
-        )
-    if num_shared := sum(found.get("shared", False) for found in measured):
-        yield Notice(
-            f"`{DEPLOYED_LATENCY}` of {num_shared} of {len(measured)} trials was measured while other "
-            "workers ran on the host.",
-            "It is longer then. Use one worker a host where this objective counts.",
         )
 
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hpo.config.search_space import is_searched, lowest
-from hpo.config.study_config import StudyConfig, of_deployed
-from hpo.config.trial_config import TrialConfig
+from hpo.config.study_config import StudyConfig
 from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS, OVERRIDE
 from hpo.device import DeviceInfo, limit_threads, probe_device
 from hpo.errors import (
@@ -30,11 +29,9 @@ from hpo.errors import (
     TrialEnd,
     did_you_mean,
 )
-from hpo.inference.onnx_network import missing_packages
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.attention import sdpa_in_place_of_flash
 from hpo.models.model_parts import part_modules
-from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags
 from hpo.precision.environment import refuse_overrides
@@ -79,8 +76,6 @@ class Executor:
         self._has_compiled = False
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
-        if of_deployed(study.objective) and (missing := missing_packages()):
-            raise InputError(f"objective.metric: what is deployed in int8 {missing}")
         if study.evaluation.test and "test" not in self.dataset.splits:
             found = ", ".join(self.dataset.splits)
             raise InputError(f"evaluation.test: the data must have a test split, but they have {found}.")
@@ -177,14 +172,14 @@ class Executor:
             gc.freeze()
         self._num_started += 1
 
-    def check_study(self, check: Callable[[MultitaskModel, TrialConfig], None] = lambda *_: None) -> None:
+    def check_study(self) -> None:
         """Check the study's data, tokenizers, models and heads before it is stored.
 
         Both splits are tokenised, and for each encoder of the study a small batch goes through model and loss
-        in fp32, forward and backward; other searched settings take their lowest value or first choice. Then
-        `check` sees the untrained model. Leaves nothing but the cache of tokens.
+        in fp32, forward and backward; other searched settings take their lowest value or first choice. Leaves
+        nothing but the cache of tokens.
 
-        Raises InputError, and what `check` raises.
+        Raises InputError.
         """
         space = self.study.search_space
         lowest_values = lowest(space) | {PRECISION: "fp32"}
@@ -193,15 +188,13 @@ class Executor:
         for encoder in getattr(space.get("encoder"), "choices", (None,)):
             named = {} if encoder is None else {"encoder": encoder}
             try:
-                self._check_parts(lowest_values | named, check)
+                self._check_parts(lowest_values | named)
             except ModelError:
                 if not is_searched(space, set(MODEL_SETTINGS) - {"encoder"}):
                     raise
-                self._check_parts(others | named, check)
+                self._check_parts(others | named)
 
-    def _check_parts(
-        self, params: Mapping[str, Any], check: Callable[[MultitaskModel, TrialConfig], None]
-    ) -> None:
+    def _check_parts(self, params: Mapping[str, Any]) -> None:
         parts = build_trial(self.study, self.device, params, self.loader)
         config = parts.config
         if "encoder" not in self.study.search_space:  # which may have other layers
@@ -221,7 +214,6 @@ class Executor:
             raise ModelError(
                 f"the encoder {name} cannot run a batch of this study's data: {type(error).__name__}: {error}"
             ) from error
-        check(parts.model, config)
 
 
 def follow(runs_dir: Path) -> None:

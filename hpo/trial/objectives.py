@@ -3,8 +3,6 @@
 score                        the mean of the tasks' primary metrics; an r2 below 0 counts as 0
 <task>/<metric>              one metric of one task
 train_examples_per_second    or another of `study_config.MEASURED_METRICS`: what the trial costs
-deployed_int8/score          or `deployed_int8/latency_ms`: of the best weights in int8, which
-                             `hpo.deploy.objective` measures when the trial has ended
 """
 
 from __future__ import annotations
@@ -13,13 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpo.config.study_config import (
-    DEPLOYED_LATENCY,
-    DEPLOYED_METRICS,
-    DEPLOYED_SCORE,
-    MEASURED_METRICS,
-    ObjectiveConfig,
-)
+from hpo.config.study_config import MEASURED_METRICS, ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError, did_you_mean
 from hpo.training.metrics import primary_mean
@@ -36,16 +28,10 @@ def unit_of(metric: str) -> str:
 def check_metric(metric: str, tasks: Sequence[Task]) -> None:
     """Raise InputError unless an objective can name this metric."""
     of_tasks = [f"{task.name}/{name}" for task in tasks for name in task.metrics]
-    known = ["score", *of_tasks, *MEASURED_METRICS, DEPLOYED_SCORE]
+    known = ["score", *of_tasks, *MEASURED_METRICS]
     if metric not in known:
         raise InputError(
             f"objective.metric: no task of this study has {metric!r}.{did_you_mean(metric, known)}"
-        )
-    deployed = DEPLOYED_SCORE.partition("/")[0]
-    if metric in DEPLOYED_METRICS and deployed in [task.name for task in tasks]:
-        raise InputError(
-            f"objective.metric: {metric!r} is of the deployed model, but a task is called `{deployed}` too. "
-            "Rename the task."
         )
 
 
@@ -57,14 +43,11 @@ def objective_value(
 ) -> float:
     """The value of one objective: `score` is the mean of the tasks' primary metrics.
 
-    None in `measured`, and so NaN, is what no step has given yet. Of the deployed model there is the plain
-    score, and no latency. Raises InputError when the evaluation did not give a metric, because no row of the
-    split was labelled.
+    None in `measured`, and so NaN, is what no step has given yet. Raises InputError when the evaluation did
+    not give a metric, because no row of the split was labelled.
     """
-    if metric == DEPLOYED_LATENCY:
-        return math.nan
     value: float | None
-    if metric in ("score", DEPLOYED_SCORE):
+    if metric == "score":
         value = primary_mean(tasks, metrics)
     elif "/" in metric:
         task_name, _, name = metric.partition("/")
@@ -77,35 +60,10 @@ def objective_value(
     return float(value)
 
 
-def values_while_training(metrics: Sequence[str], values: Sequence[float]) -> dict[str, float]:
-    """An evaluation's values of the objectives `metrics`, by the names of what they are of: in place of
-    `deployed_int8/score` there is `score`, and nothing of the latency."""
-    named = zip(metrics, values, strict=True)
-    return {
-        "score" if name == DEPLOYED_SCORE else name: value
-        for name, value in named
-        if name != DEPLOYED_LATENCY
-    }
-
-
-def without_deployed(objectives: Sequence[ObjectiveConfig]) -> tuple[ObjectiveConfig, ...]:
-    """What is left of the objectives where nothing is deployed: the score in place of the deployed model's,
-    and of no objective."""
-    kept = [
-        ObjectiveConfig() if one.metric == DEPLOYED_SCORE else one
-        for one in objectives
-        if one.metric != DEPLOYED_LATENCY
-    ]
-    return tuple({one.metric: one for one in kept or [ObjectiveConfig()]}.values())
-
-
 def final_values(
     objectives: Sequence[ObjectiveConfig], best: Sequence[float], telemetry: Mapping[str, Any]
 ) -> tuple[float, ...]:
-    """Metrics of the best evaluation; what was measured, of the whole trial.
-
-    Of the deployed model they are as in an evaluation.
-    """
+    """Metrics of the best evaluation; what was measured, of the whole trial."""
     measured = telemetry["throughput"] | {"peak_memory_bytes": telemetry["peak_memory_bytes"]}
     return tuple(
         measured.get(objective.metric, value) if objective.metric in MEASURED_METRICS else value
@@ -127,13 +85,12 @@ def is_better(objective: ObjectiveConfig, new: Sequence[float], old: Sequence[fl
 
 def quality_objective(objectives: Sequence[ObjectiveConfig]) -> ObjectiveConfig:
     """The first that says something of the model as it is trained; the score, to be maximized, where all are
-    measured. That of the deployed model is the score, too."""
-    found = next((one for one in objectives if one.metric not in MEASURED_METRICS), ObjectiveConfig())
-    return ObjectiveConfig() if found.metric == DEPLOYED_SCORE else found
+    measured."""
+    return next((one for one in objectives if one.metric not in MEASURED_METRICS), ObjectiveConfig())
 
 
 def decision_metrics(objectives: Sequence[str]) -> dict[str, str]:
     """{task: metric} of the objectives that name one: what the task's thresholds are chosen for."""
-    of_tasks = (one for one in reversed(objectives) if "/" in one and one not in DEPLOYED_METRICS)
+    of_tasks = (one for one in reversed(objectives) if "/" in one)
     named = (objective.partition("/") for objective in of_tasks)
     return {task: metric for task, _, metric in named}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpo.config.study_config import DEPLOYED_METRICS, MEASURED_METRICS
+from hpo.config.study_config import MEASURED_METRICS
 from hpo.config.trial_settings import BUDGETS
 from hpo.data.batches import num_batches
 from hpo.device import Utilization
@@ -247,8 +247,7 @@ class TrialRun:
         }
         study, config = self.parts.study, self.parts.config
         metrics = [objective.metric for objective in study.objective]
-        while_training = set(MEASURED_METRICS) - set(DEPLOYED_METRICS)
-        unmeasured = [name for name in metrics if name in while_training and measured.get(name) is None]
+        unmeasured = [name for name in metrics if name in MEASURED_METRICS and measured.get(name) is None]
         if unmeasured and evaluation.budget_used >= 1:
             budget = next(name for name in BUDGETS if getattr(config, name) is not None)
             raise Incompatible(

@@ -16,7 +16,7 @@ from study_records import record_of, with_values
 import hpo
 from hpo.cli import deploying
 from hpo.cli.deploying import _best
-from hpo.config.study_config import DEPLOYED_LATENCY, StudyConfig
+from hpo.config.study_config import StudyConfig
 from hpo.deploy.artifacts import NAMES
 from hpo.deploy.timing import Effort, time_in_turn
 
@@ -95,7 +95,7 @@ def test_narrow_terminals_show_whole_tables(folder: Path) -> None:
 def test_with_several_objectives_the_best_is_the_best_model() -> None:
     fast = with_values(0, (1.0, 0.5), learning_rate=1e-5)
     good = with_values(1, (9.0, 0.9), learning_rate=1e-4)
-    names, directions = (DEPLOYED_LATENCY, "score"), ("minimize", "maximize")
+    names, directions = ("peak_memory_bytes", "score"), ("minimize", "maximize")
     assert _best(record_of([fast, good], metric_names=names, directions=directions)).number == 1
 
 

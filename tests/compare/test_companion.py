@@ -23,7 +23,7 @@ from hpo.compare.companion import (
     unlabelled_in_test,
 )
 from hpo.config.comparison import ComparisonConfig
-from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE, ObjectiveConfig, StudyConfig
+from hpo.config.study_config import StudyConfig
 from hpo.errors import InputError, StorageError
 from hpo.study.running.worker import run_worker
 from hpo.study.sampling.device_sampler import WorkerDevice
@@ -64,15 +64,6 @@ def test_the_best_under_each_precision(storage: Storage, config: StudyConfig) ->
     assert companion.evaluation.test
     race = begun(storage, config, Request("configurations"))
     assert not race.evaluation.test, "a race chooses, on validation"
-
-
-def test_nothing_is_deployed_in_its_trials(storage: Storage, config: StudyConfig) -> None:
-    objectives = (
-        ObjectiveConfig(metric=DEPLOYED_SCORE),
-        ObjectiveConfig(metric=DEPLOYED_LATENCY, direction="minimize"),
-    )
-    companion = begun(storage, config.with_values(objective=objectives), REQUEST)
-    assert companion.objective == (ObjectiveConfig(),)
 
 
 def test_no_trial_of_it_falls_back(storage: Storage) -> None:

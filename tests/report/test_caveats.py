@@ -5,9 +5,8 @@ import re
 from typing import Any
 
 import pytest
-from study_records import fake_record, fake_tables, fake_trial, tables_of, with_values
+from study_records import fake_record, fake_tables, fake_trial, tables_of
 
-from hpo.config.study_config import DEPLOYED_LATENCY
 from hpo.report.caveats import Notice, caveats
 from hpo.study.reading.study_record import TrialRecord
 
@@ -128,17 +127,3 @@ def test_one_seed_is_a_caveat_until_configurations_are_compared_on_new_ones() ->
     trials = [fake_trial(0, "fp32"), fake_trial(1, "bf16")]
     assert "with one seed only" in texts(trials)
     assert "with one seed only" not in texts(trials, comparisons={"precisions": {}})
-
-
-def test_latencies_of_deployed_models_say_where_they_were_measured() -> None:
-    def latencies(*measured: dict[str, Any]) -> str:
-        trials = [with_values(number, (5.0,)) for number in range(len(measured))]
-        for trial, found in zip(trials, measured, strict=True):
-            trial.telemetry["deployed_int8"] = found
-        return texts(trials, metric_names=(DEPLOYED_LATENCY,), directions=("minimize",))
-
-    quiet = {"cpu": "AMD EPYC", "shared": False}
-    assert "latency_ms" not in latencies(quiet, quiet)
-    said = latencies(quiet, quiet | {"shared": True}, {"cpu": "Xeon", "shared": False})
-    assert "`deployed_int8/latency_ms` was measured on 2 kinds of CPU (AMD EPYC, Xeon)." in said
-    assert "of 1 of 3 trials was measured while other workers ran on the host." in said

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from hpo.config.study_config import DEPLOYED_LATENCY, DEPLOYED_SCORE, ObjectiveConfig
 from hpo.data.tasks import Task
 from hpo.errors import InputError
 from hpo.training.metrics import primary_mean
@@ -15,10 +14,7 @@ from hpo.trial.objectives import (
     check_metric,
     decision_metrics,
     objective_value,
-    quality_objective,
     unit_of,
-    values_while_training,
-    without_deployed,
 )
 
 TASKS = (Task("topic", "single_label", ("a", "b")), Task("size", "regression", ()))
@@ -69,25 +65,6 @@ def test_unknown_names_get_the_nearest() -> None:
 def test_thresholds_are_chosen_for_the_objective_that_names_the_task() -> None:
     assert decision_metrics(["score", "tags/f1_micro"]) == {"tags": "f1_micro"}
     assert decision_metrics(["tags/f1_micro", "tags/exact_match"]) == {"tags": "f1_micro"}
-
-
-def test_of_the_deployed_model_there_is_the_score_of_training_until_it_ended() -> None:
-    for metric in (DEPLOYED_SCORE, DEPLOYED_LATENCY):
-        check_metric(metric, TASKS)
-        with pytest.raises(InputError, match="a task is called `deployed_int8` too"):
-            check_metric(metric, (*TASKS, Task("deployed_int8", "regression", ())))
-    assert objective_value(DEPLOYED_SCORE, METRICS, TASKS, {}) == objective_value("score", METRICS, TASKS, {})
-    assert math.isnan(objective_value(DEPLOYED_LATENCY, METRICS, TASKS, {}))
-    assert decision_metrics([DEPLOYED_SCORE, "tags/f1_micro"]) == {"tags": "f1_micro"}
-    objectives = [ObjectiveConfig(metric=DEPLOYED_LATENCY, direction="minimize")]
-    assert quality_objective(objectives) == ObjectiveConfig()
-    both = [*objectives, ObjectiveConfig(metric=DEPLOYED_SCORE)]
-    assert quality_objective(both) == ObjectiveConfig()
-    assert without_deployed(objectives) == without_deployed(both) == (ObjectiveConfig(),)
-    others = (ObjectiveConfig(), ObjectiveConfig(metric="tags/f1_micro"))
-    assert without_deployed(others) == without_deployed([*both, *others]) == others
-    named = values_while_training([DEPLOYED_LATENCY, DEPLOYED_SCORE, "tags/f1_micro"], [math.nan, 0.5, 0.25])
-    assert named == {"score": 0.5, "tags/f1_micro": 0.25}
 
 
 def test_units() -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hpo.config.allowed import allowing, check_allowed, places
 from hpo.config.definition import refuse_other_code
-from hpo.config.study_config import StudyConfig, of_deployed
+from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError, StudyChangedError
 from hpo.memory import release_free_memory
@@ -121,7 +121,7 @@ def open_study(
             if trains_here or must_check:
                 executor = _build_executor(config, device, runs_dir)
                 if must_check:
-                    _check_study(executor)
+                    executor.check_study()
             if not trains_here:
                 executor = None
                 release_free_memory(device)
@@ -153,17 +153,6 @@ def _completed(config: StudyConfig, stored: StoredStudy, storage: Storage, resiz
         if not resize or storage.persist(lambda: is_in_use(storage, config.name)):
             raise
     return config
-
-
-def _check_study(executor: Executor) -> None:
-    """Check data, tokenizer, model and a batch through all heads."""
-    config = executor.study
-    if of_deployed(config.objective):
-        from hpo.deploy.objective import check_export
-
-        executor.check_study(partial(check_export, executor))
-    else:
-        executor.check_study()
 
 
 def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_code: bool) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import optuna
 
 from hpo.config.search_space import suggest
-from hpo.config.study_config import of_deployed
 from hpo.errors import Pruned
 from hpo.outcome import Outcome
 from hpo.study.checkpoints.checkpoint_folders import FolderCheckpoints
@@ -96,14 +95,12 @@ class TrialRunner:
 
     def _report(self, trial: optuna.trial.Trial, lease: Lease, scored: ScoredEvaluation) -> None:
         """Store an evaluation. Raises Pruned where the pruner stops the trial."""
-        from hpo.trial.objectives import values_while_training  # PyTorch, which tests do without
-
         evaluation = scored.evaluation
         row = EvaluationRow(
             step=evaluation.step,
             epoch=evaluation.epoch,
             seconds=evaluation.seconds,
-            metrics={**values_while_training(self._metrics, scored.values), **evaluation.metrics},
+            metrics={**dict(zip(self._metrics, scored.values, strict=True)), **evaluation.metrics},
             train_examples_per_second=evaluation.rates.get("train_examples_per_second"),
             train_tokens_per_second=evaluation.rates.get("train_tokens_per_second"),
             numerics=evaluation.numerics,
@@ -127,7 +124,7 @@ class TrialRunner:
     def _measured(
         self, trial: optuna.trial.Trial, lease: Lease, folder: Path, result: TrialResult
     ) -> TrialResult:
-        """The result with what is measured after training: on test, and of the deployed model.
+        """The result with what is measured after training, on test.
 
         Of a comparison, what each row says is stored.
         """
@@ -140,8 +137,4 @@ class TrialRunner:
             result, statistics = with_scores(self._executor, folder, result, split)
             if study.comparison and statistics:
                 store_row_statistics(self._storage, lease, (study.name, trial.number), statistics)
-        if of_deployed(study.objective):
-            from hpo.deploy.objective import with_deployed_values
-
-            result = with_deployed_values(self._executor, folder, result, self._storage.has_other_workers_on)
         return result
