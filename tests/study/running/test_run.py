@@ -97,6 +97,17 @@ def test_what_the_check_finds_leaves_no_trace(
         assert storage.has_study("other")
 
 
+@pytest.mark.usefixtures("executors")
+@pytest.mark.parametrize("resize", [True, False])
+def test_who_makes_a_study_makes_the_store_of_its_checkpoints(
+    sqlite_url: str, tmp_path: Path, resize: bool
+) -> None:
+    """Also a worker, as of Kubernetes, that is given the study's file."""
+    config = study(1, checkpoint={"location": f"artifacts:{tmp_path}/store"})
+    with open_study(config, sqlite_url, tmp_path, OpenOptions(resize=resize, is_file=True)):
+        assert (tmp_path / "store" / ".hpo-artifacts").exists()
+
+
 @pytest.mark.parametrize(("trained", "num_checks"), [(False, 1), (True, 0)])
 def test_a_study_is_checked_until_one_of_its_trials_has_trained(
     storage: Storage, tmp_path: Path, executors: type[FakeExecutor], trained: bool, num_checks: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from optuna.storages import RDBStorage
 from sqlalchemy.exc import OperationalError
 from worker_process import result, study
 
+from hpo.compare.companion import comparison_study
+from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
 from hpo.study.sampling.grid_sampler import POINT_ATTR
@@ -28,18 +31,46 @@ GRID = study(
 )
 
 
+PLAN = ComparisonConfig(
+    study="tiny",
+    study_token="token",
+    precisions=("fp32", "bf16"),
+    configurations=(ComparedConfiguration(trial=0, params={}, precisions=("fp32", "bf16")),),
+    top=1,
+    first_seed=100,
+    seeds=2,
+    num_seeds={"fp32": 2, "bf16": 2},
+    max_seeds=2,
+    margin=0.5,
+)
+COMPARISON = comparison_study(study(1), PLAN, has_test=False).with_values(name="tiny")
+
+
 @pytest.fixture
-def worker(storage: Storage) -> Any:
-    opened = create_or_resume_study(storage, GRID)
-    opened.sampler = build_sampler(GRID.sampler, GRID.search_space)
+def storage(sqlite_url: str) -> Iterator[Storage]:
+    with open_storage(sqlite_url) as opened:
+        yield opened
+
+
+@pytest.fixture(params=[GRID, COMPARISON], ids=["grid", "comparison"])
+def config(request: pytest.FixtureRequest) -> Any:
+    """A study of four points."""
+    return request.param
+
+
+@pytest.fixture
+def worker(storage: Storage, config: Any) -> Any:
+    opened = create_or_resume_study(storage, config)
+    read_plan = None if config is GRID else lambda: PLAN
+    opened.sampler = build_sampler(config.sampler, config.search_space, read_plan=read_plan)
     with WorkerLease(storage, opened, max_retries=1) as worker:
         yield worker
 
 
-def run_one(worker: WorkerLease) -> None:
+def run_one(worker: WorkerLease, config: Any) -> None:
     lease = worker.claim()
     trial = worker.open_trial(lease)
-    suggest(GRID.search_space, trial)
+    suggest(config.search_space, trial)
     worker.record_outcome(lease, trial, result("complete"))
 
 
@@ -50,7 +81,7 @@ def points(storage: Storage) -> list[str]:
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_a_point_whose_connection_broke_is_given_once(
-    storage: Storage, worker: WorkerLease, monkeypatch: pytest.MonkeyPatch, is_stored: bool
+    storage: Storage, worker: WorkerLease, config: Any, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     store, breaks = RDBStorage.set_trial_system_attr, iter([True, False, True])
 
@@ -63,18 +94,20 @@ def test_a_point_whose_connection_broke_is_given_once(
 
     monkeypatch.setattr(RDBStorage, "set_trial_system_attr", broken)
     for _ in range(4):
-        run_one(worker)
+        run_one(worker, config)
     assert max(Counter(points(storage)).values()) == 1
 
 
-def test_a_point_that_two_workers_chose_is_given_up_by_one(storage: Storage, worker: WorkerLease) -> None:
+def test_a_point_that_two_workers_chose_is_given_up_by_one(
+    storage: Storage, worker: WorkerLease, config: Any
+) -> None:
     """The lock under which points are chosen is lost with the connection."""
-    run_one(worker)
+    run_one(worker, config)
     lease = worker.claim()
     trial = worker.open_trial(lease)
     first = worker._study.trials[0].system_attrs[POINT_ATTR]
     storage.optuna.set_trial_system_attr(trial_id_of(trial), POINT_ATTR, first)
     worker.release(lease)
     for _ in range(3):
-        run_one(worker)
+        run_one(worker, config)
     assert max(Counter(points(storage)).values()) == 1
