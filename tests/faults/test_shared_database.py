@@ -13,9 +13,7 @@ from worker_process import finish, notes, start_process, study, wait_for
 
 from hpo.study.reading.overview import StudyOverview, list_studies
 from hpo.study.reading.reader import read_study
-from hpo.study.running import serving
-from hpo.study.running.run import OpenOptions
-from hpo.study.running.stopping import Stop
+from hpo.study.running.serving import stays_in
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -71,18 +69,12 @@ def test_workers_without_a_name_go_to_the_highest_priority_and_then_where_fewest
         ({"workers": 3, "free": 0, "priority": 1}, {"workers": 9}, False),  # others run its last trials
     ],
 )
-def test_when_a_worker_leaves_a_study_for_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, here: Any, other: Any, stays: bool
-) -> None:
+def test_when_a_worker_leaves_a_study_for_another(here: Any, other: Any, stays: bool) -> None:
     def overview(name: str, workers: int, free: int = 5, priority: int = 0) -> StudyOverview:
         trials = {"open": free, "running": 1, "done": 0, "total": free + 1}
         return StudyOverview(name, "open", priority, trials, "score", None, workers, 0.0, 0.0, 0.0)
 
-    found = [overview("here", **here), overview("other", **other)]
-    monkeypatch.setattr(serving, "list_studies", lambda _: found)
-    server = serving.Server("", tmp_path, OpenOptions(stop=Stop()))
-    nothing: Any = None
-    assert server._stays(nothing, "here") == stays
+    assert stays_in("here", [overview("here", **here), overview("other", **other)]) == stays
 
 
 BACK = "The database is back"

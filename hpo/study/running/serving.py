@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -48,15 +47,12 @@ class Server:
     poll_seconds: float = 2.0
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     """Of its trials so far, by study."""
-    _left_out: dict[tuple[str, float, int], str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """The studies that cannot run here, with the reason."""
+    _left_out: set[tuple[str, float, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.stop = self.how.stop or Stop()
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """The studies that cannot run here, with the reason."""
-        return {name: reason for (name, *_), reason in self._left_out.items()}
 
     def serve(self) -> Literal["idle", "stopped", "timeout"]:
         """Run trials of the open studies until none is left for this worker.
@@ -69,7 +65,7 @@ class Server:
             if time.monotonic() > self.stop.deadline:
                 return "timeout"
             possible = self._look()
-            if study := _next(possible):
+            if study := next_study(possible):
                 idle_since = None
                 self._serve_study(study)
                 gc.unfreeze()  # what the study's trials froze may be garbage now
@@ -96,20 +92,15 @@ class Server:
         studies = [study for study in list_studies(storage) if study.state == "open"]
         return [study for study in studies if _key(study) not in self._left_out]
 
-    def _stays(self, storage: Storage, name: str) -> bool:
-        """Whether this worker goes on with the study that it is in; `run_study` notices when that ends."""
-        possible = self._possible(storage)
-        study = _next(possible, here=name)
-        return study is None or study.name == name or name not in [other.name for other in possible]
-
     def _serve_study(self, study: StudyOverview) -> None:
-        stop = self.stop
+        def stays() -> bool:
+            return stays_in(study.name, self._possible(opened.storage))
+
         try:
-            with open_storage(self.url, create=False, stop=stop) as storage:
+            with open_storage(self.url, create=False, stop=self.stop) as storage:
                 config = stored_study(study.name, storage.read_definition(study.name))
             with open_study(config, self.url, self.runs_dir, self.how) as opened, self.shown(opened):
-                stays = partial(self._stays, opened.storage, study.name)
-                summary = run_study(opened, stop=stop, goes_on=stays)
+                summary = run_study(opened, stop=self.stop, goes_on=stays)
         except InputError as error:
             self._leave_out(study, str(error))
             return
@@ -117,11 +108,12 @@ class Server:
         if summary.ended == "elsewhere":
             device = " or ".join(summary.elsewhere)
             self._leave_out(study, f"what is left of it needs a device with {device}")
-        elif summary.ended == "timeout" and time.monotonic() <= stop.deadline:
+        elif summary.ended == "timeout" and time.monotonic() <= self.stop.deadline:
             self._leave_out(study, f"this worker was in it for the study's `timeout` of {config.timeout} s")
 
     def _leave_out(self, study: StudyOverview, reason: str) -> None:
-        self._left_out[_key(study)] = reason
+        self._left_out.add(_key(study))
+        self.left_out[study.name] = reason
         _logger.warning("The study `%s` is left to other workers: %s", study.name, reason)
 
 
@@ -130,7 +122,7 @@ def _key(study: StudyOverview) -> tuple[str, float, int]:
     return study.name, study.created, study.trials["total"]
 
 
-def _next(studies: Sequence[StudyOverview], here: str = "") -> StudyOverview | None:
+def next_study(studies: Sequence[StudyOverview], here: str = "") -> StudyOverview | None:
     """The study that a worker serves next, which is in `here` now; None: no study has an open trial."""
 
     def rank(study: StudyOverview) -> tuple[int, int, bool]:
@@ -138,3 +130,9 @@ def _next(studies: Sequence[StudyOverview], here: str = "") -> StudyOverview | N
         return -study.priority, study.workers - is_here, not is_here
 
     return min((study for study in studies if study.trials["open"]), key=rank, default=None)
+
+
+def stays_in(name: str, possible: Sequence[StudyOverview]) -> bool:
+    """Whether a worker goes on with the study that it is in; `run_study` notices when that ends."""
+    study = next_study(possible, here=name)
+    return study is None or study.name == name or name not in [other.name for other in possible]
