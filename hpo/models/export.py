@@ -10,22 +10,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from hpo.data.tasks import Task
+from hpo.data.tasks import METRICS, Task
 from hpo.data.tokenized_split import Windowing
 from hpo.errors import ModelError, RunError, shorten
-from hpo.models.encoder import load_encoder, load_tokenizer
+from hpo.models.encoder import ATTENTION_IMPLEMENTATIONS, load_encoder, load_tokenizer
 from hpo.models.model_card import model_card
 from hpo.models.multitask import HeadSettings, MultitaskModel
+from hpo.precision.table import PRECISIONS
 
 EXPORT_FORMATS = {"torch": 2, "onnx": 3}
 """The format of hpo.json by runtime."""
@@ -167,14 +169,17 @@ def load_exported(
     try:
         heads = load_file(directory / "heads.safetensors")
         head_settings = HeadSettings(**{one.name: content[one.name] for one in fields(HeadSettings)})
-    except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+    except (OSError, LookupError, SafetensorError) as error:
         raise ModelError(not_intact(directory, error)) from error
     if not any(directory.glob("model*.safetensors")):  # transformers would take a pickle in its place
         raise ModelError(not_intact(directory, "there is no model.safetensors"))
     encoder = load_encoder(
         str(directory), attention=attention or settings.attention, trust_remote_code=trust_remote_code
     )
-    model = MultitaskModel(encoder, tasks, head_settings)
+    try:
+        model = MultitaskModel(encoder, tasks, head_settings)
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise ModelError(not_intact(directory, error)) from error
     of_encoder = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
     try:
         model.load_state_dict(of_encoder | heads)
@@ -235,17 +240,18 @@ def _sha256(path: Path) -> str:
 def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Task], ExportSettings]:
     """Tasks and settings in the `content` of the folder's hpo.json. Raises ModelError where it lacks them."""
     try:
-        tasks = [Task(**{**task, "labels": tuple(task["labels"])}) for task in content["tasks"]]
+        tasks = TypeAdapter(list[Task]).validate_python(content["tasks"])
         content = {"csv": {}, **content}  # of exports that were written before it was a setting
         given = {one.name: content[one.name] for one in fields(ExportSettings)}
-        pair = given["windowing"]["pair_segments"]
-        given["windowing"] = Windowing(
-            **{**given["windowing"], "pair_segments": None if pair is None else tuple(pair)}
-        )
-        given["float32_parts"] = tuple(given["float32_parts"])
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        settings = TypeAdapter(ExportSettings).validate_python(given)
+    except (ValueError, LookupError) as error:
         raise ModelError(not_intact(directory, error)) from error
-    return tasks, ExportSettings(**given)
+    named: list[tuple[str, Collection[str]]] = [(task.kind, METRICS) for task in tasks]
+    named += [(settings.attention, ATTENTION_IMPLEMENTATIONS), (settings.precision, PRECISIONS)]
+    for name, known in named:
+        if name not in known:
+            raise ModelError(not_intact(directory, f"`{name}` is none of {', '.join(known)}"))
+    return tasks, settings
 
 
 def not_intact(directory: Path, why: object) -> str:

@@ -156,6 +156,30 @@ def test_exported_files_can_be_read_by_others(tmp_path: Path) -> None:
     assert set(modes.values()) == {modes["hpo.json"]}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pooling": None},
+        {"pooling": "media"},
+        {"head_dropout": 2.0},
+        {"precision": "fp31"},
+        {"attention": "flush"},
+        {"windowing": {"max_length": 16, "long_text": "truncate", "stride": 0, "pair_segments": ["one"]}},
+        {"decisions": True},
+        {"tasks": [{"name": {}, "kind": "regression"}]},
+        {"tasks": [{"name": "t", "kind": "regresion"}]},
+        {"tasks": [{"name": "t", "kind": "token_classification"}]},
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = exported(tmp_path / "x")
+    content = json.loads((folder / "hpo.json").read_text())
+    (folder / "hpo.json").write_text(json.dumps(content | change))
+    with pytest.raises(ModelError, match=f"{folder} must be a whole folder"):
+        load_exported(folder)
+
+
 def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path: Path) -> None:
     folder = exported(tmp_path / "x")
     metadata = json.loads((folder / "hpo.json").read_text())
