@@ -9,6 +9,7 @@ exception that nobody meant to raise is a bug: it ends with its traceback and 1.
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -32,15 +33,12 @@ from hpo.cli import database as databases  # noqa: F401  (its commands)
 from hpo.cli import doctor as doctors  # noqa: F401  (its command)
 from hpo.cli.options import (
     RUNS,
-    ExportOption,
     JsonOption,
-    OverwriteOption,
     StorageOption,
     StudyArgument,
     TrustOption,
     answer,
     app,
-    check_export,
     checkpoint_of,
     config_of,
     existing_study,
@@ -168,8 +166,13 @@ def best(
             metavar="FILE", help="Of --evaluate: predictions and truth of each row, .jsonl, .csv or .parquet."
         ),
     ] = None,
-    export: ExportOption = None,
-    overwrite: OverwriteOption = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
+    ] = False,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -190,7 +193,7 @@ def best(
     used: dict[str, Any] = {}
     with existing_study(study, storage) as (database, record):
         if export is not None:
-            check_export(export, record.name, overwrite=overwrite)
+            _check_export(export, record.name, overwrite=overwrite)
         if (evaluate or export) and best_trials(record):
             with progress_shown(quiet=as_json):
                 config = config_of(study, record, trust_remote_code)
@@ -200,6 +203,25 @@ def best(
     else:
         _print_best(record, evaluate, used)
     raise typer.Exit(0 if best_trials(record) else 1)
+
+
+def _check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
+    """Raise ModelError where `folder` can take no model, InputError where it has that of another study."""
+    from hpo.models.export import check_export_folder  # imports PyTorch
+
+    check_export_folder(folder)
+    metadata = folder / "hpo.json"
+    if overwrite or not metadata.exists():
+        return
+    try:
+        other = json.loads(metadata.read_text())["provenance"]["study"]
+    except (OSError, ValueError, LookupError, TypeError):
+        other = "unknown"
+    if other != study_name:
+        raise InputError(
+            f"{folder} must be free for a model of `{study_name}`, but holds one of the study `{other}`. "
+            "Name another folder, or give --overwrite."
+        )
 
 
 def _use_best(

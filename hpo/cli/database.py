@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpo.cli.options import RUNS, JsonOption, StorageOption, answer, app
+from hpo.cli.options import (
+    RUNS,
+    JsonOption,
+    StorageOption,
+    StoredStudyArgument,
+    answer,
+    app,
+    existing_database,
+    load_file,
+)
 from hpo.errors import RunError
 
 if TYPE_CHECKING:
@@ -80,7 +89,7 @@ def status(folder: FolderOption = _FOLDER, as_json: JsonOption = False) -> None:
 
 @app.command()
 def copy(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="A name in the database.")],
+    study: StoredStudyArgument,
     to: Annotated[
         str, typer.Option(metavar="URL", help="Where it goes: as --storage, which is where it comes from.")
     ],
@@ -91,7 +100,6 @@ def copy(
     as_json: JsonOption = False,
 ) -> None:
     """Copy a whole study to another database, where it goes on with the same checkpoints."""
-    from hpo.cli.options import load_file
     from hpo.study.checkpoints.checkpoint_folders import hand_over
     from hpo.study.store.copy import copy_study
     from hpo.study.store.database import place, storage_url
@@ -101,7 +109,7 @@ def copy(
     config = load_file(study)
     old = config.name if config else study
     with (
-        open_storage(storage_url(storage), create=False) as source,
+        existing_database(storage) as source,
         open_storage(storage_url(to)) as target,
     ):
         before = checkpoints_folder(source, old, RUNS)

@@ -82,13 +82,6 @@ WorkersOption = Annotated[
         show_default="1",
     ),
 ]
-ExportOption = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", file_okay=False, help="Write a model that transformers and hpo load."),
-]
-OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Of --export: replace a model of another study.")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 WORK_OPTIONS: Mapping[str, Any] = {
     "workers": WorkersOption,
@@ -206,25 +199,6 @@ def load_to_check(study: str, storage: str | None, trust_remote_code: bool) -> S
     return config
 
 
-def check_export(folder: Path, study_name: str, *, overwrite: bool) -> None:
-    """Raise ModelError where `folder` can take no model, InputError where it has that of another study."""
-    from hpo.models.export import check_export_folder  # imports PyTorch
-
-    check_export_folder(folder)
-    metadata = folder / "hpo.json"
-    if overwrite or not metadata.exists():
-        return
-    try:
-        other = json.loads(metadata.read_text())["provenance"]["study"]
-    except (OSError, ValueError, LookupError, TypeError):
-        other = "unknown"
-    if other != study_name:
-        raise InputError(
-            f"{folder} must be free for a model of `{study_name}`, but holds one of the study `{other}`. "
-            "Name another folder, or give --overwrite."
-        )
-
-
 def check_work_options(options: Mapping[str, Any]) -> None:
     """Raise InputError where `WORK_OPTIONS` contradict each other, before anything is made."""
     from hpo.study.running.stopping import end_of_job
@@ -270,20 +244,19 @@ def load_to_work(
 ) -> tuple[StudyConfig, bool]:
     """The study as a worker runs it, and whether it is that of the user's own file.
 
-    With `stop` it waits for a database that is away, until that is set.
+    `stop` as in `existing_database`, `n_trials` as in `load_to_run`.
 
     A name is that of a study in the database, if there is one, whatever lies in studies/; a path, and a name
-    that the database does not have, are of a study file. `n_trials` as in `load_to_run`.
+    that the database does not have, are of a study file.
     """
     from hpo.config.study_config import stored_study
     from hpo.errors import NoDatabaseError, StudyFileError
     from hpo.study.store.database import place
-    from hpo.study.store.storage import open_storage
 
     unknown = ""
     if not is_path(study):
         try:
-            with open_storage(url, create=False, stop=stop) as storage:
+            with existing_database(url, stop) as storage:
                 if storage.has_study(study):
                     return _to_run(stored_study(study, storage.read_definition(study)), n_trials), False
         except NoDatabaseError as error:
@@ -330,6 +303,19 @@ def load_file(study: str) -> StudyConfig | None:
 
 
 @contextmanager
+def existing_database(storage: str | None, stop: Stop | None = None) -> Iterator[Storage]:
+    """The database at --storage. Raises NoDatabaseError where there is none.
+
+    With `stop` it waits for a database that is away, until that is set.
+    """
+    from hpo.study.store.database import storage_url
+    from hpo.study.store.storage import open_storage
+
+    with open_storage(storage_url(storage), create=False, stop=stop) as database:
+        yield database
+
+
+@contextmanager
 def existing_study(study: str, storage: str | None) -> Iterator[tuple[Storage, StudyRecord]]:
     """The database at --storage and what it has of STUDY, for commands that only read.
 
@@ -337,11 +323,9 @@ def existing_study(study: str, storage: str | None) -> Iterator[tuple[Storage, S
     where there is none.
     """
     from hpo.study.reading.reader import read_study
-    from hpo.study.store.database import storage_url
-    from hpo.study.store.storage import open_storage
 
     config = load_file(study)
-    with open_storage(storage_url(storage), create=False) as database:
+    with existing_database(storage) as database:
         is_stored = not is_path(study) and database.has_study(study)
         yield database, read_study(database, study if is_stored or config is None else config.name)
 

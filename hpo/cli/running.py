@@ -6,11 +6,9 @@ import logging
 import os
 import shlex
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,15 +16,12 @@ import typer
 from hpo.cli.options import (
     RUNS,
     WORK_OPTIONS,
-    ExportOption,
     JsonOption,
     NumTrialsOption,
-    OverwriteOption,
     StorageOption,
     StudyArgument,
     answer,
     app,
-    check_export,
     check_work_options,
     load_to_run,
     print_json,
@@ -114,8 +109,6 @@ def train(
         list[str] | None,
         typer.Option("--param", "-p", metavar="NAME=VALUE", help="A setting of the trial. Repeatable."),
     ] = None,
-    export: ExportOption = None,
-    overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run one trial without a database and print the record that a study would store."""
@@ -125,8 +118,6 @@ def train(
 
     params = parse_params(param or [])
     config = load_to_run(study)
-    if export is not None:
-        check_export(export, config.name, overwrite=overwrite)
     metrics = [objective.metric for objective in config.objective]
 
     def show(scored: ScoredEvaluation) -> None:
@@ -138,15 +129,12 @@ def train(
             typer.echo(f"step {evaluation.step}  {used}  loss {evaluation.train_loss:.4g}  {values}")
 
     with progress_shown(quiet=as_json), stop_signals() as stop, ranks_of_torchrun():
-        result = _train(config, params, Callbacks(show, stop.is_set), stop, export)
+        result = _train(config, params, Callbacks(show, stop.is_set), stop)
     record = {
         "params": params,
         "values": None if result.values is None else dict(zip(metrics, result.values, strict=True)),
         **trial_attributes(result),
     }
-    is_exported = export is not None and result.outcome == Outcome.COMPLETE
-    if is_exported:
-        record["export"] = str(export)
     if as_json:
         print_json(record)
     else:
@@ -155,29 +143,17 @@ def train(
         print_trial(record)
         if result.traceback:
             typer.echo(result.traceback, err=True)
-        if is_exported:
-            typer.echo(f"The model is exported to {export}.")
     raise typer.Exit({Outcome.COMPLETE: 0, Outcome.PREEMPTED: 130}.get(result.outcome, 1))
 
 
-def _train(
-    config: StudyConfig, params: Mapping[str, Any], callbacks: Callbacks, stop: Stop, export: Path | None
-) -> TrialResult:
-    """Run one trial with `params`, and write its model to `export` if it completes."""
+def _train(config: StudyConfig, params: Mapping[str, Any], callbacks: Callbacks, stop: Stop) -> TrialResult:
+    """Run one trial with `params`, which leaves no checkpoint."""
     from hpo.device import probe_device
-    from hpo.trial.best_model import export_checkpoint
     from hpo.trial.executor import Executor
-    from hpo.trial.provenance import TrialSource
 
-    with tempfile.TemporaryDirectory(prefix="hpo-train-") as temporary:
-        executor = Executor(config, probe_device(config.device), RUNS)
-        folder = None if export is None else Path(temporary, "trial")
-        stop.can_checkpoint = True
-        result = executor.run(params, folder, uuid.uuid4().hex, callbacks)
-        if folder is not None and export is not None and result.outcome == Outcome.COMPLETE:
-            source = TrialSource(None, params, result.telemetry)
-            export_checkpoint(executor, folder, export, source)
-    return result
+    executor = Executor(config, probe_device(config.device), RUNS)
+    stop.can_checkpoint = True
+    return executor.run(params, None, uuid.uuid4().hex, callbacks)
 
 
 @contextmanager

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpo.cli.options import RUNS, JsonOption, StorageOption, StoredStudyArgument, answer, app, print_json
+from hpo.cli.options import (
+    RUNS,
+    JsonOption,
+    StorageOption,
+    StoredStudyArgument,
+    answer,
+    app,
+    existing_database,
+    print_json,
+)
 from hpo.errors import HpoError, InputError, RunError, printable
 
 if TYPE_CHECKING:
@@ -23,10 +32,8 @@ WAIT_SECONDS = 180.0
 def studies(storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """List the studies of the database: state, progress, best value, live workers, age."""
     from hpo.study.reading.overview import list_studies
-    from hpo.study.store.database import storage_url
-    from hpo.study.store.storage import open_storage
 
-    with open_storage(storage_url(storage), create=False) as database:
+    with existing_database(storage) as database:
         found = list_studies(database)
     if as_json:
         print_json([_described(study) for study in found])
@@ -43,11 +50,9 @@ def pause(study: StoredStudyArgument, storage: StorageOption = None, as_json: Js
 @app.command()
 def resume(study: StoredStudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Open a study again that was paused or cancelled. Workers must be started anew."""
-    from hpo.study.store.database import storage_url
     from hpo.study.store.lifecycle import set_state
-    from hpo.study.store.storage import open_storage
 
-    with open_storage(storage_url(storage), create=False) as database:
+    with existing_database(storage) as database:
         before = set_state(database, study, "open")
         slots = database.slot_counts(study)
     again = "is open already" if before == "open" else f"was {before} and is open again"
@@ -85,11 +90,9 @@ def delete(
     from hpo.study.checkpoints.checkpoint_folders import noted_database, remove_checkpoints
     from hpo.study.checkpoints.remote_store import remove_uploads
     from hpo.study.store import lifecycle
-    from hpo.study.store.database import place, storage_url
-    from hpo.study.store.storage import open_storage
+    from hpo.study.store.database import place
 
-    url = storage_url(storage)
-    with open_storage(url, create=False) as database:
+    with existing_database(storage) as database:
         folder = lifecycle.checkpoints_folder(database, study, RUNS)
         config = lifecycle.checkpoint_config(study, database.read_definition(study))
         done = database.slot_counts(study)["done"]
@@ -100,8 +103,8 @@ def delete(
             )
         if not yes:
             if as_json or not sys.stdin.isatty():
-                raise InputError(f"To delete the study `{study}` from {place(url)}, give --yes.")
-            what = f"{study} with {done} finished trials from {place(url)}"
+                raise InputError(f"To delete the study `{study}` from {place(database.url)}, give --yes.")
+            what = f"{study} with {done} finished trials from {place(database.url)}"
             typer.confirm(f"Delete the study {what}? It cannot be had back.", abort=True)
         noted = noted_database(database)
         lifecycle.delete_study(database, study)  # raises where a worker has joined: nothing is removed then
@@ -119,11 +122,9 @@ def _halt(
 ) -> None:
     from hpo.cluster.batch.jobs import read_jobs
     from hpo.cluster.batch.slurm import cancel_jobs
-    from hpo.study.store.database import storage_url
     from hpo.study.store.lifecycle import end_unfinished, set_state
-    from hpo.study.store.storage import open_storage
 
-    with open_storage(storage_url(storage), create=False) as database:
+    with existing_database(storage) as database:
         before = set_state(database, study, state)
         own = [job.id for job in read_jobs(database, study)] if end_jobs else []
         cancelled, failure = [], None

@@ -305,7 +305,7 @@ def load(
     attention: str | None = None,
     trust_remote_code: bool = False,
 ) -> TrainedModel:
-    """The model in a folder that `hpo best --export`, `hpo train --export` or `hpo deploy` wrote.
+    """The model in a folder that `hpo best --export` or `hpo deploy` wrote.
 
     `device` is `auto` (CUDA where there is one), `cpu`, `cuda` or `cuda:1`. The model computes in the
     precision of its trial, or in fp32 with a warning where the device has no instructions for that;

@@ -22,7 +22,6 @@ def test_no_file_of_an_export_a_deployment_or_a_report_has_the_password(
         ("best", "mood", *storage, "--export", "model", "--evaluate", "test"),
         ("deploy", "mood", *storage, "--artifacts", "fp32", "--keep-all"),
         ("report", "mood", *storage),
-        ("train", str(study), "--export", "trained"),
     ]
     for command in commands:
         finished = ok(hpo_command(tmp_path, *command))

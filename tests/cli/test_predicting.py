@@ -185,20 +185,6 @@ def test_a_text_of_a_million_characters(exported: Path, graph: str, kind: str, t
     assert "1 of 1 texts are longer than 64 tokens and lose their end, as in training" in finished.err
 
 
-def test_train_exports_a_model_too(exported: Path, tmp_path: Path) -> None:
-    out = tmp_path / "model"
-    arguments = ("train", "tiny.yaml", "--param", "learning_rate=1e-3", "--export", str(out), "--json")
-    record = ok(hpo_command(exported, *arguments)).json
-    assert record["export"] == str(out)
-    provenance = json.loads((out / "hpo.json").read_text())["provenance"]
-    assert (provenance["trial"], provenance["parameters"]) == (None, {"learning_rate": 1e-3})
-    assert provenance["scores"]["validation"] == record["telemetry"]["metrics"]
-    assert len(rows_of(ok(hpo_command(exported, "predict", str(out), "test.jsonl")).out)) == 24
-    refused(
-        hpo_command(exported, "train", "tiny.yaml", "--export", "/dev/null/x"), "/dev/null cannot be written"
-    )
-
-
 NEEDED = (
     *("config.json", "heads.safetensors", "hpo.json", "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json"),
