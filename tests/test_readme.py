@@ -29,6 +29,7 @@ def test_the_reference_is_made_from_the_models() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(TEXT.splitlines()) <= 200
+    assert max(map(len, TEXT.splitlines())) <= 100
 
 
 def test_the_readme_has_every_command_and_no_other() -> None:

@@ -104,7 +104,8 @@ def write_own_data(studies: Path) -> None:
     (line,) = re.findall(r"```json\n(.*?)```", README.read_text(), re.DOTALL)
     given = json.loads(line)
     texts = (f"Late again, for the {number}th time!" for number in range(60))
-    rows = [given, *({**given, "id": f"more-{number}", "text": text} for number, text in enumerate(texts))]
+    more = given | {"labels": {"topic": "delivery", **given["labels"]}}
+    rows = [given, *({**more, "id": f"more-{number}", "text": text} for number, text in enumerate(texts))]
     (studies / "my_data").mkdir()
     (studies / "my_data" / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
