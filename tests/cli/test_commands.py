@@ -41,18 +41,18 @@ def test_asking_for_help_imports_nothing_that_takes_long(arguments: list[str]) -
     assert found <= {"pydantic"}, "with which typer itself reads the options of a command"
 
 
-@pytest.mark.parametrize(
-    ("command", "first"),
-    [("run", "hpo.study.running.run.run_study"), ("train", "hpo.trial.executor.Executor.run")],
-)
-def test_no_trial_waits_for_pandas(tmp_path: Path, command: str, first: str) -> None:
+def test_no_trial_waits_for_pandas(tmp_path: Path) -> None:
     write_study(tmp_path)
-    code = (
-        "import sys, hpo.cli.commands, hpo.study.running.run, hpo.trial.executor\n"
-        f"def first(*_, **__): sys.exit('trials begin')\n{first} = first\n"
-        f"sys.argv = ['hpo', '{command}', 'tiny.yaml']\n"
-        "try: hpo.cli.commands.main()\nexcept SystemExit as end: assert str(end) == 'trials begin', end"
-    )
+    code = "import sys, hpo.cli.commands, hpo.study.running.run, hpo.trial.executor\n"
+    code += "def first(*_, **__): sys.exit('trials begin')\n"
+    for command, begins in (
+        ("run", "hpo.study.running.run.run_study"),
+        ("train", "hpo.trial.executor.Executor.run"),
+    ):
+        code += (
+            f"{begins} = first\nsys.argv = ['hpo', '{command}', 'tiny.yaml']\n"
+            "try: hpo.cli.commands.main()\nexcept SystemExit as end: assert str(end) == 'trials begin', end\n"
+        )
     found = slow_modules_after(code, tmp_path)
     assert "transformers" in found, "the check can fail"
     assert "pandas" not in found
@@ -152,25 +152,19 @@ def test_report(folder: Path) -> None:
     assert hpo_command(folder, "report", "tiny.yaml", "--out", "tiny.yaml").exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "host", "warning"),
-    [
-        ([], "127.0.0.1", ""),
-        (["--host", "127.0.0.2"], "127.0.0.2", "Warning: whoever reaches {} can delete studies.\n"),
-    ],
-)
-def test_dashboard_prints_its_address_and_ends_on_ctrl_c(
-    folder: Path, options: list[str], host: str, warning: str
-) -> None:
-    process = start_hpo(folder, "dashboard", "tiny.yaml", "--port", "0", *options, PYTHONUNBUFFERED="1")
+def test_dashboard_prints_its_address_and_ends_on_ctrl_c(folder: Path) -> None:
+    (default,) = [option.default for option in COMMANDS["dashboard"].params if option.name == "host"]
+    assert default == "127.0.0.1"
+    options = ("--port", "0", "--host", "127.0.0.2")
+    process = start_hpo(folder, "dashboard", "tiny.yaml", *options, PYTHONUNBUFFERED="1")
     assert process.stdout is not None
     line = process.stdout.readline()
-    found = re.fullmatch(rf"http://({host}:\d+)/dashboard/studies/1 \(Ctrl-C ends it\)\n", line)
+    found = re.fullmatch(r"http://(127\.0\.0\.2:\d+)/dashboard/studies/1 \(Ctrl-C ends it\)\n", line)
     assert found, line or finish(process)
     with urllib.request.urlopen(f"http://{found[1]}/api/studies/1") as answer:
         assert json.load(answer)["name"] == "tiny"
     process.send_signal(signal.SIGINT)
-    assert finish(process) == Finished(0, "", warning.format(found[1]))
+    assert finish(process) == Finished(0, "", f"Warning: whoever reaches {found[1]} can delete studies.\n")
 
 
 # hpo train

@@ -67,15 +67,11 @@ def test_what_is_installed_is_pinned() -> None:
 
 
 def test_the_image_is_of_an_ordinary_user_and_runs_hpo() -> None:
-    before, build, image = instructions()
-    assert of_kind(before, "ARG")[0].startswith("PYTHON_IMAGE=docker.io/library/python:3.")
-    assert of_kind(build, "FROM") == ["${PYTHON_IMAGE} AS build"]
-    assert of_kind(image, "FROM") == ["${PYTHON_IMAGE}"]
+    _, _, image = instructions()
     assert json.loads(of_kind(image, "ENTRYPOINT")[0]) == ["hpo"]
-    (user,) = of_kind(image, "USER")
-    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
-    after_user = [name for name, _ in image[[name for name, _ in image].index("USER") :]]
-    assert "RUN" not in after_user
+    names = [name for name, _ in image]
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", image[names.index("USER")][1])
+    assert "RUN" not in names[names.index("USER") :]
 
 
 def test_no_secret_comes_to_lie_in_a_layer() -> None:
@@ -104,22 +100,14 @@ def test_ports_are_on_loopback() -> None:
 
 
 def test_secrets_are_files_that_git_does_not_know() -> None:
-    assert {name: secret.keys() for name, secret in COMPOSE["secrets"].items()} == {
-        "database_password": {"file"},
-        "storage_url": {"file"},
-        "aws_credentials": {"file"},
-    }
     files = [f"docker/{secret['file']}" for secret in COMPOSE["secrets"].values()]
+    assert len(files) == 3
     ignored = subprocess.run(["git", "check-ignore", *files, "docker/.env"], cwd=ROOT, capture_output=True)
     assert ignored.stdout.decode().split() == [*files, "docker/.env"]
-    assert SERVICES["database"]["environment"].keys() == {
-        "POSTGRES_PASSWORD_FILE",
-        "HPO_CONNECTIONS",
-    }
+    assert SERVICES["database"]["environment"].keys() == {"POSTGRES_PASSWORD_FILE", "HPO_CONNECTIONS"}
     assert not re.search(r"\w+://\w*:\w+@", (DOCKER / "compose.yaml").read_text())
     for name in OF_IMAGE:
         assert SERVICES[name]["environment"]["HPO_STORAGE"] == "@/run/secrets/storage_url"
-        assert SERVICES[name]["secrets"] == ["storage_url", "aws_credentials"]
 
 
 @pytest.mark.parametrize("name", OF_IMAGE)
@@ -135,18 +123,8 @@ def test_who_waits_for_whom_and_what_is_started_again() -> None:
     assert SERVICES["study"]["depends_on"] == {"database": {"condition": "service_healthy"}}
     for name in ("worker", "dashboard"):
         assert SERVICES[name]["depends_on"] == {"study": {"condition": "service_completed_successfully"}}
-    assert {name for name, service in SERVICES.items() if "healthcheck" in service} == {
-        "database",
-        "dashboard",
-    }
-    restart = {name: service.get("restart") for name, service in SERVICES.items()}
-    assert restart == {
-        "database": "unless-stopped",
-        "study": None,
-        "worker": "on-failure:10",  # not for ever: wrong input ends with 2 each time
-        "dashboard": "unless-stopped",
-    }
-    assert SERVICES["worker"]["stop_grace_period"] == "2m"
+    assert SERVICES["worker"]["restart"] == "on-failure:10", "wrong input ends with 2 each time"
+    assert "restart" not in SERVICES["study"], "else nobody would learn that it fails"
 
 
 @pytest.mark.parametrize("file", ["compose.yaml", "compose.cuda.yaml"])
