@@ -52,7 +52,7 @@ def _print(finding: Finding) -> None:
     typer.echo(printable(f"  {finding.problem}"))
     if finding.remedy:
         how = "Mended. " if finding.mended else "--fix: " if finding.mend else ""
-        typer.echo(f"  {how}{finding.remedy}")
+        typer.echo(printable(f"  {how}{finding.remedy}"))
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:

@@ -131,8 +131,8 @@ def print_json(value: Any) -> None:
 
 
 def answer(value: Any, text: str, *, as_json: bool) -> None:
-    """Print what a command has done: as JSON, or in words."""
-    print_json(value) if as_json else typer.echo(text)
+    """Print what a command has done: as JSON, or in words, which may come from a database."""
+    print_json(value) if as_json else typer.echo(printable(text))
 
 
 class _Stderr(logging.Handler):

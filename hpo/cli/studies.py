@@ -17,7 +17,7 @@ from hpo.cli.options import (
     existing_database,
     print_json,
 )
-from hpo.errors import HpoError, InputError, RunError, printable
+from hpo.errors import HpoError, InputError, RunError
 
 if TYPE_CHECKING:
     from hpo.study.reading.overview import StudyOverview
@@ -137,7 +137,7 @@ def _halt(
         slots = database.slot_counts(study)
     if failure is not None:
         raise type(failure)(f"The study `{study}` is {state}, but its jobs are not ended: {failure}")
-    jobs = printable(f"Jobs that are ended: {', '.join(cancelled)}.\n") if cancelled else ""
+    jobs = f"Jobs that are ended: {', '.join(cancelled)}.\n" if cancelled else ""
     ends = f", {ended} unfinished ended" if ended else ""
     done = {"before": before, "trials": slots, "ended": ended, "jobs": cancelled}
     answer(

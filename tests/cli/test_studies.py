@@ -388,6 +388,15 @@ def test_a_study_that_the_dashboard_deleted(made: Path, command: str) -> None:
     ok(hpo_command(made, "delete", "tiny", "--yes"))
 
 
+def test_where_checkpoints_are_is_shown_without_escape_sequences(made: Path) -> None:
+    """It is what the study's row says."""
+    for command, where in ((["doctor"], "/theirs"), (["delete", "tiny", "--yes"], f"{made}/theirs")):
+        change_definition(made, checkpoint={"location": f"{where}\x1b]0;x\x07", "top_k": 1})
+        finished = hpo_command(made, *command)
+        assert where in finished.out, finished.err
+        assert "\x1b" not in finished.out + finished.err, command
+
+
 def test_a_damaged_study_is_left_out_with_a_word(made: Path, caplog: pytest.LogCaptureFixture) -> None:
     ok(hpo_command(made, "init", str(write_study(made, name="other"))))
     with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage, storage.engine.begin() as connection:
