@@ -295,17 +295,14 @@ class _Supervisor:
         self.broken: _Worker | None = None  # whose restarts were used up
         self.workers = self._workers(folder)
         started = []
-        seconds = LEAVE_SECONDS
         try:
             for worker in self.workers:
                 worker.start(self._command())
                 started.append(worker)
             self._supervise(is_over)
-        except KeyboardInterrupt:
-            seconds = 0.0
+        except BaseException as error:
+            _end(started, 0.0 if isinstance(error, KeyboardInterrupt) else LEAVE_SECONDS)
             raise
-        finally:
-            _end(started, seconds)
 
     def _workers(self, folder: Path) -> list[_Worker]:
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from hpo.study.running.next_look import has_ended, look_by_look, wait_for_next_l
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
 from hpo.study.running.worker import run_worker
 from hpo.study.store.lifecycle import delete_study, set_state
-from hpo.study.store.storage import Storage, open_storage
+from hpo.study.store.storage import Storage
 from hpo.study.store.studies import create_or_resume_study
 
 PLAN = ComparisonConfig(
@@ -33,12 +32,6 @@ PLAN = ComparisonConfig(
     margin=0.5,
 )
 MORE = PLAN.model_copy(update={"num_seeds": {"fp32": 5, "bf16": 5}})
-
-
-@pytest.fixture
-def storage(sqlite_url: str) -> Iterator[Storage]:
-    with open_storage(sqlite_url) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,32 +180,20 @@ def test_a_study_that_was_deleted_in_the_dashboard_begins_anew(
     assert [executor.num_checks for executor in executors.made] == [1]
 
 
+@pytest.mark.parametrize("has_trained", [True, False])
 def test_another_definition_is_refused_before_anything_is_read(
-    sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor]
+    sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor], has_trained: bool
 ) -> None:
-    with open_storage(sqlite_url) as storage:
-        create_or_resume_study(storage, study(1))
-        train_one(storage, study(1))
+    """Where a trial has trained, and where a worker is in the study."""
     changed = study(2, training={"epochs": 7})
-    with (
-        pytest.raises(StudyChangedError, match=r"training\.epochs"),
-        open_study(changed, sqlite_url, tmp_path),
-    ):
-        pass
-    assert not executors.made
-
-
-def test_another_definition_is_refused_before_anything_is_read_where_a_worker_is_in_the_study(
-    sqlite_url: str, tmp_path: Path, executors: type[FakeExecutor]
-) -> None:
-    """Though no trial of it was evaluated."""
-    with open_storage(sqlite_url) as storage:
+    with open_storage(sqlite_url) as storage, ExitStack() as inside:
         opened = create_or_resume_study(storage, study(1))
-        with (
-            WorkerLease(storage, opened, max_retries=0),
-            pytest.raises(StudyChangedError, match=r"training\.epochs"),
-            open_study(study(2, training={"epochs": 7}), sqlite_url, tmp_path),
-        ):
+        if has_trained:
+            train_one(storage, study(1))
+        else:
+            inside.enter_context(WorkerLease(storage, opened, max_retries=0))
+        refused = pytest.raises(StudyChangedError, match=r"training\.epochs")
+        with refused, open_study(changed, sqlite_url, tmp_path):
             pass
     assert not executors.made
 

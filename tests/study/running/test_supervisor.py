@@ -39,14 +39,6 @@ from hpo.study.store.studies import create_or_resume_study
 TWO = [DeviceShare(2)] * 2
 
 
-def test_share_as_environment() -> None:
-    assert DeviceShare(2).environment == {"HPO_WORKERS_ON_DEVICE": "2"}
-    assert DeviceShare(1, "MIG-a").environment == {
-        "HPO_WORKERS_ON_DEVICE": "1",
-        "CUDA_VISIBLE_DEVICES": "MIG-a",
-    }
-
-
 @pytest.fixture
 def use_command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Let `run_workers` start `python` with these arguments instead of `hpo worker`."""
@@ -167,11 +159,12 @@ def test_logs_of_workers_are_added_to(
 
 
 @pytest.mark.parametrize(
-    ("code", "timeout", "ended"),
+    ("code", "timeout", "until", "ended"),
     [
-        (0, None, "elsewhere"),
-        (0, 1e-6, "timeout"),
-        (130, None, "stopped"),  # told to by somebody else
+        (0, None, None, "elsewhere"),
+        (0, 1e-6, None, "timeout"),
+        (130, None, None, "stopped"),  # told to by somebody else
+        (130, None, time.time() + 3600, "stopped"),  # before the end of the job
     ],
 )
 def test_workers_that_leave_trials_open(
@@ -180,14 +173,15 @@ def test_workers_that_leave_trials_open(
     use_command: Callable[..., None],
     code: int,
     timeout: float | None,
+    until: float | None,
     ended: str,
 ) -> None:
     use_command("-c", f"raise SystemExit({code})")
-    config, stop = study(2, timeout=timeout), Stop()
+    config, stop = study(2, timeout=timeout), Stop(until)
     create_or_resume_study(storage, config)
     summary = run_workers(config, storage, tmp_path, WorkerProcesses(TWO), stop)
     assert (summary.ended, summary.exit_code, summary.outcomes) == (ended, code, {})
-    assert not stop.asks_for_requeue
+    assert stop.asks_for_requeue == (until is not None)
     assert log_of(tmp_path).read_text().count("--- a worker starts") == 1
 
 
@@ -203,16 +197,6 @@ def test_jobs_of_one_node_write_logs_of_their_names(
     host = socket.gethostname()
     assert logs.keys() == {f"worker-{host}-{job}-0.log" for job in ("7", "8")}
     assert "of job 7" not in logs[f"worker-{host}-8-0.log"]
-
-
-def test_workers_that_leave_before_the_end_of_the_job(
-    storage: Storage, tmp_path: Path, use_command: Callable[..., None]
-) -> None:
-    use_command("-c", "raise SystemExit(130)")
-    create_or_resume_study(storage, study(2))
-    stop = Stop(time.time() + 3600)
-    summary = run_workers(study(2), storage, tmp_path, WorkerProcesses(TWO), stop)
-    assert (summary.ended, stop.asks_for_requeue) == ("stopped", True)
 
 
 @pytest.mark.parametrize("given", [None, "@file"])
