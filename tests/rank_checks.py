@@ -155,7 +155,11 @@ def check_seconds(folder: Path) -> dict[str, Any]:
     executor = tiny_executor(folder, CPU)
     config = config_of(executor, **NO_DROPOUT)
     model, optimizer, loss_fn, data = loop_parts(executor, config)
-    args = replace(training_args(executor.study, config), budget=Budget(max_seconds=0.3), num_evaluations=2)
+    args = replace(
+        training_args(executor.study, config, data.train.num_windows),
+        budget=Budget(max_seconds=0.3),
+        num_evaluations=2,
+    )
     state = TrainState()
     clock = TrainingClock(state, ThroughputMeter(executor.device))
     list(loop.train(loop.Learner(model, loss_fn, amp_of("fp32")), optimizer, data, args, clock))

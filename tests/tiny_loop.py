@@ -69,6 +69,6 @@ def train_steps(executor: Executor, num_steps: int, amp: AmpConfig = EMULATED, *
     model, optimizer, loss_fn, data = loop_parts(executor, config)
     recorder = LossRecorder(PRECISIONS[config.fp_precision], amp, CPU)
     clock = TrainingClock(TrainState(), ThroughputMeter(CPU))
-    args = training_args(executor.study, config)
+    args = training_args(executor.study, config, data.train.num_windows)
     (evaluation,) = train(Learner(model, loss_fn, recorder), optimizer, data, args, clock)
     return Trained(recorder.losses, evaluation, clock.state, recorder, model)

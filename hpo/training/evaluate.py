@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hpo.data.batches import collate
 from hpo.data.tasks import Task
-from hpo.data.tokenized_split import TokenizedSplit, ragged_arange
+from hpo.data.tokenized_split import IntArray, TokenizedSplit, ragged_arange
 from hpo.errors import Nonfinite, OutOfMemory
 from hpo.memory import is_out_of_memory
 from hpo.precision.amp import MixedPrecision
@@ -70,7 +70,7 @@ def check_finite(logits: Mapping[str, NDArray[np.float32]]) -> None:
 def predict_logits(
     model: Any,
     split: TokenizedSplit,
-    batches: Sequence[NDArray[np.intp]],
+    batches: Sequence[IntArray],
     mixed_precision: MixedPrecision,
     pad_id: int,
     on_batch: Callable[[], None] = lambda: None,

@@ -130,8 +130,7 @@ def train(
     example does not fit.
     """
     model, loss_fn, mixed_precision = learner
-    state, lengths_W = clock.state, data.train.lengths_W
-    budget = args.budget.in_steps(num_batches(len(lengths_W), args.batch_size))
+    state, lengths_W, budget = clock.state, data.train.lengths_W, args.budget
     state.micro_batch_size = state.micro_batch_size or first_micro_batch_size(args)
     sum_gradients = GradientSum(model)
     probe = StepProbe(model, optimizer, mixed_precision)
@@ -198,8 +197,7 @@ def _evaluate(
     mixed_precision.check()
     synchronize(mixed_precision.device)
     _lap(clock)
-    steps_per_epoch = num_batches(data.train.num_windows, args.batch_size)
-    budget, state, began = args.budget.in_steps(steps_per_epoch), clock.state, clock.now()
+    budget, state, began = args.budget, clock.state, clock.now()
     index = budget.evaluations_due(state, args.num_evaluations)
     split = data.validation
     batches = evaluation_batches(split.lengths_W, args.evaluation_tokens)[rank() :: world_size()]
@@ -212,7 +210,7 @@ def _evaluate(
     state.evaluation_seconds += seconds
     return Evaluation(
         step=state.step,
-        epoch=state.step / steps_per_epoch,
+        epoch=state.step / num_batches(data.train.num_windows, args.batch_size),
         budget_used=min(1.0, budget.used(state)),
         seconds=state.train_seconds,
         metrics=metrics,

@@ -20,16 +20,9 @@ FIRST_STEP_SHARE = 0.005
 class Budget:
     """How long a trial trains: exactly one of these is given."""
 
-    epochs: float | None = None
     max_steps: int | None = None
     max_seconds: float | None = None
     """Seconds of training; evaluation and compilation are not counted."""
-
-    def in_steps(self, steps_per_epoch: int) -> Budget:
-        """The same budget with its epochs as steps, as the methods below need it."""
-        if self.epochs is None:
-            return self
-        return Budget(max_steps=max(1, round(self.epochs * steps_per_epoch)))
 
     def used(self, state: TrainState) -> float:
         """The share that is used up, from 0 to 1 (and over, in seconds)."""

@@ -249,7 +249,8 @@ def _attempt(
 
 def _backed_off(config: AmpConfig) -> list[float]:
     """The loss scales after one overflow after the other, the last at the floor."""
-    scales, scale = [], config.init_scale
+    scales: list[float] = []
+    scale = config.init_scale
     while scale > config.min_scale:
         scale = max(config.min_scale, scale * config.backoff_factor)
         scales.append(scale)

@@ -69,7 +69,7 @@ class Replay:
         self.mixed_precision = _WatchedPrecision(parts.resolution.precision, amp, parts.device)
         self.learner = Learner(parts.model, parts.loss_fn, self.mixed_precision)
         self.state = TrainState()
-        self.args = training_args(parts.study, parts.config)
+        self.args = training_args(parts.study, parts.config, parts.train_split.num_windows)
         self.snapshots = [start]
         """The last two states; None is the beginning."""
         if start is not None:
@@ -128,8 +128,8 @@ class Replay:
         with backend_flags(amp.precision, amp.config), FirstNonfinite() as watched:
             if what == "logits":
                 split = parts.validation_split
-                tokens = evaluation_batches(split.lengths_W, args.evaluation_tokens)
-                predict_logits(parts.model, split, tokens, amp, parts.pad_id)
+                batches = evaluation_batches(split.lengths_W, args.evaluation_tokens)
+                predict_logits(parts.model, split, batches, amp, parts.pad_id)
             else:
                 split, tasks = parts.train_split, parts.loss_fn.tasks
                 batches = training_batches(split.lengths_W, args.batch_size, args.seed, self.state.epoch)

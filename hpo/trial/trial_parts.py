@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
-from hpo.data.batches import Batch, collate
+from hpo.data.batches import Batch, collate, num_batches
 from hpo.data.dataset import DataSet
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import DeviceInfo
@@ -178,11 +178,13 @@ def _loss_fn(config: TrialConfig, model: MultitaskModel, split: TokenizedSplit) 
     )
 
 
-def training_args(study: StudyConfig, config: TrialConfig) -> TrainingArgs:
-    """What the loop needs to know of the trial's settings."""
-    evaluation = study.evaluation
+def training_args(study: StudyConfig, config: TrialConfig, num_windows: int) -> TrainingArgs:
+    """What the loop needs to know of the trial's settings; `num_windows` are those of the training split."""
+    evaluation, max_steps = study.evaluation, config.max_steps
+    if config.epochs is not None:
+        max_steps = max(1, round(config.epochs * num_batches(num_windows, config.batch_size)))
     return TrainingArgs(
-        budget=Budget(config.epochs, config.max_steps, config.max_seconds),
+        budget=Budget(max_steps, config.max_seconds),
         batch_size=config.batch_size,
         micro_batch_size=config.micro_batch_size or config.batch_size,
         seed=config.seed,

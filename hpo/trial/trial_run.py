@@ -14,7 +14,6 @@ import torch
 
 from hpo.config.study_config import MEASURED_METRICS
 from hpo.config.trial_settings import BUDGETS
-from hpo.data.batches import num_batches
 from hpo.device import Utilization
 from hpo.errors import Incompatible, Preempted
 from hpo.memory import peak_memory_bytes, release_free_memory, reset_peak_memory
@@ -71,7 +70,7 @@ class TrialRun:
         self.recorder = recorder
         self.callbacks = callbacks
         self.cache = cache
-        self.args = training_args(parts.study, parts.config)
+        self.args = training_args(parts.study, parts.config, parts.train_split.num_windows)
         self.meter = ThroughputMeter(parts.device)
         self.compile_clock = CompileClock()
         self.state = TrainState(micro_batch_size=first_micro_batch_size(self.args))
@@ -214,12 +213,12 @@ class TrialRun:
         return due
 
     def _progress(self) -> Progress:
-        state, split = self.state, self.parts.train_split
+        state = self.state
         if state.step % CHECK_EVERY[self.parts.device.type] == 0:  # after which no value is waited for
             if state.num_losses:
                 self.train_loss = float(state.loss_sum) / state.num_losses
             self.examples_per_second = self.meter.summary()["train_examples_per_second"]
-        used = self.args.budget.in_steps(num_batches(split.num_windows, self.args.batch_size)).used(state)
+        used = self.args.budget.used(state)
         return Progress(state.step, used, self.train_loss, self.examples_per_second, self.store.write_seconds)
 
     def _on_evaluation(self, evaluation: Evaluation) -> None:

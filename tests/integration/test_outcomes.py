@@ -346,7 +346,7 @@ def test_a_weight_of_no_task_is_refused_before_the_first_trial(tmp_path: Path) -
 def test_thresholds_follow_the_objective(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, objective={"metric": "criteria/f1_micro"})
     config = build_trial_config(executor.study, {}, "fp32")
-    assert training_args(executor.study, config).decision_metrics == {"criteria": "f1_micro"}
+    assert training_args(executor.study, config, 48).decision_metrics == {"criteria": "f1_micro"}
 
 
 def test_a_measured_objective_is_that_of_the_whole_trial(tmp_path: Path) -> None:

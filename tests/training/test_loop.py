@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
+from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor, tiny_study
 from tiny_loop import amp_of, config_of, loop_parts, train_steps
 from torch import Tensor, nn
 from transformers import AutoModel
 
+from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import collate, training_batches
 from hpo.data.examples import Example
 from hpo.models.compact_embedding import CompactEmbedding, compact_vocabulary
@@ -203,29 +204,35 @@ def test_loss_and_gradients_are_those_of_plain_transformers(
 @pytest.mark.parametrize(
     ("budget", "state", "used"),
     [
-        (Budget(epochs=2), TrainState(step=5), 0.25),
-        (Budget(epochs=0.5), TrainState(step=5), 1.0),
-        (Budget(max_steps=20), TrainState(step=5), 0.25),
-        (Budget(max_seconds=8), TrainState(step=5, train_seconds=2), 0.25),
+        ({"epochs": 2}, TrainState(step=5), 0.25),
+        ({"epochs": 0.5}, TrainState(step=5), 1.0),
+        ({"epochs": 0.01}, TrainState(step=1), 1.0),
+        ({"max_steps": 20}, TrainState(step=5), 0.25),
+        ({"max_seconds": 8}, TrainState(step=5, train_seconds=2), 0.25),
     ],
 )
-def test_the_share_of_a_budget_that_is_used(budget: Budget, state: TrainState, used: float) -> None:
-    assert budget.in_steps(10).used(state) == pytest.approx(used)
+def test_the_share_of_a_budget_that_is_used(
+    budget: dict[str, Any], state: TrainState, used: float, tmp_path: Path
+) -> None:
+    """Of ten steps an epoch."""
+    study = tiny_study(tmp_path, training=budget | {"batch_size": 8})
+    args = training_args(study, build_trial_config(study, {}, "fp32"), num_windows=78)
+    assert args.budget.used(state) == pytest.approx(used)
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 28, 264])
 def test_evaluations_come_after_their_exact_steps(num_steps: int) -> None:
-    for budget in (Budget(max_steps=num_steps), Budget(epochs=num_steps / 10).in_steps(10)):
-        for count in range(1, 65):
-            state, made = TrainState(), []
-            for state.step in range(1, num_steps + 1):
-                due = budget.evaluations_due(state, count)
-                if due > state.num_evaluations:
-                    made.append(state.step)
-                state.num_evaluations = due
-            expected = {math.ceil(Fraction(n * num_steps, count)) for n in range(1, count + 1)}
-            assert made == sorted(expected), count
-            assert state.num_evaluations == count
+    budget = Budget(max_steps=num_steps)
+    for count in range(1, 65):
+        state, made = TrainState(), []
+        for state.step in range(1, num_steps + 1):
+            due = budget.evaluations_due(state, count)
+            if due > state.num_evaluations:
+                made.append(state.step)
+            state.num_evaluations = due
+        expected = {math.ceil(Fraction(n * num_steps, count)) for n in range(1, count + 1)}
+        assert made == sorted(expected), count
+        assert state.num_evaluations == count
 
 
 def test_the_last_evaluation_of_a_budget_of_seconds_is_at_its_end() -> None:
@@ -290,7 +297,9 @@ def train_for_seconds(
     config = config_of(executor)
     model, optimizer, loss_fn, data = loop_parts(executor, config)
     args = replace(
-        training_args(executor.study, config), budget=Budget(max_seconds=4.5), num_evaluations=num_evaluations
+        training_args(executor.study, config, data.train.num_windows),
+        budget=Budget(max_seconds=4.5),
+        num_evaluations=num_evaluations,
     )
     return list(train(Learner(model, loss_fn, amp_of("fp32")), optimizer, data, args, clock))
 

@@ -240,7 +240,11 @@ def evaluations_of(
 ) -> tuple[list[Evaluation], LossRecorder]:
     config = config_of(executor, **params)
     model, optimizer, loss_fn, data = loop_parts(executor, config)
-    args = replace(training_args(executor.study, config), budget=budget, num_evaluations=num_evaluations)
+    args = replace(
+        training_args(executor.study, config, data.train.num_windows),
+        budget=budget,
+        num_evaluations=num_evaluations,
+    )
     recorder = LossRecorder(PRECISIONS[config.fp_precision], EMULATED, CPU)
     if "init_scale" in params:
         recorder.update_amp_config(init_scale=params["init_scale"])

@@ -61,7 +61,10 @@ def run_steps(
                 watched.append(state.step)
             return False
 
-        args = replace(training_args(executor.study, config), micro_batch_size=config.batch_size // 2)
+        args = replace(
+            training_args(executor.study, config, data.train.num_windows),
+            micro_batch_size=config.batch_size // 2,
+        )
         clock, amp = TrainingClock(state, meter), amp_of(config.fp_precision, device)
         watch_next()
         with pytest.raises(Enough):

@@ -12,8 +12,6 @@ from tiny import CPU, EMULATED
 from tiny_encoders import BERT, FAMILIES, LABEL, make_batch
 from torch import nn
 from transformers import (
-    DebertaConfig,
-    DebertaModel,
     DebertaV2Config,
     DebertaV2Model,
     T5Config,
@@ -86,11 +84,6 @@ def deberta_v2(bias: float) -> nn.Module:
     return model
 
 
-def deberta(_: float) -> nn.Module:
-    torch.manual_seed(0)
-    return DebertaModel(DebertaConfig(**DISENTANGLED))
-
-
 FEED_FORWARD = "first module that made them so is encoder.encoder.block.0.layer.1.DenseReluDense"
 SCORES = "first module that made them so is encoder.encoder.layer.0.attention.self"
 
@@ -113,28 +106,6 @@ def test_what_a_family_is_known_for_is_found(
     found = check(build(size), name)
     assert (found.verdict, bool(found.reasons)) == (verdict, bool(said))
     assert said in " ".join(found.reasons)
-
-
-@pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_the_first_deberta_is_as_transformers_has_it(name: str) -> None:
-    """Where its attention fills fp32's lowest value into a mask under autocast, the check says so."""
-    try:
-        with (
-            torch.no_grad(),
-            torch.autocast("cpu", dtype=torch.bfloat16 if name == "bf16" else torch.float16),
-        ):
-            deberta(0)(*make_batch_of_few_tokens())
-        raises = False
-    except RuntimeError:
-        raises = True
-    found = check(deberta(0), name)
-    assert found.verdict == ("incompatible" if raises else "ok")
-    assert ("without overflow" in " ".join(found.reasons)) == raises
-
-
-def make_batch_of_few_tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    ids_BL, mask_BL = make_batch()
-    return ids_BL % 90, mask_BL
 
 
 def test_modernbert_passes_with_sdpa_where_texts_are_mostly_padding() -> None:
