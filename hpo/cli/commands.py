@@ -337,6 +337,9 @@ def _evaluate_checkpoint(
 @app.command()
 def report(
     study: StudyArgument,
+    others: Annotated[
+        list[str] | None, typer.Argument(metavar="[STUDY]...", help="More, side by side with it on one page.")
+    ] = None,
     storage: StorageOption = None,
     out: Annotated[
         Path | None,
@@ -344,13 +347,29 @@ def report(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML file and CSV tables."""
+    """Write one self-contained HTML file and CSV tables; of several studies one page without tables."""
     from hpo.report.report import write_report
 
+    if others:
+        _side_by_side([study, *others], storage, out, as_json=as_json)
+        return
     with existing_study(study, storage) as (_, record):
         study_file = study if load_file(study) else None
         path = write_report(record, out or RUNS / record.name / "report", study_file)
     answer({"study": record.name, "report": str(path)}, str(path), as_json=as_json)
+
+
+def _side_by_side(names: list[str], storage: str | None, out: Path | None, *, as_json: bool) -> None:
+    from hpo.report.side_by_side import write_side_by_side
+    from hpo.study.store import schema
+
+    records, data = [], {}
+    for study in names:
+        with existing_study(study, storage) as (database, record):
+            records.append(record)
+            data[record.name] = database.stored(record.name, schema.studies.c.data)
+    path = write_side_by_side(records, data, out or RUNS / records[0].name / "side-by-side")
+    answer({"studies": [record.name for record in records], "report": str(path)}, str(path), as_json=as_json)
 
 
 @app.command()

@@ -9,6 +9,7 @@ Each file is written under a temporary name and renamed, so a reader never sees 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,18 +34,25 @@ def write_report(record: StudyRecord, out_dir: Path, study_file: str | None = No
     Raises RunError when a file cannot be written; files of an earlier report are then still whole.
     """
     tables = StudyTables(record)
+    csv = {f"tables/{name}.csv": table.to_csv(index=False) for name, table in _csv_tables(tables).items()}
+    write_pages(out_dir, {**csv, "report.html": report_html(tables, all_charts(tables), study_file)})
+    return out_dir / "report.html"
+
+
+def write_pages(out_dir: Path, pages: Mapping[str, str]) -> None:
+    """Write texts into files of a folder, by their paths in it.
+
+    Raises RunError where one cannot be written; files that were there are then still whole.
+    """
     try:
-        (out_dir / "tables").mkdir(parents=True, exist_ok=True)
-        for name, table in _csv_tables(tables).items():
-            write_whole(out_dir / "tables" / f"{name}.csv", table.to_csv(index=False).encode())
-        path = out_dir / "report.html"
-        write_whole(path, report_html(tables, all_charts(tables), study_file).encode())
+        for name, text in pages.items():
+            (out_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(out_dir / name, text.encode())
     except OSError as error:
         raise RunError(
             f"the report could not be written to {out_dir}: {error.strerror or error}. "
             "Free some space or name another folder."
         ) from error
-    return path
 
 
 def _csv_tables(tables: StudyTables) -> dict[str, pd.DataFrame]:
