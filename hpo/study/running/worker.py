@@ -111,15 +111,18 @@ def run_worker(
         refusal=partial(refusal, config.search_space),
         saved_step=options.saved_step,
     ) as worker:
-        study.sampler = build_sampler(
-            config.sampler,
-            config.search_space,
-            worker_number=worker.number,
-            device=device,
-            skipped=skipped,
-            lock=storage.exclusive,
-            read_plan=partial(read_plan, storage, config.name) if config.comparison else None,
-        )
+        if config.comparison is None:
+            study.sampler = build_sampler(
+                config.sampler,
+                config.search_space,
+                worker_number=worker.number,
+                device=device,
+                skipped=skipped,
+                lock=storage.exclusive,
+            )
+        else:
+            plan = partial(read_plan, storage, config.name)
+            study.sampler = PlannedPoints(plan, device.kind, skipped, storage.exclusive)
         left = _Left(worker, storage, runnable, waits_for_others=config.comparison is not None)
         if summary := _run_slots(left, run_trial, options, outcomes, deadline):
             return summary

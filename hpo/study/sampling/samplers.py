@@ -18,7 +18,7 @@ changes that. The sampler `grid` is our own, `grid_sampler.SharedGrid`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,12 @@ import optuna
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler, RandomSampler
 
-from hpo.config.comparison import ComparisonConfig
 from hpo.config.search_space import SearchSpace, is_finite
 from hpo.precision.table import PRECISION
 from hpo.study.sampling.device_sampler import ANY_DEVICE, DeviceSampler, WorkerDevice
 from hpo.study.sampling.feasible_sampler import AvoidRepeats, InfeasibleFilterSampler
 from hpo.study.sampling.gp_sampler import PrunedAwareSampler
-from hpo.study.sampling.grid_sampler import Lock, PlannedPoints, SharedGrid, grid_points
+from hpo.study.sampling.grid_sampler import Lock, SharedGrid, grid_points
 
 if TYPE_CHECKING:
     from hpo.config.sampler_config import PrunerConfig, SamplerConfig
@@ -46,19 +45,15 @@ def build_sampler(
     device: WorkerDevice = ANY_DEVICE,
     skipped: Container[str] = (),
     lock: Lock = nullcontext,
-    read_plan: Callable[[], ComparisonConfig] | None = None,
 ) -> BaseSampler:
-    """Return the sampler of one worker of a study.
+    """Return the sampler of one worker of a study; that of a comparison is `PlannedPoints`.
 
     Args:
         worker_number: added to the seed, without which two workers would try the same configurations; only
             `grid` and `qmc` continue one sequence among all workers and need the same seed for it.
         skipped: precisions that this worker does not draw.
         lock: held while a point of the grid is chosen, so that no two workers choose the same.
-        read_plan: of a comparison, whose trials are planned.
     """
-    if read_plan is not None:
-        return PlannedPoints(read_plan, device.kind, skipped, lock)
     if config.name == "grid":
         return SharedGrid(grid_points(space, config.seed), skipped, lock)
     choices: tuple[Any, ...] = space[PRECISION].grid() if PRECISION in space else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hpo.compare.companion import comparison_study
 from hpo.config.comparison import ComparedConfiguration, ComparisonConfig
 from hpo.config.search_space import suggest
 from hpo.study.claims.leases import WorkerLease
-from hpo.study.sampling.grid_sampler import POINT_ATTR
+from hpo.study.sampling.grid_sampler import POINT_ATTR, PlannedPoints
 from hpo.study.sampling.samplers import build_sampler
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.storage import Storage, open_storage
@@ -61,8 +62,10 @@ def config(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def worker(storage: Storage, config: Any) -> Any:
     opened = create_or_resume_study(storage, config)
-    read_plan = None if config is GRID else lambda: PLAN
-    opened.sampler = build_sampler(config.sampler, config.search_space, read_plan=read_plan)
+    if config is GRID:
+        opened.sampler = build_sampler(config.sampler, config.search_space)
+    else:
+        opened.sampler = PlannedPoints(lambda: PLAN, "", (), nullcontext)
     with WorkerLease(storage, opened, max_retries=1) as worker:
         yield worker
 
