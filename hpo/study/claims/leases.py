@@ -22,11 +22,10 @@ FAIL, because samplers do not see FAIL and would return to the same broken preci
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,6 @@ import optuna
 import sqlalchemy as sa
 from optuna.trial import FrozenTrial, TrialState
 
-from hpo.json_safe import json_safe
 from hpo.outcome import Outcome
 from hpo.study.claims.deaths import Deaths, count_death
 from hpo.study.claims.lease import Lease as Lease
@@ -88,8 +86,6 @@ class WorkerLease(Membership):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._lease: Lease | None = None
-        """Of the slot that it has claimed last."""
         self._may_have_slot = False
         self._looks_at = -math.inf  # for dead workers
 
@@ -162,8 +158,7 @@ class WorkerLease(Membership):
     def unfinished(self) -> dict[int | None, Mapping[str, Any]]:
         """The parameters so far of the slots' unfinished trials, by number; None: {}, one is not made yet."""
         query = sa.select(slots.c.trial_number).where(self._of_study, slots.c.state != "done").distinct()
-        with self._storage.engine.connect() as connection:
-            numbers = connection.execute(query).scalars().all()
+        numbers = self._storage.read(lambda connection: connection.execute(query).scalars().all())
         trials = self._study.get_trials(deepcopy=False)
         return {number: {} if number is None else known_params(trials[number]) for number in numbers}
 
@@ -195,28 +190,6 @@ class WorkerLease(Membership):
         saved_step = max(slot.saved_step, self.saved_step(slot.trial_number))
         return count_death(connection, slot, saved_step, owner.cause or "")
 
-    # The heartbeat
-
-    def _renew_slot(self, connection: sa.Connection) -> Mapping[str, Any]:
-        lease = self._lease
-        columns: dict[str, Any] = {"progress": None, "progress_at": None}
-        if lease is None:
-            return columns
-        if not lease.update(connection, slots.c.state == "running"):
-            lease.lost.set()
-        if lease.noted is not None:
-            progress, noted_at = lease.noted
-            told = {**asdict(progress), "trial": lease.trial_number}
-            columns["progress"] = json.dumps(json_safe(told))
-            columns["progress_at"] = self._storage.now - (time.monotonic() - noted_at)
-        return columns
-
-    def _open_slots(self, connection: sa.Connection) -> None:
-        if self._lease is not None:
-            self._lease.update(connection, slots.c.state == "running", state="open")
-        mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
-        connection.execute(sa.update(slots).where(*mine).values(state="open"))
-
     # The trial of a slot
 
     def open_trial(self, lease: Lease) -> optuna.trial.Trial | None:
@@ -240,8 +213,7 @@ class WorkerLease(Membership):
                 # As `study.enqueue_trial` stores them.
                 self._make_trial(lease, {"fixed_params": last.params}, {"retry_of": last.number})
             else:
-                with self._storage.engine.begin() as connection:
-                    lease.hold(connection, state="done")
+                self._storage.write(lambda connection: lease.hold(connection, state="done"))
                 self._forget()
                 return None
         return optuna.trial.Trial(self._study, trial_id_of(last))
@@ -290,8 +262,8 @@ class WorkerLease(Membership):
     def _reread(self, lease: Lease) -> None:
         """Look which trial the slot has now."""
         mine = (self._of_study, slots.c.slot == lease.slot, slots.c.owner == self.id)
-        with self._storage.engine.connect() as connection:
-            row = connection.execute(sa.select(slots.c.trial_number).where(*mine)).one_or_none()
+        query = sa.select(slots.c.trial_number).where(*mine)
+        row = self._storage.read(lambda connection: connection.execute(query).one_or_none())
         if row is None:
             lease.lost.set()
             lease.check()
@@ -307,12 +279,7 @@ class WorkerLease(Membership):
 
     def release(self, lease: Lease) -> None:
         """Open a claimed slot again; its trial, if unfinished, goes on with the next worker."""
-
-        def open_slot() -> None:
-            with self._storage.engine.begin() as connection:
-                lease.hold(connection, state="open")
-
-        self._storage.persist(open_slot)
+        self._storage.write(lambda connection: lease.hold(connection, state="open"))
         self._forget()
 
     def record_outcome(self, lease: Lease, trial: optuna.trial.Trial, result: TrialResult) -> None:

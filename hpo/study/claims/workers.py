@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from hpo.errors import HpoError, OutageError, StoppedError
+from hpo.json_safe import json_safe
+from hpo.study.claims.lease import Lease
 from hpo.study.claims.process import process_start, this_job, this_machine
 from hpo.study.store.failures import explain
 from hpo.study.store.lifecycle import study_state
@@ -50,6 +54,8 @@ class Membership:
         self.id = f"{socket.gethostname()[:100]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.study_closed = threading.Event()
         """Set when the study was paused, cancelled or deleted."""
+        self._lease: Lease | None = None
+        """Of the slot that it has claimed last."""
         self._of_study = slots.c.study == self._study.study_name
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -80,9 +86,12 @@ class Membership:
     def others_run(self) -> bool:
         """Whether another worker that lives is running a trial of the study."""
         running = sa.select(slots.c.owner).where(self._of_study, slots.c.state == "running")
-        with self._storage.engine.connect() as connection:
-            owners = set(connection.execute(running).scalars())
-            return bool(owners & self._storage.live_workers(connection, self._study.study_name) - {self.id})
+
+        def read(connection: sa.Connection) -> set[str]:
+            alive = self._storage.live_workers(connection, self._study.study_name)
+            return alive.intersection(connection.execute(running).scalars()) - {self.id}
+
+        return bool(self._storage.read(read))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leaving.set()
@@ -119,11 +128,25 @@ class Membership:
 
     def _renew_slot(self, connection: sa.Connection) -> Mapping[str, Any]:
         """Keep the slot that this worker has claimed; what its row says of the trial in it."""
-        raise NotImplementedError
+        lease = self._lease
+        columns: dict[str, Any] = {"progress": None, "progress_at": None}
+        if lease is None:
+            return columns
+        if not lease.update(connection, slots.c.state == "running"):
+            lease.lost.set()
+        if lease.noted is not None:
+            progress, noted_at = lease.noted
+            told = {**asdict(progress), "trial": lease.trial_number}
+            columns["progress"] = json.dumps(json_safe(told))
+            columns["progress_at"] = self._storage.now - (time.monotonic() - noted_at)
+        return columns
 
     def _open_slots(self, connection: sa.Connection) -> None:
         """Open what this worker has claimed, for others."""
-        raise NotImplementedError
+        if self._lease is not None:
+            self._lease.update(connection, slots.c.state == "running", state="open")
+        mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
+        connection.execute(sa.update(slots).where(*mine).values(state="open"))
 
     def _renew(self, connection: sa.Connection, columns: Mapping[str, Any]) -> bool:
         """Say that this worker lives; False: its row is gone."""

@@ -51,12 +51,7 @@ def study_state(connection: sa.Connection, name: str) -> str | None:
 
 def read_state(storage: Storage, name: str) -> str | None:
     """As `study_state`, in a transaction of its own."""
-
-    def read() -> str | None:
-        with storage.engine.connect() as connection:
-            return study_state(connection, name)
-
-    return storage.persist(read)
+    return storage.read(lambda connection: study_state(connection, name))
 
 
 def is_in_work(storage: Storage, name: str) -> bool:
@@ -74,30 +69,22 @@ def set_state(storage: Storage, name: str, state: StudyState) -> str:
     """
     storage.study_token(name)  # the message names the nearest
 
-    def change() -> str | None:
-        with storage.engine.begin() as connection:
-            of_study = sa.update(studies).where(studies.c.name == name)
-            before = study_state(connection, name)
-            connection.execute(of_study.values(state=state))
-            return before
+    def change(connection: sa.Connection) -> str | None:
+        before = study_state(connection, name)
+        connection.execute(sa.update(studies).where(studies.c.name == name).values(state=state))
+        return before
 
-    return storage.persist(change) or state
+    return storage.write(change) or state
 
 
 def wait_for_workers(storage: Storage, name: str, seconds: float, poll_seconds: float = 0.5) -> list[str]:
     """Wait until no worker is in the study; return where those are that still are after so many `seconds`."""
     deadline = time.monotonic() + seconds
-    while (left := _live_workers(storage, name)) and time.monotonic() < deadline:
+    while left := storage.read(lambda connection: _processes(storage, connection, name)):
+        if time.monotonic() >= deadline:
+            break
         time.sleep(poll_seconds)
     return left
-
-
-def _live_workers(storage: Storage, name: str) -> list[str]:
-    def read() -> list[str]:
-        with storage.engine.connect() as connection:
-            return _processes(storage, connection, name)
-
-    return storage.persist(read)
 
 
 def _processes(storage: Storage, connection: sa.Connection, name: str) -> list[str]:
@@ -114,23 +101,20 @@ def end_unfinished(storage: Storage, name: str) -> int:
     not cancelled nothing is done.
     """
 
-    def take() -> list[int]:
-        with storage.engine.begin() as connection:
-            # Written first, so that nobody opens the study or claims a slot meanwhile.
-            cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
-            if not connection.execute(cancelled.values(state="cancelled")).rowcount:
-                return []
-            alive = storage.live_workers(connection, name)
-            has_no_worker = sa.or_(slots.c.state == "open", slots.c.owner.not_in(alive))
-            unfinished = (slots.c.study == name, slots.c.state != "done", slots.c.trial_number.is_not(None))
-            query = sa.select(slots.c.trial_number).where(*unfinished, has_no_worker)
-            numbers = list(connection.execute(query).scalars())
-            if numbers:
-                of_these = sa.update(slots).where(*unfinished, has_no_worker)
-                connection.execute(of_these.values(_FRESH))
-            return [number for number in numbers if number is not None]
+    def begin_anew(connection: sa.Connection) -> set[int | None]:
+        # Written first, so that nobody opens the study or claims a slot meanwhile.
+        cancelled = sa.update(studies).where(studies.c.name == name, studies.c.state == "cancelled")
+        if not connection.execute(cancelled.values(state="cancelled")).rowcount:
+            return set()
+        alive = storage.live_workers(connection, name)
+        has_no_worker = sa.or_(slots.c.state == "open", slots.c.owner.not_in(alive))
+        unfinished = (slots.c.study == name, slots.c.state != "done", slots.c.trial_number.is_not(None))
+        query = sa.select(slots.c.trial_number).where(*unfinished, has_no_worker)
+        numbers = set(connection.execute(query).scalars())
+        connection.execute(sa.update(slots).where(*unfinished, has_no_worker).values(_FRESH))
+        return numbers
 
-    numbers = set(storage.persist(take))
+    numbers = storage.write(begin_anew)
     if not numbers:
         return 0
     trials = storage.load_study(name).get_trials(deepcopy=False)

@@ -15,8 +15,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy as sa
@@ -36,23 +35,12 @@ from hpo.study.store.opening import open_database
 from hpo.study.store.optuna_internals import trial_id_of
 from hpo.study.store.schema import compat, slots, studies, workers
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 TOKEN_ATTR = "hpo:token"
 """System attribute of a study: what tells it from a deleted one of the same name."""
 COMPARISON_ATTR = "comparison:"
 """What the user attributes of a study begin with that hold what `hpo compare` has found."""
-
-
-def persistent(method: Callable[Concatenate[Storage, P], T]) -> Callable[Concatenate[Storage, P], T]:
-    """Run a method of Storage by `Storage.persist`: again if the database was away meanwhile."""
-
-    @wraps(method)
-    def persisted(self: Storage, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.persist(lambda: method(self, *args, **kwargs))
-
-    return persisted
 
 
 def open_storage(url: str, *, create: bool = True, stop: threading.Event | None = None) -> Storage:
@@ -157,6 +145,24 @@ class Storage:
         """
         return persist(lambda: self.attempt(action), self.patience_seconds, self.stop)
 
+    def read(self, action: Callable[[sa.Connection], T]) -> T:
+        """What `action` reads, by `persist`."""
+
+        def once() -> T:
+            with self.engine.connect() as connection:
+                return action(connection)
+
+        return self.persist(once)
+
+    def write(self, action: Callable[[sa.Connection], T]) -> T:
+        """Run `action` in a transaction, by `persist`."""
+
+        def once() -> T:
+            with self.engine.begin() as connection:
+                return action(connection)
+
+        return self.persist(once)
+
     def exclusive(self) -> AbstractContextManager[sa.Connection | None]:
         """See `database.exclusive`; waits until `stop` is set."""
         return exclusive(self.engine, self.stop)
@@ -179,17 +185,16 @@ class Storage:
                 self.optuna.set_trial_user_attr(trial_id, key, value)
             self.optuna.set_trial_state_values(trial_id, TrialState.FAIL)
 
-    @persistent
     def stored(self, name: str, column: sa.Column[Any]) -> Any:
         """Return the value of a column of `hpo_studies`.
 
         Raises:
             StorageError: there is no such study; the message names the nearest.
         """
-        with self.engine.connect() as connection:
-            row = connection.execute(sa.select(column).where(studies.c.name == name)).one_or_none()
-            names = list(connection.execute(sa.select(studies.c.name)).scalars()) if row is None else []
+        query = sa.select(column).where(studies.c.name == name)
+        row = self.read(lambda connection: connection.execute(query).one_or_none())
         if row is None:
+            names = self.read(lambda it: it.execute(sa.select(studies.c.name)).scalars().all())
             hint = did_you_mean(name, sorted(names)) if names else " It holds no study."
             raise StorageError(f"There is no study `{name}` in {redact(self.url)}.{hint}")
         return row[0]
@@ -200,18 +205,15 @@ class Storage:
         token: str | None = self.optuna.get_study_system_attrs(study_id).get(TOKEN_ATTR)
         return token
 
-    @persistent
     def has_study(self, name: str) -> bool:
         """Whether there is a study `name`; one whose Optuna study was deleted is none."""
-        with self.engine.connect() as connection:
-            query = sa.select(studies.c.token).where(studies.c.name == name)
-            token = connection.execute(query).scalar_one_or_none()
+        query = sa.select(studies.c.token).where(studies.c.name == name)
+        token = self.read(lambda connection: connection.execute(query).scalar_one_or_none())
         try:
-            return token is not None and token == self.token_of(name)
+            return token is not None and token == self.persist(lambda: self.token_of(name))
         except KeyError:
             return False
 
-    @persistent
     def load_study(self, name: str) -> optuna.Study:
         """Return the stored study `name`, for reading.
 
@@ -221,7 +223,7 @@ class Storage:
         self.stored(name, studies.c.name)
         if not self.has_study(name):
             raise StorageError(f"The study `{name}` in {redact(self.url)} was deleted; a run begins it anew.")
-        return optuna.load_study(study_name=name, storage=self.optuna)
+        return self.persist(lambda: optuna.load_study(study_name=name, storage=self.optuna))
 
     def read_definition(self, name: str) -> dict[str, Any]:
         """Return the definition of the study, as it is stored.
@@ -243,20 +245,17 @@ class Storage:
             )
         return token
 
-    @persistent
     def store_comparison(self, name: str, question: str, result: Mapping[str, Any]) -> None:
         """Keep with the study `name` what a comparison of it has found; see `StudyRecord.comparisons`."""
-        self.load_study(name).set_user_attr(f"{COMPARISON_ATTR}{question}", json_safe(result))
+        key, value = f"{COMPARISON_ATTR}{question}", json_safe(result)
+        self.persist(lambda: self.load_study(name).set_user_attr(key, value))
 
-    @persistent
     def slot_counts(self, name: str) -> dict[str, int]:
         """Return how many slots of the study are `open`, `running` (its worker may be gone) and `done`."""
         query = sa.select(slots.c.state, sa.func.count()).where(slots.c.study == name)
-        with self.engine.connect() as connection:
-            found = {row[0]: int(row[1]) for row in connection.execute(query.group_by(slots.c.state))}
-        return {state: found.get(state, 0) for state in ("open", "running", "done")}
+        rows = self.read(lambda connection: connection.execute(query.group_by(slots.c.state)).all())
+        return {"open": 0, "running": 0, "done": 0} | {row[0]: int(row[1]) for row in rows}
 
-    @persistent
     def has_other_workers_on(self, device: str | None = None) -> bool:
         """Whether another process works on any study of this database on this machine's `device` (None: any).
 
@@ -264,25 +263,27 @@ class Storage:
         """
         here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
         there = sa.true() if device is None else sa.func.coalesce(workers.c.device, device) == device
-        with self.engine.connect() as connection:
-            rows = connection.execute(sa.select(workers, *self.clock).where(*here, there)).all()
+        query = sa.select(workers, *self.clock).where(*here, there)
+        rows = self.read(lambda connection: connection.execute(query).all())
         return any(is_alive(row, self.lease_seconds) for row in rows)
 
     # Compatibility cache
 
-    @persistent
     def get_compat(self, key: str) -> dict[str, Any] | None:
         """Return the result of the compatibility check stored under `key`, if there is one."""
-        with self.engine.connect() as connection:
-            found = connection.execute(sa.select(compat.c.result).where(compat.c.key == key)).scalar()
+        query = sa.select(compat.c.result).where(compat.c.key == key)
+        found = self.read(lambda connection: connection.execute(query).scalar())
         return None if found is None else dict(json.loads(found))
 
-    @persistent
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result unless another worker was first; return the one that is stored."""
-        values = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
-        with suppress(IntegrityError), self.engine.begin() as connection:
-            connection.execute(sa.insert(compat).values(values))
+        new = {"key": key, "result": json.dumps(json_safe(result)), "created": self.now}
+
+        def insert() -> None:
+            with suppress(IntegrityError), self.engine.begin() as connection:
+                connection.execute(sa.insert(compat).values(new))
+
+        self.persist(insert)
         stored = self.get_compat(key)
         assert stored is not None
         return stored

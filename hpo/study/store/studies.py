@@ -219,8 +219,8 @@ def bind_data(
 
 
 def _update(storage: Storage, name: str, **columns: Any) -> None:
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(studies).where(studies.c.name == name).values(columns))
+    update = sa.update(studies).where(studies.c.name == name).values(columns)
+    storage.write(lambda connection: connection.execute(update))
 
 
 def check_data(storage: Storage, name: str, fingerprint: str | None = None) -> None:
