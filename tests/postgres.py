@@ -59,11 +59,11 @@ class PostgresServer:
         )
 
     @contextmanager
-    def database(self) -> Iterator[str]:
-        """Make an empty database, yield its URL, drop it."""
+    def database(self, template: str = "template1") -> Iterator[str]:
+        """Make a database that is empty, or a copy of another; yield its URL, drop it."""
         name = f"t{time.monotonic_ns()}"
         with self.connect("postgres") as connection:
-            connection.execute(f"CREATE DATABASE {name}")
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
         try:
             yield self.url(name)
         finally:

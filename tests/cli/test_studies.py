@@ -238,6 +238,7 @@ def test_delete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = hpo_command(folder, "delete", "tiny", "--yes")
     assert refused.exit_code == 2
     assert "`hpo cancel tiny` stops them." in refused.err
+    assert [*kept[0].glob("trial-*/best-*")]
     monkeypatch.setattr("hpo.cli.studies.WAIT_SECONDS", 0.1)
     refused = hpo_command(folder, "cancel", "tiny")
     assert refused.exit_code == 1
@@ -407,3 +408,10 @@ def test_a_damaged_study_is_left_out_with_a_word(made: Path, caplog: pytest.LogC
         caplog.clear()
         ok(hpo_command(made, command, "--json"))
         assert caplog.text.count("The study `tiny` is left out: its row is damaged") == 1, command
+    with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage, storage.engine.begin() as connection:
+        future = {"state": "live", "machine": "elsewhere", "last_seen": 1e12}
+        connection.execute(sa.update(workers).values(future))
+    (listed,) = ok(hpo_command(made, "studies", "--json")).json
+    assert (listed["name"], listed["workers"]) == ("other", 0)
+    for command in ("doctor", "delete"):
+        ok(hpo_command(made, command, "other", *(["--yes"] if command == "delete" else [])))

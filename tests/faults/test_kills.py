@@ -17,9 +17,18 @@ from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_killed_worker_is_continued(storage_url: str, tmp_path: Path, place: str) -> None:
-    config, log = study(4), tmp_path / "log"
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("sqlite", place) for place in PLACES]
+    + [
+        pytest.param("postgres", place, marks=pytest.mark.postgres)
+        for place in ("trial made", "half suggested", "half of the outcome", "trial ended")
+    ],
+)
+def test_killed_worker_is_continued(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, place: str
+) -> None:
+    storage_url, config, log = request.getfixturevalue(f"{kind}_url"), study(4), tmp_path / "log"
     killed = start(storage_url, config, log, kill=place, kill_at=2)
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
@@ -36,31 +45,28 @@ def test_killed_worker_is_continued(storage_url: str, tmp_path: Path, place: str
         assert {line["number"] for line in before} <= set(runs)
 
 
-def test_workers_killed_now_and_then_in_one_trial(storage_url: str, tmp_path: Path) -> None:
+def test_workers_killed_now_and_then_in_one_trial(sqlite_url: str, tmp_path: Path) -> None:
     """Neither trial is given up, though none gets further between two deaths."""
     config, log = study(3), tmp_path / "log"
     for round_number in range(1, MAX_DEATHS):
-        pair = [start(storage_url, config, log, trial_seconds=600) for _ in range(2)]
+        pair = [start(sqlite_url, config, log, trial_seconds=600) for _ in range(2)]
         wait_for(lambda num=2 * round_number: len(notes(log)) == num)
         for process in pair:
             os.kill(process.pid, signal.SIGKILL)
         for process in pair:
             process.join(60)
-    finish(start(storage_url, config, log))
-    with open_storage(storage_url) as storage:
+    finish(start(sqlite_url, config, log))
+    with open_storage(sqlite_url) as storage:
         check_done(storage, config, log)
     assert [line["number"] for line in notes(log)].count(0) == MAX_DEATHS
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
-def test_configuration_that_kills_its_process_ends_as_crashed(
-    storage_url: str, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_configuration_that_kills_its_process_ends_as_crashed(storage_url: str, tmp_path: Path) -> None:
     config, log = study(6), tmp_path / "log"
     with open_storage(storage_url) as storage:
         opened = create_or_resume_study(storage, config)
         while storage.slot_counts("tiny")["done"] < config.n_trials:
-            pair = [start(storage_url, config, log, crash=number) for _ in range(2)]
+            pair = [start(storage_url, config, log, crash=signal.SIGSEGV) for _ in range(2)]
             alive = {process.sentinel: process for process in pair}
             while alive:  # one may wait for what the other, dead, has
                 ended = [alive.pop(sentinel) for sentinel in wait(list(alive), 60)]

@@ -1,14 +1,51 @@
+"""Databases with their tables for the tests of studies: to make them takes longer than most of the tests."""
+
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpo.study.store.storage import Storage, open_storage
 
+SQL = ("claims", "reading", "store")
+"""The rooms whose own queries are tried with each kind of database; the others with SQLite."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "database_kind" in metafunc.fixturenames:
+        kinds: list[Any] = ["sqlite"]
+        if metafunc.definition.path.parent.name in SQL:
+            kinds.append(pytest.param("postgres", marks=pytest.mark.postgres))
+        metafunc.parametrize("database_kind", kinds)
+
+
+@pytest.fixture(scope="session")
+def sqlite_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("made") / "hpo.db"
+    open_storage(f"sqlite:///{file}").close()
+    return file
+
+
+@pytest.fixture(scope="session")
+def postgres_template(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a PostgreSQL database."""
+    with request.getfixturevalue("postgres_server").database() as url:
+        open_storage(url).close()
+        yield url.rpartition("/")[2]
+
 
 @pytest.fixture
-def storage(storage_url: str) -> Iterator[Storage]:
-    """An open database of each supported kind."""
-    with open_storage(storage_url) as opened:
+def storage(database_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    """An open database of each kind, or of SQLite."""
+    if database_kind == "sqlite":
+        file = shutil.copy(request.getfixturevalue("sqlite_file"), tmp_path / "hpo.db")
+        with open_storage(f"sqlite:///{file}") as opened:
+            yield opened
+        return
+    template = request.getfixturevalue("postgres_template")
+    with request.getfixturevalue("postgres_server").database(template) as url, open_storage(url) as opened:
         yield opened

@@ -45,6 +45,12 @@ VOLTA = DeviceInfo(type="cuda", name="V100", compute_capability=(7, 0), cuda_bf1
 RUNS = {"AMX": {"fp32", "bf16"}, "V100": {"fp32", "fp16"}}
 
 
+@pytest.fixture
+def sqlite_url(storage: Storage) -> str:
+    """A database that has its tables."""
+    return storage.url
+
+
 def worker_device(device: DeviceInfo) -> WorkerDevice:
     return WorkerDevice(device.device_id, left_out=left_out(CHOICES, device, AmpConfig()))
 
@@ -161,7 +167,7 @@ def die(worker: WorkerLease, storage: Storage) -> None:
 @pytest.mark.parametrize("end", ["preempted", "failed", "dead"])
 @pytest.mark.parametrize("name", ["tpe", "grid"])
 def test_a_trial_in_a_precision_that_a_device_lacks_goes_on_with_another(
-    storage_url: str, monkeypatch: pytest.MonkeyPatch, name: str, end: str
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, name: str, end: str
 ) -> None:
     space = SPACES["grid" if name == "grid" else "finite"]
     config = study(12, sampler={"name": name, "seed": 1}, search_space=space)
@@ -178,18 +184,18 @@ def test_a_trial_in_a_precision_that_a_device_lacks_goes_on_with_another(
     first = Worker(config, AMX, first_bf16)
     if end == "dead":
         with pytest.raises(KeyboardInterrupt):
-            first.run(storage_url)
+            first.run(sqlite_url)
         monkeypatch.undo()
     else:
-        assert first.run(storage_url).ended == "stopped"
+        assert first.run(sqlite_url).ended == "stopped"
     other = Worker(config, VOLTA)
-    left = other.run(storage_url)
+    left = other.run(sqlite_url)
     assert (left.ended, left.elsewhere) == ("elsewhere", ("bf16",))
     assert "bf16" not in other.drawn
     again = Worker(config, AMX)
-    assert again.run(storage_url).ended == "finished"
+    assert again.run(sqlite_url).ended == "finished"
     assert again.drawn[0] == "bf16"
-    with open_storage(storage_url) as storage:
+    with open_storage(sqlite_url) as storage:
         outcomes = Counter(trial.outcome for trial in read_study(storage, "tiny").trials)
     assert outcomes == {"complete": 12} | ({"failed": 1} if end == "failed" else {})
 

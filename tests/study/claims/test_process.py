@@ -26,6 +26,8 @@ from hpo.study.claims.process import is_alive, process_start, this_machine
         (39.0, 0.0, 59.0, True),  # the one who judges was cut off, too
         (39.0, 0.0, 61.0, False),
         (41.0, 0.0, 61.0, True),
+        (159.0, 0.0, math.inf, True),
+        (1e12, 0.0, math.inf, False),  # of a damaged row
     ],
 )
 def test_silence_counts_while_the_worker_could_be_heard(

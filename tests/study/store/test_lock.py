@@ -18,6 +18,7 @@ from hpo.errors import HpoError, StoppedError
 from hpo.study.store import lock
 from hpo.study.store.database import connect
 from hpo.study.store.lock import exclusive
+from hpo.study.store.storage import Storage
 
 
 def hold(url: str, log: Path, seconds: float) -> None:
@@ -62,6 +63,17 @@ def test_a_stopped_process_loses_the_lock(
     with exclusive(engine):
         pass
     engine.dispose()
+
+
+@pytest.mark.postgres
+def test_the_server_ends_the_lock_of_a_stopped_process_before_a_lease(postgres_url: str) -> None:
+    engine = connect(postgres_url)
+    with exclusive(engine) as connection:
+        assert connection is not None
+        bound = connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar_one()
+    engine.dispose()
+    assert bound == f"{lock.LOCK_SECONDS:.0f}s"
+    assert Storage.lease_seconds > lock.LOCK_SECONDS
 
 
 def test_waiting_for_the_lock_ends_when_told_to_stop(storage_url: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from worker_process import start_process, study
 from hpo.errors import StorageError
 from hpo.study.reading.detailed_evaluations import store_detailed_evaluation
 from hpo.study.reading.reader import read_study
-from hpo.study.store.migrations import VERSIONS, is_current
+from hpo.study.store.migrations import is_current
 from hpo.study.store.storage import Storage, open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -34,7 +34,7 @@ def test_a_new_database_is_of_the_newest_version(storage_url: str) -> None:
         assert is_current(connection)
 
 
-@pytest.mark.parametrize("version", VERSIONS[:-1])
+@pytest.mark.parametrize("version", ["v1", "v3", "v6"])
 def test_a_database_of_an_earlier_version_is_moved_up_with_what_it_holds(
     storage_url: str, version: str
 ) -> None:
