@@ -230,7 +230,7 @@ training: {encoder: b}
 # sampler
 objective: [{metric: score}, {metric: train_examples_per_second}]
 pruner: {name: hyperband}
-  => 4: pruner.name: must be `none` with several objectives, or one that is known at a trial's end alone.
+  => 4: pruner.name: must be `none` with several objectives.
 sampler: {name: cmaes}
   => 3: sampler.name: cmaes draws categories, such as precisions, at random. Use tpe, gp or nsga2.
 sampler: {name: grid}

@@ -85,7 +85,7 @@ class StudyWatch:
         best = self._better(complete, key=lambda each: each[0], default=None)
         return Look(running, ended, best, num_done)
 
-    def _read_slots(self) -> tuple[dict[int | None, sa.Row[Any]], int]:
+    def _read_slots(self) -> tuple[dict[int | None, sa.Row[*tuple[Any, ...]]], int]:
         """The slots that are looked at by the number of their trial, and how many of all are done."""
         of_study = slots.c.study == self._study.study_name
         query = sa.select(slots.c.trial_number, slots.c.state, workers.c.progress)
