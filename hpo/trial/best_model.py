@@ -104,11 +104,6 @@ def _predict(
     return SplitLogits(split, tokens, executor.tasks, logits, evaluation.decisions)
 
 
-def score_checkpoint(executor: Executor, folder: Path, split: str) -> dict[str, dict[str, float]]:
-    """{task: {metric: value}} of `split_logits`."""
-    return split_logits(executor, folder, split).metrics()
-
-
 def with_scores(
     executor: Executor, folder: Path, result: TrialResult, split: str
 ) -> tuple[TrialResult, Mapping[str, RowStatistics]]:

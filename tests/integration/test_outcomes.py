@@ -23,7 +23,7 @@ from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.training.checkpoint import CheckpointStore, best_checkpoint
 from hpo.trial import trial_run
-from hpo.trial.best_model import score_checkpoint
+from hpo.trial.best_model import split_logits
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.executor import Executor
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialResult
@@ -363,9 +363,9 @@ def test_texts_that_were_cut_are_counted(executor: Executor, tmp_path: Path) -> 
 
 def test_the_best_checkpoint_is_scored_on_the_test_split(executor: Executor, tmp_path: Path) -> None:
     result = run(executor, tmp_path)
-    validation = score_checkpoint(executor, tmp_path / "trial", "validation")
+    validation = split_logits(executor, tmp_path / "trial", "validation").metrics()
     assert validation == result.telemetry["metrics"]
-    assert score_checkpoint(executor, tmp_path / "trial", "test") != validation
+    assert split_logits(executor, tmp_path / "trial", "test").metrics() != validation
 
 
 def test_a_checkpoint_with_an_encoder_of_its_own_is_refused(executor: Executor, tmp_path: Path) -> None:
@@ -376,4 +376,4 @@ def test_a_checkpoint_with_an_encoder_of_its_own_is_refused(executor: Executor, 
     state["config"] = json.dumps(json.loads(state["config"]) | {"encoder": "other/name"})
     torch.save(state, path / "state.pt")
     with pytest.raises(RunError, match="must be one of the study's, but the checkpoint names 'other/name'"):
-        score_checkpoint(executor, tmp_path / "trial", "test")
+        split_logits(executor, tmp_path / "trial", "test").metrics()

@@ -22,7 +22,7 @@ from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISIONS, AmpConfig, resolve
 from hpo.training.checkpoint import best_checkpoint
 from hpo.training.metrics import score
-from hpo.trial.best_model import export_checkpoint, score_checkpoint
+from hpo.trial.best_model import export_checkpoint, split_logits
 from hpo.trial.callbacks import Callbacks
 from hpo.trial.compat import cache_key
 from hpo.trial.executor import Executor
@@ -66,7 +66,7 @@ def test_a_trial_with_parts_in_fp32(executor: Executor, tmp_path: Path, name: st
     assert precision["observed"]["linear_dtypes"] == expected
     assert precision["observed"]["linear_products"] == expected, "measured, too"
     assert precision["agrees"]
-    assert score_checkpoint(executor, folder, "validation") == result.telemetry["metrics"]
+    assert split_logits(executor, folder, "validation").metrics() == result.telemetry["metrics"]
     source = TrialSource(0, result.headline, result.telemetry)
     exported = export_checkpoint(executor, folder, tmp_path / "model", source)
     model, _, settings = load_exported(exported)

@@ -256,13 +256,13 @@ class Storage:
         rows = self.read(lambda connection: connection.execute(query.group_by(slots.c.state)).all())
         return {"open": 0, "running": 0, "done": 0} | {row[0]: int(row[1]) for row in rows}
 
-    def has_other_workers_on(self, device: str | None = None) -> bool:
-        """Whether another process works on any study of this database on this machine's `device` (None: any).
+    def has_other_workers_on(self, device: str) -> bool:
+        """Whether another process works on any study of this database on this machine's `device`.
 
         The device is a `DeviceInfo.device_id`. A worker that did not say where it runs counts.
         """
         here = (workers.c.machine == this_machine(), workers.c.state == "live", workers.c.pid != os.getpid())
-        there = sa.true() if device is None else sa.func.coalesce(workers.c.device, device) == device
+        there = sa.func.coalesce(workers.c.device, device) == device
         query = sa.select(workers, *self.clock).where(*here, there)
         rows = self.read(lambda connection: connection.execute(query).all())
         return any(is_alive(row, self.lease_seconds) for row in rows)

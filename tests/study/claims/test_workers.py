@@ -28,13 +28,13 @@ def test_a_worker_that_is_added_twice_has_one_row(storage: Storage) -> None:
     assert rows(storage) == [(first.id, 0), (second.id, 1)]
 
 
-def test_other_workers_on_a_device_and_on_any(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_workers_on_a_device(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = create_or_resume_study(storage, study(1))
     WorkerLease(storage, opened, max_retries=0, device="GPU-1")._register()
-    assert not storage.has_other_workers_on(), "its own row"
+    assert not storage.has_other_workers_on("GPU-1"), "its own row"
     monkeypatch.setattr("hpo.study.store.storage.os.getpid", lambda: 1)
-    found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2", None)]
-    assert found == [True, False, True]
+    found = [storage.has_other_workers_on(device) for device in ("GPU-1", "GPU-2")]
+    assert found == [True, False]
     with storage.engine.begin() as connection:
         connection.execute(sa.update(workers).values(device=None))
     assert storage.has_other_workers_on("GPU-2"), "it did not say where it runs"
