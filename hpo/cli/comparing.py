@@ -133,14 +133,14 @@ def compare(
             typer.echo(sentence)
         if only_price:
             return
-        for found in look_by_look(
+        for result in look_by_look(
             database,
             companion,
             partial(_run_look, workers=workers, stop=stop, storage=storage, as_json=as_json),
             lambda looked, grown: _judge(database, looked, grown, record, data, cost),
         ):
-            database.store_comparison(record.name, found.plan.question, found.content)
-    print_json(found.content) if as_json else print_comparison(json_safe(found.content))
+            database.store_comparison(record.name, result.plan.question, result.content)
+    print_json(result.content) if as_json else print_comparison(json_safe(result.content))
 
 
 def _price(record: StudyRecord, companion: StudyConfig, data: DataSet) -> tuple[Price | None, str]:
@@ -157,7 +157,7 @@ def _price(record: StudyRecord, companion: StudyConfig, data: DataSet) -> tuple[
         return None, f"Price: at most {most} trials, and fewer as configurations are beaten."
     split = "test" if companion.evaluation.test else "validation"
     num_rows = len(data.splits[split])
-    compared = {found.trial for found in plan.configurations}
+    compared = {configuration.trial for configuration in plan.configurations}
     seconds = [trial.seconds for trial in record.trials if trial.number in compared and trial.seconds]
     in_points = unit_of(quality_objective(companion.objective).metric) == "points"
     expected = expected_before(record, num_rows) if in_points else None

@@ -36,27 +36,27 @@ def print_detailed(one: Detailed) -> None:
         title += f"; {decided}"
     print_indented(console, Text(title, style="bold"), 0)
     console.print(dataframe_table(metrics_text(one).map(one_line)))
-    for task, found in one.tasks.items():
-        _print_task(console, task, found)
+    for task, of_task in one.tasks.items():
+        _print_task(console, task, of_task)
     for text in one.warnings:
         print_warning(text)
 
 
-def _print_task(console: Console, task: str, found: Mapping[str, Any]) -> None:
-    facts = [found["kind"].replace("_", " "), f"{found['num_rows']} annotated rows"]
-    if is_number(found["threshold"]):
-        facts.append(f"threshold {format_number(found['threshold'])}")
-    if found["calibration"] and is_number(found["calibration"]["ece"]):
-        facts.append(f"calibration error {format_number(found['calibration']['ece'])}")
+def _print_task(console: Console, task: str, of_task: Mapping[str, Any]) -> None:
+    facts = [of_task["kind"].replace("_", " "), f"{of_task['num_rows']} annotated rows"]
+    if is_number(of_task["threshold"]):
+        facts.append(f"threshold {format_number(of_task['threshold'])}")
+    if of_task["calibration"] and is_number(of_task["calibration"]["ece"]):
+        facts.append(f"calibration error {format_number(of_task['calibration']['ece'])}")
     print_indented(console, Text.assemble((one_line(task), "bold"), f": {', '.join(facts)}"), 0)
-    if classes := sorted_classes(found):
+    if classes := sorted_classes(of_task):
         order = sorted(range(len(classes)), key=lambda at: _weakness(classes[at]))[:MAX_CLASSES]
-        table = classes_text(found).drop(columns="threshold", errors="ignore")
+        table = classes_text(of_task).drop(columns="threshold", errors="ignore")
         console.print(dataframe_table(table.iloc[order].map(one_line)))
     if len(classes) > MAX_CLASSES:
         console.print(f"  and {len(classes) - MAX_CLASSES} more: --json or the report", style="dim")
-    if confused := off_diagonal(found)[:MAX_CONFUSIONS]:
-        verb = "confused" if found["kind"] == "single_label" else "predicted where another class holds"
+    if confused := off_diagonal(of_task)[:MAX_CONFUSIONS]:
+        verb = "confused" if of_task["kind"] == "single_label" else "predicted where another class holds"
         pairs = ", ".join(f"{said} for {true} ({count})" for true, said, count in confused)
         print_indented(console, Text(one_line(f"most often {verb}: {pairs}")), 2)
 

@@ -54,18 +54,18 @@ def diagnose(
         params = decode(config.search_space, chosen.params)
         key = f"{database.study_token(config.name)}/{trial}"
         stored = StoredTrial(trial, chosen.outcome, params, chosen.telemetry, folder, key)
-        found = find(executor, stored, lambda what: typer.echo(what, err=True))
+        diagnosis = find(executor, stored, lambda what: typer.echo(what, err=True))
     if as_json:
-        print_json({"study": record.name, **asdict(found)})
+        print_json({"study": record.name, **asdict(diagnosis)})
     else:
-        _print(found)
-    raise typer.Exit(0 if found.broken else 1)
+        _print(diagnosis)
+    raise typer.Exit(0 if diagnosis.broken else 1)
 
 
-def _print(found: Diagnosis) -> None:
+def _print(diagnosis: Diagnosis) -> None:
     from hpo.trial.diagnosis import shown
 
-    broken, head = found.broken, f"Trial {found.trial} ({found.outcome}, {found.precision})"
+    broken, head = diagnosis.broken, f"Trial {diagnosis.trial} ({diagnosis.outcome}, {diagnosis.precision})"
     if broken is None:
         typer.echo(f"{head}: all was finite this time, run eagerly and on one rank")
         return
@@ -74,7 +74,7 @@ def _print(found: Diagnosis) -> None:
         typer.echo(f"First: {broken.operator}")
     if broken.part:
         typer.echo(f"Part: {broken.part}")
-    for remedy in found.remedies:
+    for remedy in diagnosis.remedies:
         typer.echo(f"Tried: {shown(remedy.settings)} ({remedy.result})")
-    healed_by = found.healed_by
+    healed_by = diagnosis.healed_by
     typer.echo(f"Use {shown(healed_by)}." if healed_by else "Nothing of what was tried heals it.")

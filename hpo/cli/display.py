@@ -75,10 +75,10 @@ def print_best(record: StudyRecord) -> None:
             print_indented(console, Text(line), 5)
         for one in evaluations_of(trial):
             print_indented(console, Text(headline(one)), 5)
-    for question, found in record.comparisons.items():
-        going = "" if found["has_ended"] else " (so far)"
+    for question, result in record.comparisons.items():
+        going = "" if result["has_ended"] else " (so far)"
         console.print(
-            Text(f"{question} compared on new seeds{going}: {found['recommendation']}"), soft_wrap=True
+            Text(f"{question} compared on new seeds{going}: {result['recommendation']}"), soft_wrap=True
         )
 
 
@@ -199,16 +199,16 @@ def print_verification(checks: Sequence[PrecisionCheck], device: str, advice: st
     console.print(Text(advice, style="bold"))
 
 
-def _measured(found: Measurement) -> dict[str, str]:
+def _measured(measured: Measurement) -> dict[str, str]:
     """The largest error of logits, the cosine of gradients, the speed with its noise, the memory."""
-    error = max(found.logits_relative_error.values(), default=None)
-    low, high = found.speed_ratio_low, found.speed_ratio_high
+    error = max(measured.logits_relative_error.values(), default=None)
+    low, high = measured.speed_ratio_low, measured.speed_ratio_high
     noise = "" if low is None or high is None else f"\n({low:.2f}-{high:.2f})"
     return {
         "logits\nerror": "" if error is None else f"{error:.1e}",
-        "gradient\ncosine": "" if found.gradient_cosine is None else f"{found.gradient_cosine:.4f}",
-        "speed": "" if found.speed_ratio is None else f"{found.speed_ratio:.2f}x{noise}",
-        "memory": "" if found.memory_ratio is None else f"{found.memory_ratio:.2f}x",
+        "gradient\ncosine": "" if measured.gradient_cosine is None else f"{measured.gradient_cosine:.4f}",
+        "speed": "" if measured.speed_ratio is None else f"{measured.speed_ratio:.2f}x{noise}",
+        "memory": "" if measured.memory_ratio is None else f"{measured.memory_ratio:.2f}x",
     }
 
 
@@ -250,30 +250,30 @@ def dataframe_table(frame: pd.DataFrame, title: str | None = None) -> Table:
     return table
 
 
-def print_comparison(found: Mapping[str, Any]) -> None:
+def print_comparison(result: Mapping[str, Any]) -> None:
     """What `hpo compare` has found, and the recommendation."""
     console = Console(highlight=False)
-    for table in comparison_tables(found):
-        console.print(dataframe_table(table, found["study"]))
-    for sentence in details(found):
+    for table in comparison_tables(result):
+        console.print(dataframe_table(table, result["study"]))
+    for sentence in details(result):
         console.print(sentence, markup=False, soft_wrap=True)
-    console.print(found["recommendation"], style="bold", markup=False, soft_wrap=True)
+    console.print(result["recommendation"], style="bold", markup=False, soft_wrap=True)
 
 
-def print_deployment(found: Mapping[str, Any], folder: Path) -> None:
+def print_deployment(stored: Mapping[str, Any], folder: Path) -> None:
     """What `hpo deploy` has found, and how to use it."""
     console = Console(highlight=False)
-    title = f"{found['study']}: {found['objective']} on {found['num_examples']:,} rows of validation"
-    console.print(dataframe_table(quality_table(found), title))
-    lost = f"{found['unit']} lost of fp32, with the 95 % interval. Worse/better: texts"
+    title = f"{stored['study']}: {stored['objective']} on {stored['num_examples']:,} rows of validation"
+    console.print(dataframe_table(quality_table(stored), title))
+    lost = f"{stored['unit']} lost of fp32, with the 95 % interval. Worse/better: texts"
     console.print(f"Drop: {lost}. Change: the largest of any probability.", style="dim")
-    title = f"{threads(found)}: ms from texts to predictions, median / 99th percentile; times fp32's speed"
-    console.print(dataframe_table(latency_table(found), title))
-    tasks = task_table(found)
+    title = f"{threads(stored)}: ms from texts to predictions, median / 99th percentile; times fp32's speed"
+    console.print(dataframe_table(latency_table(stored), title))
+    tasks = task_table(stored)
     if not tasks.empty and tasks["task"].nunique() > 1:
         console.print(dataframe_table(tasks, "by task: the primary metric; drops in points"))
-    for sentence in sentences(found):
+    for sentence in sentences(stored):
         console.print(sentence, markup=False, soft_wrap=True)
-    console.print(verdict(found), style="bold", markup=False, soft_wrap=True)
-    told = f"To use it: {loading(found, f'{folder}/model')}. More: {folder}/deploy.html"
+    console.print(verdict(stored), style="bold", markup=False, soft_wrap=True)
+    told = f"To use it: {loading(stored, f'{folder}/model')}. More: {folder}/deploy.html"
     console.print(told, markup=False, soft_wrap=True)

@@ -34,11 +34,11 @@ def studies(storage: StorageOption = None, as_json: JsonOption = False) -> None:
     from hpo.study.reading.overview import list_studies
 
     with existing_database(storage) as database:
-        found = list_studies(database)
+        overviews = list_studies(database)
     if as_json:
-        print_json([_described(study) for study in found])
+        print_json([_described(study) for study in overviews])
     else:
-        _print_studies(found)
+        _print_studies(overviews)
 
 
 @app.command()
@@ -175,14 +175,14 @@ def _described(study: StudyOverview) -> dict[str, Any]:
     return {key: value for key, value in asdict(study).items() if key != "now"} | times
 
 
-def _print_studies(found: list[StudyOverview]) -> None:
+def _print_studies(overviews: list[StudyOverview]) -> None:
     import pandas as pd
     from rich.console import Console
 
     from hpo.cli.display import dataframe_table
     from hpo.report.formats import format_metric, format_seconds
 
-    if not found:
+    if not overviews:
         typer.echo("The database holds no study.")
         return
     rows = [
@@ -196,6 +196,6 @@ def _print_studies(found: list[StudyOverview]) -> None:
             "age": format_seconds(study.now - study.created),
             "last activity": f"{format_seconds(max(0.0, study.now - study.last_activity))} ago",
         }
-        for study in found
+        for study in overviews
     ]
     Console().print(dataframe_table(pd.DataFrame(rows)))

@@ -163,9 +163,9 @@ class CheckpointStore:
             with self._noted():
                 if self._mirror is not None and path.name in mirrored and not path.is_dir():
                     self._mirror.fetch(path, self.resume_key)
-                found = read_checkpoint(path)
-                if found.resume_key == self.resume_key:
-                    return found
+                checkpoint = read_checkpoint(path)
+                if checkpoint.resume_key == self.resume_key:
+                    return checkpoint
                 self._note(f"checkpoint {path} is of another precision, device, data, model or version.")
         return None
 

@@ -214,8 +214,8 @@ def _choose_evidence(task: Task, evidence: Evidence, rows: list[int], metric: st
     examples = [evidence.split.examples[row] for row in rows]
 
     def value(decision: DecodingThresholds) -> tuple[float, float]:
-        found = evidence.spans(decision.threshold, decision.merge_gap)
-        scores = score(task, [found[row] for row in rows], examples)
+        predicted = evidence.spans(decision.threshold, decision.merge_gap)
+        scores = score(task, [predicted[row] for row in rows], examples)
         return scores[metric], scores["span_overlap_f1"]
 
     candidates = [

@@ -191,13 +191,13 @@ def class_weights(task: Task, targets: Iterable[Tensor]) -> Tensor | None:
         return None
     if task.kind in ("multi_label", "span_per_label"):
         rows = (target.reshape(-1, len(task.labels)) for target in targets)
-        found = [torch.stack([(target_NC == value).sum(dim=0) for value in (0, 1)]) for target_NC in rows]
-        negatives, counts = torch.stack(found).sum(dim=0)
+        per_batch = [torch.stack([(target_NC == value).sum(dim=0) for value in (0, 1)]) for target_NC in rows]
+        negatives, counts = torch.stack(per_batch).sum(dim=0)
         weights = negatives / counts.clamp(min=1)
     else:
         size = 3 if tags_each_name(task) else task.num_outputs
-        found = [torch.bincount(target[target != IGNORE_INDEX], minlength=size) for target in targets]
-        counts = torch.stack(found).sum(dim=0)
+        per_batch = [torch.bincount(target[target != IGNORE_INDEX], minlength=size) for target in targets]
+        counts = torch.stack(per_batch).sum(dim=0)
         weights = counts.sum() / ((counts > 0).sum() * counts).clamp(min=1)
     return torch.where(counts > 0, weights.clamp(MIN_CLASS_WEIGHT, MAX_CLASS_WEIGHT), 1.0)
 

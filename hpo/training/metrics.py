@@ -77,8 +77,8 @@ class RowStatistics:
             return {}
         sums = {name: values_N.sum(keepdims=True) for name, values_N in self.values_N.items()}
         counts = {name: counts_NC.sum(axis=0)[None] for name, counts_NC in self.counts_NC.items()}
-        found = _metrics(self.task, np.array([float(self.num_rows)]), counts, sums, self.class_counts())
-        return {name: float(value_B[0]) for name, value_B in found.items() if np.isfinite(value_B[0])}
+        values = _metrics(self.task, np.array([float(self.num_rows)]), counts, sums, self.class_counts())
+        return {name: float(value_B[0]) for name, value_B in values.items() if np.isfinite(value_B[0])}
 
     def scores_without_each(self) -> dict[str, FloatArray]:
         """The metrics [N] of all rows but one, each left out in turn: what the jackknife needs.
@@ -105,8 +105,8 @@ class RowStatistics:
         sums = {name: weights_BN @ values_N for name, values_N in self.values_N.items()}
         counts = {name: weights_BN @ counts_NC for name, counts_NC in self.counts_NC.items()}
         rows_B = weights_BN.sum(axis=1)
-        found = _metrics(self.task, rows_B, counts, sums, self.class_counts())
-        return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in found.items()}
+        values = _metrics(self.task, rows_B, counts, sums, self.class_counts())
+        return {name: np.where(rows_B > 0, value_B, np.nan) for name, value_B in values.items()}
 
 
 def score(task: Task, predictions: Sequence[Any], examples: Sequence[Example]) -> dict[str, float]:
@@ -194,10 +194,10 @@ def _label_counts(
         return [index[labels]] if is_single else sorted({index[label] for label in labels})
 
     true = _counts([columns(example.labels[task.name]) for example in examples], len(index))
-    found = _counts([columns(labels) for labels in predicted], len(index))
-    hits = csr_array(true.multiply(found))
-    is_right_N = 2 * hits.sum(axis=1) == true.sum(axis=1) + found.sum(axis=1)
-    return {"hits": hits, "true": true, "predicted": found}, {"right": is_right_N.astype(np.float64)}
+    predicted_NC = _counts([columns(labels) for labels in predicted], len(index))
+    hits = csr_array(true.multiply(predicted_NC))
+    is_right_N = 2 * hits.sum(axis=1) == true.sum(axis=1) + predicted_NC.sum(axis=1)
+    return {"hits": hits, "true": true, "predicted": predicted_NC}, {"right": is_right_N.astype(np.float64)}
 
 
 def _span_counts(
@@ -207,10 +207,10 @@ def _span_counts(
     columns: dict[str, list[list[int]]] = {"hits": [], "true": [], "predicted": []}
     words = np.zeros((2, len(examples)))
     for i, (spans, example) in enumerate(zip(predicted, examples, strict=True)):
-        truth, found = true_spans(task, example), set(spans)
-        for name, some in (("hits", truth & found), ("true", truth), ("predicted", found)):
+        truth, given = true_spans(task, example), set(spans)
+        for name, some in (("hits", truth & given), ("true", truth), ("predicted", given)):
             columns[name].append([index[span[0]] for span in some])
-        words[:, i] = word_counts(example.text, truth, found)
+        words[:, i] = word_counts(example.text, truth, given)
     counts_NC = {name: _counts(of_rows, len(index)) for name, of_rows in columns.items()}
     return counts_NC, {"shared_words": words[0], "words": words[1]}
 

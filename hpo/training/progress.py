@@ -111,10 +111,10 @@ class TrainState:
 
     def take_numerics(self, skipped_steps: int | None) -> dict[str, Any] | None:
         """What was measured since the last call, with the steps skipped since; of `skipped_steps` in all."""
-        if (found := self.numerics) is None:
+        if (numerics := self.numerics) is None:
             return None
         before, self.skipped_steps, self.numerics = self.skipped_steps, skipped_steps, None
-        return {**found, "skipped_steps": None if skipped_steps is None else skipped_steps - (before or 0)}
+        return {**numerics, "skipped_steps": None if skipped_steps is None else skipped_steps - (before or 0)}
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint. Waits for the device."""

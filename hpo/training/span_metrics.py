@@ -29,14 +29,14 @@ def accepted_answers(task: Task, example: Example) -> list[tuple[int, int]]:
     return [(start, end) for start, end in example.alt_spans.get(name) or example.spans.get(name, ())]
 
 
-def word_counts(text: str, truth: set[Span], found: Iterable[Span]) -> tuple[int, int]:
+def word_counts(text: str, truth: set[Span], predicted: Iterable[Span]) -> tuple[int, int]:
     """Words that true and predicted spans share, and the sum of the words of either.
 
     A word is a run of characters other than white space; a span covers the words that it shares at least
     one character with. So the score is the same under any tokenizer. In a script that writes no spaces,
     words are as long as the text between them: use `span_f1` there.
     """
-    true_words, found_words = _words(text, truth), _words(text, found)
+    true_words, found_words = _words(text, truth), _words(text, predicted)
     return len(true_words & found_words), len(true_words) + len(found_words)
 
 

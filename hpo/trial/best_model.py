@@ -66,8 +66,10 @@ class SplitLogits:
 
     def predicted_rows(self) -> Iterator[Row]:
         """One row an example in the form of a data row, with scores and the truth. Raises Nonfinite."""
-        found, examples = self.predicted, self.split.examples
-        predictions = decoded_predictions(self.tasks, found.predictions, found.probabilities, examples)
+        predicted, examples = self.predicted, self.split.examples
+        predictions = decoded_predictions(
+            self.tasks, predicted.predictions, predicted.probabilities, examples
+        )
         for example, prediction in zip(examples, predictions, strict=True):
             yield {**predicted_row(example, prediction), "truth": truth_of(example, self.tasks)}
 

@@ -121,19 +121,19 @@ def measure_parts(parts: TrialParts, repeats: int = 0) -> Measurement:
     Where these do not fit into memory (under the precision or in fp32), measure on the longest alone. Raises
     OutOfMemory where the precision does not fit with that either.
     """
-    found = None
+    measurement = None
     for batch in (parts.batch(2, 1), parts.batch(0, 1)):
         try:
-            found = measure(parts, batch, repeats)
+            measurement = measure(parts, batch, repeats)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        if found and found.reference_fits:
+        if measurement and measurement.reference_fits:
             break
-    if found is None:
+    if measurement is None:
         longest = parts.train_split.lengths_W.max()
         raise OutOfMemory(f"one example of {longest} tokens does not fit into memory.")
-    return found
+    return measurement
 
 
 def checked_on(device: DeviceInfo) -> str:

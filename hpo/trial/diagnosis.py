@@ -171,11 +171,11 @@ class _Case:
     def _check(self, settings: Mapping[str, Any]) -> Broken | None:
         parts = self.parts(settings)
         with backend_flags(parts.resolution.precision, parts.config.amp):
-            found = judge(measure_parts(parts), parts.study.compat)
-        if found.verdict != "incompatible":
+            check = judge(measure_parts(parts), parts.study.compat)
+        if check.verdict != "incompatible":
             return None
-        facts = vars(found.measurement)
-        return _broken(found.measurement.nonfinite or "", " ".join(found.reasons), parts.model, facts)
+        facts = vars(check.measurement)
+        return _broken(check.measurement.nonfinite or "", " ".join(check.reasons), parts.model, facts)
 
 
 def _broken(what: str, text: str, model: MultitaskModel, facts: Mapping[str, Any]) -> Broken:
@@ -192,11 +192,11 @@ def _try_remedies(case: _Case, first: Broken, say: Say) -> Iterator[Remedy]:
         nonlocal broken
         say(f"trying {shown(settings)}")
         try:
-            found = case.attempt(settings)
+            remaining = case.attempt(settings)
         except (TrialEnd, InputError) as error:
             return Remedy(settings, heals=False, result=f"not tried: {error}")
-        broken = found or broken
-        return Remedy(settings, heals=found is None, result=found.text if found else "finite")
+        broken = remaining or broken
+        return Remedy(settings, heals=remaining is None, result=remaining.text if remaining else "finite")
 
     if precision.loss_scaling:
         default = {name: getattr(AmpConfig(), name) for name in (*SCALER_SETTINGS, "min_scale")}

@@ -77,8 +77,8 @@ class Executor:
         for objective in study.objective:
             check_metric(objective.metric, self.tasks)
         if study.evaluation.test and "test" not in self.dataset.splits:
-            found = ", ".join(self.dataset.splits)
-            raise InputError(f"evaluation.test: the data must have a test split, but they have {found}.")
+            splits = ", ".join(self.dataset.splits)
+            raise InputError(f"evaluation.test: the data must have a test split, but they have {splits}.")
         self._check_loss_settings()
         if device.type == "cpu":
             disable_malloc_trim()

@@ -181,24 +181,24 @@ def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
     with _training_without_dropout(model), use_training_attention():
         reference: _Pass | None = None
         try:
-            _, reference, found = _attempt(fp32, observes=False)
+            _, reference, measurement = _attempt(fp32, observes=False)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
         else:
-            if not found.finite:
-                raised = found.error and f"{found.error} (in fp32 already)"
-                return replace(found, precision=precision.name, reference_finite=False, error=raised)
+            if not measurement.finite:
+                raised = measurement.error and f"{measurement.error} (in fp32 already)"
+                return replace(measurement, precision=precision.name, reference_finite=False, error=raised)
         if reference is None:  # it did not fit, and the error, which held the activations, is gone
             model.zero_grad(set_to_none=True)
             release_free_memory(device)
-        side, candidate, found = _attempt(side, parts.compile)
-        if candidate is None or not found.finite:
-            return found
+        side, candidate, measurement = _attempt(side, parts.compile)
+        if candidate is None or not measurement.finite:
+            return measurement
         if reference is None:
-            return replace(found, reference_fits=False, seconds=candidate.seconds)
+            return replace(measurement, reference_fits=False, seconds=candidate.seconds)
         return replace(
-            found,
+            measurement,
             logits_relative_error={
                 task: relative_error(*(_at_tokens(each, batch) for each in (candidate.logits[task], value)))
                 for task, value in reference.logits.items()
@@ -235,7 +235,7 @@ def _attempt(
             message = f"{type(error).__name__}{where}: {error}"
             return side, None, Measurement(precision.name, error=message, finite=False)
         broken = result.broken()
-        found = Measurement(
+        measurement = Measurement(
             precision.name,
             finite=not broken,
             nonfinite=broken,
@@ -244,7 +244,7 @@ def _attempt(
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
             disagreement=seen.disagreement(precision, in_float32),
         )
-    return side, result, found
+    return side, result, measurement
 
 
 def _backed_off(config: AmpConfig) -> list[float]:

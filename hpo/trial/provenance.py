@@ -70,9 +70,9 @@ def _scores(trial: TrialSource) -> dict[str, Any]:
     intervals: dict[str, Any] = {}
     evaluations: dict[str, Any] = {}
     for split, document in trial.detailed.items():
-        metrics = {task: found["metrics"] for task, found in document["tasks"].items()}
+        metrics = {task: of_task["metrics"] for task, of_task in document["tasks"].items()}
         scores[split], intervals[split] = (
-            {task: {metric: pick(of) for metric, of in found.items()} for task, found in metrics.items()}
+            {task: {metric: pick(of) for metric, of in of_task.items()} for task, of_task in metrics.items()}
             for pick in (lambda of: of["value"], lambda of: [of["low"], of["high"]])
         )
         evaluations[split] = {
@@ -88,11 +88,11 @@ def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dic
     is_local = Path(encoder).is_dir()
     hub_id = MINILM_HUB_ID if encoder == "minilm" else None if is_local else encoder
     try:
-        found = license_of(encoder_folder(encoder, revision))
+        license_id = license_of(encoder_folder(encoder, revision))
     except ModelError:  # the trial had it, and the cache lost it since: nothing is known then
-        found = None
+        license_id = None
     name = hub_id or Path(encoder).name
-    return {"name": name, "hub_id": hub_id, "revision": revision, "license": found}
+    return {"name": name, "hub_id": hub_id, "revision": revision, "license": license_id}
 
 
 def license_of(folder: Path) -> str | None:
@@ -100,5 +100,5 @@ def license_of(folder: Path) -> str | None:
     card = folder / "README.md"
     text = card.read_text("utf-8", "replace") if card.is_file() else ""
     front = text.split("\n---\n")[0] if text.startswith("---\n") else ""
-    found = re.search(r"^license: *['\"]?([\w.-]+)", front, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^license: *['\"]?([\w.-]+)", front, re.MULTILINE)
+    return match[1] if match else None

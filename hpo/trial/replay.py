@@ -140,9 +140,9 @@ class Replay:
 
 def stored_state(folder: Path, resume_key: str, precision: str, before: int) -> State | None:
     """The newest checkpoint of a trial whose weights are finite, of a step before `before`; None: none."""
-    for found in intact_checkpoints(folder, "step"):
-        weights = [value for value in found.weights.values() if value.is_floating_point()]
-        is_before = found.resume_key == resume_key and found.state["progress"]["step"] < before
+    for checkpoint in intact_checkpoints(folder, "step"):
+        weights = [value for value in checkpoint.weights.values() if value.is_floating_point()]
+        is_before = checkpoint.resume_key == resume_key and checkpoint.state["progress"]["step"] < before
         if is_before and all(map(is_finite, weights)):
-            return {**found.state, "weights": found.weights, "precision": precision}
+            return {**checkpoint.state, "weights": checkpoint.weights, "precision": precision}
     return None

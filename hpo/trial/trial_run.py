@@ -104,10 +104,10 @@ class TrialRun:
 
     def _check(self) -> None:
         device = self.parts.device
-        found = check_compatibility(self.parts, self.cache)
-        self.recorder.note(compatibility=found.telemetry() | {"checked_on": checked_on(device)})
-        if found.verdict == "incompatible":
-            raise Incompatible(" ".join(found.reasons))
+        compatibility = check_compatibility(self.parts, self.cache)
+        self.recorder.note(compatibility=compatibility.telemetry() | {"checked_on": checked_on(device)})
+        if compatibility.verdict == "incompatible":
+            raise Incompatible(" ".join(compatibility.reasons))
         # The check's passes are not this trial's memory.
         release_free_memory(device)
         reset_peak_memory(device)

@@ -61,15 +61,15 @@ def verify(device: DeviceInfo, check: Callable[[str, Support], Compatibility]) -
     """`check` each precision that `device` runs, natively or emulated; `check_precision` is such a check."""
     checks = []
     for name in PRECISION_NAMES:
-        found = support(name, device)
-        compatibility, note = None, found.reason
-        if found.level != "unsupported":
+        supported = support(name, device)
+        compatibility, note = None, supported.reason
+        if supported.level != "unsupported":
             try:
-                compatibility = check(name, found)
+                compatibility = check(name, supported)
                 note = " ".join(compatibility.reasons) or note
             except (EnvironmentOverrideError, TrialEnd) as error:
                 note = str(error)
-        checks.append(PrecisionCheck(name, found, compatibility, note))
+        checks.append(PrecisionCheck(name, supported, compatibility, note))
     return checks
 
 

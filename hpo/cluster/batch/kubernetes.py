@@ -57,11 +57,11 @@ def manifests(study: str, config: StudyConfig | None, pods: Pods) -> str:
         )
     resources: dict[str, str | int] = {"cpu": pods.num_cpus or max(1, CPUS_PER_GPU * pods.num_gpus)}
     if pods.memory:
-        if not (found := re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", pods.memory.upper())):
+        if not (match := re.fullmatch(r"([1-9]\d*)([KMGT]?)B?", pods.memory.upper())):
             raise InputError(
                 f"--mem must be a number with K, M, G or T, such as 16G, but got `{pods.memory}`."
             )
-        resources["memory"] = f"{found[1]}{found[2] or 'M'}i"
+        resources["memory"] = f"{match[1]}{match[2] or 'M'}i"
     if pods.num_gpus:
         resources["nvidia.com/gpu"] = pods.num_gpus
     environment = Environment(

@@ -180,8 +180,8 @@ def _prefix(cluster: str) -> str:
 
 def _cluster() -> str:
     """The name of the cluster that Slurm's commands ask."""
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", _slurm(["scontrol", "show", "config"]), re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"^ClusterName\s*=\s*(\S+)", _slurm(["scontrol", "show", "config"]), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def job_name(study: str) -> str:
@@ -313,8 +313,8 @@ def cancel_jobs(job_ids: Iterable[str], study: str) -> list[str]:
     name = job_name(study)
     living = [
         job
-        for job, found in job_tasks(job_ids, name=name).items()
-        if not all(task.has_ended for task in found)
+        for job, tasks in job_tasks(job_ids, name=name).items()
+        if not all(task.has_ended for task in tasks)
     ]
     if living:
         _slurm(["scancel", *_of_user(name), *map(number_of, living)])

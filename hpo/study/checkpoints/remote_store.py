@@ -77,13 +77,13 @@ class RemoteStore:
     def _list(self, folder: Path, key: str | None) -> dict[str, dict[str, int]]:
         base = self._path(folder)
         one = re.compile(rf"(?P<checkpoint>{_CHECKPOINT})/(?P<file>{'|'.join(map(re.escape, _files()))})")
-        found: dict[str, dict[str, int]] = defaultdict(dict)
+        sizes: dict[str, dict[str, int]] = defaultdict(dict)
         with self._errors("checkpoints cannot be listed in"):
             for path, about in sorted(self._filesystem.find(base, detail=True).items()):
                 match = one.fullmatch(path.removeprefix(f"{base}/"))
                 if match and (key is None or match["key"] == _digest(key)):
-                    found[match["checkpoint"]][match["file"]] = about["size"]
-        return found
+                    sizes[match["checkpoint"]][match["file"]] = about["size"]
+        return sizes
 
     def upload(self, path: Path, key: str, folder: Path) -> None:
         """Upload a checkpoint unless it is there. Raises CheckpointError."""
@@ -139,10 +139,10 @@ class RemoteStore:
 
     def remove_trials(self, study_folder: Path, numbers: Collection[int]) -> int:
         """Remove all checkpoints of these trials; return of how many there were some."""
-        found = self.trials(study_folder).intersection(numbers)
-        for number in found:
+        uploaded = self.trials(study_folder).intersection(numbers)
+        for number in uploaded:
             self.remove(study_folder / f"trial-{number:05d}")
-        return len(found)
+        return len(uploaded)
 
     def _path(self, folder: Path) -> str:
         return f"{self._root}/{folder.parent.name}/{folder.name}"
@@ -163,8 +163,8 @@ class RemoteCheckpoints:
 
     def names(self, kind: str, resume_key: str) -> Sequence[str]:
         """The complete checkpoints that a trial with this key can go on from."""
-        found = self._until_it_answers(lambda: self._store.list(self._folder, resume_key))
-        return [name[: -len("-9f8e7d6c5b4a")] for name in found if name.startswith(kind)]
+        names = self._until_it_answers(lambda: self._store.list(self._folder, resume_key))
+        return [name[: -len("-9f8e7d6c5b4a")] for name in names if name.startswith(kind)]
 
     def fetch(self, path: Path, resume_key: str) -> None:
         self._store.fetch(f"{path.name}-{_digest(resume_key)}", self._folder, path)

@@ -29,14 +29,14 @@ def read_detailed_evaluations(
     """The documents of the study `name` by the number of the trial and the split; those of another version,
     or damaged, are left out with a warning."""
     query = sa.select(detailed_evaluations).where(detailed_evaluations.c.study == name)
-    found: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    documents: dict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for row in connection.execute(query.order_by(detailed_evaluations.c.split)):
         try:
-            found[row.trial_number][row.split] = _read(row.document)
+            documents[row.trial_number][row.split] = _read(row.document)
         except DataError as error:
             what = f"trial {row.trial_number} on {row.split}"
             _say_left_out(f"The detailed evaluation of {what} of {name} is left out: {error}")
-    return found
+    return documents
 
 
 @lru_cache(maxsize=1024)

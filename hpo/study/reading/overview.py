@@ -61,7 +61,7 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             best = _best_values(connection)
             seen = sa.select(workers.c.study, sa.func.max(workers.c.last_seen)).group_by(workers.c.study)
             last_seen = {row[0]: float(row[1]) for row in connection.execute(seen)}
-        found = []
+        overviews = []
         for row in rows:
             trials = counts[row.name]
             unfinished = trials["open"] + trials["running"]
@@ -81,8 +81,8 @@ def list_studies(storage: Storage) -> list[StudyOverview]:
             except (ValueError, LookupError, TypeError) as error:
                 say_damaged(row.name, f"{type(error).__name__}: {error}")
             else:
-                found.append(overview)
-        return found
+                overviews.append(overview)
+        return overviews
 
     return storage.persist(read)
 
@@ -118,15 +118,15 @@ def _alive(storage: Storage, connection: sa.Connection) -> dict[str, set[str]]:
 
 def _counts(connection: sa.Connection, alive: dict[str, set[str]]) -> dict[str, dict[str, int]]:
     """How many slots of each study are `open`, `running` and `done`."""
-    found: dict[str, dict[str, int]] = defaultdict(lambda: {"open": 0, "running": 0, "done": 0})
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: {"open": 0, "running": 0, "done": 0})
     others = sa.select(slots.c.study, slots.c.state, sa.func.count()).where(slots.c.state != "running")
     for study, state, count in connection.execute(others.group_by(slots.c.study, slots.c.state)):
-        found[study][state] = count
+        counts[study][state] = count
     owners = sa.select(slots.c.study, slots.c.owner).where(slots.c.state == "running")
     for study, owner in connection.execute(owners):
         # One whose worker died waits for the next one, as an open slot does.
-        found[study]["running" if owner in alive[study] else "open"] += 1
-    return found
+        counts[study]["running" if owner in alive[study] else "open"] += 1
+    return counts
 
 
 def _best_values(connection: sa.Connection) -> dict[str, float]:

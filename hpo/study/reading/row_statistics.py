@@ -58,16 +58,16 @@ def read_row_statistics(
         with storage.engine.connect() as connection:
             return connection.execute(query).all()
 
-    found = {}
+    by_trial = {}
     for row in storage.persist(read):
         try:
-            found[row.trial_number] = _unpacked(row.content, tasks)
+            by_trial[row.trial_number] = _unpacked(row.content, tasks)
         except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
             raise RunError(
                 f"What the rows say of trial {row.trial_number} of `{study}` cannot be read "
                 f"({type(error).__name__}). Compare anew: hpo delete {study}"
             ) from error
-    return found
+    return by_trial
 
 
 def _packed(statistics: Mapping[str, RowStatistics]) -> bytes:

@@ -108,8 +108,8 @@ class _Reading:
     def chunks(self, query: sa.Select[Any]) -> Iterator[list[dict[str, Any]]]:
         """The rows of a query, at most `_CHUNK` at once."""
         try:
-            found = self._connection.execution_options(yield_per=_CHUNK).execute(query)
-            for chunk in found.mappings().partitions():
+            rows = self._connection.execution_options(yield_per=_CHUNK).execute(query)
+            for chunk in rows.mappings().partitions():
                 yield [dict(row) for row in chunk]
         except SQLAlchemyError as error:
             raise explain(self._url, error) from error

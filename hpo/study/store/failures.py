@@ -91,7 +91,7 @@ def is_wrong_input(error: BaseException) -> bool:
 
 def _find(failures: Mapping[str, str], text: str) -> str | None:
     """The advice for what the driver says; None: it is none of `failures`."""
-    return next((failures[found] for found in failures if re.search(found, text, re.IGNORECASE)), None)
+    return next((failures[pattern] for pattern in failures if re.search(pattern, text, re.IGNORECASE)), None)
 
 
 def _text(error: BaseException) -> str:

@@ -75,9 +75,9 @@ def is_current(connection: sa.Connection) -> bool:
 
 def _differences(connection: sa.Connection) -> OpContainer:
     """What would make the tables in a database those of `schema`."""
-    found = produce_migrations(_context(connection), schema.metadata).upgrade_ops
-    assert found is not None
-    return found
+    operations = produce_migrations(_context(connection), schema.metadata).upgrade_ops
+    assert operations is not None
+    return operations
 
 
 def _context(connection: sa.Connection) -> MigrationContext:

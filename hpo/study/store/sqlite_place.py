@@ -35,22 +35,22 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
     """
     where = path.resolve()
     mounts = Path("/proc/self/mountinfo").read_text() if mounts is None else mounts
-    longest, found = -1, ""
+    longest, kind = -1, ""
     for line in mounts.splitlines():
         mount, _, rest = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), mount.split()[4])
         # What is mounted later on the same point hides what was there.
         if len(point) >= longest and where.is_relative_to(point):
-            longest, found = len(point), rest.split()[0]
-    return found if _NETWORK.fullmatch(found) else None
+            longest, kind = len(point), rest.split()[0]
+    return kind if _NETWORK.fullmatch(kind) else None
 
 
 def check_place(path: Path) -> None:
     """Raise StorageError where a SQLite file lies on a network file system."""
-    if found := network_file_system(path):
+    if kind := network_file_system(path):
         raise StorageError(
             f"A SQLite database must lie on a disk of its host, but {path.absolute()} is on a network file "
-            f"system ({found}), where SQLite's locks do not work. {_ADVICE}"
+            f"system ({kind}), where SQLite's locks do not work. {_ADVICE}"
         )
 
 

@@ -272,8 +272,8 @@ class Storage:
     def get_compat(self, key: str) -> dict[str, Any] | None:
         """Return the result of the compatibility check stored under `key`, if there is one."""
         query = sa.select(compat.c.result).where(compat.c.key == key)
-        found = self.read(lambda connection: connection.execute(query).scalar())
-        return None if found is None else dict(json.loads(found))
+        stored = self.read(lambda connection: connection.execute(query).scalar())
+        return None if stored is None else dict(json.loads(stored))
 
     def put_compat(self, key: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Store a result unless another worker was first; return the one that is stored."""
