@@ -159,12 +159,12 @@ def test_logs_of_workers_are_added_to(
 
 
 @pytest.mark.parametrize(
-    ("code", "timeout", "until", "ended"),
+    ("code", "timeout", "job_seconds", "ended"),
     [
         (0, None, None, "elsewhere"),
         (0, 1e-6, None, "timeout"),
         (130, None, None, "stopped"),  # told to by somebody else
-        (130, None, time.time() + 3600, "stopped"),  # before the end of the job
+        (130, None, 3600.0, "stopped"),  # before the end of the job
     ],
 )
 def test_workers_that_leave_trials_open(
@@ -173,10 +173,11 @@ def test_workers_that_leave_trials_open(
     use_command: Callable[..., None],
     code: int,
     timeout: float | None,
-    until: float | None,
+    job_seconds: float | None,
     ended: str,
 ) -> None:
     use_command("-c", f"raise SystemExit({code})")
+    until = None if job_seconds is None else time.time() + job_seconds
     config, stop = study(2, timeout=timeout), Stop(until)
     create_or_resume_study(storage, config)
     summary = run_workers(config, storage, tmp_path, WorkerProcesses(TWO), stop)
