@@ -26,7 +26,7 @@ SPACE = {
     "learning_rate": {"type": "categorical", "choices": [1e-4, 1e-3]},
 }
 ONE_RATE = {"fp_precision": SPACE["fp_precision"]}
-KEYS = {"precision", "question", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
+KEYS = {"precision", "metric", "verdict", "difference", "low", "high", "num_seeds", "speed_ratio"}
 KEYS |= {"memory_ratio", "conditions", "collapse_share", "sentence"}
 OPTIONS = ("--top", "1", "--max-seeds", "3", "--precisions", "bf16")
 
@@ -47,7 +47,7 @@ def test_precisions_and_configurations(searched: Path) -> None:
     assert found["price"]["trials"] == 6
     assert all(row.keys() >= KEYS for row in found["verdicts"])
     (row,) = found["verdicts"]
-    assert (row["precision"], row["question"], row["num_seeds"]) == ("bf16", "paired", 3)
+    assert (row["precision"], row["num_seeds"]) == ("bf16", 3)
     assert row["verdict"] in ("as_good", "worse", "undecided")
     assert [one["precision"] for one in found["tuned"]] == ["fp32", "bf16"]
     with open_storage(f"sqlite:///{searched}/runs/hpo.db") as storage:
@@ -107,7 +107,7 @@ def test_an_encoder_with_a_planted_loss(
     """The seeds differ by what they draw, the two trials of a pair by the loss alone."""
     with planted(flaw):
         (row,) = ok(hpo_command(planted_folder, *PLANTED, "--json")).json["verdicts"]
-    assert (row["precision"], row["question"], row["verdict"]) == ("bf16", "paired", verdict)
+    assert (row["precision"], row["verdict"]) == ("bf16", verdict)
     assert row["difference"] == pytest.approx(difference)
     assert row["high"] - row["low"] > 0.4, "a thousand texts prove no more"
     for trial in compared_trials(planted_folder):
