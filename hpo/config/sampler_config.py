@@ -113,7 +113,7 @@ class SamplerConfig(_Algorithm):
         "grid": "GridSampler",
         "qmc": "QMCSampler",
     }
-    # Optuna's 10 are half of a study of 20 trials; tests/benchmarks/search_speed.py compares them.
+    # Optuna's 10 are half of a study of 20 trials.
     DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {"tpe": {"n_startup_trials": 5}}
 
     name: Literal["tpe", "gp", "nsga2", "random", "grid", "qmc"] = "tpe"

@@ -141,9 +141,8 @@ class EvaluationConfig(Section):
 def default_pruner(study: Mapping[str, Any]) -> PrunerConfig:
     """The pruner of a study that names none, by its validated keys.
 
-    `tests/benchmarks/search_speed.py` compares it with others. The first evaluation of a trial says too
-    little of its end to stop it there, and the second less than the third. Trials of different budgets are
-    not at the same point of it at the same evaluation.
+    The first evaluation of a trial says too little of its end to stop it there, and the second less than the
+    third. Trials of different budgets are not at the same point of it at the same evaluation.
     """
     objectives, training = study["objective"], study["training"]
     if (

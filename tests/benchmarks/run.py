@@ -79,10 +79,6 @@ FIGURES = (
     Figure("9", "a trial outside training", SHORT_FP32, "outside", 0.5, "", "hpo-memory", " s", True),
     Figure("11", "memory growth, 50 trials", SHORT_FP32, "growth", 0.03, "", "hpo-memory", "", True),
 )
-PROGRAMS = {
-    "search": ["search_speed.py", "replay"],
-}
-"""What has a program of its own, which prints its own verdict."""
 UNITS = {
     "train": "examples/s",
     "evaluate": "examples/s",
@@ -129,11 +125,11 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("figures", nargs="*", help=f"numbers of figures, {', '.join(PROGRAMS)}; default: all")
+    parser.add_argument("figures", nargs="*", help="numbers of figures; default: all")
     parser.add_argument("--pairs", type=int, default=5, help="rounds that are counted")
     parser.add_argument("--examples", type=int, help="train on so many of a workload's texts")
     arguments = parser.parse_args()
-    known = [figure.number for figure in FIGURES] + list(PROGRAMS)
+    known = [figure.number for figure in FIGURES]
     if unknown := set(arguments.figures) - set(known):
         parser.error(f"there is no figure {', '.join(sorted(unknown))}, only {', '.join(known)}")
     wanted = arguments.figures or known
@@ -167,15 +163,6 @@ def main() -> None:
                         print(f"      {name:16} {measure:13} {spread([1 / value for value in values])} s")
                     else:
                         print(f"      {name:16} {measure:13} {spread(values)} {UNITS.get(measure, '')}")
-    failed = []
-    for name, (program, *options) in PROGRAMS.items():
-        if name in wanted:
-            print(f"\n{name}", flush=True)
-            command = [sys.executable, str(CONTENDERS.with_name(program)), *options]
-            if subprocess.run(command, check=False).returncode:
-                failed.append(name)
-    if failed:
-        raise SystemExit(f"{' and '.join(failed)} ended with an error or a verdict of worse")
 
 
 if __name__ == "__main__":
