@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,9 +22,10 @@ from hpo.cli.options import (
     existing_study,
     print_json,
     progress_shown,
+    stop_signals,
     with_options,
 )
-from hpo.errors import InputError, RunError
+from hpo.errors import InputError, Preempted, RunError
 
 if TYPE_CHECKING:
     from hpo.config.study_config import StudyConfig
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from hpo.deploy.deployment import DeploymentRequest
     from hpo.deploy.result import Deployment
     from hpo.study.reading.study_record import StudyRecord, TrialRecord
+    from hpo.study.running.stopping import Stop
     from hpo.study.store.storage import Storage
 
 DEPLOYMENT_OPTIONS: Mapping[str, Any] = {
@@ -77,6 +81,14 @@ def deploy(
         Path | None,
         typer.Option(metavar="DIR", file_okay=False, help="Folder.", show_default="runs/STUDY/deploy"),
     ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="After so long no further form is begun, and the choice is among those that are scored.",
+        ),
+    ] = 1800,
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Keep every artifact, in artifacts/, not only the chosen one.")
     ] = False,
@@ -86,16 +98,21 @@ def deploy(
 ) -> None:
     """Find the fastest form of the best model that is as good as fp32: bf16, fp16, ONNX, int8.
 
-    Chosen on validation, reported on test. Writes it to DIR/model with deploy.json and deploy.html.
+    Chosen on validation, reported on test. Writes it to DIR/model with deploy.json and deploy.html. Ctrl-C
+    ends the search with the forms that are scored by then; a second one leaves nothing.
     """
     from hpo.models.export import new_folder
 
-    with progress_shown(quiet=as_json), existing_study(study, storage) as (database, record):
+    with (
+        progress_shown(quiet=as_json),
+        stop_signals(timeout=timeout) as stop,
+        existing_study(study, storage) as (database, record),
+    ):
         trial = _best(record)
         config = config_of(study, record, trust_remote_code)
         folder = out or RUNS / config.name / "deploy"
         with new_folder(folder, "deploy.json") as staging:
-            stored = _deploy((config, database), trial, options, staging).as_json()
+            stored = _deploy((config, database), trial, options, stop, staging).as_json()
             _finish(stored, staging, folder, keep_all=keep_all)
     if as_json:
         print_json(stored | {"folder": str(folder)})
@@ -103,6 +120,7 @@ def deploy(
         from hpo.cli.display import print_deployment
 
         print_deployment(stored, folder)
+    raise typer.Exit(130 if stop.is_set() else 0)
 
 
 def _best(record: StudyRecord) -> TrialRecord:
@@ -119,7 +137,7 @@ def _best(record: StudyRecord) -> TrialRecord:
     return best_trials(record)[0] if len(record.metric_names) == 1 else ranked[0]
 
 
-def _request(config: StudyConfig, data: DataSet, options: Mapping[str, Any]) -> DeploymentRequest:
+def _request(config: StudyConfig, data: DataSet, options: Mapping[str, Any], stop: Stop) -> DeploymentRequest:
     """What the options ask for. Raises InputError where that cannot be done with the study's data."""
     from hpo.compare.companion import unlabelled_in_test
     from hpo.deploy.artifacts import NAMES, parse_names
@@ -135,15 +153,32 @@ def _request(config: StudyConfig, data: DataSet, options: Mapping[str, Any]) -> 
     if max_drop is None and unit_of(metric) != "points":
         raise InputError(f"--max-drop must be given: {metric} is in {unit_of(metric)}, no default fits.")
     has_test = "test" in data.splits and not unlabelled_in_test(config, data)
-    return DeploymentRequest(names, 1.0 if max_drop is None else max_drop, batch, has_test)
+    return DeploymentRequest(
+        names,
+        1.0 if max_drop is None else max_drop,
+        batch,
+        has_test,
+        ends=partial(_why_it_ends, stop),
+    )
+
+
+def _why_it_ends(stop: Stop) -> str:
+    if stop.is_set():
+        return "the search was told to stop"
+    return "the time of --timeout was over" if time.monotonic() > stop.deadline else ""
 
 
 def _deploy(
-    study: tuple[StudyConfig, Storage], trial: TrialRecord, options: Mapping[str, Any], staging: Path
+    study: tuple[StudyConfig, Storage],
+    trial: TrialRecord,
+    options: Mapping[str, Any],
+    stop: Stop,
+    staging: Path,
 ) -> Deployment:
     """Export the trial and compare the forms of its model, all in folders of `staging`.
 
-    Raises RunError where it has no weights.
+    Raises RunError where it has no weights, or not even fp32 is scored in time. Ends the command where it is
+    stopped before.
     """
     import torch
 
@@ -155,13 +190,20 @@ def _deploy(
     name = options["device"] or "cpu"
     device = probe_device(name)
     executor, checkpoint = checkpoint_of(*study, trial.number, device=name)
-    request = _request(study[0], executor.dataset, options)
+    request = _request(study[0], executor.dataset, options, stop)
     limit_threads(probe_device("cpu"))
     torch.set_num_threads(options["threads"] or torch.get_num_threads())
     source = TrialSource(trial.number, trial.params, trial.telemetry)
     exported = export_checkpoint(executor, checkpoint, staging / EXPORT, source, score_test=False)
     place = Place(device, staging / ARTIFACTS, RUNS / "cache" / "tokens")
-    return deploy(study[0], executor.dataset, Candidate(trial.number, exported), request, place)
+    stop.can_checkpoint = True  # from here on there is something to keep
+    try:
+        return deploy(study[0], executor.dataset, Candidate(trial.number, exported), request, place)
+    except Preempted as error:
+        if stop.is_set():
+            typer.echo("Stopped before fp32 was scored: nothing is kept.", err=True)
+            raise typer.Exit(130) from None
+        raise RunError(f"fp32 was {error} Give it longer.") from None
 
 
 def _finish(stored: Mapping[str, Any], staging: Path, folder: Path, *, keep_all: bool) -> None:

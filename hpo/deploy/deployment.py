@@ -6,12 +6,14 @@ Validation chooses, and the test split is used once: it says what the chosen for
 nothing. A form that is worse there is not deployed; fp32 is then.
 
 All forms are in memory while they are timed. One that cannot be made or timed is left out, with the reason;
-it does not end the others.
+it does not end the others. So are those that are not scored when the time is over or somebody asks to stop:
+then the choice is among the forms that are.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +31,7 @@ from hpo.deploy.result import Confirmation, DeployedArtifact, Deployment
 from hpo.deploy.scoring import Answers, answers, depends_on_batch, largest_change
 from hpo.deploy.timing import BATCH_SIZES, Effort, Rows, batches_untold, rows_of, time_in_turn, timing
 from hpo.device import DeviceInfo
-from hpo.errors import HpoError, RunError
+from hpo.errors import HpoError, Preempted, RunError
 from hpo.inference.model import TrainedModel
 from hpo.trial.objectives import quality_objective
 from hpo.versions import installed_versions
@@ -52,6 +54,8 @@ class DeploymentRequest:
     has_test: bool = True
     """Whether the test split has labels for the objective."""
     effort: Effort = field(default_factory=Effort)
+    ends: Callable[[], str] = lambda: ""
+    """Why no further form is begun, and the timing is short; empty: go on."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ def deploy(
 ) -> Deployment:
     """Make, score and time the forms of the `candidate`, and choose.
 
-    Uses as many threads as PyTorch has. Raises RunError where the model cannot be scored in fp32, and what
-    ends its timing in fp32.
+    Uses as many threads as PyTorch has. Raises RunError where the model cannot be scored in fp32, what ends
+    its timing in fp32, and Preempted where it is to end before fp32 is scored.
     """
     run = _Run(study, data, candidate, request, place)
     run.score_all()
@@ -111,18 +115,36 @@ class _Run:
         self._references: dict[str, Answers] = {}
         self._found: dict[str, DeployedArtifact] = {}
         self._models: dict[str, TrainedModel] = {}
+        self._num_rounds = 0
 
     def score_all(self) -> None:
         """Make and score the forms."""
+        began = time.monotonic()
         for artifact in self._artifacts:
-            _logger.info("making and scoring %s", artifact.name)
             try:
+                self._leave_if_asked()
+                _logger.info("making and scoring %s", artifact.name)
                 self._models[artifact.name] = self._workshop.load(artifact)
                 self._found[artifact.name] = self._scored(artifact)
             except HpoError as error:
                 if artifact == REFERENCE:
                     raise
                 self._left_out[artifact.name] = str(error)
+            if artifact == REFERENCE:
+                _logger.info("%s", self._estimate(time.monotonic() - began))
+
+    def _leave_if_asked(self) -> None:
+        if reason := self._request.ends():
+            raise Preempted(f"not scored, because {reason}.")
+
+    def _estimate(self, seconds: float) -> str:
+        """What is to come, in words, where fp32 took so many `seconds` to score."""
+        scored = sum(3 if one.quantization == "dynamic" else 1 for one in self._artifacts[1:])
+        timed = len(BATCH_SIZES) * self._request.effort.seconds
+        return (
+            f"fp32 took {seconds:.0f} s to score: the others take about {seconds * scored:.0f} s, and timing "
+            f"at most {timed:.0f} s; Ctrl-C ends it with the forms that are scored by then"
+        )
 
     def _reference(self, split: str) -> Answers:
         """What fp32 says of a split. Raises RunError where that is not finite."""
@@ -138,7 +160,8 @@ class _Run:
     def _answers(self, name: str, split: str, *, in_batches: bool = False) -> Answers | None:
         model, cache = self._models[name], self._place.token_cache
         tokens = load_tokenized(self._data, split, model.tokenizer, model.settings.windowing, cache)
-        return answers(model, tokens, in_batches=in_batches)
+        on_batch = self._leave_if_asked if split == CHOSEN_BY else lambda: None
+        return answers(model, tokens, in_batches=in_batches, on_batch=on_batch)
 
     def _scored(self, artifact: Artifact) -> DeployedArtifact:
         name, reference = artifact.name, self._reference(CHOSEN_BY)
@@ -164,9 +187,10 @@ class _Run:
             _logger.info("timing %d forms, %d text%s a batch", len(finite), size, "s" * (size > 1))
             predict = {name: self._predict(name, failed) for name in finite if name not in failed}
             with batches_untold():
-                seconds = time_in_turn(predict, rows, size, self._request.effort)
+                seconds = time_in_turn(predict, rows, size, self._request.effort, self._request.ends)
             for name in predict.keys() - failed.keys():
                 timed = timing(seconds[name], seconds[REFERENCE.name])
+                self._num_rounds = len(seconds[name])
                 found = self._found[name]
                 self._found[name] = replace(found, timings={**found.timings, size: timed})
         for name, error in failed.items():
@@ -241,6 +265,8 @@ class _Run:
             )
         if unjudged := scale.unjudged_classes(self._reference(CHOSEN_BY).statistics):
             notes.append(unjudged)
+        if self._num_rounds < self._request.effort.rounds:
+            notes.append(f"Timed in {self._num_rounds} of {self._request.effort.rounds} rounds.")
         if not self._request.has_test:
             notes.append("No test split has labels, so only the rows that chose the form speak for it.")
         changes = [one.batch_change for one in self._found.values() if one.batch_change is not None]

@@ -11,7 +11,7 @@ resampling these rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,13 +45,19 @@ class Answers:
         return self.predicted.statistics
 
 
-def answers(model: TrainedModel, split: TokenizedSplit, *, in_batches: bool = False) -> Answers | None:
+def answers(
+    model: TrainedModel,
+    split: TokenizedSplit,
+    *,
+    in_batches: bool = False,
+    on_batch: Callable[[], None] = lambda: None,
+) -> Answers | None:
     """The answers of a model; None where a logit is not finite.
 
-    `in_batches`: those of `predict` also where they change the logits.
+    `in_batches`: those of `predict` also where they change the logits. `on_batch` runs before each batch.
     """
     alone = depends_on_batch(model) and not in_batches
-    logits = model.logits(split, max_tokens=1 if alone else None)
+    logits = model.logits(split, max_tokens=1 if alone else None, on_batch=on_batch)
     if not all(np.isfinite(values).all() for values in logits.values()):
         return None
     return Answers(split, logits, predict_split(model.tasks, logits, split, model.decisions))

@@ -67,15 +67,19 @@ def time_in_turn(
     rows: Rows,
     batch_size: int,
     effort: Effort,
+    ends: Callable[[], object] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Seconds]:
-    """Seconds of `effort.rounds` turns of each artifact, all on the same batches of `rows`, over and over."""
+    """Seconds of `effort.rounds` turns of each artifact, all on the same batches of `rows`, over and over; of
+    those until `ends`, at least one."""
     slowest = sum(_seconds(predict, _batch(rows, batch_size, 0), clock) for predict in artifacts.values())
     most = _MOST_CALLS.get(batch_size, _MOST_CALLS_OF_MANY)
     calls = int(min(max(effort.seconds / (effort.rounds * max(slowest, 1e-9)) - 1, 2), most))
     keys = list(artifacts)
     found: dict[str, Seconds] = {key: [] for key in keys}
     for turn in range(effort.rounds):
+        if turn and ends():
+            break
         first = turn % len(keys)
         batches = [_batch(rows, batch_size, turn * calls + call) for call in range(calls)]
         for key in keys[first:] + keys[:first]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Finished, hpo_command, ok
+from command_line import Finished, hpo_command, ok, start_hpo
 from planted_int8 import MAX_DROP, ruined_exports, write_mood_study
 from study_records import record_of, with_values
 
@@ -27,7 +28,7 @@ INT8 = "onnx_int8_dynamic,onnx_int8_static"
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time little."""
 
-    def little(predict: Any, rows: Any, size: int, _: Effort) -> Any:
+    def little(predict: Any, rows: Any, size: int, *_: Any) -> Any:
         return time_in_turn(predict, rows, size, Effort(rounds=2, seconds=0.1))
 
     monkeypatch.setattr("hpo.deploy.deployment.time_in_turn", little)
@@ -140,13 +141,37 @@ def test_what_is_refused_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     assert not list((folder / "runs" / "tiny").glob(".deploy*"))
 
 
-def test_interrupted_it_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_it_keeps_what_is_scored(folder: Path) -> None:
+    process = start_hpo(folder, "deploy", "tiny", "--artifacts", INT8, "--max-drop", "90", "--timeout", "300")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "making and scoring onnx_int8_dynamic" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "onnx_int8_static is left out: not scored, because the search was told to stop." in out
+    out_folder = folder / "runs" / "tiny" / "deploy"
+    stored = json.loads((out_folder / "deploy.json").read_text())
+    assert stored["artifacts"][0]["timings"].keys() == {"1", "32"}
+    assert hpo.load(out_folder / "model", device="cpu").predict(["I sleep badly."])
+
+
+def test_fp32_is_not_scored_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploying, "_why_it_ends", lambda _: "the time of --timeout was over")
+    finished = hpo_command(folder, "deploy", "tiny", "--out", str(folder / "other"))
+    assert finished.exit_code == 1
+    assert "fp32 was not scored, because the time of --timeout was over. Give it longer." in finished.err
+    assert not (folder / "other").exists()
+
+
+def test_interrupted_twice_it_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any, **__: Any) -> Iterator[None]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hpo.deploy.deployment.time_in_turn", interrupt)
     finished = hpo_command(folder, "deploy", "tiny", "--artifacts", "onnx_fp32")
-    assert finished.exit_code in (1, 130)
+    assert finished.exit_code == 130
     assert not list((folder / "runs" / "tiny").glob("*deploy*"))
 
 

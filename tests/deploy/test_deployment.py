@@ -111,6 +111,17 @@ def test_a_model_that_int8_ruins_is_refused(
     assert f"is beyond --max-drop {MAX_DROP:g}" in verdicts["ruined"].reason
 
 
+def test_what_is_scored_is_chosen_from_when_the_time_is_over(
+    mood: tuple[Executor, Candidate], tmp_path: Path
+) -> None:
+    made = tmp_path / "artifacts" / "onnx_fp32"
+    found = deployed(*mood, tmp_path, "onnx_fp32", "bf16", ends=lambda: "it is late" * made.exists())
+    assert [row.artifact for row in found.artifacts] == ["fp32"]
+    assert found.left_out["onnx_fp32"] == "not scored, because it is late."
+    assert found.best.timings.keys() == {1, 32}
+    assert found.test is not None
+
+
 def test_few_rows_that_are_alike_do_not_make_a_form_as_good(
     mood: tuple[Executor, Candidate], tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ class Clock:
 def timed(seconds: dict[str, float], rows: Sequence[str], size: int, effort: Effort) -> tuple[Clock, dict]:
     clock = Clock()
     predict = {name: clock.takes(name, lambda _, of=of: of) for name, of in seconds.items()}
-    return clock, time_in_turn(predict, rows, size, effort, clock)
+    return clock, time_in_turn(predict, rows, size, effort, clock=clock)
 
 
 def test_all_take_turns_on_the_same_texts() -> None:
@@ -49,6 +49,11 @@ def test_all_take_turns_on_the_same_texts() -> None:
 def test_the_time_bounds_the_calls(seconds: float, calls: int) -> None:
     _, found = timed({"0": 0.1, "1": 0.1}, ["a"], 1, Effort(rounds=10, seconds=seconds))
     assert [len(turn) for turn in found["0"]] == [calls] * 10
+
+
+def test_asked_to_end_it_ends_after_a_round() -> None:
+    found = time_in_turn(dict.fromkeys("01", len), ["a"], 1, Effort(rounds=10, seconds=0.1), lambda: True)
+    assert {name: len(rounds) for name, rounds in found.items()} == {"0": 1, "1": 1}
 
 
 def test_latency_and_speed_up_are_those_of_the_calls() -> None:
