@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from hpo.compare.decision import ALPHA, Array, half_width, interval
 from hpo.compare.price import next_look
 from hpo.compare.results import Result, stored_form
 from hpo.compare.runs import Runs, Scored
-from hpo.config.comparison import MOST_SEEDS, ComparisonConfig
+from hpo.config.comparison import MOST_SEEDS
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Standing:
     num_seeds: int
     """New seeds that it has run on."""
     num_failed: int
-    """Its runs on them that ended without a score, which counts as 0."""
+    """Its runs on them that ended without a score, which counts as 0, or as twice the largest error of all
+    runs."""
     mean: float
-    """Of its scores on new seeds; NaN without one."""
+    """Of the metric on new seeds, in hundredths where it is in points; NaN without one."""
     is_beaten: bool
     overstated: float
     """Score in the search minus the mean on new seeds: selection bias."""
@@ -53,13 +54,17 @@ def judge_race(runs: Runs, search_scores: Mapping[int, float]) -> Result:
     of_arms = [[_scored(runs, arm, index) for index in range(plan.seeds_of(arm))] for arm in plan.arms()]
     most = max(map(len, of_arms))
     running = [place for place, scores in enumerate(of_arms) if len(scores) == most]
-    beaten = {one for one in running if any(_beats(of_arms, other, one) for other in running)}
+    known = [scored[0] for scores in of_arms for scored in scores if scored]
+    nothing = 0.0 if runs.has_worst(runs.metric) or not known else 2 * min(known)
+    beaten = {one for one in running if any(_beats(of_arms, other, one, nothing) for other in running)}
     left = [place for place in running if place not in beaten] or running
     standings = [
         _standing(plan.configurations[place].trial, scores, place in left, search_scores)
         for place, scores in enumerate(of_arms)
     ]
     standings.sort(key=lambda one: (one.is_beaten, -np.nan_to_num(one.mean, nan=-np.inf)))
+    if runs.is_minimized(runs.metric):
+        standings = [replace(one, mean=-one.mean) for one in standings]
     best = standings[0].configuration if math.isfinite(standings[0].mean) else None
     next_plan = None
     if len(left) > 1 and most < plan.max_seeds:
@@ -73,7 +78,7 @@ def judge_race(runs: Runs, search_scores: Mapping[int, float]) -> Result:
         "standings": [asdict(one) for one in standings],
         "best": best,
         "too_close": too_close,
-        "recommendation": _call(standings, best, too_close, plan),
+        "recommendation": _call(standings, best, too_close, runs),
     }
     return stored_form(plan, content, next_plan)
 
@@ -83,12 +88,12 @@ def _scored(runs: Runs, arm: tuple[int, str], index: int) -> Scored | None:
     return None if trial is None else runs.scored(trial, runs.metric)
 
 
-def _beats(of_arms: Sequence[Sequence[Scored | None]], one: int, other: int) -> bool:
-    """Whether a configuration is proved to be better than another, a run without a score counting as 0."""
+def _beats(of_arms: Sequence[Sequence[Scored | None]], one: int, other: int, no_score: float) -> bool:
+    """Whether a configuration is proved to be better than another; a run without a score has `no_score`."""
     some = next((scored for scores in of_arms for scored in scores if scored), None)
     if one == other or some is None:
         return False
-    nothing = (0.0, np.zeros_like(some[1]))
+    nothing = (no_score, np.full_like(some[1], no_score))
     pairs = [(a or nothing, b or nothing) for a, b in zip(of_arms[one], of_arms[other], strict=True)]
     differences = np.array([a[0] - b[0] for a, b in pairs])
     rows: Array = np.mean([a[1] - b[1] for a, b in pairs], axis=0)
@@ -116,10 +121,8 @@ def _standing(
     )
 
 
-def _call(
-    standings: Sequence[Standing], best: int | None, too_close: Sequence[int], plan: ComparisonConfig
-) -> str:
-    first = standings[0]
+def _call(standings: Sequence[Standing], best: int | None, too_close: Sequence[int], runs: Runs) -> str:
+    first, plan = standings[0], runs.plan
     if best is None:
         return f"No configuration has trained on {first.num_seeds} new seeds."
     if too_close:
@@ -134,7 +137,7 @@ def _call(
     bias = f"the search overstated it by {first.overstated:+.2f}"
     if math.isfinite(first.overstated_low):
         bias += f" ({first.overstated_low:+.2f} to {first.overstated_high:+.2f})"
-    told = f"{first.mean:.2f} on {first.num_seeds} new seeds; {bias}."
+    told = f"{first.mean:.2f} {runs.unit} of {runs.metric} on {first.num_seeds} new seeds; {bias}."
     if len(standings) == 1:
         return f"Trial {best} has {told} No other configuration was compared with it."
     return f"Trial {best} is the best: {told}"

@@ -150,9 +150,14 @@ class Runs:
 
     def _factor(self, metric: str) -> int:
         """Makes scores of values: in the metric's unit, higher is better."""
-        return (100 if unit_of(metric) == "points" else 1) * (-1 if self._is_minimized(metric) else 1)
+        return (100 if unit_of(metric) == "points" else 1) * (-1 if self.is_minimized(metric) else 1)
 
-    def _is_minimized(self, metric: str) -> bool:
+    def has_worst(self, metric: str) -> bool:
+        """Whether no score is below 0, which a run without one then counts as."""
+        return unit_of(metric) == "points" and not self.is_minimized(metric)
+
+    def is_minimized(self, metric: str) -> bool:
+        """Whether less of it is better: its scores are below 0."""
         return self._minimized if metric == self.metric else metric.rpartition("/")[2] in SMALLER_IS_BETTER
 
     def says_nothing(self, trial: TrialRecord) -> bool:
@@ -172,7 +177,7 @@ class Runs:
 
     def differences(self, precision: str, metric: str) -> Differences:
         """Of the pairs in which fp32 has a score."""
-        has_worst = unit_of(metric) == "points" and not self._is_minimized(metric)
+        has_worst = self.has_worst(metric)
         pairs, of_runs, of_rows = [], [], []
         for pair in self.pairs(precision):
             theirs, ours = self.scored(pair.theirs, metric), self.scored(pair.ours, metric)

@@ -268,12 +268,29 @@ def test_a_race_drops_what_does_not_train() -> None:
     assert rates[found["best"]] == 1e-4
 
 
+def test_a_race_of_errors_drops_what_does_not_train() -> None:
+    """Of a metric of which less is better, 0 would be the best score; it is told as the metric has it."""
+
+    def score(params: dict[str, Any]) -> float | None:
+        fails = "seed" in params and params["learning_rate"] == 3e-5
+        return None if fails else BASE[params["learning_rate"]] - 100 - (params["fp_precision"] == "bf16")
+
+    config = search_config(objective={"metric": "topic/mae", "direction": "minimize"})
+    found = told(config, score, Request("configurations", top=6)).content
+    rates = {row["trial"]: row["params"]["learning_rate"] for row in found["configurations"]}
+    assert rates[found["best"]] == 1e-4
+    assert all(row["is_beaten"] for row in found["standings"] if row["num_failed"])
+    assert "25.00 label units of topic/mae on 3 new seeds" in found["recommendation"]
+
+
 def test_a_race_of_one() -> None:
     """It is the best of nothing."""
     score = planted(0.0)
     found = told(search_config(), score, Request("configurations", top=1)).content
     only = found["standings"][0]
-    assert found["recommendation"].startswith(f"Trial {only['configuration']} has {only['mean']:.2f} on 3 ")
+    assert found["recommendation"].startswith(
+        f"Trial {only['configuration']} has {only['mean']:.2f} points of "
+    )
     assert found["recommendation"].endswith("No other configuration was compared with it.")
 
 
