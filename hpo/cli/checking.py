@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from hpo.cli.options import (
     RUNS,
     JsonOption,
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
     from hpo.report.data_check import DataCheck
 
 MAX_CLASSES = 12
-"""A terminal shows the classes of a task with at most so many; the page has them all."""
+"""A terminal shows the classes of a task with at most so many; `--json` has them all."""
 
 
 @app.command()
@@ -34,18 +32,14 @@ def check(
 ) -> None:
     """Show what a study's data hold and what to change, before anything is trained."""
     config = load_to_check(study, storage, trust_remote_code)
-    path = RUNS / config.name / "report" / "data.html"
     with progress_shown(quiet=as_json):
         from hpo.report.data_check import check_data
-        from hpo.report.data_page import write_data_page
 
         result = check_data(config, RUNS)
-        write_data_page(result, path)
     if as_json:
-        print_json(result.as_json() | {"page": str(path)})
+        print_json(result.as_json())
     else:
         _print(result)
-        typer.echo(str(path))
 
 
 def _print(result: DataCheck) -> None:

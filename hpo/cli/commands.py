@@ -383,14 +383,13 @@ def dashboard(
     as_json: JsonOption = False,
 ) -> None:
     """Serve optuna-dashboard on 127.0.0.1 with our notes and plots in the study."""
-    from hpo.report.artifacts import publish_artifacts
     from hpo.report.dashboard import LOOPBACK, dashboard_server, publish
     from hpo.study.store.optuna_internals import study_id_of
 
     with existing_study(study, storage) as (database, record):
         optuna_study = database.load_study(record.name)
-        publish(optuna_study, record, publish_artifacts(database, record, RUNS))
-        with dashboard_server(database.url, port, host, RUNS) as server:
+        publish(optuna_study, record)
+        with dashboard_server(database.url, port, host) as server:
             if host != LOOPBACK:
                 typer.echo(
                     f"Warning: whoever reaches {host}:{server.server_port} can delete studies.", err=True

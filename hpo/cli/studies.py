@@ -86,7 +86,6 @@ def delete(
     """Remove a study from the database, and its checkpoints from where this machine finds them."""
     import sys
 
-    from hpo.report.artifacts import files_folders, remove_files
     from hpo.study.checkpoints.checkpoint_folders import noted_database, remove_checkpoints
     from hpo.study.checkpoints.remote_store import remove_uploads
     from hpo.study.store import lifecycle
@@ -109,8 +108,6 @@ def delete(
         noted = noted_database(database)
         lifecycle.delete_study(database, study)  # raises where a worker has joined: nothing is removed then
     said = [f"The study {study} is deleted.", remove_uploads(config, folder, noted)]
-    for shown in files_folders(study, RUNS):
-        remove_files(shown)
     there = folder.exists()
     said.append(f"{remove_checkpoints(folder, noted)}; other machines may have such a folder too.")
     removed = {"checkpoints": str(folder), "removed_here": there and not folder.exists()}

@@ -3,11 +3,8 @@
 The dashboard reads, writes and deletes studies without authentication. It listens on loopback, unless
 another address is asked for (a container's own network), and answers only requests that name this server as
 their host: a page on another site that points its own name at 127.0.0.1 (DNS rebinding) gets nothing. It runs
-inside our process because `optuna-dashboard URL` would show the database's password in the process list.
-
-Artifacts come from the dashboard's own address, where a script could do what its user can. So all that is not
-the dashboard itself is answered with a policy under which a browser gives it no script and no part in that
-address, whatever it holds; and nothing can be uploaded.
+inside our process because `optuna-dashboard URL` would show the database's password in the process list. It
+has no artifacts: nothing can be uploaded.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import ipaddress
 import json
 import re
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -25,7 +21,6 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hpo.errors import InputError
 from hpo.outcome import Outcome
-from hpo.report.artifacts import DashboardFiles
 from hpo.report.caveats import caveats
 from hpo.report.charts import all_charts
 from hpo.report.detailed_page import HEADING
@@ -37,8 +32,6 @@ from hpo.report.verdicts import comparison_tables, details, sentences
 from hpo.study.store.storage import open_storage
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import optuna
     import pandas as pd
 
@@ -48,13 +41,6 @@ LOOPBACK = "127.0.0.1"
 
 NOTE_END = "*Above is written by `hpo` and replaced each time; what you write below this line is kept.*"
 
-_OWN_PATHS = ("/api/", "/csv/", "/dashboard", "/static/")
-"""What the dashboard's paths begin with. In that of an artifact may be bytes that the dashboard drops."""
-_ARTIFACT_HEADERS = [
-    ("Content-Security-Policy", "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:"),
-    ("X-Content-Type-Options", "nosniff"),
-]
-
 MAX_HOVER_POINTS = 500
 """The dashboard's charts are rows of 2 KB in the database; beyond this many points they carry no texts."""
 
@@ -62,13 +48,10 @@ MAX_TIMELINE_ROWS = 16
 """A chart's place in the dashboard has one size; more rows would not be readable in it."""
 
 
-def publish(
-    study: optuna.Study, record: StudyRecord, pages: Mapping[tuple[int, str], str] | None = None
-) -> None:
+def publish(study: optuna.Study, record: StudyRecord) -> None:
     """Put the metric names, our note and our charts into the study, over those published before.
 
-    `pages` are those that `publish_artifacts` has published, which the note leads to. What a person wrote
-    into the study's note stays, below ours.
+    What a person wrote into the study's note stays, below ours.
     """
     from optuna_dashboard import get_note, save_note, save_plotly_graph_object
 
@@ -79,7 +62,7 @@ def publish(
         study.set_metric_names(list(record.metric_names))
     before = get_note(study)
     theirs = before.partition(NOTE_END)[2] if NOTE_END in before else before
-    save_note(study, f"{study_note(tables, pages)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
+    save_note(study, f"{study_note(tables)}\n\n---\n{NOTE_END}\n\n{theirs.strip()}".rstrip() + "\n")
     for chart in all_charts(tables, MAX_TIMELINE_ROWS):
         figure = plotly_figure(chart)
         if sum(len(series.x) for series in chart.series) > MAX_HOVER_POINTS:
@@ -87,7 +70,7 @@ def publish(
         save_plotly_graph_object(study, figure, graph_object_id=chart.key)
 
 
-def study_note(tables: StudyTables, pages: Mapping[tuple[int, str], str] | None = None) -> str:
+def study_note(tables: StudyTables) -> str:
     """The best trials, the table by precision and how to read it, in Markdown."""
     record = tables.record
     lines = [f"# {_escape(record.name)}", ""]
@@ -107,11 +90,9 @@ def study_note(tables: StudyTables, pages: Mapping[tuple[int, str], str] | None 
     if not tables.best:
         lines += [f"None yet: {len(record.trials)} trials, none complete."]
     if detailed := detailed_evaluations(tables):
-        lines += ["", f"## {HEADING}", ""]
+        lines += ["", f"## {HEADING}", "", f"In full: `hpo report {record.name}`.", ""]
         for one in detailed:
-            page = (pages or {}).get((one.trial_number, one.split))
-            more = f" [All of it]({page})" if page else ""
-            lines += [f"- Trial {one.trial_number} on {_escape(headline(one))}.{more}"]
+            lines += [f"- Trial {one.trial_number} on {_escape(headline(one))}."]
             lines += [f"  - {_escape(text)}" for text in one.warnings]
     lines += ["", "## By requested precision", "", _markdown_table(precision_comparison(tables)), ""]
     lines += ["## How to read this", ""]
@@ -153,12 +134,8 @@ class _Handler(WSGIRequestHandler):
         """Requests are not news."""
 
 
-def dashboard_server(
-    storage_url: str, port: int, host: str = LOOPBACK, runs_dir: Path | None = None
-) -> WSGIServer:
+def dashboard_server(storage_url: str, port: int, host: str = LOOPBACK) -> WSGIServer:
     """A server that listens on the IPv4 address `host` and does not yet serve; port 0 takes a free one.
-
-    Artifacts are read from `runs_dir`; None: there are none.
 
     Raises StorageError when the database cannot be used, InputError when the address cannot be bound.
     """
@@ -171,21 +148,17 @@ def dashboard_server(
             f"--host must be an IPv4 address of this machine, or 0.0.0.0 for all of them, but got `{host}`."
         ) from None
     storage = open_storage(storage_url, create=False)
-    app = wsgi(storage.optuna, artifact_store=DashboardFiles(runs_dir) if runs_dir else None)
+    app = wsgi(storage.optuna)
 
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
-        path, method = environ.get("PATH_INFO", ""), environ["REQUEST_METHOD"]
         if not is_own_name(environ.get("HTTP_HOST", "")):
             return _refuse(start_response, "This server is asked for under a name that is not its own.")
-        if path.startswith("/api/artifacts/") and method != "GET":
-            return _refuse(start_response, "Artifacts are made by hpo and change with the study alone.")
         is_json = environ.get("CONTENT_TYPE", "").partition(";")[0].strip().lower() == "application/json"
-        if method != "GET" and environ.get("CONTENT_LENGTH", "0") not in ("", "0") and not is_json:
+        has_body = environ.get("CONTENT_LENGTH", "0") not in ("", "0")
+        if environ["REQUEST_METHOD"] != "GET" and has_body and not is_json:
             # The dashboard takes the body for JSON in any case, and ends in a traceback.
             return _refuse(start_response, "A request must be JSON.", "415 Unsupported Media Type")
-        if path.startswith(_OWN_PATHS):
-            return app(environ, start_response)
-        return app(environ, _sandboxed(start_response))
+        return app(environ, start_response)
 
     try:
         return make_server(host, port, guarded, server_class=_Server, handler_class=_Handler)
@@ -200,16 +173,6 @@ def dashboard_server(
 def _refuse(start_response: Any, reason: str, status: str = "403 Forbidden") -> list[bytes]:
     start_response(status, [("Content-Type", "application/json")])
     return [json.dumps({"reason": reason}).encode()]
-
-
-def _sandboxed(start_response: Any) -> Any:
-    """Answers with the policy of artifacts, which other sites may not read either."""
-
-    def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
-        kept = [(name, value) for name, value in headers if name.lower() != "access-control-allow-origin"]
-        return start_response(status, kept + _ARTIFACT_HEADERS, *rest)
-
-    return start
 
 
 def is_own_name(header: str) -> bool:

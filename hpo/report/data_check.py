@@ -1,6 +1,6 @@
 """All that can be known of a study's data without training: facts, lengths, advice, and their tables.
 
-The tables are of text, for a terminal and a page alike.
+The tables are of text.
 """
 
 from __future__ import annotations
@@ -146,13 +146,8 @@ def balance_table(task: TaskFacts) -> pd.DataFrame:
             + ("" if task.counts_spans else f" ({_percent(of[label], task.num_annotated[split])})")
             for split, of in task.counts.items()
         }
-        for label in by_frequency(task)
+        for label in sorted(task.labels, key=lambda label: -task.counts["train"][label])
     )
-
-
-def by_frequency(task: TaskFacts) -> list[str]:
-    """The labels of a task, the most frequent in training first."""
-    return sorted(task.labels, key=lambda label: -task.counts["train"][label])
 
 
 def cuts_table(check: DataCheck) -> pd.DataFrame:

@@ -1,8 +1,4 @@
-"""What the best model gets right and wrong: a section of the report, and a page that stands alone.
-
-That page is for the dashboard, which serves it from its own address: it has no script and so no chart,
-and its policy lets it load and run nothing.
-"""
+"""What the best model gets right and wrong: a section of the report."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ from hpo.report.detailed_tables import (
 from hpo.report.figures import Chart
 from hpo.report.formats import format_number
 from hpo.report.marked import LOOKS, MEANINGS, marked_labels, marked_text
-from hpo.report.templates import fill
 from hpo.study.reading.study_record import is_number
 
 HEADING = "What the best model gets right and wrong"
@@ -32,24 +27,16 @@ HEADING = "What the best model gets right and wrong"
 Drawn = tuple[Chart, Markup]
 
 
-def standalone_page(one: Detailed, study: str) -> str:
-    """The page of one detailed evaluation."""
-    return fill("detailed_page.html.j2", name=study, heading=HEADING, one=evaluation(one))
-
-
-def evaluation(one: Detailed, draw: Callable[[Chart], Drawn] | None = None) -> dict[str, Any]:
-    """What the template shows of a detailed evaluation.
-
-    `draw` gives a chart with its place in the page; None: there are no charts.
-    """
+def evaluation(one: Detailed, draw: Callable[[Chart], Drawn]) -> dict[str, Any]:
+    """What the template shows of a detailed evaluation; `draw` gives a chart with its place in the page."""
     first = intervals_chart(one)
-    drawn = {task: [draw(chart) for chart in task_charts(one, task)] if draw else [] for task in one.tasks}
+    drawn = {task: [draw(chart) for chart in task_charts(one, task)] for task in one.tasks}
     return {
         "title": f"Trial {one.trial_number} on {one.split}: {num_rows(one)}",
         "about": _about(one),
         "warnings": one.warnings,
         "metrics": metrics_text(one),
-        "charts": [draw(first)] if first and draw else [],
+        "charts": [draw(first)] if first else [],
         "tasks": [_task(task, found, drawn[task]) for task, found in one.tasks.items()],
     }
 

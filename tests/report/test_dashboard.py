@@ -7,7 +7,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import optuna
 import pytest
@@ -33,9 +32,9 @@ def study(sqlite_url: str) -> Iterator[optuna.Study]:
 
 
 @contextmanager
-def serving(url: str, host: str = LOOPBACK, runs_dir: Path | None = None) -> Iterator[int]:
+def serving(url: str, host: str = LOOPBACK) -> Iterator[int]:
     """The port of a dashboard that answers."""
-    server = dashboard_server(url, 0, host, runs_dir)
+    server = dashboard_server(url, 0, host)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -78,10 +77,9 @@ def test_note_names_the_best_and_what_limits_it() -> None:
 
 def test_note_has_the_headline_and_the_warnings_of_detailed_evaluations() -> None:
     trial = dataclasses.replace(fake_trial(6, "fp32"), detailed={"test": every_kind()})
-    note = study_note(tables_of([trial]), {(6, "test"): "/artifacts/1/2/3"}).replace("\u00a0", " ")
-    assert (
-        "- Trial 6 on test, 500 rows: score 0.712 \\[0.682, 0.742\\]. [All of it](/artifacts/1/2/3)" in note
-    )
+    note = study_note(tables_of([trial])).replace("\u00a0", " ")
+    assert "- Trial 6 on test, 500 rows: score 0.712 \\[0.682, 0.742\\]." in note
+    assert "In full: `hpo report fake`." in note
     assert "  - tags: The class `rude` is true in 12 rows of test and never predicted." in note
     assert "What the best model" not in study_note(fake_tables())
 
