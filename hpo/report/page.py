@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 
 from hpo.report.caveats import caveats
 from hpo.report.detailed_page import HEADING, evaluation
-from hpo.report.detailed_tables import detailed_evaluations
+from hpo.report.detailed_tables import detailed_evaluations, evaluations_of, interval_text, intervals
 from hpo.report.figures import Chart, plotly_figure
 from hpo.report.formats import (
     format_bytes,
@@ -164,7 +164,11 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     record = tables.record
     throughput = trial.telemetry.get("throughput") or {}
     precision = trial.telemetry.get("precision") or {}
-    cards = objective_values(record, trial) | {"trial": str(trial.number)}
+    cards = objective_values(record, trial)
+    for one in evaluations_of(trial)[:1]:  # the split that says most
+        scores = [interval_text(row) for row in intervals(one) if not row["task"]]
+        cards |= {f"score on {one.split}, with its interval": score for score in scores}
+    cards["trial"] = str(trial.number)
     cards["precision that ran"] = precision.get("effective") or "not known"
     if "train_examples_per_second" not in cards:
         cards["train examples/s"] = format_number(throughput.get("train_examples_per_second"))

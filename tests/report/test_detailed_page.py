@@ -56,9 +56,19 @@ def test_the_section_stands_after_the_best_and_before_the_caveats(tmp_path: Path
     assert places == sorted(places)
 
 
+def test_the_first_screen_has_the_score_with_its_interval(tmp_path: Path) -> None:
+    text = write(tmp_path, every_kind(), document({}, "validation")).read_text()
+    card = "<dt>score on test, with its interval</dt><dd>0.712\u00a0[0.682,\u00a00.742]</dd>"
+    assert card in text.partition(HEADING)[0]
+    assert text.count("with its interval</dt>") == 1
+
+
 def test_the_section_says_what_is_stored(tmp_path: Path) -> None:
     text = section(write(tmp_path, every_kind()))
     assert "<h3>Trial 6 on test: 500 rows</h3>" in text
+    assert re.findall("<summary>(.*?)</summary>", text)[1:] == [
+        f"{name} ({of['kind']})" for name, of in every_kind()["tasks"].items()
+    ]
     assert "1\u202f000 resamples" in text
     assert "Thresholds were chosen on validation." in text
     assert (
@@ -148,6 +158,7 @@ def test_hostile_text_is_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [1200, 400])
 def test_a_section_of_every_kind_fits(width: int, chromium: Any, tmp_path: Path) -> None:
     with page_that_fits(chromium, write(tmp_path, every_kind()), width, num_plots=9) as page:
+        page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
         mark = page.locator("mark.missed").first
         style = mark.evaluate("e => [getComputedStyle(e).borderBottomStyle, e.innerText[0]]")
         assert style == ["dashed", "−"]
@@ -160,6 +171,7 @@ def test_150_classes_scroll_in_their_table(width: int, chromium: Any, tmp_path: 
     worst = [error(f"row-{at}", long, BANK[0], BANK[1]) for at in range(20)]
     tasks = {"intent": single_label(BANK, worst=worst, calibration=calibration(3))}
     with page_that_fits(chromium, write(tmp_path, document(tasks)), width, num_plots=4) as page:
+        page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
         shape = page.locator(".tall").first.evaluate("e => [e.clientHeight, e.scrollHeight, e.scrollWidth]")
         assert shape[0] <= 460 < shape[1]
         assert page.locator(".tall tbody tr").count() == 150
