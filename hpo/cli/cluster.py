@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,11 +28,7 @@ from hpo.errors import InputError
 
 if TYPE_CHECKING:
     from hpo.cluster.batch.slurm import WorkerArray
-    from hpo.cluster.batch.slurm_database import DatabaseJob
     from hpo.config.study_config import StudyConfig
-
-_OF_ALL_JOBS = ("partition", "account", "qos")
-"""Options of the workers' jobs that the database's job has too."""
 
 
 def _option(kind: Any, panel: str | None, metavar: str, help_text: str, **more: Any) -> Any:
@@ -58,12 +53,6 @@ _OF_BOTH: Mapping[str, Any] = {
     "mem": _option(str | None, None, "SIZE", "Memory of a job or pod, such as 60G."),
 }
 _OF_SLURM: Mapping[str, Any] = {
-    "database": _option(
-        Literal["private"] | None,
-        "With --slurm",
-        "private",
-        "Run a PostgreSQL in a job of its own, in runs/postgres, or use the one that runs there.",
-    ),
     "partition": _option(str | None, "With --slurm", "NAME", "sbatch --partition: where the jobs run."),
     "account": _option(str | None, "With --slurm", "NAME", "sbatch --account: what the jobs are charged to."),
     "sbatch": _option(
@@ -121,43 +110,23 @@ def submit(
         return
     from hpo.cluster.batch.slurm import WorkerArray, job_folder
     from hpo.config.allowed import allowing
-    from hpo.study.store.database import URL_FROM_FILE, storage_url
+    from hpo.study.store.database import storage_url
 
-    is_private, n_trials = given.pop("database", None) is not None, given.pop("n_trials", None)
-    sbatch = _sbatch_options(given)
-    private = _private_database(storage, sbatch) if is_private else None
-    if private is not None:
-        storage = f"{URL_FROM_FILE}{private.url_file}"
+    n_trials = given.pop("n_trials", None)
     array = WorkerArray(
         study=name,
         storage=file_given(storage) or storage_url(storage),
         folder=job_folder(RUNS, name),
         num_workers=workers,
-        sbatch=sbatch,
+        sbatch=_sbatch_options(given),
         trust_remote_code=trust_remote_code or (config is not None and config.model.trust_remote_code),
         allow=allowing(config) if config else None,
     )
     array.check_time()  # before the study is made
-    scripts = [array.script()] if private is None else [private.script(), array.script()]
     if dry_run:
-        answer({"study": name, "scripts": scripts}, "\n".join(scripts), as_json=as_json)
+        answer({"study": name, "script": array.script()}, array.script(), as_json=as_json)
     else:
-        _submit(study, array, private, n_trials, as_json=as_json)
-
-
-def _private_database(storage: str | None, sbatch: Mapping[str, str | bool]) -> DatabaseJob:
-    """The job of --database private. Raises InputError where --storage names another database."""
-    from hpo.cluster.batch.slurm_database import DatabaseJob
-    from hpo.study.store.database import URL_FROM_FILE
-
-    private = DatabaseJob(RUNS / "postgres", {key: sbatch[key] for key in _OF_ALL_JOBS if key in sbatch})
-    file = file_given(storage)
-    if storage and (file is None or Path(file.removeprefix(URL_FROM_FILE)).absolute() != private.url_file):
-        raise InputError(
-            "--database private makes the study's database, but --storage or HPO_STORAGE names another. "
-            "Give one of them."
-        )
-    return private
+        _submit(study, array, n_trials, as_json=as_json)
 
 
 def _named_study(study: str) -> tuple[str, StudyConfig | None]:
@@ -202,9 +171,7 @@ def _print_manifests(
     answer({"study": study, "manifests": text}, text, as_json=as_json)
 
 
-def _submit(
-    study: str, array: WorkerArray, private: DatabaseJob | None, n_trials: int | None, *, as_json: bool
-) -> None:
+def _submit(study: str, array: WorkerArray, n_trials: int | None, *, as_json: bool) -> None:
     from hpo.cluster.batch.jobs import add_job, connection_warning
     from hpo.cluster.batch.slurm import number_of
     from hpo.config.allowed import allowing
@@ -212,14 +179,12 @@ def _submit(
     from hpo.study.store.database import parse_url, storage_url
 
     make_runs_folder(array.study)
-    if private is not None:
-        private.start(lambda what: typer.echo(what, err=True))
     url = storage_url(array.storage)
     if parse_url(url).get_backend_name() == "sqlite":
         raise InputError(
             "The study's database must be a PostgreSQL server that all nodes reach, but it is a SQLite file, "
-            "which several hosts would damage. --database private runs one in a job; "
-            "`hpo copy STUDY --to URL` takes a study there."
+            "which several hosts would damage. `hpo database start --foreground --host 0.0.0.0` runs one in "
+            "a job; `hpo copy STUDY --to URL` takes a study there."
         )
     config, is_file = load_to_work(study, url, n_trials=n_trials)
     options = OpenOptions(

@@ -79,10 +79,12 @@ def stop(folder: FolderOption = _FOLDER, as_json: JsonOption = False) -> None:
 
 @database.command()
 def status(folder: FolderOption = _FOLDER, as_json: JsonOption = False) -> None:
-    """Say whether the database of a folder runs, and where. Exit code 1: it does not."""
-    from hpo.cluster.postgres.postgres_server import PostgresServer
+    """Say whether the database of a folder answers, and where it runs. Exit code 1: it does not."""
+    from hpo.cluster.postgres.postgres_server import PostgresServer, connection_problem
 
     running = PostgresServer(folder.absolute()).running()
+    if running is not None and (not running.url or connection_problem(running.url)):
+        raise RunError(f"A process of {running.host} has the database in {folder}: it does not answer here.")
     _say(folder, running, "runs", as_json=as_json)
     raise typer.Exit(1 if running is None else 0)
 

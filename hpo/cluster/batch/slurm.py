@@ -124,13 +124,22 @@ class WorkerArray:
             "trap '' USR1  # until the worker listens to it: it would kill Python's start",
             f"exec {shlex.join(worker)}",
         ]
-        options = {
+        options: dict[str, Any] = {
+            "job-name": job_name(self.study),
+            "nodes": 1,
+            "open-mode": "append",
+            "chdir": Path.cwd(),
             "array": f"0-{self.num_jobs - 1}",
             "output": self.folder.absolute() / "%A_%a.log",
             "signal": f"B:USR1@{SIGNAL_LEAD}",
+            **({} if _NO_REQUEUE in self.sbatch else {"requeue": True}),
             **self.sbatch,
         }
-        return batch_script("\n".join(lines), job_name=job_name(self.study), options=options)
+        given = [
+            f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
+            for name, value in options.items()
+        ]
+        return "\n".join(["#!/bin/bash", *given, "", *lines, ""])
 
     def submit(self) -> str:
         """Submit the array and return its id, `slurm:CLUSTER:123`.
@@ -141,36 +150,13 @@ class WorkerArray:
         self.folder.mkdir(parents=True, mode=0o700)
         if not self.storage.startswith("@"):
             write_secret(self.storage_file, self.storage)
-        return sbatch(self.script(), self.folder / "job.sh")
-
-
-def batch_script(command: str, *, job_name: str, options: Mapping[str, Any]) -> str:
-    """Return a script for sbatch that runs `command`, on one node and, unless told otherwise, requeued.
-
-    Args:
-        options: of sbatch, without their dashes; True for one that takes no value.
-    """
-    given = {"job-name": job_name, "nodes": 1, "open-mode": "append", "chdir": Path.cwd(), **options}
-    given |= {} if _NO_REQUEUE in options else {"requeue": True}
-    lines = [
-        f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-        for name, value in given.items()
-    ]
-    return "\n".join(["#!/bin/bash", *lines, "", command, ""])
-
-
-def sbatch(script: str, path: Path) -> str:
-    """Write a script to `path`, submit it and return the job's id, `slurm:CLUSTER:123`.
-
-    Raises:
-        InputError: there is no Slurm here, or it refuses the options.
-    """
-    path.write_text(script)
-    # sbatch gives the job the variables that it has itself.
-    environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
-    answer = _slurm(["sbatch", "--parsable", str(path)], environment)
-    number, _, cluster = answer.strip().partition(";")
-    return f"{_prefix(cluster or _cluster())}{number}"
+        script = self.folder / "job.sh"
+        script.write_text(self.script())
+        # sbatch gives the job the variables that it has itself.
+        environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
+        answer = _slurm(["sbatch", "--parsable", str(script)], environment)
+        number, _, cluster = answer.strip().partition(";")
+        return f"{_prefix(cluster or _cluster())}{number}"
 
 
 def _prefix(cluster: str) -> str:
@@ -240,11 +226,6 @@ class Task:
     @property
     def has_ended(self) -> bool:
         return self.state in _ENDED
-
-    @property
-    def description(self) -> str:
-        """`running`, `pending (Resources)`."""
-        return self.state.lower() + (f" ({self.reason})" if self.reason else "")
 
 
 _ENDED = frozenset(

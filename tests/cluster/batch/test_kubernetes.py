@@ -196,7 +196,6 @@ def test_the_command_prints_what_kubectl_takes(tmp_path: Path) -> None:
         ((), "--kubernetes needs --image"),
         (("--image", "hpo"), "--volume-claim NAME of a PersistentVolumeClaim"),
         (("--image", "hpo", "--partition", "a"), "--partition means nothing to --kubernetes"),
-        (("--image", "hpo", "--database", "private"), "--database means nothing to --kubernetes"),
         (("--image", "hpo", "--n-trials", "9"), "--n-trials means nothing to --kubernetes"),
         (("--image", "hpo", "--gpus-per-node", "a100:4"), "--gpus-per-node must be a number"),
         (("--image", "hpo", "--volume-claim", "x", "--mem", "lots"), "--mem must be a number"),

@@ -7,12 +7,13 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from command_line import finish, hpo_command, ok, start_hpo
+from command_line import ROOT, hpo_command, ok
 from postgres import PASSWORD, PostgresServer
 from readme import CLUSTER
 from slurm import SlurmCluster
@@ -20,12 +21,9 @@ from tiny import write_study
 
 from hpo.cluster.batch.jobs import add_job
 from hpo.cluster.batch.slurm import WorkerArray, number_of, requeue_this_job, seconds_of
-from hpo.cluster.batch.slurm_database import JOB_NAME, DatabaseJob
-from hpo.cluster.postgres.postgres_server import PostgresServer as HpoServer
-from hpo.errors import InputError, RunError, StorageError
+from hpo.errors import InputError
 from hpo.study.claims.process import this_job
 from hpo.study.running.stopping import Stop
-from hpo.study.store.database import parse_url, storage_url
 from hpo.study.store.storage import open_storage
 
 URL = "postgresql://me:secret@host/db"
@@ -141,7 +139,7 @@ def test_one_worker_a_gpu(gpus: str | None, workers: int, jobs: int, per_job: in
         (("--slurm", "--time", "1-0"), "but it is a SQLite file"),
         (("--slurm", "--time", "00:04:00"), "but it is a SQLite file"),
         (("--slurm", "--time", "4"), "but it is a SQLite file"),
-        (("--slurm",), "but it is a SQLite file, which several hosts would damage. --database private"),
+        (("--slurm",), "but it is a SQLite file, which several hosts would damage. `hpo database start"),
     ],
 )
 def test_bad_input(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
@@ -313,100 +311,25 @@ def test_the_commands_of_the_readme(slurm: SlurmCluster, postgres_server: Postgr
         match [replaced.get(word, word) for word in words]:
             case ["export", setting]:
                 storage = ("--storage", setting.removeprefix("HPO_STORAGE="))
-            case [".venv/bin/hpo", "database", "start"]:
-                slurm.wait(lambda: not slurm.run("squeue --noheader --name=hpo-smoke"), 120)
-                slurm.run(f"scancel --name={JOB_NAME}")
-                slurm.wait(lambda: not slurm.run("squeue --noheader"))
-                ok(finish(start_hpo(folder, "database", "start")))
-                typed.append("start")
+            case ["sbatch", *options, command]:
+                command = command.replace(".venv/bin/hpo", f"env PYTHONPATH={ROOT} {sys.executable} -m hpo")
+                slurm.run("sbatch", f"--chdir={folder}", *options, command)
+            case [".venv/bin/hpo", "database", "status"]:
+                slurm.wait(lambda: hpo_command(folder, "database", "status").exit_code == 0)
+            case [".venv/bin/hpo", "submit", *options]:
+                ok(hpo_command(folder, "submit", *options))
             case [".venv/bin/hpo", *command]:
-                where = () if command[0] in ("submit", "database") else storage
-                ok(hpo_command(folder, *command, *where))
+                ok(hpo_command(folder, *command, *storage))
                 typed.append(command[0])
             case ["squeue", *_]:
-                assert JOB_NAME in slurm.run(" ".join(words), "--format=%j")
+                assert "hpo-database" in slurm.run(" ".join(words), "--format=%j")
+                slurm.wait(lambda: not slurm.run("squeue --noheader --name=hpo-smoke"), 120)
+            case ["scancel", *_]:
+                slurm.run(" ".join(words))
+                slurm.wait(lambda: not slurm.run("squeue --noheader"))
             case [*other]:
                 assert other[:1] in ([], ["tail"])
-    assert typed == ["submit", "status", "start", "status", "report", "database"]
+    assert typed == ["status", "report"]
     assert (folder / "runs/smoke/report/report.html").exists()
-
-
-@pytest.mark.slurm
-@pytest.mark.postgres
-def test_a_database_in_a_job(slurm: SlurmCluster, postgres_server: PostgresServer) -> None:
-    """It is used by whoever comes next, and ends after the last of its owner's other jobs.
-
-    Before, `hpo database start` on loopback has left an address that is for this machine alone, and the job
-    file is of a cluster that was set up anew since.
-    """
-    del postgres_server  # skips where there is no PostgreSQL
-    database = DatabaseJob(slurm.folder / "postgres", {"partition": "low"}, check_seconds=0.2)
-    (slurm.folder / "postgres.job").write_text("slurm:another:7")
-    here = HpoServer(database.folder)
-    first = here.start()
-    here.stop()
-    assert "127.0.0.1" in database.url_file.read_text()
-    other = slurm.run("sbatch --parsable --hold --output=/dev/null --wrap true").strip()
-    said: list[str] = []
-    database.start(said.append)
-    assert all(re.match(r"The database's job \S+ is (pending|running)\.", one) for one in said)
-    job = number_of(said[-1].split()[3])
-    url = storage_url(f"@{database.url_file}")
-    assert parse_url(url).query["sslmode"] == "verify-full"
-    assert parse_url(url).password == parse_url(first.url).password
-    open_storage(url).close()
-
-    database.start(said.append)
-    assert slurm.states(job) == {job: "RUNNING"}
-    slurm.run(f"scancel {other}")
-    slurm.wait(lambda: slurm.states(job) == {job: "COMPLETED"})
-    with pytest.raises(StorageError, match="no database answers there"):
-        open_storage(url, create=False)
-
-
-@pytest.mark.slurm
-@pytest.mark.postgres
-def test_a_database_job_that_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
-    del slurm
-    (tmp_path / "postgres").mkdir()
-    (tmp_path / "postgres" / "thesis.txt").touch()
-    said = r"(?s)The database's job slurm:hpo:\d+ has ended.*must be empty or made by"
-    with pytest.raises(RunError, match=said):
-        DatabaseJob(tmp_path / "postgres").start(lambda _: None)
-
-
-@pytest.mark.slurm
-@pytest.mark.postgres
-def test_a_database_in_a_job_that_cannot_be_reached_from_here(
-    slurm: SlurmCluster, postgres_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del postgres_server
-    said: list[str] = []
-    database = DatabaseJob(slurm.folder / "postgres", {"partition": "low"}, reach_seconds=0.5)
-
-    monkeypatch.setattr("hpo.cluster.batch.slurm_database.connection_problem", lambda _: "no route to host")
-    with pytest.raises(RunError, match=r"must answer here, but has not for 0 s: no route to host"):
-        database.start(said.append)
-    slurm.run(f"scancel --name={JOB_NAME}")
-    slurm.wait(lambda: not slurm.run("squeue --noheader").strip())
-
-
-@pytest.mark.postgres
-def test_a_database_that_others_cannot_reach(postgres_server: PostgresServer) -> None:
-    with pytest.raises(InputError, match=r"must be reached by other hosts.*`hpo database stop` ends it"):
-        DatabaseJob(postgres_server.folder).start(lambda _: None)
-
-
-def test_one_place_for_the_study(tmp_path: Path) -> None:
-    write_study(tmp_path)
-    given = ("submit", "tiny.yaml", "--slurm", "--dry-run", "--partition=x", "--time=9", "--database=private")
-    refused = hpo_command(tmp_path, *given, "--storage", URL)
-    assert refused.exit_code == 2
-    assert "but --storage or HPO_STORAGE names another" in refused.err
-    again = ok(hpo_command(tmp_path, *given, "--storage", "@runs/postgres/url")).out
-    database, workers = again.split("#!/bin/bash")[1:]
-    assert "hpo database start --folder" in database
-    assert options_of(database).items() >= {"partition": "x", "mem": "2G"}.items()
-    assert "time" not in options_of(database)
-    assert f"HPO_STORAGE=@{tmp_path}/runs/postgres/url\n" in workers
-    assert options_of(workers)["time"] == "9"
+    log = (folder / "runs/postgres/data/server.log").read_text()
+    assert "database system is shut down" in log, "Slurm's SIGTERM ends it in order"
