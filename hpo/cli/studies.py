@@ -17,7 +17,7 @@ from hpo.cli.options import (
     existing_database,
     print_json,
 )
-from hpo.errors import HpoError, InputError, RunError
+from hpo.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from hpo.study.reading.overview import StudyOverview
@@ -44,7 +44,7 @@ def studies(storage: StorageOption = None, as_json: JsonOption = False) -> None:
 @app.command()
 def pause(study: StoredStudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Stop a study for now: its workers checkpoint their trials and leave."""
-    _halt(study, "paused", storage, as_json=as_json)
+    _close(study, "paused", storage, as_json=as_json)
 
 
 @app.command()
@@ -64,16 +64,9 @@ def resume(study: StoredStudyArgument, storage: StorageOption = None, as_json: J
 
 
 @app.command()
-def cancel(
-    study: StoredStudyArgument,
-    storage: StorageOption = None,
-    jobs: Annotated[
-        bool, typer.Option("--jobs", help="End its Slurm jobs too, also those that wait.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
+def cancel(study: StoredStudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
     """Stop a study for good: as pause, and its unfinished trials end."""
-    _halt(study, "cancelled", storage, end_jobs=jobs, as_json=as_json)
+    _close(study, "cancelled", storage, as_json=as_json)
 
 
 @app.command()
@@ -114,32 +107,18 @@ def delete(
     answer({"study": study, "deleted": True, **removed}, " ".join(filter(None, said)), as_json=as_json)
 
 
-def _halt(
-    study: str, state: StudyState, storage: str | None, *, as_json: bool, end_jobs: bool = False
-) -> None:
-    from hpo.cluster.batch.jobs import read_jobs
-    from hpo.cluster.batch.slurm import cancel_jobs
+def _close(study: str, state: StudyState, storage: str | None, *, as_json: bool) -> None:
     from hpo.study.store.lifecycle import end_unfinished, set_state
 
     with existing_database(storage) as database:
         before = set_state(database, study, state)
-        own = [job.id for job in read_jobs(database, study)] if end_jobs else []
-        cancelled, failure = [], None
-        try:
-            cancelled = cancel_jobs(own, study)
-        except HpoError as error:  # no Slurm here, say: what concerns the study comes first
-            failure = error
         _wait(database, study, state)
         ended = end_unfinished(database, study) if state == "cancelled" else 0
         slots = database.slot_counts(study)
-    if failure is not None:
-        raise type(failure)(f"The study `{study}` is {state}, but its jobs are not ended: {failure}")
-    jobs = f"Jobs that are ended: {', '.join(cancelled)}.\n" if cancelled else ""
     ends = f", {ended} unfinished ended" if ended else ""
-    done = {"before": before, "trials": slots, "ended": ended, "jobs": cancelled}
     answer(
-        {"study": study, "state": state, **done},
-        f"{jobs}The study {study} is {state}: {_progress(slots)}{ends}. To open it again: hpo resume {study}",
+        {"study": study, "state": state, "before": before, "trials": slots, "ended": ended},
+        f"The study {study} is {state}: {_progress(slots)}{ends}. To open it again: hpo resume {study}",
         as_json=as_json,
     )
 

@@ -15,14 +15,10 @@ from command_line import finish, hpo_command, ok, start_hpo, stored, wait_until
 from jsonl_sets import write_set
 from tiny import ENCODER, write_study
 
-from hpo.cluster.batch.jobs import add_job
-from hpo.config.study_config import stored_study
 from hpo.study.checkpoints.checkpoint_folders import note_database
-from hpo.study.claims.leases import WorkerLease
 from hpo.study.reading.overview import say_damaged
 from hpo.study.store.schema import slots, studies, workers
 from hpo.study.store.storage import open_storage
-from hpo.study.store.studies import create_or_resume_study
 
 CHECKPOINTS = "runs/tiny/checkpoints-*/trial-*/step-*"
 
@@ -202,25 +198,6 @@ def test_trials_of_a_running_study_are_checkpointed_first(tmp_path: Path, comman
     )
     assert f"was {state} and is open again" in ok(hpo_command(tmp_path, "resume", "tiny")).out
     assert stored(tmp_path).state == "open"
-
-
-def test_cancel_ends_the_trials_where_slurm_does_not_answer(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_storage(f"sqlite:///{made}/runs/hpo.db") as storage:
-        opened = create_or_resume_study(storage, stored_study("tiny", storage.read_definition("tiny")))
-        with WorkerLease(storage, opened, max_retries=0) as worker:
-            lease = worker.claim()
-            assert lease is not None
-            assert worker.open_trial(lease) is not None
-        add_job(storage, "slurm:1", "tiny", 1)
-    monkeypatch.setenv("PATH", "")
-    refused = hpo_command(made, "cancel", "tiny", "--jobs")
-    assert refused.exit_code == 2
-    said = "The study `tiny` is cancelled, but its jobs are not ended: Slurm's commands must be on the PATH"
-    assert said in refused.err
-    (trial,) = stored(made).trials
-    assert (trial.state, trial.outcome) == ("FAIL", "preempted")
 
 
 def test_delete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

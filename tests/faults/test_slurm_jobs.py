@@ -12,8 +12,7 @@ from postgres import PostgresServer
 from slurm import SlurmCluster
 from tiny import write_study
 
-from hpo.cluster.batch.jobs import read_jobs
-from hpo.cluster.batch.slurm import cancel_jobs, number_of
+from hpo.cluster.batch.slurm import number_of
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
@@ -117,8 +116,7 @@ def test_a_job_that_is_cancelled(slurm: SlurmCluster, postgres_url: str, tmp_pat
     """SIGTERM: the worker leaves in time and is not requeued; the next job goes on with its trial."""
     job = submit(tmp_path, postgres_url, seconds=6)
     slurm.wait(lambda: has_checkpoint(tmp_path))
-    with open_storage(postgres_url) as storage:
-        assert cancel_jobs([found.id for found in read_jobs(storage, "tiny")], "tiny") == [f"slurm:hpo:{job}"]
+    slurm.run(f"scancel {job}")
     slurm.wait(lambda: slurm.states(job) == {f"{job}_0": "CANCELLED"})
     record = read(postgres_url)
     assert record.slots == {"open": 1, "running": 0, "done": 0}

@@ -125,7 +125,7 @@ class WorkerArray:
             f"exec {shlex.join(worker)}",
         ]
         options: dict[str, Any] = {
-            "job-name": job_name(self.study),
+            "job-name": f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', self.study)}",
             "nodes": 1,
             "open-mode": "append",
             "chdir": Path.cwd(),
@@ -168,11 +168,6 @@ def _cluster() -> str:
     """The name of the cluster that Slurm's commands ask."""
     match = re.search(r"^ClusterName\s*=\s*(\S+)", _slurm(["scontrol", "show", "config"]), re.MULTILINE)
     return match[1] if match else ""
-
-
-def job_name(study: str) -> str:
-    """The name of the jobs of a study."""
-    return f"hpo-{re.sub(r'[^A-Za-z0-9_.-]', '_', study)}"
 
 
 def seconds_of(limit: str) -> int | None:
@@ -223,39 +218,16 @@ class Task:
     reason: str
     """Why it waits: Resources, Priority ...; empty: it does not, or nothing is known."""
 
-    @property
-    def has_ended(self) -> bool:
-        return self.state in _ENDED
-
-
-_ENDED = frozenset(
-    {
-        "BOOT_FAIL",
-        "CANCELLED",
-        "COMPLETED",
-        "DEADLINE",
-        "FAILED",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "PREEMPTED",
-        "REVOKED",
-        "TIMEOUT",
-    }
-)
-
 
 def number_of(job_id: str) -> str:
     """What Slurm calls a job: `123` of `slurm:CLUSTER:123`."""
     return job_id.rpartition(":")[2]
 
 
-def job_tasks(job_ids: Iterable[str], *, name: str | None = None) -> dict[str, list[Task]]:
+def job_tasks(job_ids: Iterable[str]) -> dict[str, list[Task]]:
     """Return what Slurm knows of these jobs, by their ids; nothing of one that ended minutes ago.
 
     Jobs of other clusters and schedulers are left out.
-
-    Args:
-        name: only jobs of this user that have this name.
 
     Raises:
         InputError, RunError: there is no Slurm here, or it does not answer.
@@ -266,9 +238,9 @@ def job_tasks(job_ids: Iterable[str], *, name: str | None = None) -> dict[str, l
     if not tasks:
         return {}
     numbers = ",".join(map(number_of, tasks))
-    which = [f"--jobs={numbers}", *(_of_user(name) if name else ())]
+    which = ["--noheader", "--array", "--states=all", f"--jobs={numbers}"]
     try:
-        listed = _slurm(["squeue", "--noheader", "--array", "--states=all", *which, "--format=%F|%i|%T|%r"])
+        listed = _slurm(["squeue", *which, "--format=%F|%i|%T|%r"])
     except InputError as error:
         if "Invalid job id" not in str(error):  # all of them ended long ago
             raise
@@ -278,28 +250,6 @@ def job_tasks(job_ids: Iterable[str], *, name: str | None = None) -> dict[str, l
         waits = state == "PENDING" and reason != "None"
         tasks[prefix + job].append(Task(prefix + task, state, reason if waits else ""))
     return tasks
-
-
-def _of_user(name: str) -> tuple[str, str]:
-    """Options of squeue and scancel for this user's jobs of that name."""
-    return f"--user={os.getuid()}", f"--name={name}"
-
-
-def cancel_jobs(job_ids: Iterable[str], study: str) -> list[str]:
-    """End these jobs of a study, running and waiting, and return the ids of those that had not ended.
-
-    Their workers write a checkpoint first; nothing is requeued. A job that has one of the numbers, but is
-    another user's or no job of the study, is left alone: a cluster that is set up anew begins at 1 again.
-    """
-    name = job_name(study)
-    living = [
-        job
-        for job, tasks in job_tasks(job_ids, name=name).items()
-        if not all(task.has_ended for task in tasks)
-    ]
-    if living:
-        _slurm(["scancel", *_of_user(name), *map(number_of, living)])
-    return living
 
 
 def _slurm(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
