@@ -95,36 +95,32 @@ def copy(
     to: Annotated[
         str, typer.Option(metavar="URL", help="Where it goes: as --storage, which is where it comes from.")
     ],
-    name: Annotated[
-        str | None, typer.Option(metavar="NEW", help="What it is called there.", show_default="STUDY")
-    ] = None,
     storage: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy a whole study to another database, where it goes on with the same checkpoints."""
-    from hpo.study.checkpoints.checkpoint_folders import hand_over
+    from hpo.study.checkpoints.checkpoint_folders import note_database
     from hpo.study.store.copy import copy_study
     from hpo.study.store.database import place, storage_url
     from hpo.study.store.lifecycle import checkpoints_folder
     from hpo.study.store.storage import open_storage
 
     config = load_file(study)
-    old = config.name if config else study
+    name = config.name if config else study
     with (
         existing_database(storage) as source,
         open_storage(storage_url(to)) as target,
     ):
-        before = checkpoints_folder(source, old, RUNS)
-        copied = copy_study(source, target, old, name)
-        where = place(target.url)
-        linked = hand_over(before, checkpoints_folder(target, copied.name, RUNS), target)
-    done, total = copied.slots["done"], sum(copied.slots.values())
-    lines = [f"{copied.name} is in {where}: {copied.num_trials} trials, {done} of {total} done."]
-    lines += [f"Its checkpoints stay where they are; {linked} leads to them."] if linked else []
+        checkpoints = checkpoints_folder(source, name, RUNS)
+        num_trials = copy_study(source, target, name)
+        if checkpoints.is_dir():  # they stay, and belong to the copy
+            note_database(checkpoints, target)
+        slots = target.slot_counts(name)
+    done, total = slots["done"], sum(slots.values())
+    lines = [f"{name} is in {place(target.url)}: {num_trials} trials, {done} of {total} done."]
     if done < total:
         lines.append("Go on with it there alone: both studies would write to the same checkpoints.")
-    value = {"study": copied.name, "trials": copied.num_trials, "slots": copied.slots}
-    answer(value, "\n".join(lines), as_json=as_json)
+    answer({"study": name, "trials": num_trials, "slots": slots}, "\n".join(lines), as_json=as_json)
 
 
 def _say(folder: Path, running: Running | None, runs: str, *, as_json: bool) -> None:

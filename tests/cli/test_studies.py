@@ -288,18 +288,6 @@ def test_checkpoints_are_of_the_copy_of_a_study(tmp_path: Path, location: str | 
     assert not folder.exists()
 
 
-def test_delete_takes_the_link_of_a_copy_alone(folder: Path) -> None:
-    other = ("--storage", "sqlite:///other.db")
-    ok(hpo_command(folder, "copy", "tiny", "--to", other[1], "--name", "next"))
-    (link,) = folder.glob("runs/next/checkpoints-*")
-    target = link.resolve()
-    assert ok(hpo_command(folder, "doctor", "--fix", *other)).out.endswith("nothing to mend.\n")
-    deleted = ok(hpo_command(folder, "delete", "next", "--yes", *other))
-    assert f"next/{link.name} is removed; the checkpoints stay in {target}, where it led" in deleted.out
-    assert not link.is_symlink()
-    assert [*target.glob("trial-*/best-*")]
-
-
 def test_delete_takes_what_was_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_study(tmp_path, checkpoint={"location": "artifacts:store", "top_k": 2})
     ok(hpo_command(tmp_path, "run", str(path)))

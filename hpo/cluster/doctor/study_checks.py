@@ -124,8 +124,7 @@ def checkpoints(about: Examined) -> Iterator[Finding]:
     roots = {about.runs_dir, *(folder.parents[1] for folder in folders)}
     here = noted_database(about.storage)
     for folder in sorted(folder for root in roots for folder in root.glob("*/checkpoints-*")):
-        # Links lead to one of the others: `hpo copy --name` makes them.
-        if not folder.is_dir() or folder.is_symlink() or not is_of(folder, here):
+        if not folder.is_dir() or not is_of(folder, here):
             continue
         row = rows.get(folder.name)
         if about.named not in (None, folder.parent.name if row is None else row.name):

@@ -61,33 +61,12 @@ def is_of(folder: Path, noted: str) -> bool:
     return note is not None and note.partition("/")[2] == noted.partition("/")[2]
 
 
-def hand_over(before: Path, now: Path, target: Storage) -> Path | None:
-    """Note whose the checkpoints of a copied study are now, and make them be found by its new name.
-
-    Returns the link to them, if one was made.
-    """
-    if not before.is_dir():
-        return None
-    note_database(before, target)
-    if now.exists():
-        return None
-    now.parent.mkdir(parents=True, exist_ok=True)
-    now.symlink_to(Path("..", before.parent.name, before.name), target_is_directory=True)
-    return now
-
-
 def remove_checkpoints(folder: Path, noted: str) -> str:
     """Remove a study's folder of checkpoints if it is of this database; return what became of it.
-
-    A link, which `hpo copy --name` makes, is removed and what it leads to is left.
 
     Raises RunError where it cannot be removed.
     """
     try:
-        if folder.is_symlink():
-            target = folder.resolve()
-            folder.unlink()
-            return f"The link {folder} is removed; the checkpoints stay in {target}, where it led"
         if not folder.is_dir():
             return f"There were no checkpoints in {folder}"
         if not is_of(folder, noted):

@@ -14,13 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
-from hpo.config.study_config import study_name
 from hpo.errors import InputError
 from hpo.study.store import optuna_internals, schema
 from hpo.study.store.database import allow_idle, redact, snapshot
@@ -44,35 +42,21 @@ OURS: tuple[sa.Table, ...] = tuple(
     for table in schema.metadata.sorted_tables
     if "study" in table.c and table.name not in ("hpo_workers", "hpo_jobs")
 )
-"""Our tables whose rows are copied as they are, but for the name of the study."""
+"""Our tables whose rows are copied as they are."""
 
 _PARENTS = re.compile(r"\w+:parent:\d+")  # attributes of Optuna's BaseGASampler: a list of trial ids
 _CHUNK = 2000
 """Rows that are read and written at once."""
 
 
-@dataclass(frozen=True)
-class CopiedStudy:
-    """What a copy has brought to the target."""
-
-    name: str
-    token: str
-    num_trials: int
-    """Optuna's, in every state."""
-    slots: Mapping[str, int]
-    """How many are `open`, `running` (none) and `done`."""
-
-
-def copy_study(source: Storage, target: Storage, name: str, new_name: str | None = None) -> CopiedStudy:
-    """Copy the study `name` from `source` to `target`, where it is called `new_name`.
+def copy_study(source: Storage, target: Storage, name: str) -> int:
+    """Copy the study `name` from `source` to `target`; return how many trials Optuna has of it.
 
     Raises:
-        InputError: workers are live in the study, `new_name` is no name, or the target has a study of that
-            name, or this one under another.
+        InputError: workers are live in the study, or the target has this one already, or another of its name.
         StorageError: there is no such study.
         RunError: a database failed; the target is as it was.
     """
-    new_name = name if new_name is None else _checked(new_name)
     source.load_study(name)  # refuses one that is not there
     try:
         with snapshot(source.engine) as connection:
@@ -83,19 +67,11 @@ def copy_study(source: Storage, target: Storage, name: str, new_name: str | None
             _refuse_live(name, row, reading.all(sa.select(slots).where(slots.c.study == name)), live)
             with exclusive(target.engine) as lock, target.engine.begin() as writing:
                 allow_idle(lock, writing)
-                _make_room(writing, target.url, row["token"], name, new_name)
-                _copy_ours(reading, writing, row, new_name, live)
-                num_trials = _copy_optunas(reading, writing, name, new_name)
+                _make_room(writing, target.url, row["token"], name)
+                _copy_ours(reading, writing, row, live)
+                return _copy_optunas(reading, writing, name)
     except SQLAlchemyError as error:
         raise explain(target.url, error) from error
-    return CopiedStudy(new_name, row["token"], num_trials, target.slot_counts(new_name))
-
-
-def _checked(name: str) -> str:
-    try:
-        return study_name(name)
-    except ValueError as error:
-        raise InputError(f"The name of a study {error}") from None
 
 
 class _Reading:
@@ -128,53 +104,41 @@ def _refuse_live(name: str, row: dict[str, Any], its_slots: list[dict[str, Any]]
         )
 
 
-def _make_room(writing: sa.Connection, url: str, token: str, name: str, new_name: str) -> None:
+def _make_room(writing: sa.Connection, url: str, token: str, name: str) -> None:
     """Remove what a deleted study of that name has left; raise InputError where one is there."""
-    here = sa.select(studies.c.name).where(studies.c.token == token)
-    optunas = sa.select(_STUDIES.c.study_name)
-    present = set(writing.execute(optunas).scalars())
-    same = set(writing.execute(here).scalars()) & present
-    if same:
-        raise InputError(
-            f"{redact(url)} holds the study `{name}` already, as `{same.pop()}`, with the same "
-            "checkpoints. Go on with that one, or name another database."
-        )
-    if new_name in present:
-        raise InputError(
-            f"{redact(url)} has another study `{new_name}`. Give the copy a name of its own with --name."
-        )
+    present = sa.select(_STUDIES.c.study_id).where(_STUDIES.c.study_name == name)
+    if writing.execute(present).first() is not None:
+        same = sa.select(studies.c.name).where(studies.c.name == name, studies.c.token == token)
+        if writing.execute(same).first() is not None:
+            raise InputError(
+                f"{redact(url)} holds the study `{name}` already, with the same checkpoints. Go on with that "
+                "one, or name another database."
+            )
+        raise InputError(f"{redact(url)} has another study `{name}`. Name another database.")
     for table in (*OURS, workers):
-        writing.execute(sa.delete(table).where(table.c.study == new_name))
-    writing.execute(sa.delete(studies).where(studies.c.name == new_name))
+        writing.execute(sa.delete(table).where(table.c.study == name))
+    writing.execute(sa.delete(studies).where(studies.c.name == name))
 
 
-def _copy_ours(
-    reading: _Reading, writing: sa.Connection, row: dict[str, Any], new_name: str, live: set[str]
-) -> None:
+def _copy_ours(reading: _Reading, writing: sa.Connection, row: dict[str, Any], live: set[str]) -> None:
     name = row["name"]
-    definition = json.dumps(json.loads(row["definition"]) | {"name": new_name})
-    writing.execute(sa.insert(studies), [row | {"name": new_name, "definition": definition}])
+    writing.execute(sa.insert(studies), [row])
     for table in OURS:
         for chunk in reading.chunks(sa.select(table).where(table.c.study == name)):
-            writing.execute(sa.insert(table), [one | {"study": new_name} for one in chunk])
-    running = (slots.c.study == new_name, slots.c.state == "running")
+            writing.execute(sa.insert(table), chunk)
+    running = (slots.c.study == name, slots.c.state == "running")
     writing.execute(sa.update(slots).where(*running).values(state="open"))
     for chunk in reading.chunks(sa.select(workers).where(workers.c.study == name)):
         gone = [one for one in chunk if one["id"] not in live]
-        # The same workers, where the study was here before under another name.
-        writing.execute(sa.delete(workers).where(workers.c.id.in_([one["id"] for one in gone])))
         if gone:
-            dead = {"study": new_name}
-            writing.execute(
-                sa.insert(workers),
-                [one | dead | ({"state": "dead"} if one["state"] == "live" else {}) for one in gone],
-            )
+            dead = [one | ({"state": "dead"} if one["state"] == "live" else {}) for one in gone]
+            writing.execute(sa.insert(workers), dead)
 
 
-def _copy_optunas(reading: _Reading, writing: sa.Connection, name: str, new_name: str) -> int:
+def _copy_optunas(reading: _Reading, writing: sa.Connection, name: str) -> int:
     """Copy the rows of Optuna's tables, which get the ids that are next in the target; count the trials."""
     (study,) = reading.all(sa.select(_STUDIES).where(_STUDIES.c.study_name == name))
-    made = sa.insert(_STUDIES).values(study_name=new_name).returning(_STUDIES.c.study_id)
+    made = sa.insert(_STUDIES).values(study_name=name).returning(_STUDIES.c.study_id)
     study_id = writing.execute(made).scalar_one()
     trial_ids: dict[int, int] = {}
     in_study = _TRIALS.c.study_id == study["study_id"]
