@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -35,14 +35,14 @@ OUTCOME_STYLES: dict[str, str] = {
 }
 
 _LINE_SECONDS = 30.0
-"""Between two lines of progress where the output is no terminal."""
+"""Between two lines of a trial that runs."""
 
 
 class StudyDisplay(Progress):
-    """Progress of a running study: a bar for the study, one for each running trial, and the best so far.
+    """Progress of a running study: a line for each trial that ended, and now and then one for each that runs.
 
-    A context manager; give `show` to `hpo.study.reading.watch.watching`. Where the output is no terminal (a
-    log file, a batch job) it is a line for each trial that ended, and now and then one for each that runs.
+    A terminal has a bar of the study beside them, with the best so far. A context manager; give `show` to
+    `hpo.study.reading.watch.watching`.
 
     Args:
         num_done: how many of the study's trials were done before this run.
@@ -56,16 +56,10 @@ class StudyDisplay(Progress):
         self._objectives = config.objective
         self._stop = stop
         self._printed_at = time.monotonic()
-        self._bars: dict[int, TaskID] = {}  # of the running trials by number
+        facts = TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, ratio=1))
         super().__init__(
-            TextColumn("{task.description}"),
-            BarColumn(12),
-            TextColumn("{task.fields[done]}"),
-            TimeRemainingColumn(compact=True),
-            "left",
-            TextColumn(
-                "{task.fields[facts]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)
-            ),
+            *(TextColumn("{task.description}"), BarColumn(12), TextColumn("{task.fields[done]}")),
+            *(TimeRemainingColumn(compact=True), "left", facts),
             console=console,
             refresh_per_second=4,
             speed_estimate_period=600,
@@ -74,7 +68,7 @@ class StudyDisplay(Progress):
             expand=True,
         )
         name = f"[bold]{escape(config.name)}"
-        self._of_study = self.add_task(name, total=config.n_trials, done="", facts="")
+        self._bar = self.add_task(name, total=config.n_trials, done="", facts="")
         self.show(Look(num_done=num_done))
 
     def show(self, look: Look) -> None:
@@ -82,38 +76,25 @@ class StudyDisplay(Progress):
         for trial in look.ended:
             outcome = outcome_of(trial)
             values = ", ".join(self._values(trial.values if outcome == Outcome.COMPLETE else ()))
-            said = (
-                (values, "bold"),
-                describe_params(trial.params),
-                (trial.user_attrs.get("outcome_reason", ""), "dim"),
-            )
-            self._print_line(trial, (f"{outcome:<12}", OUTCOME_STYLES.get(outcome, "")), *said)
-        self._advance(look)
-        if self.console.is_terminal or time.monotonic() - self._printed_at < _LINE_SECONDS:
-            return
-        self._printed_at = time.monotonic()
-        for trial, progress in look.running:
-            self._print_line(trial, _percent(progress), *self._facts(trial, progress))
-
-    def _advance(self, look: Look) -> None:
-        """Move the bars."""
-        best, metric = "none yet", self._objectives[0].metric
-        if look.best is not None:
-            value, number = look.best
-            best = f"{metric} {format_metric(metric, value)} (trial {number})"
+            reason = trial.user_attrs.get("outcome_reason", "")
+            style = OUTCOME_STYLES.get(outcome, "")
+            said = ((values, "bold"), describe_params(trial.params), (reason, "dim"))
+            self._print_line(trial, (f"{outcome:<12}", style), *said)
         used = sum(progress.get("budget_used", 0.0) for _, progress in look.running)
         done = f"{look.num_done}/{self.tasks[0].total:.0f} trials"
-        facts = f"[bold]best so far: {escape(best)}"
-        self.update(self._of_study, completed=look.num_done + used, done=done, facts=facts)
-        for number in self._bars.keys() - {trial.number for trial, _ in look.running}:
-            self.remove_task(self._bars.pop(number))
-        for trial, progress in look.running:
-            if trial.number not in self._bars:
-                bar = self.add_task(f"trial {trial.number}", total=1.0, done="", facts="")
-                self._bars[trial.number] = bar
-            facts = " ".join([*self._facts(trial, progress), f"[dim]{escape(describe_params(trial.params))}"])
-            used = progress.get("budget_used", 0.0)
-            self.update(self._bars[trial.number], completed=used, done=_percent(progress), facts=facts)
+        self.update(self._bar, completed=look.num_done + used, done=done, facts=self._state(look))
+        if time.monotonic() - self._printed_at >= _LINE_SECONDS:
+            self._printed_at = time.monotonic()
+            for trial, progress in look.running:
+                self._print_line(trial, *self._facts(trial, progress))
+
+    def _state(self, look: Look) -> str:
+        if self._stop.is_set():
+            return "[yellow]Stopping: writes a checkpoint. Ctrl-C again ends without one."
+        if look.best is None:
+            return "[bold]best so far: none yet"
+        (value, number), metric = look.best, self._objectives[0].metric
+        return f"[bold]best so far: {escape(metric)} {format_metric(metric, value)} (trial {number})"
 
     def _print_line(self, trial: FrozenTrial, *parts: str | tuple[str, str]) -> None:
         said = [
@@ -127,26 +108,13 @@ class StudyDisplay(Progress):
         return [format_metric(objective.metric, value) for objective, value in pairs]
 
     def _facts(self, trial: FrozenTrial, progress: Mapping[str, Any]) -> list[str]:
+        """Of a trial that runs; nothing of its progress before its worker's first heartbeat."""
         reported = [] if trial.last_step is None else [trial.intermediate_values[trial.last_step]]
-        facts = [f"{self._objectives[0].metric} {value}" for value in self._values(reported)]
+        facts = [f"{progress['budget_used']:4.0%}"] if progress else []
+        facts += [f"{self._objectives[0].metric} {value}" for value in self._values(reported)]
         if progress:
             loss, rate = progress["train_loss"], progress["examples_per_second"]
             facts.append(f"step {progress['step']}")
             facts += [] if loss is None else [f"loss {loss:.3g}"]
             facts += [] if rate is None else [f"{rate:.3g} ex/s"]
         return facts
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """The bars, and what is done where no trial runs."""
-        yield from super().get_renderables()
-        if not self._bars:
-            now = "evaluating the best trial" if self.finished else "getting ready: data, encoder, precision"
-            yield Text(now, style="dim")
-        if self._stop.is_set():
-            text = "Stopping when the checkpoint is written. Ctrl-C again ends at once, without one."
-            yield Text(text, style="yellow")
-
-
-def _percent(progress: Mapping[str, Any]) -> str:
-    """Of a trial's budget; nothing before its worker's first heartbeat."""
-    return f"{progress['budget_used']:4.0%}" if progress else ""
