@@ -12,7 +12,7 @@ import pytest
 from optuna.trial import TrialState
 from worker_process import PLACES, check_done, finish, notes, outcome_of, start, study, wait_for
 
-from hpo.study.claims.deaths import MAX_DEATHS, record_death
+from hpo.study.claims.deaths import MAX_DEATHS
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -73,7 +73,6 @@ def test_configuration_that_kills_its_process_ends_as_crashed(storage_url: str, 
                 assert ended, "they wait for each other"
                 for process in ended:
                     process.join()
-                    record_death(storage, process.pid, process.exitcode)
         runs = Counter(line["number"] for line in notes(log))
         crashed = [trial for trial in opened.trials if trial.params["fp_precision"] == "fp16"]
         assert crashed

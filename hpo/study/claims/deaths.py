@@ -10,18 +10,13 @@ A worker that takes over the slot of a dead one counts its death, in the transac
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 
-from hpo.study.claims.process import this_machine
-from hpo.study.store.schema import evaluations, workers
-
-if TYPE_CHECKING:
-    from hpo.study.store.storage import Storage
+from hpo.study.store.schema import evaluations
 
 MAX_DEATHS = 3
 """So many deaths without progress end a trial."""
@@ -35,8 +30,6 @@ class Deaths:
     """Without progress in between."""
     step: int = 0
     """From where the trial would go on after the last."""
-    cause: str = ""
-    """Of the last, where the process that started the worker saw it."""
 
     @classmethod
     def of_slot(cls, slot: sa.Row[Any]) -> Deaths:
@@ -55,42 +48,19 @@ class Deaths:
 
     @property
     def reason(self) -> str:
-        """How often the trial's process died, where and, if known, why."""
+        """How often the trial's process died, and where."""
         where = f"after step {self.step}" if self.step else "before its first checkpoint"
-        why = f" (the last time: {self.cause})" if self.cause else ""
-        return f"its process died {self.count} times {where}, without progress{why}."
+        return f"its process died {self.count} times {where}, without progress."
 
 
-def count_death(connection: sa.Connection, slot: sa.Row[Any], saved_step: int, cause: str) -> Deaths:
+def count_death(connection: sa.Connection, slot: sa.Row[Any], saved_step: int) -> Deaths:
     """Return the deaths of a slot with one more; `saved_step` is that of its trial's last checkpoint."""
     deaths = Deaths.of_slot(slot)
     last_evaluation = sa.select(sa.func.max(evaluations.c.step)).where(
         evaluations.c.study == slot.study, evaluations.c.trial_number == slot.trial_number
     )
     step = max(connection.execute(last_evaluation).scalar() or 0, saved_step)
-    return Deaths(1 if step > deaths.step else deaths.count + 1, max(step, deaths.step), cause)
-
-
-def record_death(storage: Storage, pid: int, exit_code: int) -> None:
-    """Note how a worker process ended that this process had started; to be called as soon as it is seen.
-
-    Args:
-        pid: its process id.
-        exit_code: as `subprocess.Popen.returncode`: negative for a signal. Others are not noted.
-
-    Raises:
-        OutageError: the database is away.
-    """
-    if exit_code >= 0:
-        return
-    of_process = (workers.c.machine == this_machine(), workers.c.pid == pid, workers.c.state == "live")
-    dead = sa.update(workers).where(*of_process).values(state="dead", cause=signal.Signals(-exit_code).name)
-
-    def action() -> None:
-        with storage.engine.begin() as connection:
-            connection.execute(dead)
-
-    storage.attempt(action)
+    return Deaths(1 if step > deaths.step else deaths.count + 1, max(step, deaths.step))
 
 
 def last_saved_step(folder: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +60,8 @@ class Lease:
     """Set when another worker has the slot."""
     study_closed: threading.Event = field(default_factory=threading.Event)
     """Set when the study was paused, cancelled or deleted: its trial is to stop and go on later."""
-    noted: tuple[Progress, float] | None = None
-    """The newest progress of its trial, and when it was noted, by this process's monotonic clock."""
+    progress: Progress | None = None
+    """How far its trial is; the next heartbeat writes it into the worker's row."""
 
     def check(self) -> None:
         """To be called between steps; reads a flag only.
@@ -73,10 +72,6 @@ class Lease:
         self.trained = True
         if self.lost.is_set():
             raise LeaseLostError(f"Another worker has taken over slot {self.slot}.")
-
-    def note_progress(self, progress: Progress) -> None:
-        """Keep how far the trial is, in memory; the next heartbeat writes it into the worker's row."""
-        self.noted = progress, time.monotonic()
 
     def update(self, connection: sa.Connection, *conditions: sa.ColumnElement[bool], **values: Any) -> bool:
         """Change the slot's row, which stays locked until the end of the transaction; False: another worker

@@ -188,7 +188,7 @@ class WorkerLease(Membership):
         if "outcome" in self._trial(slot.trial_number).user_attrs:  # it had ended
             return Deaths.of_slot(slot)
         saved_step = max(slot.saved_step, self.saved_step(slot.trial_number))
-        return count_death(connection, slot, saved_step, owner.cause or "")
+        return count_death(connection, slot, saved_step)
 
     # The trial of a slot
 
@@ -255,7 +255,7 @@ class WorkerLease(Membership):
 
     def _note_trial(self, connection: sa.Connection, lease: Lease, number: int) -> bool:
         """Note the number of the slot's new trial, which has no step yet; False: the slot has changed."""
-        lease.deaths, lease.saved_step, lease.noted = Deaths(), 0, None
+        lease.deaths, lease.saved_step, lease.progress = Deaths(), 0, None
         unchanged = slots.c.trial_number.is_not_distinct_from(lease.trial_number)
         return lease.update(connection, unchanged, trial_number=number, saved_step=0, **lease.deaths.columns)
 

@@ -7,11 +7,9 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
@@ -117,29 +115,25 @@ class Membership:
 
     def _beat_once(self) -> None:
         with self._storage.engine.begin() as connection:
-            columns = self._renew_slot(connection)
+            progress = self._renew_slot(connection)
             self._look_whether_open(connection)
             # Last, as everywhere: two threads never wait for each other's rows.
-            is_known = self._renew(connection, columns)
+            is_known = self._renew(connection, progress)
         if not (
             is_known or self.study_closed.is_set()
         ):  # after a failover to a server that lagged behind, say
             self._register()
 
-    def _renew_slot(self, connection: sa.Connection) -> Mapping[str, Any]:
+    def _renew_slot(self, connection: sa.Connection) -> str | None:
         """Keep the slot that this worker has claimed; what its row says of the trial in it."""
         lease = self._lease
-        columns: dict[str, Any] = {"progress": None, "progress_at": None}
         if lease is None:
-            return columns
+            return None
         if not lease.update(connection, slots.c.state == "running"):
             lease.lost.set()
-        if lease.noted is not None:
-            progress, noted_at = lease.noted
-            told = {**asdict(progress), "trial": lease.trial_number}
-            columns["progress"] = json.dumps(json_safe(told))
-            columns["progress_at"] = self._storage.now - (time.monotonic() - noted_at)
-        return columns
+        if lease.progress is None:
+            return None
+        return json.dumps(json_safe({**asdict(lease.progress), "trial": lease.trial_number}))
 
     def _open_slots(self, connection: sa.Connection) -> None:
         """Open what this worker has claimed, for others."""
@@ -148,10 +142,10 @@ class Membership:
         mine = (self._of_study, slots.c.owner == self.id, slots.c.state == "running")
         connection.execute(sa.update(slots).where(*mine).values(state="open"))
 
-    def _renew(self, connection: sa.Connection, columns: Mapping[str, Any]) -> bool:
+    def _renew(self, connection: sa.Connection, progress: str | None) -> bool:
         """Say that this worker lives; False: its row is gone."""
         me = sa.update(workers).where(workers.c.id == self.id)
-        return connection.execute(me.values(last_seen=self._storage.now, **columns)).rowcount > 0
+        return connection.execute(me.values(last_seen=self._storage.now, progress=progress)).rowcount > 0
 
     def _look_whether_open(self, connection: sa.Connection) -> bool:
         """Whether the study is open; where it is not, `study_closed` is set."""

@@ -4,15 +4,14 @@ What a worker process ends with decides:
 
 - exit code 0: it has no more to do; 2: its input is wrong, as it would be again; 130: somebody told it alone
   to stop, or its job ends. It is not started again, and the others go on.
-- anything else, a signal or exit code 1: it died. The death is recorded first (`hpo.study.claims.deaths`),
-  so that a configuration that kills its process costs itself and no other; then the worker is started
-  again, at most `MAX_RESTARTS` times within an hour. When these are used up, the machine is broken: the other
-  workers checkpoint and leave, and the error shows the end of the log.
+- anything else, a signal or exit code 1: it died, and is started again, at most `MAX_RESTARTS` times within
+  an hour. When these are used up, the machine is broken: the other workers checkpoint and leave, and the
+  error shows the end of the log. Who takes over its trial counts the death (`hpo.study.claims.deaths`).
 
 Workers stop when their standard input ends. So they checkpoint and leave when this process is told to, and
 also when it is killed.
 
-This process waits for no database: while that is away, a worker that died waits to be recorded and started.
+This process waits for no database: while that is away, a worker that died waits to be started.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from hpo.device import (
     probe_device,
 )
 from hpo.errors import HpoError, InputError, OutageError, RunError
-from hpo.study.claims.deaths import record_death
 from hpo.study.claims.process import this_job
 from hpo.study.reading.watch import StudyWatch, outcome_of
 from hpo.study.running.stopping import WORKERS_ON_DEVICE, Stop
@@ -336,11 +334,8 @@ class _Supervisor:
             for worker in [worker for worker in living if worker.process.poll() is not None]:
                 worker.stop()
                 try:
-                    record_death(self.storage, worker.process.pid, worker.process.returncode)
                     may_go_on = not leaving and worker.died and not self.storage.attempt(is_over)
                 except OutageError:
-                    if leaving:
-                        return
                     break  # it waits for the next round, as the others do
                 if self.stop.is_set() or not may_go_on:
                     living.remove(worker)

@@ -119,7 +119,7 @@ class TrialRunner:
 
     def _note_progress(self, lease: Lease, progress: Progress) -> None:
         self._checkpoint_seconds = progress.checkpoint_seconds
-        lease.note_progress(progress)
+        lease.progress = progress
 
     def _measured(
         self, trial: optuna.trial.Trial, lease: Lease, folder: Path, result: TrialResult

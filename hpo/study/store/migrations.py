@@ -20,12 +20,16 @@ from alembic.runtime.migration import MigrationContext
 from hpo.errors import StorageError
 from hpo.study.store import schema
 
-VERSIONS = ("v1", "v2", "v3", "v4", "v5", "v6", "v7")
+VERSIONS = ("v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8")
 """The last is that of `schema`."""
 
 _version = sa.Table("hpo_version", sa.MetaData(), sa.Column("version_num", sa.String(32), primary_key=True))
 _V1_TABLES = {"hpo_studies", "hpo_slots", "hpo_workers", "hpo_evaluations", "hpo_compat"}
-_FORMER = {"hpo_artifacts", "hpo_workers.oom_kills", "hpo_slots.death_params"}
+_FORMER = {
+    "hpo_artifacts",
+    "hpo_slots.death_params",
+    *(f"hpo_workers.{column}" for column in ("oom_kills", "cause", "progress_at")),
+}
 """Tables and columns of earlier versions, which are dropped. What somebody else has added stays."""
 
 

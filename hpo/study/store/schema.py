@@ -51,13 +51,11 @@ workers = sa.Table(
     sa.Column("process_start", sa.String(64), nullable=False),
     sa.Column("started", sa.Float, nullable=False),
     sa.Column("last_seen", sa.Float, nullable=False),
-    sa.Column("state", sa.String(8), nullable=False),  # live, left, dead (as its parent process saw)
+    sa.Column("state", sa.String(8), nullable=False),  # live, left, dead (in a copy)
     sa.Column("number", sa.Integer, nullable=False),  # within the study, never given twice
     sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
-    sa.Column("cause", sa.String(64)),  # of its death, as its parent process saw it
     sa.Column("job", sa.String(128)),  # of the scheduler that runs it, as in `hpo_jobs`
     sa.Column("progress", sa.Text),  # JSON of `hpo.trial.telemetry.Progress`, of the trial that it runs
-    sa.Column("progress_at", sa.Float),  # when it was made
     sa.UniqueConstraint("study", "number"),
 )
 

@@ -97,7 +97,7 @@ def test_a_bar_advances_every_few_seconds(storage: Storage) -> None:
     def execute(trial: optuna.trial.Trial, lease: Lease) -> Any:
         suggest(config.search_space, trial)
         for step in (1, 2):
-            lease.note_progress(Progress(step, 0.1 * step, 1.5, None))
+            lease.progress = Progress(step, 0.1 * step, 1.5, None)
             wait_for(lambda step=step: watch.look().running[0][1].get("step") == step, seconds=8)
         return result("complete")
 
