@@ -27,6 +27,7 @@ def make_old(url: str, version: str) -> None:
 
 _UNDO = {
     "v8": [
+        "CREATE TABLE hpo_jobs (id VARCHAR(128) PRIMARY KEY, study VARCHAR(512))",
         "ALTER TABLE hpo_workers ADD COLUMN cause VARCHAR(64)",
         "ALTER TABLE hpo_workers ADD COLUMN progress_at FLOAT",
     ],

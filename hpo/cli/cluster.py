@@ -172,8 +172,7 @@ def _print_manifests(
 
 
 def _submit(study: str, array: WorkerArray, n_trials: int | None, *, as_json: bool) -> None:
-    from hpo.cluster.batch.jobs import add_job, connection_warning
-    from hpo.cluster.batch.slurm import number_of
+    from hpo.cluster.batch.slurm import connection_warning
     from hpo.config.allowed import allowing
     from hpo.study.running.run import OpenOptions, open_study
     from hpo.study.store.database import parse_url, storage_url
@@ -197,14 +196,13 @@ def _submit(study: str, array: WorkerArray, n_trials: int | None, *, as_json: bo
         num_workers = array.num_jobs * array.workers_per_job
         if warning := connection_warning(opened.storage, num_workers):
             typer.echo(warning, err=True)
-        job_id = replace(array, allow=allowing(config)).submit()
-        add_job(opened.storage, job_id, config.name, num_workers)
+        job = replace(array, allow=allowing(config)).submit()
     file = file_given(array.storage)
     answer(
-        {"study": config.name, "job": job_id, "num_workers": num_workers, "folder": str(array.folder)},
+        {"study": config.name, "job": job, "num_workers": num_workers, "folder": str(array.folder)},
         (f"The database: export HPO_STORAGE={file}\n" if file else "")
-        + f"Submitted {job_id}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
-        f"Watch it:  hpo status {array.study}   squeue --job {number_of(job_id)}\n"
+        + f"Submitted job {job}. Workers: {num_workers}, jobs: {array.num_jobs}.\n"
+        f"Watch it:  hpo status {array.study}   squeue --job {job}\n"
         f"Logs:      {array.folder}/*.log",
         as_json=as_json,
     )

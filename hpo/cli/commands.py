@@ -136,13 +136,12 @@ def verify(
 
 @app.command()
 def status(study: StudyArgument, storage: StorageOption = None, as_json: JsonOption = False) -> None:
-    """Show trials by outcome, the best so far, batch jobs, live workers, the rate and the estimated end."""
+    """Show trials by outcome, the best so far, live workers, the rate and the estimated end."""
     from hpo.cli.display import print_status
-    from hpo.cluster.batch.jobs import read_jobs
-    from hpo.report.status import job_status, study_status
+    from hpo.report.status import study_status
 
-    with progress_shown(quiet=as_json), existing_study(study, storage) as (database, record):
-        summary = study_status(record) | {"jobs": job_status(read_jobs(database, record.name))}
+    with existing_study(study, storage) as (_, record):
+        summary = study_status(record)
     if as_json:
         print_json(summary)
     else:

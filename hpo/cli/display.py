@@ -131,7 +131,7 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     if record.state != "open":
         console.print(f"It is {record.state}; `hpo resume {record.name}` opens it again.", markup=False)
     outcomes = pd.DataFrame(status["outcomes"].items(), columns=["outcome", "trials"])
-    for table in (outcomes, _jobs(status["jobs"]), _workers(status["workers"])):
+    for table in (outcomes, _workers(status["workers"])):
         if not table.empty:
             console.print(dataframe_table(table))
     stranded = [trial for trial in record.trials if trial.state == "RUNNING" and trial.number not in in_hand]
@@ -146,20 +146,6 @@ def print_status(record: StudyRecord, status: Mapping[str, Any]) -> None:
     print_best(record)
     for text in status["warnings"]:
         print_warning(text)
-
-
-def _jobs(jobs: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "job": job["id"],
-            "state": ", ".join(f"{count} {state}" for state, count in job["states"].items())
-            + (f" ({job['reason']})" if job["reason"] else ""),
-            "workers": job["num_workers"],
-            "submitted on": job["host"],
-            "at": job["created"],
-        }
-        for job in jobs
-    )
 
 
 def _workers(workers: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

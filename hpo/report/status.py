@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from hpo.cluster.batch.jobs import JobRecord
-from hpo.cluster.batch.slurm import job_tasks
-from hpo.errors import HpoError
 from hpo.study.reading.study_record import StudyRecord, TrialRecord, best_trials, lost_weights
-
-_logger = logging.getLogger(__name__)
 
 
 def study_status(record: StudyRecord) -> dict[str, Any]:
@@ -59,38 +53,6 @@ def study_status(record: StudyRecord) -> dict[str, Any]:
         "trials_per_hour": rate,
         "estimated_end": end and end.isoformat(timespec="seconds"),
     }
-
-
-def job_status(jobs: Sequence[JobRecord]) -> list[dict[str, Any]]:
-    """Batch jobs and how many tasks of each are in which state, in Slurm's words.
-
-    A job that Slurm no longer knows is `ended`; where there is no Slurm to ask, its state is `unknown`.
-    """
-    try:
-        tasks = job_tasks(job.id for job in jobs)
-    except HpoError as error:
-        _logger.warning("The states of jobs are unknown: %s", error)
-        tasks = {}
-    found = []
-    for job in jobs:
-        known = tasks.get(job.id)
-        states = (
-            Counter(task.state.lower() for task in known)
-            if known
-            else {"unknown" if known is None else "ended": 1}
-        )
-        waiting = next((task.reason for task in known or () if task.reason), None)
-        found.append(
-            {
-                "id": job.id,
-                "host": job.host,
-                "num_workers": job.num_workers,
-                "created": job.created.isoformat(timespec="seconds"),
-                "states": dict(states),
-                "reason": waiting,
-            }
-        )
-    return found
 
 
 def trial_seconds(trial: TrialRecord) -> float | None:

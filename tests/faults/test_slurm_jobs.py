@@ -12,7 +12,6 @@ from postgres import PostgresServer
 from slurm import SlurmCluster
 from tiny import write_study
 
-from hpo.cluster.batch.slurm import number_of
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.study.reading.reader import read_study
 from hpo.study.reading.study_record import StudyRecord
@@ -25,8 +24,7 @@ def submit(folder: Path, url: str, *options: str, seconds: float = 12) -> str:
     """Submit one worker to the partition `low` with a study of one trial; return the job's number."""
     write(folder, seconds)
     submitted = hpo_command(folder, "submit", "tiny.yaml", "--slurm", "--storage", url, "--json", *options)
-    job: str = ok(submitted).json["job"]
-    return number_of(job)
+    return str(ok(submitted).json["job"])
 
 
 def write(folder: Path, seconds: float) -> None:

@@ -22,11 +22,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpo.cluster.postgres.postgres_server import write_secret
 from hpo.config.allowed import ALLOW
@@ -35,6 +35,11 @@ from hpo.study.claims.process import this_job
 from hpo.study.running.stopping import SLURM_END, WORKERS_ON_DEVICE, Stop
 from hpo.study.store.database import redact
 
+if TYPE_CHECKING:
+    from hpo.study.store.storage import Storage
+
+CONNECTIONS_PER_WORKER = 4
+"""At most: for its trial, its heartbeat and its display, and of the process that watches it."""
 COMMAND_SECONDS = 60
 """How long a command of Slurm may take: one that cannot reach its server tries for minutes."""
 
@@ -142,7 +147,7 @@ class WorkerArray:
         return "\n".join(["#!/bin/bash", *given, "", *lines, ""])
 
     def submit(self) -> str:
-        """Submit the array and return its id, `slurm:CLUSTER:123`.
+        """Submit the array and return its number.
 
         Raises:
             InputError: there is no Slurm here, or it refuses the options.
@@ -155,19 +160,7 @@ class WorkerArray:
         # sbatch gives the job the variables that it has itself.
         environment = {name: value for name, value in os.environ.items() if name != "HPO_STORAGE"}
         answer = _slurm(["sbatch", "--parsable", str(script)], environment)
-        number, _, cluster = answer.strip().partition(";")
-        return f"{_prefix(cluster or _cluster())}{number}"
-
-
-def _prefix(cluster: str) -> str:
-    """What the ids of its jobs begin with in the database, as `this_job` makes them."""
-    return f"slurm:{cluster}:"
-
-
-def _cluster() -> str:
-    """The name of the cluster that Slurm's commands ask."""
-    match = re.search(r"^ClusterName\s*=\s*(\S+)", _slurm(["scontrol", "show", "config"]), re.MULTILINE)
-    return match[1] if match else ""
+        return answer.strip().partition(";")[0]  # what follows is the cluster, where there are several
 
 
 def seconds_of(limit: str) -> int | None:
@@ -202,54 +195,25 @@ def requeue_this_job(ended: str, stop: Stop) -> None:
         if ended == "finished" and _ARRAY in os.environ:
             _slurm(["scancel", "--state=PENDING", os.environ[_ARRAY]])
         elif ended == "stopped" and stop.asks_for_requeue and _NO_REQUEUE_SET not in os.environ:
-            _slurm(["scontrol", "requeue", number_of(job)])
+            _slurm(["scontrol", "requeue", job.rpartition(":")[2]])
     except HpoError as error:
         _logger.warning("Slurm was not told that this job is %s: %s", ended, error)
 
 
-@dataclass(frozen=True)
-class Task:
-    """One job of an array, as Slurm knows it."""
+def connection_warning(storage: Storage, num_workers: int) -> str:
+    """What to do where the server may refuse some of so many workers; empty: nothing.
 
-    id: str
-    """`slurm:CLUSTER:123_4`; of those that wait, also `slurm:CLUSTER:123_[0-4]`."""
-    state: str
-    """In Slurm's words: PENDING, RUNNING, COMPLETED ..."""
-    reason: str
-    """Why it waits: Resources, Priority ...; empty: it does not, or nothing is known."""
-
-
-def number_of(job_id: str) -> str:
-    """What Slurm calls a job: `123` of `slurm:CLUSTER:123`."""
-    return job_id.rpartition(":")[2]
-
-
-def job_tasks(job_ids: Iterable[str]) -> dict[str, list[Task]]:
-    """Return what Slurm knows of these jobs, by their ids; nothing of one that ended minutes ago.
-
-    Jobs of other clusters and schedulers are left out.
-
-    Raises:
-        InputError, RunError: there is no Slurm here, or it does not answer.
+    It is no error: what lies between, such as PgBouncer, may have fewer connections to the server.
     """
-    asked = list(job_ids)
-    prefix = _prefix(_cluster()) if asked else ""
-    tasks: dict[str, list[Task]] = {job: [] for job in asked if job.startswith(prefix)}
-    if not tasks:
-        return {}
-    numbers = ",".join(map(number_of, tasks))
-    which = ["--noheader", "--array", "--states=all", f"--jobs={numbers}"]
-    try:
-        listed = _slurm(["squeue", *which, "--format=%F|%i|%T|%r"])
-    except InputError as error:
-        if "Invalid job id" not in str(error):  # all of them ended long ago
-            raise
-        listed = ""
-    for line in listed.splitlines():
-        job, task, state, reason = line.split("|", 3)
-        waits = state == "PENDING" and reason != "None"
-        tasks[prefix + job].append(Task(prefix + task, state, reason if waits else ""))
-    return tasks
+    with storage.engine.connect() as connection:
+        limit = int(connection.exec_driver_sql("SHOW max_connections").scalar_one())
+    needed = CONNECTIONS_PER_WORKER * num_workers
+    if needed <= limit:
+        return ""
+    return (
+        f"{num_workers} workers have up to {needed} connections to the database, which takes {limit}. Raise "
+        "`max_connections` in its `postgresql.conf` and start it again, or submit fewer workers."
+    )
 
 
 def _slurm(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:

@@ -48,7 +48,7 @@ def _exists(pid: int) -> bool:
 
 
 def this_job() -> str | None:
-    """Name the batch job that runs this process as `hpo_jobs` does, with its task: `slurm:CLUSTER:123_4`."""
+    """Name the batch job that runs this process, with its task: `slurm:CLUSTER:123_4`."""
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     job, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     if job and task:

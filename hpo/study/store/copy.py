@@ -6,7 +6,7 @@ and it knows none of our tables. Here the rows themselves go over, Optuna's and 
 study keeps its token, by which its trials find their checkpoints.
 
 What stays behind belongs to the moment or the machine: live workers and their hold on a slot (a running slot
-is open in the copy, and its trial goes on), jobs, Optuna's heartbeats, and compatibility checks.
+is open in the copy, and its trial goes on), Optuna's heartbeats, and compatibility checks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ OF_TRIAL = tuple(
 )
 """Optuna's tables of which every row belongs to one study, or to one trial, and is copied."""
 OURS: tuple[sa.Table, ...] = tuple(
-    table
-    for table in schema.metadata.sorted_tables
-    if "study" in table.c and table.name not in ("hpo_workers", "hpo_jobs")
+    table for table in schema.metadata.sorted_tables if "study" in table.c and table.name != "hpo_workers"
 )
 """Our tables whose rows are copied as they are."""
 

@@ -27,6 +27,7 @@ _version = sa.Table("hpo_version", sa.MetaData(), sa.Column("version_num", sa.St
 _V1_TABLES = {"hpo_studies", "hpo_slots", "hpo_workers", "hpo_evaluations", "hpo_compat"}
 _FORMER = {
     "hpo_artifacts",
+    "hpo_jobs",
     "hpo_slots.death_params",
     *(f"hpo_workers.{column}" for column in ("oom_kills", "cause", "progress_at")),
 }

@@ -54,7 +54,7 @@ workers = sa.Table(
     sa.Column("state", sa.String(8), nullable=False),  # live, left, dead (in a copy)
     sa.Column("number", sa.Integer, nullable=False),  # within the study, never given twice
     sa.Column("device", sa.String(128)),  # `DeviceInfo.device_id`, within the machine
-    sa.Column("job", sa.String(128)),  # of the scheduler that runs it, as in `hpo_jobs`
+    sa.Column("job", sa.String(128)),  # of the scheduler that runs it, see `process.this_job`
     sa.Column("progress", sa.Text),  # JSON of `hpo.trial.telemetry.Progress`, of the trial that it runs
     sa.UniqueConstraint("study", "number"),
 )
@@ -96,15 +96,5 @@ compat = sa.Table(
     metadata,
     sa.Column("key", sa.String(64), primary_key=True),
     sa.Column("result", sa.Text, nullable=False),  # JSON
-    sa.Column("created", sa.Float, nullable=False),
-)
-
-jobs = sa.Table(
-    "hpo_jobs",
-    metadata,
-    sa.Column("id", sa.String(128), primary_key=True),  # as in `JobRecord`: slurm:CLUSTER:123
-    sa.Column("study", _NAME),
-    sa.Column("host", sa.String(256), nullable=False),  # where it was submitted
-    sa.Column("num_workers", sa.Integer, nullable=False),
     sa.Column("created", sa.Float, nullable=False),
 )

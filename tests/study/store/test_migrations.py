@@ -25,6 +25,7 @@ def check_current(storage: Storage) -> None:
         assert is_current(connection)
         there = sa.inspect(connection)
         assert not there.has_table("hpo_artifacts")
+        assert not there.has_table("hpo_jobs")
         columns = {column["name"] for column in there.get_columns("hpo_workers")}
         assert not columns & {"oom_kills", "cause", "progress_at"}
     assert storage.slot_counts("tiny") == {"open": 3, "running": 0, "done": 0}
@@ -59,12 +60,12 @@ def test_what_somebody_has_added_stays(storage_url: str) -> None:
     make_old(storage_url, "v4")
     with open_storage(storage_url) as storage:
         with storage.engine.begin() as connection:
-            connection.execute(sa.text("ALTER TABLE hpo_jobs ADD COLUMN color TEXT"))
+            connection.execute(sa.text("ALTER TABLE hpo_compat ADD COLUMN color TEXT"))
             connection.execute(sa.text("CREATE TABLE hpo_notes (text TEXT)"))
             connection.execute(sa.text("UPDATE hpo_version SET version_num = 'v5'"))
         with open_storage(storage_url), storage.engine.connect() as connection:
             assert is_current(connection)
-            connection.execute(sa.text("SELECT color FROM hpo_jobs, hpo_notes"))
+            connection.execute(sa.text("SELECT color FROM hpo_compat, hpo_notes"))
 
 
 @pytest.mark.parametrize("create", [True, False])
