@@ -1,8 +1,7 @@
 """Checks of the studies of a database and their checkpoints on this host: each yields what is wrong.
 
-Mending is safe while workers run: a slot is opened only while its dead worker is still its owner, and a
-folder of checkpoints is removed only where this database is known to have had its study, because several
-databases may share one `runs/`.
+Mending is safe while workers run. A folder of checkpoints is removed only where this database is known to
+have had its study, because several databases may share one `runs/`.
 """
 
 from __future__ import annotations
@@ -60,12 +59,6 @@ class Examined:
         rows = [row for row in rows if self.named in (None, row.name) and self.storage.has_study(row.name)]
         return [row for row in rows if _is_readable(row)]
 
-    def slots(self, name: str) -> tuple[Sequence[sa.Row[Any]], set[str]]:
-        """The slots of a study, and the workers of it that live."""
-        with self.storage.engine.connect() as connection:
-            rows = connection.execute(sa.select(slots).where(slots.c.study == name)).all()
-            return rows, self.storage.live_workers(connection, name)
-
 
 def _is_readable(row: sa.Row[Any]) -> bool:
     try:
@@ -76,23 +69,15 @@ def _is_readable(row: sa.Row[Any]) -> bool:
     return True
 
 
-def stale_trials(about: Examined) -> Iterator[Finding]:
-    """Trials that are RUNNING, or slots that are taken, and no worker has them."""
+def lost_trials(about: Examined) -> Iterator[Finding]:
+    """Trials that are RUNNING, and that no slot has."""
     for row in about.studies():
         study = about.storage.load_study(row.name)
         before = {trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
-        of_study, alive = about.slots(row.name)
-        for slot in of_study:
-            if slot.state == "running" and slot.owner not in alive:
-                which = "no trial yet" if slot.trial_number is None else f"trial {slot.trial_number}"
-                yield Finding(
-                    "warning",
-                    f"Study {row.name}: slot {slot.slot} ({which}) is with a dead worker, {slot.owner}.",
-                    "Opens the slot for the next worker, which would take it over in any case.",
-                    partial(_open_slot, about.storage, slot),
-                )
         # A slot is closed after its trial has ended, so one that still runs was in none.
-        lost = before - {slot.trial_number for slot in of_study if slot.state != "done"}
+        of_slots = sa.select(slots.c.trial_number).where(slots.c.study == row.name, slots.c.state != "done")
+        with about.storage.engine.connect() as connection:
+            lost = before.difference(connection.execute(of_slots).scalars())
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)) if lost else ():
             if trial.number in lost:
                 reason = "it was RUNNING, but no slot of the study has it, so no worker would go on with it."
@@ -102,12 +87,6 @@ def stale_trials(about: Examined) -> Iterator[Finding]:
                     "Ends it as FAIL, which samplers do not see.",
                     partial(about.storage.fail_trial, trial, Outcome.FAILED, reason),
                 )
-
-
-def _open_slot(storage: Storage, slot: sa.Row[Any]) -> None:
-    same = (slots.c.study == slot.study, slots.c.slot == slot.slot, slots.c.owner == slot.owner)
-    with storage.engine.begin() as connection:
-        connection.execute(sa.update(slots).where(*same, slots.c.state == "running").values(state="open"))
 
 
 def checkpoints(about: Examined) -> Iterator[Finding]:
@@ -153,7 +132,4 @@ def _mib(folder: Path) -> str:
     return f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()) / 2**20:.1f} MiB"
 
 
-CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (
-    stale_trials,
-    checkpoints,
-)
+CHECKS: Sequence[Callable[[Examined], Iterator[Finding]]] = (lost_trials, checkpoints)

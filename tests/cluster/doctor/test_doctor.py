@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import sqlalchemy as sa
 from old_tables import make_old
 from optuna.trial import TrialState, create_trial
 from postgres import PostgresServer
-from worker_process import change_worker, result, study
+from worker_process import result, study
 
 from hpo.cluster.doctor.doctor import examine
 from hpo.cluster.doctor.study_checks import Finding
@@ -151,43 +150,6 @@ def test_a_user_without_rights_gets_one_message(
 
 
 # Trials and checkpoints
-
-
-def test_a_slot_of_a_dead_worker_is_opened(storage: Storage, host: Path) -> None:
-    opened = storage.load_study("tiny")
-    with (
-        WorkerLease(storage, opened, max_retries=0) as dead,
-        WorkerLease(storage, opened, max_retries=0) as one,
-    ):
-        for worker in (dead, one):
-            lease = worker.claim()
-            assert lease is not None
-            worker.open_trial(lease)
-        change_worker(storage, dead, process_start="1")
-        mends(storage, host, f"slot 0 (trial 0) is with a dead worker, {dead.id}.")
-        assert storage.slot_counts("tiny") == {"open": 2, "running": 1, "done": 0}
-        assert [trial.state for trial in opened.trials] == [TrialState.RUNNING] * 2, "they go on"
-        change_worker(storage, dead, process_start=dead.id)
-
-
-def test_a_slot_that_was_taken_over_meanwhile_is_left_alone(storage: Storage, host: Path) -> None:
-    opened = storage.load_study("tiny")
-    with (
-        WorkerLease(storage, opened, max_retries=0) as dead,
-        WorkerLease(storage, opened, max_retries=0) as peer,
-    ):
-        dead.claim()
-        change_worker(storage, dead, process_start="1")
-        with closing(examine(storage.url, host)) as examination:
-            stale = next(examination)
-            lease = peer.claim()
-            assert lease is not None
-            assert lease.slot == 0
-            assert stale.mend is not None
-            stale.mend()
-        with storage.engine.connect() as connection:
-            row = connection.execute(sa.select(slots).where(slots.c.slot == 0)).one()
-        assert (row.state, row.owner) == ("running", peer.id)
 
 
 def test_a_running_trial_without_a_slot_is_ended(storage: Storage, host: Path) -> None:

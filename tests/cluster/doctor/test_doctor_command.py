@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import sqlalchemy as sa
 from command_line import Finished, hpo_command
+from optuna.trial import TrialState, create_trial
 from tiny import tiny_study, write_study
 from worker_process import study
 
-from hpo.study.claims.leases import WorkerLease
-from hpo.study.store.schema import slots, workers
 from hpo.study.store.storage import open_storage
 from hpo.study.store.studies import create_or_resume_study
 
@@ -25,23 +23,18 @@ def test_the_command_mends_and_says_by_its_exit_code_what_is_left(tmp_path: Path
     path = write_study(tmp_path, n_trials=1)
     with open_storage(url) as storage:
         opened = create_or_resume_study(storage, tiny_study(tmp_path, n_trials=1))
-        worker = WorkerLease(storage, opened, max_retries=0)
-        with worker:
-            worker.claim()
-        with storage.engine.begin() as connection:
-            connection.execute(sa.update(slots).values(state="running"))
-            connection.execute(sa.update(workers).values(state="live", process_start="1"))
+        opened.add_trial(create_trial(state=TrialState.RUNNING))
     first = run(tmp_path)
     assert first.exit_code == 1
-    assert "warning (stale trials)" in first.out
+    assert "warning (lost trials)" in first.out
     assert "1 to mend. `hpo doctor --fix` mends 1." in " ".join(first.out.split())
     as_json = run(tmp_path, "tiny", "--json")
     assert as_json.exit_code == 1
-    assert [one["check"] for one in as_json.json["findings"]] == ["stale trials"]
+    assert [one["check"] for one in as_json.json["findings"]] == ["lost trials"]
     assert as_json.json["ok"] is False
     mended = run(tmp_path, str(path), "--fix")
     assert mended.exit_code == 0
-    assert "Mended. Opens the slot" in mended.out
+    assert "Mended. Ends it as FAIL" in mended.out
     assert "1 mended, nothing left to mend." in mended.out
     again = run(tmp_path, "--json")
     assert again.exit_code == 0
