@@ -36,6 +36,7 @@ OUTCOME_STYLES: dict[str, str] = {
 
 _LINE_SECONDS = 30.0
 """Between two lines of a trial that runs."""
+_STOPS = "Stopping when the checkpoint is written. Ctrl-C again ends at once, without one."
 
 
 class StudyDisplay(Progress):
@@ -55,6 +56,7 @@ class StudyDisplay(Progress):
         console = console or Console()
         self._objectives = config.objective
         self._stop = stop
+        self._said_that_it_stops = not console.is_terminal
         self._printed_at = time.monotonic()
         facts = TextColumn("{task.fields[facts]}", table_column=Column(no_wrap=True, ratio=1))
         super().__init__(
@@ -80,6 +82,9 @@ class StudyDisplay(Progress):
             style = OUTCOME_STYLES.get(outcome, "")
             said = ((values, "bold"), describe_params(trial.params), (reason, "dim"))
             self._print_line(trial, (f"{outcome:<12}", style), *said)
+        if self._stop.is_set() and not self._said_that_it_stops:
+            self._said_that_it_stops = True
+            self.console.print(_STOPS, style="yellow")
         used = sum(progress.get("budget_used", 0.0) for _, progress in look.running)
         done = f"{look.num_done}/{self.tasks[0].total:.0f} trials"
         self.update(self._bar, completed=look.num_done + used, done=done, facts=self._state(look))
@@ -89,8 +94,6 @@ class StudyDisplay(Progress):
                 self._print_line(trial, *self._facts(trial, progress))
 
     def _state(self, look: Look) -> str:
-        if self._stop.is_set():
-            return "[yellow]Stopping: writes a checkpoint. Ctrl-C again ends without one."
         if look.best is None:
             return "[bold]best so far: none yet"
         (value, number), metric = look.best, self._objectives[0].metric
