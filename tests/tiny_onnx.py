@@ -26,15 +26,12 @@ TEXTS = (
 DECISIONS = {task.name: vars(DecodingThresholds(threshold=0.45)) for task in KIND_TASKS}
 
 
-def write_torch(
-    folder: Path, family: str = "bert", float32_parts: tuple[str, ...] = (), **heads: Any
-) -> TrainedModel:
+def write_torch(folder: Path, family: str = "bert", **heads: Any) -> TrainedModel:
     """The export of a fresh model with a task of every kind, in `folder`, loaded again."""
     settings = ExportSettings(
         windowing=Windowing(32, "window", 8),
         attention=FAMILIES[family][1],
         precision="fp32",
-        float32_parts=float32_parts,
         decisions=DECISIONS,
         provenance={"study": "complaints", "trial": 7, "scores": {"test": {"single": {"f1_macro": 0.5}}}},
     )
@@ -46,11 +43,9 @@ def write_torch(
     return hpo.load(export_model(model, load_tokenizer("minilm"), folder, settings), device="cpu")
 
 
-def write_both(
-    folder: Path, family: str = "bert", float32_parts: tuple[str, ...] = (), **heads: Any
-) -> tuple[TrainedModel, TrainedModel]:
+def write_both(folder: Path, family: str = "bert", **heads: Any) -> tuple[TrainedModel, TrainedModel]:
     """Such a model by PyTorch (in `folder`/torch) and by onnxruntime (in `folder`/onnx)."""
-    model = write_torch(folder / "torch", family, float32_parts, **heads)
+    model = write_torch(folder / "torch", family, **heads)
     return model, hpo.load(export_onnx(model, folder / "onnx"), device="cpu")
 
 

@@ -72,8 +72,6 @@ def _print(diagnosis: Diagnosis) -> None:
     typer.echo(f"{head}: {broken.text}")
     if broken.operator:
         typer.echo(f"First: {broken.operator}")
-    if broken.part:
-        typer.echo(f"Part: {broken.part}")
     for remedy in diagnosis.remedies:
         typer.echo(f"Tried: {shown(remedy.settings)} ({remedy.result})")
     healed_by = diagnosis.healed_by

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from hpo.config.study_file import section_of
-from hpo.config.trial_settings import BUDGETS, KEYED
+from hpo.config.trial_settings import BUDGETS, LOSS_WEIGHT
 from hpo.errors import InputError, StudyChangedError
 
 CHANGEABLE = (
@@ -38,11 +38,11 @@ CHANGEABLE = (
 
 
 def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """The dotted keys that the `content` of a study file gives, of sections and `KEYED` settings each key."""
+    """The dotted keys that the `content` of a study file gives, of sections and of `loss_weight` each key."""
     for key, value in content.items():
         field = model.model_fields.get(key) if model else None
         inner = section_of(field.annotation) if field else None
-        if isinstance(value, Mapping) and ((inner and key != "search_space") or f"{key}." in KEYED):
+        if isinstance(value, Mapping) and ((inner and key != "search_space") or f"{key}." == LOSS_WEIGHT):
             yield from given_keys(inner, value, f"{above}{key}.")
         else:
             yield f"{above}{key}"

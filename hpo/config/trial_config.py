@@ -14,7 +14,7 @@ from hpo.config.study_file import parse_yaml_value, problems_of
 from hpo.config.trial_settings import (
     BUDGETS,
     DEFAULT_EPOCHS,
-    KEYED,
+    LOSS_WEIGHT,
     Encoder,
     PrecisionName,
     TrialSettings,
@@ -53,8 +53,8 @@ def build_trial_config(
     settings = study.training.model_dump(exclude_unset=True)
     if any(params.get(budget) is not None for budget in BUDGETS):
         settings = {name: value for name, value in settings.items() if name not in BUDGETS}
-    for prefix in KEYED:
-        settings |= {f"{prefix}{key}": value for key, value in settings.pop(prefix[:-1], {}).items()}
+    weights = settings.pop("loss_weight", {})
+    settings |= {f"{LOSS_WEIGHT}{task}": weight for task, weight in weights.items()}
     settings |= decode(study.search_space, params)
     if all(settings.get(budget) is None for budget in BUDGETS):
         settings["epochs"] = DEFAULT_EPOCHS
@@ -66,8 +66,6 @@ def build_trial_config(
         checked = TrialConfig.model_validate(settings | {"amp": amp or study.amp})
     except ValidationError as error:
         raise InputError("\n".join(map(str, problems_of(error)))) from None
-    if checked.float32_parts:  # else TF32 would be in parts that are to be fp32
-        scaler["tf32"] = False
     return checked.model_copy(update={"amp": checked.amp.model_copy(update=scaler)})
 
 

@@ -1,8 +1,7 @@
 """Every setting of a trial that a study may fix or search: its meaning, its unit, its range, its default.
 
-A study fixes a setting under `training:` and searches it under `search_space:`, by the same name. A mapping
-has a value for each of its keys, which are fixed or searched each by itself: the weight of a task's loss is
-written `loss_weight.<task>`, the precision of a part of the model `precision_overrides.<part>`.
+A study fixes a setting under `training:` and searches it under `search_space:`, by the same name. The weights
+of the tasks' losses are fixed or searched each by itself, written `loss_weight.<task>`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from hpo.config.study_file import CheckedSection, Problem, problems_of, show
 from hpo.errors import did_you_mean
-from hpo.precision.part_names import check_part
 from hpo.precision.table import PRECISIONS, canonical_precision
 from hpo.section import Count, Switch, Whole
 
@@ -26,12 +24,6 @@ def _encoder(value: Any) -> Any:
     raise ValueError(f"must be {what}, but got {show(value)}.")
 
 
-def _part(name: str) -> str:
-    check_part(name)
-    return name
-
-
-Part = Annotated[str, AfterValidator(_part)]
 PrecisionName = Annotated[str, AfterValidator(canonical_precision)]
 Encoder = Annotated[str | dict[str, Any], BeforeValidator(_encoder)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -39,9 +31,11 @@ Betas = Annotated[tuple[Share, Share], Field(strict=False)]
 Positive = Annotated[float, Field(gt=0)]
 BatchSize = Annotated[Count, Field(le=100_000)]
 
-LOSS_WEIGHT, OVERRIDE = "loss_weight.", "precision_overrides."
-KEYED = {LOSS_WEIGHT: "<task>", OVERRIDE: "<part>"}
-"""The settings whose name has a free part, and what that is."""
+LOSS_WEIGHT = "loss_weight."
+"""What the one setting begins with whose name has a free part, the task."""
+
+GONE: dict[str, Any] = {"precision_overrides": {}}
+"""Settings of earlier versions with their defaults, at which stored studies and checkpoints may have them."""
 
 BUDGETS = ("epochs", "max_steps", "max_seconds")
 """A trial ends by exactly one of these."""
@@ -72,11 +66,6 @@ class TrialSettings(CheckedSection):
     Left out, `amp.preset` decides."""
     encoder: Encoder | None = None
     """Encoder, as in `model.encoder`, which it takes when left out."""
-    precision_overrides: dict[Part, Literal["none", "fp32"]] = Field(default_factory=dict)
-    """Precision of a part of the model, written `precision_overrides.<part>`: `fp32`, or `none` for that of
-    the rest. Parts: `embeddings`, `encoder.layer.N` (from 0), `heads`. It runs without autocast on fp32
-    inputs; fp32 products outside it are IEEE fp32 then, whatever `amp.tf32` says. Not with `tf32` and
-    `bf16-true`, which have no autocast."""
     max_length: Whole = Field(256, ge=8)
     """Longest input in tokens, special tokens included; see `data.long_text`."""
 
@@ -173,31 +162,21 @@ class TrialSettings(CheckedSection):
     seed: Whole = Field(42, ge=0, lt=2**32)
     """Seed of head initialisation, dropout and the order of the data."""
 
-    @property
-    def float32_parts(self) -> tuple[str, ...]:
-        """The parts of the model that are in fp32 whatever the precision."""
-        return tuple(sorted(part for part, name in self.precision_overrides.items() if name == "fp32"))
-
     @model_validator(mode="before")
     @classmethod
-    def _gather_keyed(cls, data: Any) -> Any:
+    def _gather_loss_weights(cls, data: Any) -> Any:
         """`loss_weight.a: 2` is `loss_weight: {a: 2}`."""
         if not isinstance(data, Mapping):
             return data
-        gathered = {key: value for key, value in data.items() if keyed(str(key)) is None}
-        for prefix in KEYED:
-            dotted = {
-                str(key).removeprefix(prefix): value
-                for key, value in data.items()
-                if str(key).startswith(prefix)
-            }
-            given = gathered.get(prefix[:-1], {})
-            if not dotted or not isinstance(given, Mapping):
-                continue
-            if twice := sorted(given.keys() & dotted.keys()):
-                raise ValueError(f"`{prefix}{twice[0]}` is given twice. Keep one.")
-            gathered[prefix[:-1]] = {**given, **dotted}
-        return gathered
+        data = {str(key): value for key, value in data.items() if key not in GONE or value != GONE[key]}
+        gathered = {key: value for key, value in data.items() if not key.startswith(LOSS_WEIGHT)}
+        dotted = {key.removeprefix(LOSS_WEIGHT): data[key] for key in data if key not in gathered}
+        given = gathered.get("loss_weight", {})
+        if not dotted or not isinstance(given, Mapping):
+            return gathered
+        if twice := sorted(given.keys() & dotted.keys()):
+            raise ValueError(f"`{LOSS_WEIGHT}{twice[0]}` is given twice. Keep one.")
+        return {**gathered, "loss_weight": {**given, **dotted}}
 
     def problems(self) -> Iterator[Problem]:
         given = [budget for budget in BUDGETS if getattr(self, budget) is not None]
@@ -214,20 +193,13 @@ class TrialSettings(CheckedSection):
             yield Problem((section, "weight_rounding"), message)
 
 
-def keyed(name: str) -> tuple[str, str] | None:
-    """`loss_weight.a` -> the setting `loss_weight` and its key `a`; None of a setting that has no keys."""
-    prefix = next((prefix for prefix in KEYED if name.startswith(prefix)), None)
-    return None if prefix is None else (prefix[:-1], name.removeprefix(prefix))
-
-
 def check_name(name: str) -> None:
     """Raise ValueError with the nearest name where there is no setting `name` that takes one value."""
-    with_keys = {prefix[:-1]: f"{prefix}{key}" for prefix, key in KEYED.items()}
-    known = [with_keys.get(key, key) for key in TrialSettings.model_fields]
-    has_key = (keyed(name) or ("", ""))[1]
-    if name not in known and not has_key:
-        full = with_keys.get(name)
-        near = f" Did you mean `{full}`?" if full else did_you_mean(name, known)
+    of_task = f"{LOSS_WEIGHT}<task>"
+    known = [of_task if f"{key}." == LOSS_WEIGHT else key for key in TrialSettings.model_fields]
+    has_task = name.startswith(LOSS_WEIGHT) and name != LOSS_WEIGHT
+    if name not in known and not has_task:
+        near = f" Did you mean `{of_task}`?" if f"{name}." == LOSS_WEIGHT else did_you_mean(name, known)
         raise ValueError(f"there is no such setting.{near}")
 
 
@@ -247,6 +219,6 @@ def setting_value(name: str, value: Any) -> Any:
         settings = TrialSettings.model_validate({name: value})
     except ValidationError as error:
         raise ValueError(" ".join(problem.message for problem in problems_of(error))) from None
-    setting, key = keyed(name) or (name, None)
-    held = getattr(settings, setting)
-    return held if key is None else held[key]
+    if name.startswith(LOSS_WEIGHT):
+        return settings.loss_weight[name.removeprefix(LOSS_WEIGHT)]
+    return getattr(settings, name)

@@ -27,7 +27,6 @@ from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, OnnxSettings, output_name
 from hpo.models.export import EXPORT_FORMATS, ExportSettings, export_metadata, new_folder, write_metadata
 from hpo.models.model_card import GraphFacts, model_card
-from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.versions import installed_versions
 
@@ -135,9 +134,7 @@ def _plain(model: TrainedModel) -> MultitaskModel:
             "an ONNX file holds at most 2 GB (protobuf's limit), but the model has "
             f"{num_bytes / 1e9:.1f} GB of weights in fp32. Use its PyTorch export."
         )
-    plain = copy.deepcopy(network).cpu().eval()
-    set_float32_parts(plain, ())
-    return plain
+    return copy.deepcopy(network).cpu().eval()
 
 
 def _batches(network: MultitaskModel, longest: int) -> list[tuple[Tensor, ...]]:

@@ -33,7 +33,6 @@ from hpo.errors import DataError, InputError, ModelError, RunError, did_you_mean
 from hpo.inference.onnx_network import OnnxNetwork, has_cuda_provider, load_onnx
 from hpo.inference.packed_linear import PackedLinears
 from hpo.models.export import ExportSettings, load_exported, read_metadata
-from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision, canonical_precision, support
@@ -99,8 +98,6 @@ class TrainedModel(nn.Module):
         self._precision = PRECISIONS["fp32"]
         self._device_info = probe_device("cpu")
         self._packed = PackedLinears()
-        if isinstance(network, MultitaskModel):
-            set_float32_parts(network, settings.float32_parts)
 
     @property
     def tasks(self) -> tuple[Task, ...]:

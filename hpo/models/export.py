@@ -45,8 +45,6 @@ class ExportSettings:
     attention: str
     precision: str
     """That in which the trial ran."""
-    float32_parts: tuple[str, ...] = ()
-    """Parts of the model that compute in fp32 all the same."""
     tf32: bool = False
     """Whether fp32 products beside autocast may use TF32."""
     batch_tokens: int = 8192
@@ -246,6 +244,8 @@ def read_settings(directory: Path, content: Mapping[str, Any]) -> tuple[list[Tas
         settings = TypeAdapter(ExportSettings).validate_python(given)
     except (ValueError, LookupError) as error:
         raise ModelError(not_intact(directory, error)) from error
+    if content.get("float32_parts"):
+        raise ModelError(f"{directory} has parts in fp32: use the earlier hpo that wrote it.")
     named: list[tuple[str, Collection[str]]] = [(task.kind, METRICS) for task in tasks]
     named += [(settings.attention, ATTENTION_IMPLEMENTATIONS), (settings.precision, PRECISIONS)]
     for name, known in named:

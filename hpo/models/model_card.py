@@ -94,7 +94,7 @@ def _facts(provenance: Mapping[str, Any]) -> dict[str, str]:
         key: provenance.get(key) or {}
         for key in ("encoder", "parameters", "settings", "precision", "data", "versions")
     }
-    left_out = ("hub_id", "float32_parts", "observed")
+    left_out = ("hub_id", "observed")
     told = {
         key: ", ".join(
             f"{name} {value}" for name, value in values.items() if value is not None and name not in left_out

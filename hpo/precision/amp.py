@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpo.device import DeviceInfo
-from hpo.errors import ModelError, Nonfinite
+from hpo.errors import Nonfinite
 from hpo.precision.float8 import convert_to_float8
-from hpo.precision.parts import float32_modules
 from hpo.precision.table import PRECISIONS, AmpConfig, Precision
 
 NONFINITE_PATIENCE = 3
@@ -105,17 +104,11 @@ def prepare_model(model: nn.Module, precision: Precision) -> nn.Module:
     """Give the model the weights of the precision: bf16 ones, or float8 linear layers where these pay.
 
     Buffers stay as they are: rotary frequencies in bf16 are off by radians at long distances. So do weights
-    of batch norms, which must have the dtype of their running statistics, and float8 leaves parts in fp32
-    (`hpo.precision.parts`) alone. `float8_linears` among the observed facts says how many layers were
-    converted.
-
-    Raises ModelError for parts in fp32 in a model with weights in bf16.
+    of batch norms, which must have the dtype of their running statistics. `float8_linears` among the observed
+    facts says how many layers were converted.
     """
-    in_float32 = float32_modules(model)
-    if in_float32 and precision.weights != "float32":
-        raise ModelError(f"`{precision.name}` has no parts in fp32: use bf16, whose weights are in fp32.")
     if precision.float8:
-        model = convert_to_float8(model, kept=in_float32)
+        model = convert_to_float8(model)
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     kept = {parameter for norm in norms for parameter in norm.parameters()}
     for parameter in model.parameters():

@@ -6,11 +6,9 @@ of fraction, which all formats have. In a format that loses the change (see `hpo
 gradients and logits stay the same bit for bit; in one that keeps it, some of them change. No other shapes and
 no other modules are run than in training, so nothing is compiled again.
 
-Changed together, all layers of a reduced precision must lose the change; changed alone, each layer in fp32
-must keep it. What a layer in fp32 keeps may still be rounded away by reduced layers behind it, above all on
-the way to a few logits: a layer is only said to lose a change where a larger one, which every format keeps,
-shows in so many numbers that some of them had to show the smaller one. The weights are written back bit for
-bit.
+Changed together, all layers of a reduced precision must lose the change; changed alone, each layer of fp32 or
+TF32 must keep it. A layer is only said to lose a change where a larger one, which every format keeps, shows.
+The weights are written back bit for bit.
 """
 
 from __future__ import annotations
@@ -34,20 +32,14 @@ LOST_AT = {"bfloat16": 9, "float16": 12}
 KEPT_AT = {"float32": 12, "tf32": 9}
 """{format: a k that it keeps}."""
 EVERY_FORMAT_KEEPS = 2
-REDUCED_KEEPS = {"bfloat16": 5, "float16": 9}
-"""{format: the largest k that it keeps}."""
-_CERTAIN = 20
-"""Numbers that are expected to change where none does: e^-20 is the chance of that."""
 
 
-def observe_compiled(
-    model: nn.Module, step: Step, precision: Precision, float32: Collection[str] = ()
-) -> str:
+def observe_compiled(model: nn.Module, step: Step, precision: Precision) -> str:
     """Why the compiled model's products are not the precision's; empty when they are.
 
-    `float32` are modules that are to be fp32. Layers of one class and shape, which the compiler treats alike,
-    are looked at once where each must be changed alone. Not looked at are weights in bf16, whose products can
-    be nothing else, and float8 layers, which scale their weights by the largest.
+    Layers of one class and shape, which the compiler treats alike, are looked at once where each must be
+    changed alone. Not looked at are weights in bf16, whose products can be nothing else, and float8 layers,
+    which scale their weights by the largest.
     """
     if precision.float8:
         return ""
@@ -58,8 +50,6 @@ def observe_compiled(
     }
     layers = {name: weights for name, weights in matrices.items() if weights[0].dtype == torch.float32}
     lost_at = LOST_AT.get(precision.products)
-    reduced = [name for name in layers if lost_at and name not in float32]
-    alone = {_kind(model, name): name for name in reversed(layers) if name not in reduced}
 
     def outputs() -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         with left_as_it_was(model):  # buffers too, which a step in training mode may change
@@ -68,29 +58,26 @@ def observe_compiled(
     with _on_grid(layers) as change:
         base = outputs()
 
-        def num_changed(names: Collection[str], k: int | None) -> dict[str, int]:
-            """{mode: how many numbers of what came out}."""
+        def shown(names: Iterable[str], k: int | None) -> set[str]:
+            """The modes in which what came out is another."""
             change(names, k)
-            different = {
-                mode: _num_different(*two) for mode, *two in zip(MODES, outputs(), base, strict=True)
-            }
+            different = {mode for mode, *two in zip(MODES, outputs(), base, strict=True) if _differ(*two)}
             change(names, None)
             return different
 
-        noisy = _shown(num_changed((), None))  # two passes over the same differ: nothing can be told
-        if lost_at and _shown(num_changed(reduced, lost_at)) - noisy:
-            for name in reduced:
-                if modes := _shown(num_changed([name], lost_at)) - noisy:
-                    return _found(name, f"in more than {precision.products}", modes)
-        kept_at, control_at, needed = KEPT_AT["tf32" if precision.tf32 else "float32"], EVERY_FORMAT_KEEPS, 1
-        if lost_at:  # numbers that change are as many times fewer as the change is smaller
-            kept_at, control_at = lost_at, REDUCED_KEEPS[precision.products]
-            needed = _CERTAIN * 2 ** (kept_at - control_at)
+        noisy = shown((), None)  # two passes over the same differ: nothing can be told
+        if lost_at:
+            for name in layers if shown(layers, lost_at) - noisy else ():
+                if modes := shown([name], lost_at) - noisy:
+                    return _message(name, f"in more than {precision.products}", modes)
+            return ""
+        kept_at = KEPT_AT[precision.products]
+        alone = {_kind(model, name): name for name in reversed(layers)}
         for name in reversed(alone.values()):
-            if modes := set(MODES) - _shown(num_changed([name], kept_at)):
-                modes &= _shown(num_changed([name], control_at), needed)
+            if modes := set(MODES) - shown([name], kept_at):
+                modes &= shown([name], EVERY_FORMAT_KEEPS)
             if modes:
-                return _found(name, "in less than it should", modes)
+                return _message(name, "in less than it should", modes)
     return ""
 
 
@@ -99,18 +86,14 @@ def _kind(model: nn.Module, name: str) -> object:
     return type(module), *(weight.shape for weight in module.parameters(recurse=False))
 
 
-def _found(name: str, what: str, modes: Collection[str]) -> str:
+def _message(name: str, what: str, modes: Collection[str]) -> str:
     where = "" if len(modes) == len(MODES) else f" in {''.join(modes)}"
     return f"compiled, {name} computed {what}{where}."
 
 
-def _shown(num_changed: dict[str, int], needed: int = 1) -> set[str]:
-    return {mode for mode, number in num_changed.items() if number >= needed}
-
-
-def _num_different(one: Sequence[Tensor], other: Sequence[Tensor]) -> int:
+def _differ(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     pairs = zip(one, other, strict=True)
-    return sum(int((a.nan_to_num() != b.nan_to_num()).sum()) for a, b in pairs)
+    return not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
 @contextlib.contextmanager

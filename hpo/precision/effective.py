@@ -91,12 +91,12 @@ class Observation:
             **self.float8,
         }
 
-    def disagreement(self, precision: Precision, float32: Collection[str] = ()) -> str:
-        """Why what was seen is not `precision`; empty when it is. `float32`: modules that are to be fp32."""
+    def disagreement(self, precision: Precision) -> str:
+        """Why what was seen is not `precision`; empty when it is."""
         others = {
             name: wrong
             for name, facts in self.facts.items()
-            if (wrong := {fact for fact in facts if not _agrees(fact, precision, name in float32)})
+            if (wrong := {fact for fact in facts if not _agrees(fact, precision)})
         }
         if others:
             some = _some(
@@ -115,13 +115,11 @@ class Observation:
         return ""
 
 
-def _agrees(fact: Fact, precision: Precision, is_float32: bool) -> bool:
+def _agrees(fact: Fact, precision: Precision) -> bool:
     """Whether the products are the precision's; the output may have a wider dtype than they, but no narrower.
 
     Under fp8 the layers that are not converted are bf16. On a GPU, products of few rows may run without TF32.
     """
-    if is_float32:
-        return fact.seen == "float32"
     allowed = {precision.products}
     if precision.float8:
         allowed.add(precision.linear_dtype)

@@ -2,8 +2,8 @@
 
 PyTorch's switches do not show them, so what is set is recorded on every trial. A variable that makes the
 trial's precision untrue is refused: libraries read it when they are loaded, so this process cannot undo it.
-One that makes fp32 untrue is always refused: the compatibility check compares with fp32, and parts of a model
-and single micro-batches may run in it, whatever the precision is.
+One that makes fp32 untrue is always refused: the compatibility check compares with fp32, and single
+micro-batches may run in it, whatever the precision is.
 
 Sources: oneDNN, "Primitive Attributes: floating-point math mode" and "CPU Dispatcher Control"; PyTorch, "CUDA
 Environment Variables"; NVIDIA, "Accelerating AI Training with NVIDIA TF32 Tensor Cores"; cuBLAS, "Floating

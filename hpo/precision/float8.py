@@ -8,7 +8,7 @@ compiler fuses them, so without `compile` fp8 is slower than bf16. No GPU has ru
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -20,8 +20,8 @@ NEEDS_COMPILE = (
 )
 
 
-def convert_to_float8(model: nn.Module, kept: Collection[str] = ()) -> nn.Module:
-    """Replace the linear layers that float8 pays for, other than `kept`; the model may be on the meta device.
+def convert_to_float8(model: nn.Module) -> nn.Module:
+    """Replace the linear layers that float8 pays for; the model may be on the meta device.
 
     The number of tokens, which gradient products need in multiples of 16, is padded by torchao.
     """
@@ -33,9 +33,7 @@ def convert_to_float8(model: nn.Module, kept: Collection[str] = ()) -> nn.Module
 
     pays = _auto_filter_for_recipe(RECIPE, filter_fqns=[])  # by name and size
     config = Float8LinearConfig(pad_inner_dim=True)
-    converted: nn.Module = convert_to_float8_training(
-        model, module_filter_fn=lambda module, name: name not in kept and pays(module, name), config=config
-    )
+    converted: nn.Module = convert_to_float8_training(model, module_filter_fn=pays, config=config)
     return converted
 
 

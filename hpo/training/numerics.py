@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpo.precision.amp import MixedPrecision, is_matmul_module
-from hpo.precision.parts import float32_modules
 from hpo.training.optim import Float32Optimizer
 
 SAMPLE_ELEMENTS = 2**17
@@ -123,14 +122,12 @@ class StepProbe:
 def _smallest_normal(model: nn.Module, mixed_precision: MixedPrecision) -> dict[Tensor, float]:
     """By parameter: of the dtype in which its gradient is computed.
 
-    Autocast reaches the modules with weight matrices, but for parts that are to compute in fp32; what else
-    has parameters computes in their dtype.
+    Autocast reaches the modules with weight matrices; what else has parameters computes in their dtype.
     """
     reduced = getattr(torch, mixed_precision.precision.linear_dtype)
     tiny: dict[Tensor, float] = {}
-    in_float32 = float32_modules(model)
-    for name, module in model.named_modules():
-        is_reduced = is_matmul_module(module) and name not in in_float32
+    for module in model.modules():
+        is_reduced = is_matmul_module(module)
         for parameter in module.parameters(recurse=False):
             dtype = reduced if is_reduced else parameter.dtype
             tiny[parameter] = torch.finfo(dtype).smallest_normal

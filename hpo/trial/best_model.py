@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from hpo.config.study_config import StudyConfig
 from hpo.config.trial_config import TrialConfig, build_trial_config
@@ -23,7 +24,6 @@ from hpo.inference.model import decoded_predictions
 from hpo.inference.rows import Row, predicted_row, truth_of
 from hpo.models.encoder import attention_on
 from hpo.models.export import ExportSettings, export_model
-from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
@@ -151,7 +151,6 @@ def export_checkpoint(
         windowing=executor.loader.windowing(config),
         attention=config.attention,
         precision=precision.name,
-        float32_parts=tuple(config.float32_parts),
         tf32=bool(config.amp.tf32),
         batch_tokens=executor.study.evaluation.batch_tokens,
         columns=data.columns.model_dump(include={"id", "text"}),
@@ -169,12 +168,14 @@ def _best_model(executor: Executor, folder: Path) -> _BestModel:
             f"there is no intact checkpoint of the best evaluation in {folder}. It is written where the "
             "trial ran, or at checkpoint.location, and checkpoint.top_k says how many trials keep theirs."
         )
-    config = TrialConfig.model_validate_json(best.state["config"])
+    try:
+        config = TrialConfig.model_validate_json(best.state["config"])
+    except ValidationError as error:
+        raise RunError(f"the best checkpoint in {folder} is of another version of hpo: {error}") from error
     _check_encoder(executor.study, config)
     precision = PRECISIONS[best.state["precision"]]
     runnable = attention_on(executor.device.type, config.attention)
     model = executor.loader.build_model(config.model_copy(update={"attention": runnable}))
-    set_float32_parts(model, config.float32_parts)
     prepare_model(model, precision)
     model.load_state_dict(best.weights)
     return model, config, precision, ScoredEvaluation.from_state_dict(best.state["best"]).evaluation

@@ -167,7 +167,7 @@ def cache_key(parts: TrialParts) -> str:
         # Attention with dropout has another kernel than without, whatever the rate.
         "attention": [config.attention, config.attention_dropout and "dropout"],
         "gradient_checkpointing": config.gradient_checkpointing,
-        "precision": [parts.resolution.effective, config.float32_parts],
+        "precision": parts.resolution.effective,
         "amp": [config.amp.init_scale, config.amp.backoff_factor, config.amp.min_scale, config.amp.tf32],
         "compile": [config.compile, config.compile_scope, config.compile_dynamic],
         "checked_on": checked_on(parts.device),

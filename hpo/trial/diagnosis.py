@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpo.config.trial_config import SCALER_SETTINGS
-from hpo.config.trial_settings import OVERRIDE
 from hpo.errors import InputError, ModelError, TrialEnd
-from hpo.models.model_parts import part_with
-from hpo.models.multitask import MultitaskModel
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags
 from hpo.precision.table import PRECISION, PRECISIONS, AmpConfig
@@ -27,8 +24,6 @@ from hpo.trial.replay import NUM_UPDATES, Replay, stored_state
 from hpo.trial.trial_parts import TrialParts, build_trial
 from hpo.trial.trial_run import checkpoint_key
 
-MAX_PARTS = 3
-"""Parts that are put in fp32 one after the other."""
 CLIP_FACTOR, RATE_FACTOR = 10.0, 10.0
 """What the norm of the gradients and the learning rate are divided by."""
 MIN_SCALE = "amp.min_scale"
@@ -56,8 +51,6 @@ class Broken:
     text: str
     operator: str | None = None
     """That made the first such number, with its module; None where that is not known."""
-    part: str | None = None
-    """The part of the model that the operator lies in; None where it is not known, or in the loss."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,7 @@ def diagnose(executor: Executor, trial: StoredTrial, say: Say = lambda _: None) 
                 f"trial {trial.number} was finite: {broken.text} `hpo verify STUDY` compares the precisions."
             )
         say(f"after {time.perf_counter() - began:.0f} s: {broken.text}")
-        for remedy in _try_remedies(case, broken, say):
+        for remedy in _try_remedies(case, say):
             remedies.append(remedy)
             if remedy.heals:
                 break
@@ -161,8 +154,7 @@ class _Case:
             step, what = bad
             if not settings:  # the trial itself
                 self.start, self.until = replay.snapshots[0], step + NUM_UPDATES
-            facts = replay.origin(what)
-            return _broken(what, f"{what} not finite at step {step}", replay.parts.model, facts)
+            return Broken(what, f"{what} not finite at step {step}", replay.origin(what)["first_nonfinite"])
         num_steps, num_updates = replay.state.step - before, replay.mixed_precision.num_updates
         if num_updates >= min(NUM_UPDATES, num_steps):
             return None
@@ -174,28 +166,21 @@ class _Case:
             check = judge(measure_parts(parts), parts.study.compat)
         if check.verdict != "incompatible":
             return None
-        facts = vars(check.measurement)
-        return _broken(check.measurement.nonfinite or "", " ".join(check.reasons), parts.model, facts)
+        measurement = check.measurement
+        return Broken(measurement.nonfinite or "", " ".join(check.reasons), measurement.first_nonfinite)
 
 
-def _broken(what: str, text: str, model: MultitaskModel, facts: Mapping[str, Any]) -> Broken:
-    module = facts["first_nonfinite_module"]
-    return Broken(what, text, facts["first_nonfinite"], None if module is None else part_with(model, module))
-
-
-def _try_remedies(case: _Case, first: Broken, say: Say) -> Iterator[Remedy]:
+def _try_remedies(case: _Case, say: Say) -> Iterator[Remedy]:
     """The outcome of one remedy after the other; the last two tell whether the precision is to blame."""
-    broken, config, precision = first, case.config, PRECISIONS[case.precision]
+    config, precision = case.config, PRECISIONS[case.precision]
     is_reduced = precision.linear_dtype != "float32"
 
     def tried(settings: dict[str, Any]) -> Remedy:
-        nonlocal broken
         say(f"trying {shown(settings)}")
         try:
             remaining = case.attempt(settings)
         except (TrialEnd, InputError) as error:
             return Remedy(settings, heals=False, result=f"not tried: {error}")
-        broken = remaining or broken
         return Remedy(settings, heals=remaining is None, result=remaining.text if remaining else "finite")
 
     if precision.loss_scaling:
@@ -206,12 +191,6 @@ def _try_remedies(case: _Case, first: Broken, say: Say) -> Iterator[Remedy]:
         yield tried({PRECISION: "bf16"})
     if case.is_training:
         yield tried({"max_grad_norm": config.max_grad_norm / CLIP_FACTOR if config.max_grad_norm else 1.0})
-    chosen, broken = [*config.float32_parts], first
-    for _ in range(MAX_PARTS if precision.autocast else 0):
-        if broken.part is None or broken.part in chosen:
-            break
-        chosen.append(broken.part)
-        yield tried({f"{OVERRIDE}{part}": "fp32" for part in chosen})
     if is_reduced:
         yield tried({PRECISION: "fp32"})
     if case.is_training:

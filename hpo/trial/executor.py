@@ -19,7 +19,7 @@ import torch
 
 from hpo.config.search_space import is_searched, lowest
 from hpo.config.study_config import StudyConfig
-from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS, OVERRIDE
+from hpo.config.trial_settings import LOSS_WEIGHT, MODEL_SETTINGS
 from hpo.device import DeviceInfo, limit_threads, probe_device
 from hpo.errors import (
     Incompatible,
@@ -31,7 +31,6 @@ from hpo.errors import (
 )
 from hpo.memory import disable_malloc_trim, is_out_of_memory, reset_peak_memory
 from hpo.models.attention import sdpa_in_place_of_flash
-from hpo.models.model_parts import part_modules
 from hpo.outcome import Outcome
 from hpo.precision.amp import backend_flags
 from hpo.precision.environment import refuse_overrides
@@ -95,14 +94,10 @@ class Executor:
         for loss in (self.study.training.loss, *searched):
             check_loss(self.tasks, loss)
         names = [task.name for task in self.tasks]
-        for name in self._keys(LOSS_WEIGHT):
+        weighted = {name.removeprefix(LOSS_WEIGHT) for name in space if name.startswith(LOSS_WEIGHT)}
+        for name in sorted(weighted | self.study.training.loss_weight.keys()):
             if name not in names:
                 raise InputError(f"{LOSS_WEIGHT}{name}: there is no such task.{did_you_mean(name, names)}")
-
-    def _keys(self, prefix: str) -> list[str]:
-        """The keys that the study fixes or searches of a setting that has keys."""
-        searched = {name.removeprefix(prefix) for name in self.study.search_space if name.startswith(prefix)}
-        return sorted(searched | getattr(self.study.training, prefix[:-1]).keys())
 
     def trial_folder(self, study_token: str, number: int) -> Path:
         """Where a trial of this study keeps its checkpoints."""
@@ -197,9 +192,6 @@ class Executor:
     def _check_parts(self, params: Mapping[str, Any]) -> None:
         parts = build_trial(self.study, self.device, params, self.loader)
         config = parts.config
-        if "encoder" not in self.study.search_space:  # which may have other layers
-            for part in self._keys(OVERRIDE):
-                part_modules(parts.model, part)
         batch = parts.batch(2)
         items = parts.loss_fn.count(batch)
         try:

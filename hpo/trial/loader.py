@@ -76,7 +76,7 @@ class TrialLoader:
         return np.unique(np.concatenate([[self.pad_id(config)], *(split.used_ids for split in splits)]))
 
     def build_model(self, config: TrialConfig) -> MultitaskModel:
-        """A new model in fp32 weights, on the device; `set_float32_parts` is not called."""
+        """A new model in fp32 weights, on the device."""
         encoder = load_encoder(
             config.encoder,
             attention=config.attention,

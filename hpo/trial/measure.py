@@ -27,7 +27,6 @@ from hpo.memory import is_out_of_memory, peak_memory_bytes, release_free_memory,
 from hpo.models.attention import sdpa_in_place_of_flash, use_training_attention
 from hpo.precision.amp import MixedPrecision, backend_flags, prepare_model
 from hpo.precision.effective import Observation, observe_model
-from hpo.precision.parts import float32_modules
 from hpo.precision.table import PRECISIONS, AmpConfig
 from hpo.training.compilation import compiled_modules
 from hpo.training.losses import MultitaskLoss
@@ -221,7 +220,7 @@ def _attempt(
         try:
             if precision.float8 or precision.weights != "float32" or compile_model:
                 side = replace(side, model=prepare_model(copy.deepcopy(side.model), precision))
-            inputs, in_float32 = side.batch.rows(slice(0, 1)).inputs, float32_modules(side.model)
+            inputs = side.batch.rows(slice(0, 1)).inputs
             seen = observe_model(side.model, amp, *inputs) if observes else Observation()
             if compile_model:  # what is judged is what a trial runs
                 compile_model(side.model)
@@ -242,7 +241,7 @@ def _attempt(
             **(side.origin() if broken else {}),
             usable_scale=amp.scaler.get_scale() if precision.loss_scaling and not broken else None,
             observed=seen.telemetry(compiled=bool(compiled_modules(side.model))),
-            disagreement=seen.disagreement(precision, in_float32),
+            disagreement=seen.disagreement(precision),
         )
     return side, result, measurement
 

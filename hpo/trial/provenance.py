@@ -43,7 +43,7 @@ def provenance(executor: Executor, config: TrialConfig, trial: TrialSource) -> d
         **_scores(trial),
         "precision": {
             "requested": config.fp_precision,
-            **{key: precision.get(key) for key in ("effective", "support", "float32_parts", "observed")},
+            **{key: precision.get(key) for key in ("effective", "support", "observed")},
         },
         "data": {
             "source": study.data.source,

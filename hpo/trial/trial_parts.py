@@ -20,9 +20,7 @@ from hpo.data.batches import Batch, collate, num_batches
 from hpo.data.dataset import DataSet
 from hpo.data.tokenized_split import TokenizedSplit
 from hpo.device import DeviceInfo
-from hpo.errors import Incompatible
 from hpo.models.compact_embedding import compact_vocabulary
-from hpo.models.model_parts import set_float32_parts
 from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import prepare_model
 from hpo.precision.environment import environment_overrides, refuse_overrides
@@ -109,7 +107,6 @@ def build_trial(
     resolution = resolve(requested, device, config.amp)
     note(precision=asdict(resolution), environment=environment_overrides())
     refuse_overrides([resolution.effective], config.amp, device.type)
-    check_overrides(config, resolution)
     parts = assemble(study, config, resolution, loader)
     split = parts.train_split
     note(
@@ -123,16 +120,6 @@ def build_trial(
     return parts
 
 
-def check_overrides(config: TrialConfig, resolution: Resolution) -> None:
-    """Raise Incompatible where parts that are to be fp32 would not be."""
-    precision = resolution.precision
-    if config.float32_parts and (precision.tf32 or precision.weights != "float32"):
-        raise Incompatible(
-            f"precision_overrides.{config.float32_parts[0]}: a part is in fp32 by leaving autocast, and "
-            f"`{precision.name}` has none. Search it `when: {{fp_precision: [bf16, fp16]}}`."
-        )
-
-
 def assemble(
     study: StudyConfig, config: TrialConfig, resolution: Resolution, loader: TrialLoader
 ) -> TrialParts:
@@ -141,7 +128,6 @@ def assemble(
     manual_seed(config.seed)
     model = loader.build_model(config)
     loss_fn = _loss_fn(config, model, train_split)
-    set_float32_parts(model, config.float32_parts)
     compiling = (config.compile, config.compile_scope, config.compile_dynamic)
     return TrialParts(
         study,

@@ -21,7 +21,6 @@ from hpo.models.multitask import MultitaskModel
 from hpo.precision.amp import MixedPrecision, backend_flags
 from hpo.precision.compiled import observe_compiled
 from hpo.precision.effective import observe_model
-from hpo.precision.parts import float32_modules
 from hpo.random_numbers import manual_seed
 from hpo.training import distributed
 from hpo.training.checkpoint import CheckpointMirror, CheckpointStore, NoCheckpoints
@@ -52,7 +51,7 @@ def checkpoint_key(resume_key: str, parts: TrialParts) -> str:
     """What a checkpoint of the trial `resume_key` must have for it to go on from there."""
     shapes = [(name, tuple(weight.shape)) for name, weight in parts.model.state_dict().items()]
     used = hashlib.blake2b(repr(shapes).encode() + parts.used_ids.tobytes(), digest_size=8).hexdigest()
-    precision = "+".join([parts.resolution.effective, *parts.config.float32_parts])
+    precision = parts.resolution.effective
     return f"{resume_key}/{CHECKPOINT_FORMAT}/{precision}/{parts.device.type}/{used}"
 
 
@@ -145,9 +144,8 @@ class TrialRun:
         if parts.compile is not None:
             self._compile(parts.compile)
             seen.compiled = self._observe_compiled()
-        disagreement = seen.disagreement(resolution.precision, float32_modules(parts.model))
+        disagreement = seen.disagreement(resolution.precision)
         observed = {
-            "float32_parts": parts.config.float32_parts,
             "observed": seen.telemetry(compiled=bool(compiled_modules(parts.model))),
             "agrees": not disagreement,
             "reason": " ".join(filter(None, (resolution.reason, disagreement))),
@@ -171,8 +169,7 @@ class TrialRun:
             manual_seed(0)
             return run_both_modes(parts.model, parts.loss_fn, batch, mixed_precision)
 
-        in_float32 = float32_modules(parts.model)
-        return observe_compiled(parts.model, step, parts.resolution.precision, in_float32)
+        return observe_compiled(parts.model, step, parts.resolution.precision)
 
     def _train(self) -> None:
         parts, mixed_precision, num_ranks = self.parts, self.mixed_precision, distributed.world_size()

@@ -286,14 +286,6 @@ def test_sound_encoders_compute_in_what_they_are_asked_for(family: str) -> None:
         assert facts["linear_products"].keys() == {PRECISIONS[name].products}
 
 
-def test_modules_that_are_to_be_fp32_are_judged_so() -> None:
-    seen = observed("bf16", tiny_model(WithOwn(cast_back)), *make_batch_of_tiny())
-    assert seen.disagreement(PRECISIONS["bf16"], {"encoder.own"}) == ""
-    assert "encoder.dense (bfloat16)" in seen.disagreement(
-        PRECISIONS["bf16"], {"encoder.own", "encoder.dense"}
-    )
-
-
 def make_batch_of_tiny() -> tuple[Tensor, Tensor]:
     batch = tiny_batch()
     return batch.input_ids_BL, batch.attention_mask_BL

@@ -21,9 +21,6 @@ from hpo.trial.executor import Executor
 
 UNCHECKED = {"compat": {"enabled": False}}
 FP16_ONLY = {"amp": {}, "device": replace(CPU, cpu_features=frozenset({"avx512_fp16"}))}
-LAYER_0, LAYER_1, HEAD = (
-    f"precision_overrides.{part}" for part in ("encoder.layer.0", "encoder.layer.1", "heads")
-)
 PLANTED = {"allow_emulated": True, "init_scale": 1e38, "min_scale": 1e38}
 
 
@@ -82,29 +79,23 @@ def test_a_planted_loss_scale_is_healed_by_the_default_one_first(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("check", "alter", "module", "operator", "part"),
+    ("check", "alter", "module", "operator"),
     [
-        (False, wide_layer, "encoder.encoder.layer.1.output.dense", "aten.addmm.default", LAYER_1),
-        (True, wide_head, "heads.2.1", "aten._to_copy.default", HEAD),
+        (False, wide_layer, "encoder.encoder.layer.1.output.dense", "aten.addmm.default"),
+        (True, wide_head, "heads.2.1", "aten._to_copy.default"),
     ],
     ids=["one layer, in training", "a head, in the check"],
 )
 def test_what_overflows_in_fp16_is_named_and_healed(
-    tmp_path: Path,
-    check: bool,
-    alter: Callable[[MultitaskModel], object],
-    module: str,
-    operator: str,
-    part: str,
+    tmp_path: Path, check: bool, alter: Callable[[MultitaskModel], object], module: str, operator: str
 ) -> None:
     executor = executor_of(tmp_path, alter, compat={"enabled": check}, **FP16_ONLY)
     found = diagnosed(executor, tmp_path / "trial", fp_precision="fp16")
     text = "logits not finite under fp16" if check else "loss not finite at step 1"
     assert found.broken.text.startswith(text)
     assert found.broken.operator.startswith(f"{operator} (float16) in {module}, forward pass, inputs up to ")
-    assert found.healed_by == {part: "fp32"}
-    assert part == f"precision_overrides.{found.broken.part}"
-    assert tried(found) == ["fp_precision", *([] if check else ["max_grad_norm"]), part]
+    assert found.healed_by == {"fp_precision": "fp32"}
+    assert tried(found) == ["fp_precision", *([] if check else ["max_grad_norm"]), "fp_precision"]
     assert found.remedies[0].result.startswith("not tried: `bf16` needs a CPU with AMX or AVX512-BF16")
 
 
@@ -113,25 +104,10 @@ def test_bf16_heals_what_fp16_cannot_hold(tmp_path: Path) -> None:
     assert found.healed_by == {"fp_precision": "bf16"}
 
 
-def test_two_parts_that_overflow_are_found_one_after_the_other(tmp_path: Path) -> None:
-    """And a part that the trial had in fp32 already stays."""
-
-    def alter(model: MultitaskModel) -> None:
-        wide_layer(model, 0)
-        wide_layer(model, 1)
-        wide_head(model)
-
-    executor = executor_of(tmp_path, alter, **UNCHECKED, **FP16_ONLY)
-    found = diagnosed(executor, tmp_path / "trial", fp_precision="fp16", **{HEAD: "fp32"})
-    assert "encoder.encoder.layer.0.output.dense" in found.broken.operator
-    assert found.healed_by == {HEAD: "fp32", LAYER_0: "fp32", LAYER_1: "fp32"}
-
-
 def test_a_loss_that_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpo.training.losses.loss_sum", product_loss)
     found = diagnosed(executor_of(tmp_path, **FP16_ONLY), tmp_path / "trial", fp_precision="fp16")
     assert "aten.mm.default (float16) in the loss, after the logits" in found.broken.operator
-    assert found.broken.part is None
     assert found.healed_by == {"fp_precision": "fp32"}
 
 
@@ -178,7 +154,7 @@ def test_logits_that_break_in_evaluation(tmp_path: Path) -> None:
     assert found.broken.text == "logits not finite at step 6"
     assert "heads.2.1" in found.broken.operator
     assert found.healed_by is None
-    assert tried(found) == ["max_grad_norm", HEAD, "fp_precision", "learning_rate"]
+    assert tried(found) == ["max_grad_norm", "fp_precision", "learning_rate"]
 
 
 def test_what_was_finite_is_for_verify(tmp_path: Path) -> None:

@@ -117,22 +117,6 @@ def test_what_a_variable_makes_untrue_is_noted_and_the_others_are_checked(
         assert "for fp32: oneDNN may then compute" in checks["bf16"].note
 
 
-def test_a_precision_that_no_trial_could_run_with_the_overrides_is_not_measured(tmp_path: Path) -> None:
-    training = {"max_steps": 1, "max_length": 32, "precision_overrides.heads": "fp32"}
-    executor = tiny_executor(tmp_path, training=training)
-    ampere = DeviceInfo(type="cuda", name="A100", compute_capability=(8, 0), cuda_bf16=True)
-    executor.device = ampere
-
-    def check(name: str, _support: Support) -> Compatibility:
-        if name == "tf32":
-            return check_precision(executor, name, 0)
-        return Compatibility("ok", (), Measurement(name, speed_ratio=9.0))
-
-    tf32 = next(check for check in verify(ampere, check) if check.name == "tf32")
-    assert (tf32.usable, tf32.compatibility) == (False, None)
-    assert "a part is in fp32 by leaving autocast" in tf32.note
-
-
 def test_each_precision_is_timed_in_turn_with_fp32(tmp_path: Path) -> None:
     executor = tiny_executor(tmp_path, training={"max_steps": 1, "max_length": 32})
     found = check_precision(executor, "fp32", 3).measurement
