@@ -118,7 +118,7 @@ def check_losses(folder: Path) -> dict[str, Any]:
             executor, freeze_layers=1, gradient_checkpointing=True, loss_weighting="uncertainty"
         ),
         "a last batch of one row": trained(tiny_executor(folder / "few", CPU, data=few)),
-        "bf16-true": trained(executor, fp_precision="bf16-true", weight_rounding="compensated"),
+        "bf16-true": trained(executor, fp_precision="bf16-true"),
         "fp16 with skipped steps": trained(
             executor, fp_precision="fp16", init_scale=2.0**18, micro_batch_size=4
         ),

@@ -323,7 +323,6 @@ class StudyConfig(CheckedSection):
         if stride is not None and self.data.long_text == "window" and stride > shortest // 2:
             message = f"must be at most half of `max_length`, but is {stride} of {shortest}."
             yield Problem(("data", "stride"), message)
-        yield from self.training.rounding_problems(self.search_space, self.precisions)
 
 
 def _fixed_and_searched(searched: tuple[str, ...], given: Collection[str]) -> Iterator[Problem]:

@@ -6,14 +6,14 @@ of the tasks' losses are fixed or searched each by itself, written `loss_weight.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from hpo.config.study_file import CheckedSection, Problem, problems_of, show
 from hpo.errors import did_you_mean
-from hpo.precision.table import PRECISIONS, canonical_precision
+from hpo.precision.table import canonical_precision
 from hpo.section import Count, Switch, Whole
 
 
@@ -34,7 +34,7 @@ BatchSize = Annotated[Count, Field(le=100_000)]
 LOSS_WEIGHT = "loss_weight."
 """What the one setting begins with whose name has a free part, the task."""
 
-GONE: dict[str, Any] = {"precision_overrides": {}}
+GONE: dict[str, Any] = {"precision_overrides": {}, "weight_rounding": "nearest"}
 """Settings of earlier versions with their defaults, at which stored studies and checkpoints may have them."""
 
 BUDGETS = ("epochs", "max_steps", "max_seconds")
@@ -62,8 +62,8 @@ class TrialSettings(CheckedSection):
 
     fp_precision: PrecisionName | None = None
     """Numeric precision: `fp32` (or `none`, `32-true`), `tf32`, `bf16` (or `bf16-mixed`), `fp16` (or
-    `16-mixed`), `bf16-true` (bf16 weights, whose gradients are also accumulated and clipped in bf16), `fp8`.
-    Left out, `amp.preset` decides."""
+    `16-mixed`), `bf16-true` (bf16 weights, which lose updates of less than 1/512 of a weight, and whose
+    gradients are also accumulated and clipped in bf16), `fp8`. Left out, `amp.preset` decides."""
     encoder: Encoder | None = None
     """Encoder, as in `model.encoder`, which it takes when left out."""
     max_length: Whole = Field(256, ge=8)
@@ -100,10 +100,6 @@ class TrialSettings(CheckedSection):
 
     optimizer: Literal["adamw", "adam", "adafactor", "lion", "sgd"] = "adamw"
     """Optimiser. Its state is fp32 in every precision."""
-    weight_rounding: Literal["nearest", "compensated"] = "nearest"
-    """How `bf16-true` rounds its weights after a step: to the `nearest` number, which loses updates of less
-    than 1/512 of a weight; or `compensated` in the next step by what was left out, for 2 bytes a weight.
-    Without effect on fp32 weights, which all other precisions have."""
     learning_rate: float = Field(5e-5, gt=0, le=10)
     """Peak learning rate of the encoder."""
     head_learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
@@ -182,15 +178,6 @@ class TrialSettings(CheckedSection):
         given = [budget for budget in BUDGETS if getattr(self, budget) is not None]
         if len(given) > 1:
             yield Problem((), f"a trial has one budget, but {' and '.join(given)} are given. Keep one.")
-
-    def rounding_problems(self, searched: Container[str], precisions: Sequence[str]) -> Iterator[Problem]:
-        """Says whether bf16 weights are to be rounded in a study of `precisions` without such weights."""
-        section = "search_space" if "weight_rounding" in searched else "training"
-        is_default = section == "training" and self.weight_rounding == "nearest"
-        if not is_default and all(PRECISIONS[name].weights != "bfloat16" for name in precisions):
-            given = ", ".join(precisions) or "left to the preset"
-            message = f"is for `fp_precision: bf16-true`, but that is {given}. Add it, or leave this out."
-            yield Problem((section, "weight_rounding"), message)
 
 
 def check_name(name: str) -> None:

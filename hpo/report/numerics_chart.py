@@ -12,10 +12,8 @@ from hpo.report.tables import StudyTables, group_order
 MEASURES = {"updates_lost": "updates lost to rounding", "underflow": "gradients that underflow"}
 """What the chart shows, in the words of its caption."""
 
-ROUNDING_MARKERS = {"compensated": "cross"}
-
 _NUMBERS = ("loss_scale", "skipped_steps", "underflow", "overflow", "update_ratio", "updates_lost")
-_TRIAL = ("number", "precision", "counts", "weight_rounding")
+_TRIAL = ("number", "precision", "counts")
 _COLUMNS = (*_TRIAL, "evaluation", "step", "epoch", *_NUMBERS)
 
 
@@ -28,8 +26,7 @@ def numerics_table(tables: StudyTables) -> pd.DataFrame:
     for trial, precision, counts in zip(
         tables.record.trials, tables.trials["precision"], tables.trials["counts"], strict=True
     ):
-        rounding = trial.telemetry.get("weight_rounding") or ""
-        of_trial = dict(zip(_TRIAL, (trial.number, precision, counts, rounding), strict=True))
+        of_trial = dict(zip(_TRIAL, (trial.number, precision, counts), strict=True))
         for index, row in enumerate(trial.evaluations, 1):
             if (found := row.numerics) is None:
                 continue
@@ -48,13 +45,10 @@ def numerics(tables: StudyTables) -> Chart:
     if table.empty:
         return Chart(key, title, absent="No evaluation has numeric telemetry.")
     groups = dict(zip(tables.trials["number"], tables.groups(tables.trials), strict=True))
-    named = list(zip(table["number"].map(groups), table["weight_rounding"], strict=True))
-    table["label"] = [name if kind in ("", "nearest") else f"{name}, {kind}" for name, kind in named]
-    meant = dict(zip(table["label"], named, strict=True))
+    table["label"] = table["number"].map(groups)
     series: list[Series] = []
-    for label in sorted(table["label"].unique(), key=lambda label: (group_order(meant[label][0]), label)):
-        group, rounded = meant[label]
-        color, markers = style_of(group, sorted(set(groups.values())))
+    for label in sorted(table["label"].unique(), key=lambda label: (group_order(label), label)):
+        color, markers = style_of(label, sorted(set(groups.values())))
         of_label = table[table["label"].eq(label)]
         for measure, what in MEASURES.items():
             values = of_label.dropna(subset=[measure]).groupby("evaluation")[measure]
@@ -68,7 +62,7 @@ def numerics(tables: StudyTables) -> Chart:
                     list(found.index.astype(float)),
                     list(found["median"]),
                     "line",
-                    markers=ROUNDING_MARKERS.get(rounded, markers),
+                    markers=markers,
                     with_markers=True,
                     dashed=measure == "underflow",
                     hover=[

@@ -133,7 +133,7 @@ def train(
     state, lengths_W, budget = clock.state, data.train.lengths_W, args.budget
     state.micro_batch_size = state.micro_batch_size or first_micro_batch_size(args)
     sum_gradients = GradientSum(model)
-    probe = StepProbe(model, optimizer, mixed_precision)
+    probe = StepProbe(model, mixed_precision)
     batches = training_batches(lengths_W, args.batch_size, args.seed, state.epoch)
     first_step = state.step
 

@@ -7,8 +7,7 @@ underflow      gradient elements that are zero or subnormal in the dtype that co
                (their tokens are not in the batch) do not count. Other zeros may be true: compare with fp32.
 overflow       gradient elements that are infinite or NaN
 update_ratio   norm of the update over norm of the weights; around 1e-3 in healthy training
-updates_lost   weights with a gradient that the step left as they were, compensation included. None in a step
-               that was skipped.
+updates_lost   weights with a gradient that the step left as they were. None in a step that was skipped.
 
 About `SAMPLE_ELEMENTS` weights are looked at, in rows evenly spread over all matrices: after the backward
 pass, when the activations are gone, so that the peak of the memory stays. So these are estimates: a share of
@@ -21,10 +20,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from hpo.precision.amp import MixedPrecision, is_matmul_module
-from hpo.training.optim import Float32Optimizer
 
 SAMPLE_ELEMENTS = 2**17
 
@@ -48,9 +45,8 @@ class StepProbe:
     `start` is called when the gradients of a step are there, scaled, and `result` when the step was made.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, mixed_precision: MixedPrecision) -> None:
+    def __init__(self, model: nn.Module, mixed_precision: MixedPrecision) -> None:
         self._model = model
-        self._optimizer = optimizer
         self._mixed_precision = mixed_precision
 
     @torch.no_grad()
@@ -75,14 +71,14 @@ class StepProbe:
             every = torch.ones_like(is_finite)
             masks = (every, counts_R1.expand_as(every), underflows, ~is_finite, has_gradient)
             counts = torch.stack([mask.sum() for mask in masks]).double()
-            self._seen.append(_Seen(weight, self._stored(weight), has_gradient, counts))
+            self._seen.append(_Seen(weight, self._rows(weight), has_gradient, counts))
 
     @torch.no_grad()
     def result(self, step: int) -> dict[str, Any]:
         """Plain numbers; `step` is the number of the step that was made. Waits for the device."""
         total = torch.zeros(8, dtype=torch.float64, device=self._seen[0].before.device)
         for seen in self._seen:
-            change = self._stored(seen.weight) - seen.before
+            change = self._rows(seen.weight) - seen.before
             is_lost = (change == 0) & seen.has_gradient
             squares = [values.double().square().sum() for values in (change, seen.before)]
             sums = torch.cat([seen.counts, torch.stack([is_lost.sum(), *squares])])
@@ -104,14 +100,6 @@ class StepProbe:
     def _loss_scale(self) -> float | None:
         is_scaled = self._mixed_precision.precision.loss_scaling
         return float(self._mixed_precision.scale_value()) if is_scaled else None
-
-    def _stored(self, weight: nn.Parameter) -> Tensor:
-        """Rows of a weight, with what rounding keeps beside them."""
-        rows = self._rows(weight)
-        if isinstance(self._optimizer, Float32Optimizer):
-            residual = self._optimizer.residual(weight)
-            rows = rows if residual is None else rows.add_(self._rows(residual))
-        return rows
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """An fp32 copy [R, N] of every `stride`-th row; of a vector, a row is an element."""

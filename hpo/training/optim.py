@@ -14,9 +14,7 @@ in fp32).
 
 A bf16 weight w has neighbours w / 256 to w / 128 away, so rounding to nearest loses an update of less than
 w / 512, in every step anew, and weight decay too. Fine-tuning at a rate of 2e-5 moves a weight of 0.05 by
-less than that. `weight_rounding: compensated` keeps what the rounding left out, itself in bf16, and adds it
-before the next step (Kahan 1965, CACM 8, 40; Zamirai et al. 2020, arXiv 2010.06192). Together they have 16
-bits of mantissa or more, for 2 bytes a weight.
+less than that: `updates_lost` of `hpo.training.numerics` says how many.
 """
 
 from __future__ import annotations
@@ -76,15 +74,9 @@ def parameter_groups(
 
 
 def build_optimizer(
-    name: str,
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    betas: tuple[float, float] = (0.9, 0.999),
-    weight_rounding: str = "nearest",
+    name: str, groups: Sequence[Mapping[str, Any]], *, betas: tuple[float, float] = (0.9, 0.999)
 ) -> Optimizer:
     """Return the optimiser over `groups`, with fp32 state whatever the dtype of the weights.
-
-    `weight_rounding` is how weights that are not fp32 are rounded: `nearest` or `compensated`.
 
     adamw   Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101)
     adam    Adam, weight decay as an L2 term in the gradient (Kingma and Ba 2015, arXiv 1412.6980)
@@ -112,12 +104,7 @@ def build_optimizer(
         optimizer = OPTIMIZERS[name](own, **options)
         _start_momentum(optimizer, {parameter: parameter for parameter in parameters})
         return optimizer
-    return Float32Optimizer(own, partial(OPTIMIZERS[name], **options), weight_rounding)
-
-
-def rounding_of(optimizer: Optimizer) -> str | None:
-    """How the optimiser rounds weights; None where all of them are fp32."""
-    return optimizer.weight_rounding if isinstance(optimizer, Float32Optimizer) else None
+    return Float32Optimizer(own, partial(OPTIMIZERS[name], **options))
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -223,14 +210,11 @@ class Float32Optimizer(Optimizer):
     already are stepped in place.
 
     To the outside this is an optimiser over the real weights: `zero_grad`, `GradScaler.unscale_` and
-    learning rates see these. The state is the inner optimiser's, and what rounding left out.
+    learning rates see these. The state is the inner optimiser's.
     """
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        build: Callable[[list[dict[str, Any]]], Optimizer],
-        weight_rounding: str = "nearest",
+        self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], Optimizer]
     ) -> None:
         super().__init__(groups, {})
         stand_ins = {
@@ -244,11 +228,6 @@ class Float32Optimizer(Optimizer):
         _start_momentum(self.inner, {stand_in: weight for weight, stand_in in stand_ins.items()})
         self._copy_options(self.inner.param_groups, self.param_groups)
         self.chunks = list(_chunks(stand_ins.items(), CHUNK_ELEMENTS))
-        self.weight_rounding = weight_rounding
-        self._residuals: dict[Tensor, Tensor] = {}
-        if weight_rounding == "compensated":
-            short = (weight for weight in stand_ins if weight.dtype != torch.float32)
-            self._residuals = {weight: torch.zeros_like(weight, requires_grad=False) for weight in short}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -257,44 +236,24 @@ class Float32Optimizer(Optimizer):
         for chunk in self.chunks:
             with_gradient = [pair for pair in chunk if pair[0].grad is not None]
             for weight, stand_in in with_gradient:
-                stand_in.data = self._widened(weight)
+                stand_in.data = weight.detach().to(torch.float32)
                 stand_in.grad = cast(Tensor, weight.grad).to(torch.float32)
             # The inner optimiser passes over every parameter without a gradient: all of the other chunks.
             self.inner.step()
             for weight, stand_in in with_gradient:
                 stand_in.grad = None
                 if weight.dtype != torch.float32:
-                    self._round(weight, stand_in.detach())
+                    weight.copy_(stand_in.detach())
                 stand_in.data = stand_in.new_empty(0)
 
-    def _widened(self, weight: Tensor) -> Tensor:
-        """The weight in fp32 with what rounding left out: a copy, but of a weight that is fp32 itself."""
-        values, residual = weight.detach().to(torch.float32), self.residual(weight)
-        # Converted first: PyTorch's kernels for two dtypes are slower.
-        return values if residual is None else values.add_(residual.to(torch.float32))
-
-    def _round(self, weight: Tensor, values: Tensor) -> None:
-        """Store fp32 `values`, which are overwritten, as the weight."""
-        weight.copy_(values)
-        if (residual := self.residual(weight)) is not None:
-            # The difference is exact in fp32: the two are equal but for the last bits (Sterbenz 1974).
-            residual.copy_(values.sub_(weight.detach().to(torch.float32)))
-
-    def residual(self, weight: Tensor) -> Tensor | None:
-        """What is stored of a weight beside it, of its shape; to be added to it."""
-        return self._residuals.get(weight)
-
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimiser's state and the residuals; learning rates are those of this optimiser."""
+        """The inner optimiser's state; learning rates are those of this optimiser."""
         self._copy_options(self.param_groups, self.inner.param_groups)
-        return {**self.inner.state_dict(), "residuals": list(self._residuals.values())}
+        return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
-        state = dict(state_dict)
-        for residual, stored in zip(self._residuals.values(), state.pop("residuals"), strict=True):
-            residual.copy_(stored)
-        self.inner.load_state_dict(state)
+        self.inner.load_state_dict(state_dict)
         self._copy_options(self.inner.param_groups, self.param_groups)
 
     @staticmethod

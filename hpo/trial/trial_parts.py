@@ -78,12 +78,7 @@ class TrialParts:
             weight_decay=config.weight_decay,
             layerwise_lr_decay=config.layerwise_lr_decay,
         )
-        return build_optimizer(
-            config.optimizer,
-            groups,
-            betas=config.betas,
-            weight_rounding=config.weight_rounding,
-        )
+        return build_optimizer(config.optimizer, groups, betas=config.betas)
 
 
 def build_trial(

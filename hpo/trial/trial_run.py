@@ -31,7 +31,6 @@ from hpo.training.compilation import (
 )
 from hpo.training.evaluate import Evaluation
 from hpo.training.loop import CHECK_EVERY, Learner, TrainingHooks, first_micro_batch_size, train
-from hpo.training.optim import rounding_of
 from hpo.training.progress import CompileClock, TrainingClock, TrainState
 from hpo.training.throughput import ThroughputMeter
 from hpo.trial.callbacks import Callbacks
@@ -40,7 +39,7 @@ from hpo.trial.objectives import final_values, is_better, objective_value
 from hpo.trial.telemetry import Progress, ScoredEvaluation, TrialRecorder, training_facts
 from hpo.trial.trial_parts import TrialParts, training_args
 
-CHECKPOINT_FORMAT = 7
+CHECKPOINT_FORMAT = 8
 """To be raised when a checkpoint's state changes: a trial does not go on from another format's."""
 
 UTILIZATION_EVERY = 20
@@ -93,7 +92,6 @@ class TrialRun:
             distributed.decide(self._check)
             with distributed.memory_agreed("Search smaller encoders."):
                 self.optimizer = parts.prepare()
-            recorder.note(weight_rounding=rounding_of(self.optimizer))
             self.mixed_precision = MixedPrecision(precision, amp, device)
             self._resume()
             self._observe_and_compile()

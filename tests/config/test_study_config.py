@@ -160,13 +160,3 @@ def test_reading_a_study_imports_neither_torch_nor_optuna() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
-
-
-def test_weights_of_bf16_true_may_be_rounded_in_any_way(tmp_path: Path) -> None:
-    space = "weight_rounding: {type: categorical, choices: [nearest, compensated]}"
-    for lines in (
-        "training: {fp_precision: bf16-true, weight_rounding: compensated}",
-        f"training: {{fp_precision: bf16-true}}\nsearch_space: {{{space}}}",
-        f"search_space: {{{space}, fp_precision: {{type: categorical, choices: [fp32, bf16-true]}}}}",
-    ):
-        assert load(tmp_path, BASE + lines).name == "s"

@@ -115,12 +115,6 @@ objective: []
   => 3: objective: there must be at least one objective.
 objective: {metric: severity/mae}
   => 3: objective.direction: must be `minimize` for `severity/mae`: smaller is better.
-training: {fp_precision: fp32, weight_rounding: compensated}
-  => 3: training.weight_rounding: is for `fp_precision: bf16-true`, but that is fp32. Add it, or leave this
-     out.
-search_space: {weight_rounding: {type: categorical, choices: [nearest, compensated]}}
-  => 3: search_space.weight_rounding: is for `fp_precision: bf16-true`, but that is left to the preset. Add
-     it, or leave this out.
 objective: {metric: scor}
   => 3: objective.metric: unknown metric `scor`; one of a task is `task/name`. Did you mean `score`?
 objective: [{metric: score}, {metric: score}]

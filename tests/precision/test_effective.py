@@ -284,8 +284,3 @@ def test_sound_encoders_compute_in_what_they_are_asked_for(family: str) -> None:
         assert seen.disagreement(PRECISIONS[name]) == ""
         facts = seen.telemetry(compiled=False)
         assert facts["linear_products"].keys() == {PRECISIONS[name].products}
-
-
-def make_batch_of_tiny() -> tuple[Tensor, Tensor]:
-    batch = tiny_batch()
-    return batch.input_ids_BL, batch.attention_mask_BL

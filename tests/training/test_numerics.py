@@ -34,9 +34,9 @@ def _all_weights_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics, "SAMPLE_ELEMENTS", 2**30)
 
 
-def sgd(model: MultitaskModel, lr: float = 2.0**-12, rounding: str = "nearest") -> torch.optim.Optimizer:
+def sgd(model: MultitaskModel, lr: float = 2.0**-12) -> torch.optim.Optimizer:
     groups = parameter_groups(model, learning_rate=lr, weight_decay=0.0)
-    return build_optimizer("sgd", groups, betas=(0, 0), weight_rounding=rounding)
+    return build_optimizer("sgd", groups, betas=(0, 0))
 
 
 def with_gradients(model: MultitaskModel, value: float = 1.0) -> dict[str, nn.Parameter]:
@@ -51,7 +51,7 @@ def probe(
     model: MultitaskModel, precision: str = "fp32", optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
     optimizer = optimizer or sgd(model)
-    seen = StepProbe(model, optimizer, amp_of(precision))
+    seen = StepProbe(model, amp_of(precision))
     seen.start()
     optimizer.step()
     return seen.result(7)
@@ -126,22 +126,20 @@ def test_what_is_not_finite_overflows(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "lr", "rounding", "lost"),
+    ("precision", "lr", "lost"),
     [
-        ("fp32", 2.0**-12, "nearest", 0.0),
-        ("fp32", 2.0**-26, "nearest", 1.0),
-        ("bf16-true", 2.0**-12, "nearest", 1.0),
-        ("bf16-true", 2.0**-6, "nearest", 0.0),
-        ("bf16-true", 2.0**-12, "compensated", 0.0),
-        ("bf16-true", 2.0**-20, "compensated", 0.0),
+        ("fp32", 2.0**-12, 0.0),
+        ("fp32", 2.0**-26, 1.0),
+        ("bf16-true", 2.0**-12, 1.0),
+        ("bf16-true", 2.0**-6, 0.0),
     ],
 )
-def test_updates_that_rounding_loses(precision: str, lr: float, rounding: str, lost: float) -> None:
+def test_updates_that_rounding_loses(precision: str, lr: float, lost: float) -> None:
     model = make_model()
     prepare_model(model, PRECISIONS[precision])
     for parameter in with_gradients(model).values():
         parameter.data.fill_(1.0)
-    found = probe(model, precision, sgd(model, lr, rounding))
+    found = probe(model, precision, sgd(model, lr))
     assert found["all"]["updates_lost"] == lost
     assert found["all"]["update_ratio"] == pytest.approx(0.0 if lost else lr, rel=1e-3)
 
@@ -190,7 +188,7 @@ def test_underflow_of_fp16_is_that_of_the_gradients_in_fp64() -> None:
         )
         for parameter in model.heads.parameters():
             parameter.grad = None
-        found = StepProbe(model, sgd(model), amp)
+        found = StepProbe(model, amp)
         found.start()
         true = counted = 0
         for parameter in plain.encoder.dense.parameters():
@@ -219,7 +217,7 @@ def test_a_step_that_loss_scaling_skips_has_no_update() -> None:
         loss = accumulate_gradients(
             Learner(model, tiny_objective(), amp), tiny_batch(), 0, TrainState(micro_batch_size=6)
         )
-        seen = StepProbe(model, optimizer, amp)
+        seen = StepProbe(model, amp)
         seen.start()
         apply_gradients(model, optimizer, loss, amp, 1.0)
         found = seen.result(1)
@@ -274,15 +272,13 @@ def test_what_rounding_loses_is_measured_at_a_rate_of_training(executor: Executo
     """At the end of a schedule the rate is almost 0, and fp32 too loses updates."""
     params = {"learning_rate": 2e-5, "schedule": "linear", "warmup_ratio": 0.0}
     lost = {}
-    for rounding in (None, "nearest", "compensated"):
-        kind = {"fp_precision": "bf16-true", "weight_rounding": rounding} if rounding else {}
-        (evaluation,) = evaluations_of(executor, 1, Budget(max_steps=8), **kind, **params)[0]
+    for name in ("fp32", "bf16-true"):
+        (evaluation,) = evaluations_of(executor, 1, Budget(max_steps=8), fp_precision=name, **params)[0]
         assert evaluation.numerics is not None
         assert evaluation.numerics["step"] == 4
-        lost[rounding] = evaluation.numerics["all"]["updates_lost"]
-    assert lost[None] < 0.02
-    assert lost["nearest"] > 0.5
-    assert lost["compensated"] < 0.02
+        lost[name] = evaluation.numerics["all"]["updates_lost"]
+    assert lost["fp32"] < 0.02
+    assert lost["bf16-true"] > 0.5
 
 
 def test_measuring_changes_nothing(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
