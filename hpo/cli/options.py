@@ -342,7 +342,7 @@ def config_of(study: str, record: StudyRecord, trust_remote_code: bool) -> Study
     given, stored = load_file(study), record.definition
     if given is not None and given.name != record.name:
         given = None
-    config = given.completed(stored) if given else stored_study(record.name, stored)
+    config = given.resumed(stored) if given else stored_study(record.name, stored)
     check_trust(config, given, trust_remote_code)
     return config
 

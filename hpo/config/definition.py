@@ -1,23 +1,23 @@
 """The definition of a study, as the database keeps it: all its keys, and which of them the file gave.
 
-A study is resumed with the values that it was made with: the definition holds the defaults of that version,
-and to write a default into the file changes nothing. A key that the file gave and no longer gives has its
-default. Keys are in the order of the file that made the study, since a model's heads are in the order of the
-tasks.
+A study is resumed with the values that it was made with, or refused: to write a default into the file changes
+nothing, and a default that is another in this version is a change. A key that one of two versions does not
+know counts only where a file gave it. Keys are in the order of the file that made the study, since a model's
+heads are in the order of the tasks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from hpo.config.study_file import section_of
-from hpo.config.trial_settings import BUDGETS, LOSS_WEIGHT
-from hpo.errors import InputError, StudyChangedError
+from hpo.config.trial_settings import LOSS_WEIGHT
+from hpo.errors import StudyChangedError
 
 CHANGEABLE = (
     "n_trials",
@@ -48,18 +48,24 @@ def given_keys(model: type[BaseModel] | None, content: Mapping[str, Any], above:
             yield f"{above}{key}"
 
 
-def completed(model: type[BaseModel], stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The definition `now` of a study, a `model`, with the `stored` values of all keys that neither gives."""
-    given = {*stored["given"], *now["given"]}
-    merged = _completed(model, stored, now, given)
-    merged |= {key: _completed_algorithm(stored[key], now[key], given, key) for key in ("sampler", "pruner")}
-    merged |= {"given": now["given"]}
-    return ordered_like(stored, merged) if has_order(stored) else merged
+def known_keys(
+    model: type[BaseModel], definition: Mapping[str, Any], given: Collection[str], above: str = ""
+) -> dict[str, Any]:
+    """A stored definition of a `model` without the defaults of settings that this version does not know."""
+    known: dict[str, Any] = {}
+    for key, value in definition.items():
+        field = model.model_fields.get(key)
+        inner = section_of(field.annotation) if field and key != "search_space" else None
+        if inner and isinstance(value, Mapping) and inner.model_config.get("extra") != "allow":
+            known[key] = known_keys(inner, value, given, f"{above}{key}.")
+        elif field or is_given(f"{above}{key}", given):
+            known[key] = value
+    return known
 
 
-def has_order(definition: Mapping[str, Any]) -> bool:
-    """Whether the keys are in the order of the file: earlier versions stored them sorted."""
-    return list(definition) != sorted(definition)
+def is_given(name: str, given: Collection[str]) -> bool:
+    """Whether a file gave the key, one in it, or one that it is in."""
+    return any(f"{name}.".startswith(f"{one}.") or one.startswith(f"{name}.") for one in given)
 
 
 def ordered_like(first: Any, value: Any) -> Any:
@@ -70,71 +76,16 @@ def ordered_like(first: Any, value: Any) -> Any:
     return {key: ordered_like(first.get(key), value[key]) for key in keys}
 
 
-def _completed(
-    model: type[BaseModel],
-    stored: Mapping[str, Any],
-    now: Mapping[str, Any],
-    given: set[str],
-    above: str = "",
-) -> dict[str, Any]:
-    merged = dict(now)
-    for key in model.model_fields.keys() & stored.keys():
-        inner = section_of(model.model_fields[key].annotation)
-        if inner and isinstance(now.get(key), Mapping) and isinstance(stored[key], Mapping):
-            merged[key] = _completed(inner, stored[key], now[key], given, f"{above}{key}.")
-        elif not _is_given(f"{above}{key}", given):
-            merged[key] = stored[key]
-    return merged
-
-
-def _is_given(key: str, given: set[str]) -> bool:
-    section, _, name = key.rpartition(".")
-    # A trial has one budget: who gives one leaves none of the others to its default.
-    names = [f"{section}.{budget}" for budget in BUDGETS] if name in BUDGETS else [key]
-    return any(one == name or one.startswith(f"{name}.") for one in given for name in names)
-
-
-def _completed_algorithm(
-    stored: Mapping[str, Any], now: Mapping[str, Any], given: set[str], section: str
-) -> dict[str, Any]:
-    """A sampler or pruner: options belong to a name, and one that is in neither is at Optuna's default."""
-    named = {key for key in (*stored, *now) if f"{section}.{key}" in given}
-    if "name" in named and stored["name"] != now["name"]:
-        keeps_seed = "seed" in stored and "seed" not in named
-        return {**now, "seed": stored["seed"]} if keeps_seed else dict(now)
-    left_out = {key: value for key, value in stored.items() if key not in named}
-    return left_out | {key: value for key, value in now.items() if key in named}
-
-
 def refuse_changes(name: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise StudyChangedError where two definitions of a study differ in what its results depend on."""
-    if lines := [*_differences(_without_folders(stored), _without_folders(now))]:
+    given = frozenset([*stored["given"], *now["given"]])
+    if lines := [*_differences(_without_folders(stored), _without_folders(now), given)]:
         what = "search space" if stored["search_space"] != now["search_space"] else "definition"
         raise StudyChangedError(
             f"The stored study `{name}` has another {what} than the study file, so its results would not "
-            "compare. Restore the file, or give the study another `name`.\n  " + "\n  ".join(lines)
+            "compare. Write what is stored into the file, or give the study another `name`.\n  "
+            + "\n  ".join(lines)
         )
-
-
-def refuse_other_code(name: str, file: Mapping[str, Any], merged: Mapping[str, Any]) -> None:
-    """Refuse encoders that the file does not name where it trusts the code that comes with its encoder.
-
-    The values that a study was made with come from the database, which does not decide whose code runs.
-    A search space is never completed.
-
-    Raises:
-        InputError: `merged`, the file's definition completed, has other encoders or another revision.
-    """
-    if not file["model"]["trust_remote_code"]:
-        return
-    for section, key in (("model", "encoder"), ("model", "revision"), ("training", "encoder")):
-        before, after = (each[section].get(key) for each in (file, merged))
-        if before != after:
-            raise InputError(
-                f"{section}.{key}: the stored study `{name}` has {json.dumps(after)}, of which its file says "
-                "nothing, and the file trusts the code that comes with its encoder. Read that code, then "
-                "write this value into the file."
-            )
 
 
 def _without_folders(value: Any) -> Any:
@@ -144,17 +95,17 @@ def _without_folders(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
 
 
-def _differences(stored: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """A line for each key that is in one of the two alone, or has another value."""
+def _differences(
+    stored: Mapping[str, Any], now: Mapping[str, Any], given: Collection[str], above: str = ""
+) -> Iterator[str]:
+    """A line for each key that has another value, or that one of the two alone has and a file gave."""
     for key in sorted(stored.keys() | now.keys()):
         name, before, after = f"{above}{key}", stored.get(key), now.get(key)
         if before == after or name in ("given", "folder") or name in CHANGEABLE:
             continue
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _differences(before, after, f"{name}.")
-        elif key not in now:
-            yield f"- {name}: {json.dumps(before)}"
-        elif key not in stored:
-            yield f"+ {name}: {json.dumps(after)}"
-        else:
+            yield from _differences(before, after, given, f"{name}.")
+        elif key in now and key in stored:
             yield f"~ {name}: {json.dumps(before)} -> {json.dumps(after)}"
+        elif is_given(name, given):
+            yield f"+ {name}: {json.dumps(after)}" if key in now else f"- {name}: {json.dumps(before)}"

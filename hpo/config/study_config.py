@@ -27,12 +27,7 @@ from pydantic import (
 from hpo.config.checkpoint_config import CheckpointConfig
 from hpo.config.comparison import ComparisonConfig
 from hpo.config.data_config import DataConfig
-from hpo.config.definition import (
-    completed,
-    given_keys,
-    refuse_changes,
-    refuse_other_code,
-)
+from hpo.config.definition import given_keys, known_keys, ordered_like, refuse_changes
 from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.search_space import (
     Distribution,
@@ -43,7 +38,7 @@ from hpo.config.search_space import (
 )
 from hpo.config.study_file import CheckedSection, Problem, problems_of, read_study_file, refuse, show
 from hpo.config.trial_settings import BUDGETS, DEFAULT_EPOCHS, Encoder, Positive, TrialSettings
-from hpo.errors import InputError, StorageError, StudyFileError, did_you_mean
+from hpo.errors import StorageError, StudyFileError, did_you_mean
 from hpo.precision.table import PRECISION, AmpConfig
 from hpo.section import Count, Section, Switch, Whole
 
@@ -247,26 +242,21 @@ class StudyConfig(CheckedSection):
         """The study with `values` of top-level keys, as if its file gave them."""
         return self.model_copy(update={**values, "given": self.given | values.keys()})
 
-    def completed(self, stored: Mapping[str, Any]) -> StudyConfig:
-        """The study with the values of `stored`, its definition, for all that neither file gives.
+    def resumed(self, stored: Mapping[str, Any]) -> StudyConfig:
+        """The study with its keys in the order that they have in `stored`, its definition.
+
+        No value is taken from there.
 
         Raises:
             StudyChangedError: the two differ in what the study's results depend on.
-            InputError: the file's keys do not go with what is stored, or what is stored names an encoder
-                that the file does not, and the file trusts the code of its own.
             StorageError: what is stored is no definition.
         """
+        now = self.definition()
         try:
-            merged = completed(StudyConfig, stored, self.definition())
-            refuse_changes(self.name, stored, merged)
+            refuse_changes(self.name, stored, now)
         except (LookupError, TypeError, AttributeError) as error:
             raise StorageError(_not_valid(self.name, f"{type(error).__name__}: {error}")) from error
-        refuse_other_code(self.name, self.definition(), merged)
-        try:
-            return StudyConfig.model_validate({**merged, "path": self.path})
-        except ValidationError as error:
-            lines = "\n".join(map(str, problems_of(error, StudyConfig)))
-            raise InputError(f"With what is stored of the study `{self.name}`:\n{lines}") from None
+        return StudyConfig.model_validate({**ordered_like(stored, now), "path": self.path})
 
     @model_validator(mode="before")
     @classmethod
@@ -381,10 +371,12 @@ def stored_study(name: str, definition: Mapping[str, Any]) -> StudyConfig:
     Raises StorageError.
     """
     try:
-        study = StudyConfig.model_validate(definition)
+        study = StudyConfig.model_validate(known_keys(StudyConfig, definition, definition["given"]))
     except ValidationError as error:
         lines = "\n".join(map(str, problems_of(error, StudyConfig)))
         raise StorageError(_not_valid(name, lines)) from None
+    except (LookupError, TypeError, AttributeError) as error:
+        raise StorageError(_not_valid(name, f"{type(error).__name__}: {error}")) from error
     if study.name != name:
         raise StorageError(f"The database's definition of the study {show(name)} is of {show(study.name)}.")
     return study

@@ -34,9 +34,6 @@ BatchSize = Annotated[Count, Field(le=100_000)]
 LOSS_WEIGHT = "loss_weight."
 """What the one setting begins with whose name has a free part, the task."""
 
-GONE: dict[str, Any] = {"precision_overrides": {}, "weight_rounding": "nearest"}
-"""Settings of earlier versions with their defaults, at which stored studies and checkpoints may have them."""
-
 BUDGETS = ("epochs", "max_steps", "max_seconds")
 """A trial ends by exactly one of these."""
 
@@ -164,8 +161,7 @@ class TrialSettings(CheckedSection):
         """`loss_weight.a: 2` is `loss_weight: {a: 2}`."""
         if not isinstance(data, Mapping):
             return data
-        data = {str(key): value for key, value in data.items() if key not in GONE or value != GONE[key]}
-        gathered = {key: value for key, value in data.items() if not key.startswith(LOSS_WEIGHT)}
+        gathered = {key: value for key, value in data.items() if not str(key).startswith(LOSS_WEIGHT)}
         dotted = {key.removeprefix(LOSS_WEIGHT): data[key] for key in data if key not in gathered}
         given = gathered.get("loss_weight", {})
         if not dotted or not isinstance(given, Mapping):

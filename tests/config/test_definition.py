@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpo.config import study_config
-from hpo.config.data_config import DataConfig, SyntheticConfig
-from hpo.config.sampler_config import PrunerConfig, SamplerConfig
 from hpo.config.study_config import StudyConfig, load_study, stored_study
 from hpo.config.trial_config import build_trial_config
 from hpo.config.trial_settings import TrialSettings
@@ -27,31 +23,6 @@ def study(**keys: Any) -> StudyConfig:
 def stored(config: StudyConfig) -> dict[str, Any]:
     """The definition as it comes back from the database."""
     return dict(json.loads(json.dumps(config.definition())))
-
-
-@pytest.fixture
-def change_defaults() -> Iterator[Callable[[], None]]:
-    """Call it for a version of the program with other defaults."""
-    models = (TrialSettings, SyntheticConfig, DataConfig, StudyConfig)
-    patch = pytest.MonkeyPatch()
-
-    def rebuild() -> None:
-        for model in models:
-            model.model_rebuild(force=True)
-
-    def change() -> None:
-        patch.setattr(TrialSettings.model_fields["learning_rate"], "default", 1e-2)
-        patch.setattr(TrialSettings.model_fields["pooling"], "default", "cls")
-        patch.setattr(SyntheticConfig.model_fields["num_train"], "default", 7)
-        pruner = PrunerConfig.model_validate({"name": "median", "n_warmup_steps": 2})
-        patch.setattr(StudyConfig.model_fields["pruner"], "default_factory", lambda _: pruner)
-        patch.setattr(study_config, "DEFAULT_EPOCHS", 9.0)
-        patch.setitem(SamplerConfig.DEFAULTS, "tpe", {"n_startup_trials": 9})
-        rebuild()
-
-    yield change
-    patch.undo()
-    rebuild()
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
@@ -101,38 +72,45 @@ def test_a_default_that_is_written_out_is_no_change(name: str) -> None:
     }
     config = StudyConfig.model_validate(written)
     assert len(config.given) > len(made.given)
-    resumed = config.completed(definition)
+    resumed = config.resumed(definition)
     own = {key: definition[key] for key in ("given", "folder")}
     assert resumed.definition() | own == definition
-    assert stored(made.completed(stored(resumed))) == definition
+    assert stored(made.resumed(stored(resumed))) == definition
 
 
-def test_a_default_of_another_version_does_not_reach_a_stored_study(
-    change_defaults: Callable[[], None],
-) -> None:
-    config = study(training={"seed": 1})
-    definition = stored(config)
-    made = build_trial_config(config, {}, "fp32")
-    change_defaults()
-    now = study(training={"seed": 1})
-    new = now.definition()
-    assert (new["training"]["pooling"], new["training"]["epochs"]) == ("cls", 9.0)
-    assert new["data"]["synthetic"]["num_train"] == 7
-    assert new["pruner"] == {"name": "median", "n_warmup_steps": 2}
-    assert new["sampler"]["n_startup_trials"] == 9
-    resumed = now.completed(definition)
-    assert resumed.definition() == definition
-    assert build_trial_config(resumed, {}, "fp32") == made
+def test_a_default_of_another_version_does_not_reach_a_stored_study() -> None:
+    """It is refused, until the file gives the value that the study was made with."""
+    definition = stored(study())
+    definition["training"]["pooling"] = "cls"  # which was its default
+    with pytest.raises(StudyChangedError, match=r'~ training\.pooling: "cls" -> "mean"'):
+        study().resumed(definition)
+    assert study(training={"pooling": "cls"}).resumed(definition).training.pooling == "cls"
+
+
+def test_a_key_that_one_version_lacks_counts_where_a_file_gave_it() -> None:
+    earlier = stored(study())
+    earlier["training"] |= {"weight_rounding": "nearest", "precision_overrides": {}}
+    del earlier["training"]["focal_gamma"]
+    assert study().resumed(earlier).definition() == study().definition()
+    assert stored_study("s", earlier).training == study().training
+    with pytest.raises(StudyChangedError, match=r"\+ training\.focal_gamma: 3\.0"):
+        study(training={"focal_gamma": 3}).resumed(earlier)
+    earlier["training"]["weight_rounding"] = "compensated"
+    earlier["given"].append("training.weight_rounding")
+    with pytest.raises(StudyChangedError, match=r'- training\.weight_rounding: "compensated"'):
+        study().resumed(earlier)
+    with pytest.raises(StorageError, match=r"training\.weight_rounding: there is no such key"):
+        stored_study("s", earlier)
 
 
 def test_a_key_that_the_file_gave_and_leaves_out_has_its_default() -> None:
     definition = stored(study(training={"pooling": "cls", "max_steps": 5}, amp={"memory_fraction": 0.5}))
     with pytest.raises(StudyChangedError, match="another definition") as refused:
-        study(training={"max_steps": 5}).completed(definition)
+        study(training={"max_steps": 5}).resumed(definition)
     assert '~ training.pooling: "cls" -> "mean"' in str(refused.value)
     with pytest.raises(StudyChangedError, match=r"epochs: null -> 3.0\n.*max_steps: 5 -> null"):
-        study(training={"pooling": "cls"}).completed(definition)
-    changeable = study(training={"pooling": "cls", "max_steps": 5}).completed(definition)
+        study(training={"pooling": "cls"}).resumed(definition)
+    changeable = study(training={"pooling": "cls", "max_steps": 5}).resumed(definition)
     assert changeable.amp.memory_fraction is None
 
 
@@ -146,7 +124,7 @@ def test_a_key_that_the_file_gave_and_leaves_out_has_its_default() -> None:
 )
 def test_changes_that_make_results_incomparable_are_refused(change: dict[str, Any], line: str) -> None:
     with pytest.raises(StudyChangedError, match="another definition") as refused:
-        study(**change).completed(stored(study()))
+        study(**change).resumed(stored(study()))
     assert line in str(refused.value)
 
 
@@ -162,7 +140,7 @@ def test_what_differs_in_two_search_spaces_is_listed() -> None:
         "seed": {"type": "categorical", "choices": [1]},
     }
     with pytest.raises(StudyChangedError, match="another search space") as refused:
-        study(search_space=new).completed(stored(study(search_space=old)))
+        study(search_space=new).resumed(stored(study(search_space=old)))
     assert [line.strip() for line in str(refused.value).splitlines()[1:]] == [
         '+ search_space.head_type: {"type": "categorical", "choices": ["mlp"], "when": {}}',
         "~ search_space.learning_rate.high: 0.001 -> 0.01",
@@ -195,45 +173,14 @@ def test_sampler_and_pruner_may_change(
     key: str, was: dict[str, Any] | None, now: dict[str, Any] | None, expected: dict[str, Any]
 ) -> None:
     made, config = (study(**({key: given} if given else {})) for given in (was, now))
-    assert config.completed(stored(made)).definition()[key] == expected
-
-
-def test_options_that_do_not_go_with_the_stored_algorithm_are_refused() -> None:
-    definition = stored(study()) | {
-        "sampler": {"name": "nsga2", "seed": 42}
-    }  # the default of another version
-    with pytest.raises(InputError, match=r"sampler.n_startup_trials: is no option of nsga2"):
-        study(sampler={"n_startup_trials": 3}).completed(definition)
+    assert config.resumed(stored(made)).definition()[key] == expected
 
 
 def test_options_of_the_command_count_as_given() -> None:
     config = study().with_values(n_trials=5, timeout=2.0)
-    resumed = config.completed(stored(study()))
+    resumed = config.resumed(stored(study()))
     assert (resumed.n_trials, resumed.timeout) == (5, 2.0)
-    assert study().completed(stored(resumed)).n_trials == 20
-
-
-@pytest.mark.parametrize(
-    ("key", "changes"),
-    [
-        ("model.revision", {"model": {"revision": "refs/pr/7"}}),
-        ("model.encoder", {"model": {"encoder": "other/name"}}),
-        ("training.encoder", {"training": {"encoder": "other/name"}}),
-    ],
-)
-def test_a_file_trusts_the_code_of_no_encoder_that_the_database_adds(
-    key: str, changes: dict[str, Any]
-) -> None:
-    model: dict[str, Any] = {"trust_remote_code": True}
-    if key == "model.revision":
-        model["encoder"] = "org/name"
-    config = study(model=model)
-    definition = stored(config)
-    assert config.completed(definition).definition() == config.definition()
-    for section, values in changes.items():
-        definition[section] |= values
-    with pytest.raises(InputError, match=rf"{key}: the stored study .* the file trusts the code"):
-        config.completed(definition)
+    assert study().resumed(stored(resumed)).n_trials == 20
 
 
 def test_how_csv_is_read_may_change_as_the_data_tell_what_became_of_it() -> None:
@@ -243,21 +190,8 @@ def test_how_csv_is_read_may_change_as_the_data_tell_what_became_of_it() -> None
     earlier = stored(of_csv())
     del earlier["data"]["csv"]  # as it was stored before there was this section
     now = of_csv(empty="unlabelled", delimiter=";")
-    assert now.completed(earlier).data.csv == now.data.csv
+    assert now.resumed(earlier).data.csv == now.data.csv
     assert "csv" not in study().definition()["data"]
-
-
-def test_a_key_that_there_is_no_longer_is_passed_over_with_its_default() -> None:
-    now = study(data={"source": "csv", "path": "x"})
-    earlier = stored(now)
-    earlier["data"]["columns"]["segments"] = None
-    assert now.completed(earlier).definition() == now.definition()
-    assert stored_study("s", earlier).data == now.data
-    earlier["data"]["columns"]["segments"] = "parts"
-    with pytest.raises(StudyChangedError, match=r'- data\.columns\.segments: "parts"'):
-        now.completed(earlier)
-    with pytest.raises(StorageError, match=r"data\.columns\.segments: there is no such key"):
-        stored_study("s", earlier)
 
 
 @pytest.mark.parametrize(
@@ -277,4 +211,4 @@ def test_a_damaged_definition_is_refused_in_a_sentence(damage: dict[str, Any]) -
     with pytest.raises(StorageError, match="The database's definition of the study `s` is not valid"):
         stored_study("s", damaged)
     with suppress(InputError):  # and nothing else
-        study().completed(damaged)
+        study().resumed(damaged)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hpo.config.allowed import allowing, check_allowed, places
-from hpo.config.definition import refuse_other_code
 from hpo.config.study_config import StudyConfig
 from hpo.device import DeviceInfo, memory_limit, probe_device
 from hpo.errors import InputError, NoDatabaseError, StorageError, StudyChangedError
@@ -106,10 +105,10 @@ def open_study(
             stored = read_stored(databases.enter_context(storage), config.name)
         if storage is not None and stored is not None:
             if stored.state != "open":
-                completed = config.completed(stored.definition)
-                yield OpenStudy(completed, storage, runs_dir, stored, {}, None)
+                resumed = config.resumed(stored.definition)
+                yield OpenStudy(resumed, storage, runs_dir, stored, {}, None)
                 return
-            config = _completed(config, stored, storage, resize)
+            config = _resumed(config, stored, storage, resize)
         check_trust(config, of_file, options.trust_remote_code)
         trains_here = trials_run == "in this process"
         executor: Executor | None = None
@@ -142,13 +141,13 @@ def open_study(
         yield OpenStudy(config, storage, runs_dir, made, lacking, executor)
 
 
-def _completed(config: StudyConfig, stored: StoredStudy, storage: Storage, resize: bool) -> StudyConfig:
-    """The study with the defaults that it was made with.
+def _resumed(config: StudyConfig, stored: StoredStudy, storage: Storage, resize: bool) -> StudyConfig:
+    """The study as it goes on.
 
     Raises StudyChangedError where it has changed, unless it is to be replaced (`create_or_resume_study`).
     """
     try:
-        return config.completed(stored.definition)
+        return config.resumed(stored.definition)
     except StudyChangedError:
         if not resize or storage.persist(lambda: is_in_use(storage, config.name)):
             raise
@@ -163,7 +162,6 @@ def check_trust(config: StudyConfig, of_file: StudyConfig | None, trust_remote_c
     """
     check_allowed(config.name, places(config), places(of_file) if of_file else {})
     if of_file is not None:
-        refuse_other_code(config.name, of_file.definition(), config.definition())
         trust_remote_code = trust_remote_code or of_file.model.trust_remote_code
     if config.model.trust_remote_code and not trust_remote_code:
         raise InputError(
@@ -279,7 +277,7 @@ def _run_here(study: OpenStudy, executor: Executor, stop: Stop, goes_on: Callabl
     from hpo.trial.compat import checked_on  # PyTorch, which a launcher does without
 
     config, storage = study.config, study.storage
-    bind_data(storage, config.name, executor.dataset.fingerprint, config.definition())
+    bind_data(storage, config.name, executor.dataset.fingerprint)
     stored = storage.load_study(config.name)
     folder = partial(executor.trial_folder, storage.study_token(config.name))
     study_folder = folder(0).parent

@@ -7,14 +7,13 @@ import json
 import logging
 import uuid
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import optuna
 import sqlalchemy as sa
 
-from hpo.config.definition import has_order, ordered_like
 from hpo.errors import StorageError, StudyChangedError
 from hpo.outcome import Outcome
 from hpo.study.store.database import redact
@@ -119,12 +118,12 @@ def _make_or_resume(storage: Storage, config: StudyConfig, resize: bool) -> optu
 def _resumed(config: StudyConfig, row: sa.Row[Any]) -> dict[str, Any]:
     """The columns of a stored study that is resumed as `config`. Raises StudyChangedError."""
     stored = json.loads(row.definition)
-    return _definition(config.completed(stored), sort_keys=not has_order(stored))
+    return _definition(config.resumed(stored))
 
 
-def _definition(config: StudyConfig, *, sort_keys: bool = False) -> dict[str, Any]:
+def _definition(config: StudyConfig) -> dict[str, Any]:
     """The columns of `hpo_studies` that say what the study is."""
-    definition = json.dumps(config.definition(), sort_keys=sort_keys)
+    definition = json.dumps(config.definition())
     columns = {"space_hash": config.space_hash, "n_trials": config.num_slots, "priority": config.priority}
     return columns | {"definition": definition}
 
@@ -188,17 +187,11 @@ def read_stored(storage: Storage, name: str) -> StoredStudy | None:
     return storage.persist(read)
 
 
-def bind_data(
-    storage: Storage, name: str, fingerprint: str, definition: Mapping[str, Any] | None = None
-) -> None:
+def bind_data(storage: Storage, name: str, fingerprint: str) -> None:
     """Note which data the study `name` is made with; workers of this process train with them.
 
     The data's path is part of the definition, but a file may be edited in its place. Other data are taken as
     long as no trial has trained and no worker is in the study.
-
-    Args:
-        definition: the study's as the data were read with it. Its order of keys is stored where an earlier
-            version has lost it.
 
     Raises:
         StudyChangedError: the study was made with data of another fingerprint.
@@ -211,9 +204,6 @@ def bind_data(
                 _update(storage, name, data=fingerprint)
         check_data(storage, name, fingerprint)
         storage.data[name] = fingerprint
-        stored = storage.read_definition(name)
-        if definition is not None and not has_order(stored):
-            _update(storage, name, definition=json.dumps(ordered_like(definition, stored)))
 
     storage.persist(bind)
 
@@ -233,10 +223,7 @@ def check_data(storage: Storage, name: str, fingerprint: str | None = None) -> N
     """
     fingerprint = fingerprint or storage.data.get(name)
     if fingerprint is not None and storage.stored(name, studies.c.data) not in (None, fingerprint):
-        hint = " An earlier version stored it without the order of its tasks: if the data are the same, "
-        hint += "name the study by its file, or, if you did, without it."
         raise StudyChangedError(
             f"The data of the study `{name}` have changed since it was made, though they lie where they "
             "lay, so its results would not compare. Restore them, or give the study another `name`."
-            f"{'' if has_order(storage.read_definition(name)) else hint}"
         )
