@@ -17,7 +17,6 @@ from pydantic import (
     TypeAdapter,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from hpo.config.study_file import CheckedSection, Problem, refuse, show
@@ -133,14 +132,6 @@ class ColumnsConfig(Section):
     spans: dict[str, str] = Field(default_factory=dict)
     """Span or task name to column of spans, as `[[start, end], ...]`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_segments(cls, content: Any) -> Any:
-        """Earlier versions stored `segments: null`."""
-        if isinstance(content, Mapping) and "segments" in content and content["segments"] is None:
-            return {key: value for key, value in content.items() if key != "segments"}
-        return content
-
 
 def _one_character(given: str) -> str:
     if given == "tab":
@@ -165,15 +156,14 @@ Character = Annotated[str, AfterValidator(_one_character)]
 
 
 class CsvConfig(Section):
-    """How csv files are written. What is left out is inferred from the file, and logged."""
+    """How csv files are written."""
 
     delimiter: Character | None = None
     """Between cells: a character, or `tab`. Left out: `,`, `;`, tab or `|`, whichever gives the columns."""
     list_separator: Character | None = None
-    """Between the classes of a cell that is no JSON list. Left out: `|`, or `;` or `,` where the cells of the
-    training file show that they hold several classes."""
+    """Between the classes of a cell that is no JSON list. Left out: `|`."""
     encoding: Annotated[str, AfterValidator(_encoding)] | None = None
-    """Name of an encoding. Left out: UTF-8, UTF-16 with a byte order mark, or else cp1252."""
+    """Name of the encoding of files that are not UTF-8, such as cp1252 or utf-16."""
     empty: Literal["none", "unlabelled"] = "none"
     """What an empty cell says of a multi_label task: no class holds, or nobody labelled it. Of other tasks an
     empty cell always means unlabelled."""

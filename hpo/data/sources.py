@@ -17,7 +17,7 @@ from typing import Any
 
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, DataConfig
-from hpo.data.csv_files import CsvForm, csv_records, find_form, find_list_separator
+from hpo.data.csv_files import CsvForm, csv_records, find_form
 from hpo.data.progress import logger
 from hpo.data.tables import CsvCells, Row, Table, TaskConfigs, TextTable, column_names
 from hpo.errors import DataError, did_you_mean, shorten
@@ -75,7 +75,6 @@ def split_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
 
 def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     readers: dict[str, Reader] = {}
-    separators: dict[str, str] | None = None
     for split in SPLITS:
         given = getattr(config.files, split)
         path = given or (config.path and config.path / f"{split}.{config.source}")
@@ -87,13 +86,7 @@ def _file_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
             rows = partial(_jsonl_rows, path)
         elif config.source == "csv":
             form = find_form(path, config.csv, column_names(config.columns))
-            if separators is None:  # those of the training file are those of all splits
-                separators = {
-                    task: config.csv.list_separator or find_list_separator(form, column, tasks[task].classes)
-                    for task, column in config.columns.labels.items()
-                    if task in tasks and tasks[task].kind == "multi_label"
-                }
-            cells = CsvCells(separators, config.csv.empty, form.delimiter)
+            cells = CsvCells(config.csv.list_separator or "|", config.csv.empty, form.delimiter)
             rows = partial(_csv_rows, form, Table(str(path), split, config.columns, tasks, cells))
         else:
             rows = partial(_parquet_rows, path, Table(str(path), split, config.columns, tasks))

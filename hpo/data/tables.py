@@ -12,12 +12,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from hpo.config.data_config import ColumnsConfig, TaskConfig
-from hpo.data.csv_files import split_cell
 from hpo.data.examples import SPAN_KINDS
 from hpo.errors import DataError, did_you_mean
 
@@ -46,8 +45,8 @@ def column_names(columns: ColumnsConfig) -> list[str]:
 class CsvCells:
     """What cells of text mean."""
 
-    list_separators: Mapping[str, str] = field(default_factory=dict)
-    """Between the classes of a cell, by task; `|` of others."""
+    list_separator: str = "|"
+    """Between the classes of a cell."""
     empty: str = "unlabelled"
     """`none`: an empty cell of several classes is the empty list."""
     delimiter: str = ","
@@ -130,7 +129,7 @@ class Table:
         if kind == "multi_label":
             if cell.lstrip().startswith("["):
                 return _parsed(cell, column, problems)
-            return split_cell(cell, self._cells.list_separators.get(task, "|"))
+            return [part for piece in cell.split(self._cells.list_separator) if (part := piece.strip())]
         return cell
 
     def _tasks_of(self, name: str) -> set[str]:

@@ -44,6 +44,7 @@ def german_study(folder: Path, **changes: Any) -> Path:
             "note": {"kind": "regression"},
         },
         "columns": {"text": "Text", "labels": {"ton": "Ton", "tags": "Schlagwörter", "note": "Note"}},
+        "csv": {"encoding": "cp1252", "list_separator": ","},
     }
     return write_study(folder, data=data, **changes)
 
@@ -80,7 +81,7 @@ def test_check_prints_tables_and_what_to_change(tmp_path: Path) -> None:
         assert re.search(line, finished.out), line
     assert "of validation is in train too" in finished.out
     assert "max_length" in finished.out
-    assert f"{tmp_path}/train.csv: read with `;`, decoded as cp1252" in finished.err
+    assert f"{tmp_path}/train.csv: read with `;`" in finished.err
     assert not (tmp_path / "runs" / "hpo.db").exists()
 
 

@@ -64,17 +64,15 @@ def write(path: Path, rows: list[list[str]], encoding: str) -> None:
     path.write_bytes(excel(rows, ";", ",").encode(encoding))
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "cp1252"])
-@pytest.mark.parametrize("is_given", [False, True])
-def test_from_german_csv_to_predictions(encoding: str, is_given: bool, tmp_path: Path) -> None:
-    given = {"delimiter": ";", "list_separator": ",", "encoding": encoding.removesuffix("-sig")}
-    form = given if is_given else {}
+def test_from_german_csv_to_predictions(tmp_path: Path) -> None:
+    """The training file is in the encoding that the study names; the others are in UTF-8."""
+    form = {"list_separator": ",", "encoding": "cp1252"}
     data = tmp_path / "daten"
     data.mkdir()
     numbers = list(range(64))
     random.Random(0).shuffle(numbers)
-    write(data / "train.csv", [HEADER, *map(cells, numbers[:48])], encoding)
-    write(data / "validation.csv", [HEADER, *map(cells, numbers[48:])], encoding)
+    write(data / "train.csv", [HEADER, *map(cells, numbers[:48])], "cp1252")
+    write(data / "validation.csv", [HEADER, *map(cells, numbers[48:])], "utf-8-sig")
     study = {
         "name": "my",
         "n_trials": 2,
@@ -89,11 +87,9 @@ def test_from_german_csv_to_predictions(encoding: str, is_given: bool, tmp_path:
     def hpo(command: str) -> Finished:
         return ok(hpo_command(tmp_path, *command.split()))
 
-    said = "read with `;`" + (", decoded as cp1252" if encoding == "cp1252" else "")
     checked = hpo("check my.yaml")
     for split in ("train", "validation"):
-        assert (f"{data / split}.csv: {said}" in checked.err) == (not is_given)
-    assert ("cells of `Schlagwörter` are lists with `,`" in checked.err) == (not is_given)
+        assert f"{data / split}.csv: read with `;`" in checked.err
     examples = load_data(load_study(tmp_path / "my.yaml").data).splits["train"]
     for example, number in zip(examples, numbers[:48], strict=True):
         assert (example.id, example.text) == tuple(cells(number)[:2])
@@ -109,10 +105,10 @@ def test_from_german_csv_to_predictions(encoding: str, is_given: bool, tmp_path:
     write(
         tmp_path / "neue_texte.csv",
         [["Text", "Nr"], *([text, f"N{i}"] for i, text in enumerate(new))],
-        encoding,
+        "utf-8",
     )
     predicted = hpo("predict model neue_texte.csv --output vorhersagen.csv")
-    assert (f"neue_texte.csv: {said}" in predicted.err) == (not is_given)
+    assert "neue_texte.csv: read with `;`" in predicted.err
     assert "data.csv" not in predicted.err
     assert "3 predictions are in vorhersagen.csv." in predicted.err
     with (tmp_path / "vorhersagen.csv").open(encoding="utf-8", newline="") as file:
