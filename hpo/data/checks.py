@@ -7,6 +7,7 @@ their 64-bit hashes in this process, so that a million rows take 8 MB for it. Wh
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import SPAN_KINDS, Example
-from hpo.data.progress import logged
 from hpo.data.tasks import Task
+
+_logger = logging.getLogger("hpo.data")
 
 NUM_SHOWN = 3
 """Rows that are named as examples."""
@@ -96,14 +98,14 @@ class DataFacts:
     leaks: Sequence[Leak]
 
 
-def data_facts(dataset: DataSet, *, say: bool = False) -> DataFacts:
-    """Look at every row of the data set; `say` logs how far it is."""
+def data_facts(dataset: DataSet) -> DataFacts:
+    """Look at every row of the data set."""
     tasks = [TaskFacts(task.name, task.kind, task.labels) for task in dataset.tasks]
     splits: dict[str, SplitFacts] = {}
     keys: dict[str, NDArray[np.int64]] = {}
     for split, examples in dataset.splits.items():
-        rows = logged(examples, f"looking at the {split} split", len(examples)) if say else examples
-        key_E = np.fromiter((hash(normalised(row.text)) for row in rows), dtype=np.int64)
+        _logger.info("looking at the %s split", split)
+        key_E = np.fromiter((hash(normalised(row.text)) for row in examples), dtype=np.int64)
         keys[split] = key_E
         splits[split] = SplitFacts(len(examples), len(examples) - len(np.unique(key_E)))
         for facts in tasks:

@@ -9,13 +9,15 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpo.config.data_config import CsvConfig
-from hpo.data.progress import logger
 from hpo.errors import DataError, did_you_mean, shorten
+
+_logger = logging.getLogger("hpo.data")
 
 DELIMITERS = (",", ";", "\t", "|")
 _PIECE = 1 << 20
@@ -56,7 +58,7 @@ def find_form(path: Path, config: CsvConfig, columns: Sequence[str]) -> CsvForm:
             raise DataError(f"{path}: has no column `{name}` ({why}). {hint}")
     if delimiter != (config.delimiter or ","):
         contradicts = ", not as `data.csv` says" if config.delimiter else ""
-        logger.info("%s: read with %s%s", path, form.name, contradicts)
+        _logger.info("%s: read with %s%s", path, form.name, contradicts)
     return form
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +24,12 @@ import numpy as np
 
 from hpo.config.data_config import DataConfig, SyntheticConfig, TaskConfig
 from hpo.data.examples import Example, RowChecker, listed
-from hpo.data.progress import logged
 from hpo.data.sources import SPLITS, Reader, located, nearest_file, split_readers
 from hpo.data.synthetic import GENERATOR_VERSION, TASKS_JSON, SyntheticRows
 from hpo.data.tasks import Task, make_tasks, parse_tasks, read_task_configs
 from hpo.errors import DataError
+
+_logger = logging.getLogger("hpo.data")
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def _with_inferred_classes(configs: Mapping[str, TaskConfig], train: Reader) -> 
     }
     if inferred:
         num_rows = 0
-        for row in logged(train.rows(), f"reading the classes of {train.name}"):
+        _logger.info("reading the classes of %s", train.name)
+        for row in train.rows():
             num_rows += 1
             labels = row.row.get("labels") if isinstance(row.row, dict) else None
             for name in inferred:
@@ -158,7 +161,8 @@ def _checked(readers: Mapping[str, Reader], checker: RowChecker) -> dict[str, li
     group_split: dict[str, str] = {}
     for split, reader in readers.items():
         splits[split] = []
-        for row in logged(reader.rows(), f"reading {reader.name}"):
+        _logger.info("reading %s", reader.name)
+        for row in reader.rows():
             example, wrong = (None, row.problems) if row.problems else checker.check(row.row, row.span_tasks)
             if example is not None:
                 name, group = example.id, example.group

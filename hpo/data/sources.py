@@ -7,6 +7,7 @@ here: it is a row with problems, reported with all others.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from typing import Any
 from hpo.config.allowed import DATA_DIR
 from hpo.config.data_config import ColumnsConfig, CsvConfig, DataConfig
 from hpo.data.csv_files import CsvForm, csv_records, find_form
-from hpo.data.progress import logger
 from hpo.data.tables import CsvCells, Row, Table, TaskConfigs, TextTable, column_names
 from hpo.errors import DataError, did_you_mean, shorten
+
+_logger = logging.getLogger("hpo.data")
 
 SPLITS = ("train", "validation", "test")
 JSON_LINES = (".jsonl", ".ndjson")
@@ -56,7 +58,7 @@ def located(config: DataConfig) -> DataConfig:
 def _located(path: Path) -> Path:
     here = path if path.exists() else next((other for other in _elsewhere(path) if other.exists()), path)
     if here != path:
-        logger.info("%s is not here; the data are read from %s", path, here)
+        _logger.info("%s is not here; the data are read from %s", path, here)
     return here
 
 
@@ -186,7 +188,7 @@ def _hub_readers(config: DataConfig, tasks: TaskConfigs) -> dict[str, Reader]:
     hub = config.hub
     assert hub is not None
     datasets.disable_progress_bars()
-    logger.info("loading the data set %s", hub.name)
+    _logger.info("loading the data set %s", hub.name)
     try:
         loaded = datasets.load_dataset(hub.name, hub.config, revision=hub.revision)
     except Exception as error:  # `datasets` raises its own, the hub client's, and those of every format.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections import Counter, defaultdict
@@ -24,13 +25,14 @@ from filelock import FileLock
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import Example
-from hpo.data.progress import logged
 from hpo.data.tokenization import tokenize_chunks
 from hpo.data.tokenized_split import WHOLE_TEXTS, AnyArray, TokenizedSplit, Windowing, WindowSpans
 from hpo.errors import RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_logger = logging.getLogger("hpo.data")
 
 FORMAT_VERSION = 4
 """To be raised when the arrays, or how they are made, change their meaning."""
@@ -55,12 +57,10 @@ def load_tokenized(
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if _read(folder, examples) is None:
-                num = len(examples)
                 length = windowing.max_length
                 how = "whole" if length == WHOLE_TEXTS else f"max_length {length}"
-                what = f"tokenising {num:,} texts of the {split} split ({how})"
-                chunks = tokenize_chunks(examples, dataset.tasks, tokenizer, windowing)
-                _write(folder, logged(chunks, what, num, size=lambda chunk: len(chunk.examples)))
+                _logger.info("tokenising %d texts of the %s split (%s)", len(examples), split, how)
+                _write(folder, tokenize_chunks(examples, dataset.tasks, tokenizer, windowing))
     except OSError as error:
         raise RunError(
             f"the token cache could not be written: {error}. Free space or make {cache_dir} writable."

@@ -23,7 +23,6 @@ from typing import IO, Any
 
 from hpo.config.data_config import ColumnsConfig, CsvConfig
 from hpo.data.examples import SPAN_KINDS, Example
-from hpo.data.progress import logged
 from hpo.data.sources import JSON_LINES, nearest_file, text_rows
 from hpo.data.tasks import Task
 from hpo.errors import DataError, InputError
@@ -52,7 +51,7 @@ def read_examples(path: Path, model: TrainedModel) -> tuple[list[Example], list[
     examples: list[Example] = []
     bad: list[str] = []
     rows = text_rows(path, columns, CsvConfig.model_validate(model.settings.csv))
-    for number, row in enumerate(logged(rows, f"reading {path}"), start=1):
+    for number, row in enumerate(rows, start=1):
         example, problems = (
             (None, list(row.problems)) if row.problems else model.example(row.row, f"row-{number}")
         )

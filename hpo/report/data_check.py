@@ -47,7 +47,7 @@ class DataCheck:
 def check_data(config: StudyConfig, runs_dir: Path) -> DataCheck:
     """Read, check and tokenise the data of a study. Raises InputError as a run of it would."""
     dataset = load_data(config.data)
-    facts = data_facts(dataset, say=True)
+    facts = data_facts(dataset)
     choices = getattr(config.search_space.get("encoder"), "choices", ())
     encoder = build_trial_config(config, {"encoder": choices[0]} if choices else {}, "fp32").encoder
     tokenizer = load_tokenizer(
