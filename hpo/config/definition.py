@@ -58,7 +58,7 @@ def known_keys(
         inner = section_of(field.annotation) if field and key != "search_space" else None
         if inner and isinstance(value, Mapping) and inner.model_config.get("extra") != "allow":
             known[key] = known_keys(inner, value, given, f"{above}{key}.")
-        elif field or is_given(f"{above}{key}", given):
+        elif field or key == "folder" or is_given(f"{above}{key}", given):
             known[key] = value
     return known
 

@@ -108,7 +108,6 @@ def test_a_name_that_nothing_has(made: Path) -> None:
         ({"name": "../../tiny"}, "must be letters, digits"),
         ({"name": "other"}, "is of `other`"),
         ({"n_trials": "many"}, "n_trials: must be a whole number"),
-        ({"run": "rm"}, "run: there is no such key"),
     ],
 )
 def test_a_definition_that_no_study_file_gives_is_refused(
@@ -121,13 +120,16 @@ def test_a_definition_that_no_study_file_gives_is_refused(
 
 
 def test_code_of_an_encoder_runs_only_where_it_is_trusted(made: Path) -> None:
-    """Neither the worker of a name, nor that of a file that says nothing of it, takes the database's word."""
+    """A worker of a name does not take the database's word, and one of a file takes nothing from there."""
     change_definition(made, model={"encoder": ENCODER, "revision": None, "trust_remote_code": True})
     (made / "studies").mkdir()
-    for arguments in (["worker", "tiny"], ["run", "tiny.yaml"], ["worker", "./tiny.yaml"]):
-        refused = hpo_command(made, *arguments)
+    for study, message in (
+        ("tiny", "give the option --trust-remote-code"),
+        ("./tiny.yaml", "~ model.trust_remote_code: true -> false"),
+    ):
+        refused = hpo_command(made, "worker", study)
         assert refused.exit_code == 2
-        assert "give the option --trust-remote-code" in refused.err
+        assert message in refused.err
     nameless = ok(hpo_command(made, "worker", "--json"))
     assert nameless.json["outcomes"] == {}
     assert "--trust-remote-code" in nameless.json["left_out"]["tiny"]

@@ -16,7 +16,6 @@ import sqlalchemy as sa
 from tiny import CPU, GPU, write_study
 from worker_process import evaluate, result, study
 
-from hpo.config.sampler_config import PrunerConfig
 from hpo.config.search_space import suggest
 from hpo.config.study_config import load_study
 from hpo.device import DeviceInfo
@@ -224,20 +223,6 @@ def test_n_trials_raised_while_a_finished_study_is_opened(
         assert opened.config.n_trials == 3
         assert opened.executor is executors.made[0]
         assert opened.executor.cache is opened.storage
-
-
-@pytest.mark.usefixtures("executors")
-def test_what_the_file_leaves_out_is_as_it_is_stored(storage: Storage, tmp_path: Path) -> None:
-    """The defaults of today are for new studies."""
-    today = study(1)
-    assert today.pruner.name != "percentile"
-    create_or_resume_study(storage, today.model_copy(update={"pruner": PrunerConfig(name="percentile")}))
-    for resize in (True, False):
-        with open_study(today, storage.url, tmp_path, OpenOptions(resize=resize)) as opened:
-            assert opened.config.pruner.name == "percentile"
-    with open_study(study(1, pruner={"name": "median"}), storage.url, tmp_path) as opened:
-        assert opened.config.pruner.name == "median"
-    assert read_study(storage, "tiny").definition["pruner"] == {"name": "median"}
 
 
 # What this device cannot run
