@@ -56,7 +56,7 @@ def known_keys(
     for key, value in definition.items():
         field = model.model_fields.get(key)
         inner = section_of(field.annotation) if field and key != "search_space" else None
-        if inner and isinstance(value, Mapping) and inner.model_config.get("extra") != "allow":
+        if inner and isinstance(value, Mapping):
             known[key] = known_keys(inner, value, given, f"{above}{key}.")
         elif field or key == "folder" or is_given(f"{above}{key}", given):
             known[key] = value

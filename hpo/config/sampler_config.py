@@ -1,110 +1,45 @@
 """Which of Optuna's samplers and pruners a study uses, and their options.
 
-An option is an argument of Optuna's class, by the same name, whose value is a number, a text or a boolean.
-Optuna is imported only to check options; `asha` as the default pruner has some.
+An option is an argument of Optuna's class, by the same name.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from hpo.config.study_file import Problem, refuse, show
-from hpo.errors import did_you_mean
-from hpo.section import Section, Switch, Whole
-
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-_KINDS: dict[str, tuple[str, TypeAdapter[Any]]] = {
-    "bool": ("true or false", TypeAdapter(Switch, config=_STRICT)),
-    "int": ("a whole number >= 0", TypeAdapter(Annotated[Whole, Field(ge=0)], config=_STRICT)),
-    "float": ("a number >= 0", TypeAdapter(Annotated[float, Field(ge=0)], config=_STRICT)),
-    "str": ("text", TypeAdapter(str, config=_STRICT)),
-}
-"""What an option must be, by the annotation of Optuna's argument."""
-_NO_OPTIONS = ("seed", "warn_independent_sampling", "warn_asynchronous_seeding")
-"""Arguments of Optuna's classes that are decided otherwise."""
+from hpo.config.study_file import CheckedSection, Problem
+from hpo.section import Count, Switch, Whole
 
 
-class _Algorithm(Section):
-    """A named algorithm of Optuna's; its further keys are options."""
+class _Algorithm(CheckedSection):
+    """A named algorithm of Optuna's, and the options of those that have any."""
 
-    model_config = ConfigDict(extra="allow")
-    MODULE: ClassVar[str]
     CLASSES: ClassVar[dict[str, str]]
-    """The class in `optuna.MODULE` of each name."""
-    DEFAULTS: ClassVar[dict[str, dict[str, Any]]]
-    """Options with another default than Optuna's, and those for which Optuna has none."""
+    """Optuna's class of each name."""
+    OPTIONS: ClassVar[dict[str, dict[str, Any]]]
+    """The options of each name that has any, with their defaults; None: Optuna's."""
     name: str
 
     @property
     def options(self) -> dict[str, Any]:
         """The options as keyword arguments of Optuna's class."""
-        return dict(self.model_extra or {})
+        options = dict(self.OPTIONS.get(self.name, {}))
+        options |= {option: value for option in options if (value := getattr(self, option)) is not None}
+        return {option: value for option, value in options.items() if value is not None}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_options(cls, data: Any) -> Any:
-        if not isinstance(data, Mapping):
-            return data
-        fields = {key: value for key, value in data.items() if key in cls.model_fields}
-        given = {key: value for key, value in data.items() if key not in fields and value is not None}
-        name = fields.get("name", cls.model_fields["name"].default)
-        if not isinstance(name, str) or name not in cls.CLASSES:
-            return fields  # which refuses the name
-        defaults = cls.DEFAULTS.get(name, {})
-        options = defaults | given
-        return fields | (options if options == defaults else cls._checked(name, options))
-
-    @classmethod
-    def _checked(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options in the form in which Optuna's class takes them."""
-        import optuna
-
-        algorithm = getattr(getattr(optuna, cls.MODULE), cls.CLASSES[name])
-        arguments = inspect.signature(algorithm).parameters.values()
-        kinds = {arg.name: _kinds(arg.annotation) for arg in arguments if arg.name not in _NO_OPTIONS}
-        known = [*cls.model_fields, *(option for option in kinds if kinds[option])]
-        checked: dict[str, Any] = {}
-        problems = []
-        for option, value in options.items():
-            try:
-                if option not in known:
-                    raise ValueError(f"is no option of {name}.{did_you_mean(option, known)}")
-                checked[option] = _option_value(kinds[option], value)
-            except ValueError as error:
-                problems.append(Problem((option,), str(error)))
-        refuse(*problems)
-        wrapped = {"wrapped_pruner": None} if name == "patient" else {}
-        try:
-            with warnings.catch_warnings(action="ignore"):  # building the sampler warns
-                algorithm(**wrapped, **checked)
-        except ValueError as error:
-            raise ValueError(f"Optuna refuses the options of {name}: {error}") from None
-        return checked
-
-
-def _kinds(annotation: Any) -> list[str]:
-    """`int | None` -> [int]; nothing where a parameter takes what a study file cannot hold."""
-    kinds = inspect.formatannotation(annotation).strip("'").removesuffix(" | None").split(" | ")
-    return kinds if all(kind in _KINDS for kind in kinds) else []
-
-
-def _option_value(kinds: Sequence[str], value: Any) -> Any:
-    for kind in kinds:
-        with suppress(ValidationError):
-            return _KINDS[kind][1].validate_python(value)
-    raise ValueError(f"must be {' or '.join(_KINDS[kind][0] for kind in kinds)}, but got {show(value)}.")
+    def problems(self) -> Iterator[Problem]:
+        for option in dict.fromkeys(option for options in self.OPTIONS.values() for option in options):
+            names = [name for name in self.OPTIONS if option in self.OPTIONS[name]]
+            if getattr(self, option) is not None and self.name not in names:
+                yield Problem((option,), f"is an option of {', '.join(names)}, but the name is {self.name}.")
 
 
 class SamplerConfig(_Algorithm):
-    """Which configuration is tried next. Further keys are the options of Optuna's class."""
+    """Which configuration is tried next."""
 
-    MODULE: ClassVar[str] = "samplers"
     CLASSES: ClassVar[dict[str, str]] = {
         "tpe": "TPESampler",
         "gp": "GPSampler",
@@ -114,15 +49,24 @@ class SamplerConfig(_Algorithm):
         "qmc": "QMCSampler",
     }
     # Optuna's 10 are half of a study of 20 trials.
-    DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {"tpe": {"n_startup_trials": 5}}
+    OPTIONS: ClassVar[dict[str, dict[str, Any]]] = {
+        "tpe": {"n_startup_trials": 5, "multivariate": None, "constant_liar": None},
+        "gp": {"n_startup_trials": None},
+        "nsga2": {"population_size": None},
+    }
 
     name: Literal["tpe", "gp", "nsga2", "random", "grid", "qmc"] = "tpe"
-    """Optuna's sampler. Options are, for instance, `n_startup_trials` (tpe, gp: random trials before the
-    sampler learns; 5 for tpe), `n_ei_candidates` and `constant_liar` (tpe), `deterministic_objective`
-    (gp), `population_size` (nsga2), `qmc_type` (qmc); see
-    <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>."""
+    """Optuna's sampler: <https://optuna.readthedocs.io/en/stable/reference/samplers/index.html>."""
     seed: Whole = Field(42, ge=0, lt=2**31)
     """Seed; worker number n adds n."""
+    n_startup_trials: Annotated[Whole, Field(ge=0)] | None = None
+    """`tpe`, `gp`: random trials before the sampler learns; left out, 5 for `tpe` and Optuna's for `gp`."""
+    multivariate: Switch | None = None
+    """`tpe`: settings are drawn together."""
+    constant_liar: Switch | None = None
+    """`tpe`: keeps away from what other workers are trying."""
+    population_size: Annotated[Whole, Field(ge=2)] | None = None
+    """`nsga2`: trials of a generation."""
 
     @field_validator("name", mode="before")
     @classmethod
@@ -133,9 +77,8 @@ class SamplerConfig(_Algorithm):
 
 
 class PrunerConfig(_Algorithm):
-    """When a trial stops early. Steps are evaluations; further keys are the options of Optuna's class."""
+    """When a trial stops early. Steps are evaluations."""
 
-    MODULE: ClassVar[str] = "pruners"
     CLASSES: ClassVar[dict[str, str]] = {
         "hyperband": "HyperbandPruner",
         "asha": "SuccessiveHalvingPruner",
@@ -144,13 +87,26 @@ class PrunerConfig(_Algorithm):
         "patient": "PatientPruner",
         "none": "NopPruner",
     }
-    DEFAULTS: ClassVar[dict[str, dict[str, Any]]] = {
-        "percentile": {"percentile": 25.0},
+    OPTIONS: ClassVar[dict[str, dict[str, Any]]] = {
+        "hyperband": {"min_resource": None, "reduction_factor": None},
+        "asha": {"min_resource": None, "reduction_factor": None},
+        "median": {"n_startup_trials": None, "n_warmup_steps": None},
+        "percentile": {"n_startup_trials": None, "n_warmup_steps": None, "percentile": 25.0},
         "patient": {"patience": 2},
     }
 
     name: Literal["hyperband", "asha", "median", "percentile", "patient", "none"] = "none"
-    """Optuna's pruner; `none` with several objectives. Options are, for instance, `min_resource` and
-    `reduction_factor` (hyperband, asha: evaluations of the first rung, and of how many trials one goes on),
-    `n_startup_trials` and `n_warmup_steps` (median, percentile), `percentile` (25), `patience` (patient; 2);
-    see <https://optuna.readthedocs.io/en/stable/reference/pruners.html>."""
+    """Optuna's pruner (<https://optuna.readthedocs.io/en/stable/reference/pruners.html>); `none` with several
+    objectives."""
+    min_resource: Count | None = None
+    """`hyperband`, `asha`: evaluations before the first rung."""
+    reduction_factor: Annotated[Whole, Field(ge=2)] | None = None
+    """`hyperband`, `asha`: of so many trials one goes on."""
+    n_startup_trials: Annotated[Whole, Field(ge=0)] | None = None
+    """`median`, `percentile`: trials before the first is stopped."""
+    n_warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
+    """`median`, `percentile`: evaluations after which none of a trial's counts."""
+    percentile: Annotated[float, Field(ge=0, le=100)] | None = None
+    """`percentile`: trials go on that are among so many percent; left out, 25."""
+    patience: Annotated[Whole, Field(ge=0)] | None = None
+    """`patient`: evaluations without getting better; left out, 2."""

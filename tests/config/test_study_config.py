@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import optuna
 import pytest
@@ -115,7 +115,7 @@ def test_yes_and_no_are_booleans_for_every_switch(tmp_path: Path, line: str, wor
         "n_trials: %s",
         "training: {batch_size: %s}",
         "data: {source: synthetic, synthetic: {num_train: %s}}",
-        "sampler: {n_ei_candidates: %s}",
+        "sampler: {n_startup_trials: %s}",
         "search_space: {batch_size: {type: int, low: 1, high: %s}}",
         "search_space: {batch_size: {type: categorical, choices: [1, %s]}}",
     ],
@@ -134,11 +134,15 @@ def test_the_default_stride_adapts_to_the_length(tmp_path: Path) -> None:
     assert load(tmp_path, text % ", stride: 24").data.stride_of(48) == 24
 
 
-def test_every_sampler_and_pruner_is_one_of_optunas() -> None:
-    for config in (SamplerConfig, PrunerConfig):
-        assert set(config.CLASSES) == set(get_args(config.model_fields["name"].annotation))
-        for name in config.CLASSES.values():
-            assert inspect.isclass(getattr(getattr(optuna, config.MODULE), name))
+@pytest.mark.parametrize(
+    ("config", "module"), [(SamplerConfig, optuna.samplers), (PrunerConfig, optuna.pruners)]
+)
+def test_every_sampler_and_pruner_is_one_of_optunas_and_takes_its_options(config: Any, module: Any) -> None:
+    assert set(config.CLASSES) == set(get_args(config.model_fields["name"].annotation))
+    for name, of_optuna in config.CLASSES.items():
+        arguments = inspect.signature(getattr(module, of_optuna)).parameters
+        assert config.OPTIONS.get(name, {}).keys() <= arguments.keys()
+        assert config.OPTIONS.get(name, {}).keys() <= config.model_fields.keys()
 
 
 def test_settings_hold_values_in_their_own_form() -> None:
@@ -152,7 +156,6 @@ def test_settings_hold_values_in_their_own_form() -> None:
 
 
 def test_reading_a_study_imports_neither_torch_nor_optuna() -> None:
-    """Options of a sampler or pruner are checked against Optuna; `precision` has none."""
     code = (
         "import sys; from hpo.config.study_config import load_study; load_study('precision');"
         "import hpo.config.search_space, hpo.config.trial_config;"

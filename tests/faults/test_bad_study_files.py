@@ -232,17 +232,16 @@ search_space:
   learning_rate: {type: float, low: 1e-5, high: 1e-3}
   => 5: search_space.learning_rate.step: must be given for a grid; or list the values as `choices`.
 sampler: {name: tpe, n_startup_trial: 4}
-  => 3: sampler.n_startup_trial: is no option of tpe. Did you mean `n_startup_trials`?
+  => 3: sampler.n_startup_trial: there is no such key. Did you mean `n_startup_trials`?
 sampler: {name: tpe, n_startup_trials: true, constant_liar: 1}
-  => 3: sampler.n_startup_trials: must be a whole number >= 0, but got `true`.
+  => 3: sampler.n_startup_trials: must be a whole number, but got `true`.
   => 3: sampler.constant_liar: must be true or false, but got `1`.
-sampler: {name: gp, constraints_func: f}
-  => 3: sampler.constraints_func: is no option of gp. Known: name, seed, n_startup_trials,
-     deterministic_objective.
+sampler: {name: gp, population_size: 4}
+  => 3: sampler.population_size: is an option of nsga2, but the name is gp.
 sampler: {name: nsga2, population_size: 1}
-  => 3: sampler: Optuna refuses the options of nsga2: `population_size` must be greater than or equal to 2.
+  => 3: sampler.population_size: must be >= 2, but got `1`.
 pruner: {name: asha, min_resource: 1.5}
-  => 3: pruner.min_resource: must be text or a whole number >= 0, but got `1.5`.
+  => 3: pruner.min_resource: must be a whole number, but got `1.5`.
 """
 
 
