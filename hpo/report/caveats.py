@@ -149,8 +149,8 @@ def _comparison_caveats(tables: StudyTables) -> Iterator[Notice]:
     if len(different) == len(complete) and not tables.record.comparisons:
         yield Notice(
             f"Each of the {len(complete)} complete configurations was trained with one seed only.",
-            "Small differences may be chance: no interval can be given. To say that one precision is as "
-            "good as another, train the same configurations under both with several seeds.",
+            "Small differences may be chance. `hpo compare` trains the best ones on new seeds, under each "
+            "precision.",
         )
     counted = tables.complete[tables.complete["counts"]]
     settings = differing_settings(counted)

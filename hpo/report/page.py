@@ -167,7 +167,8 @@ def _cards(tables: StudyTables, trial: TrialRecord) -> dict[str, str]:
     cards = objective_values(record, trial)
     for one in evaluations_of(trial)[:1]:  # the split that says most
         scores = [interval_text(row) for row in intervals(one) if not row["task"]]
-        cards |= {f"score on {one.split}, with its interval": score for score in scores}
+        # The interval may stand in a line of its own.
+        cards |= {f"score on {one.split}": score.replace("\u00a0", " ", 1) for score in scores}
     cards["trial"] = str(trial.number)
     cards["precision that ran"] = precision.get("effective") or "not known"
     if "train_examples_per_second" not in cards:
