@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from forked_program import ForkedProgram
 from typer.main import get_command
 
 import hpo
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Any] = {
     )
 }
 """Each command by its words: `run`, `database start`."""
+AnyProcess = ForkedProgram | subprocess.Popen[str]
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,17 @@ def ok(finished: Finished) -> Finished:
 
 def start_hpo(
     folder: Path, *arguments: str, program: Sequence[str] = ("-m", "hpo"), **environment: str
-) -> subprocess.Popen[str]:
-    """Start `python -m hpo` in `folder`, in a session of its own, or another Python program in its place."""
+) -> ForkedProgram:
+    """Start `python -m hpo` in `folder`, or another Python program in its place."""
+    return ForkedProgram(folder, [*program, *map(str, arguments)], _environment(environment))
+
+
+def start_python(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `python ARGUMENTS` as such: for what is read from the environment when a package is imported."""
     return subprocess.Popen(
-        [sys.executable, *program, *map(str, arguments)],
+        [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPO_STORAGE": "", **environment},
+        env=_environment(environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -94,12 +101,16 @@ def start_hpo(
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 120) -> Finished:
+def _environment(given: dict[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPO_STORAGE": "", **given}
+
+
+def finish(process: AnyProcess, seconds: float = 120) -> Finished:
     out, err = process.communicate(timeout=seconds)
     return Finished(process.returncode, out, err)
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_until(condition: Callable[[], bool], process: AnyProcess, seconds: float = 120) -> None:
     """Wait for what `process` should bring about; fail if it ends before."""
     deadline = time.monotonic() + seconds
     while not condition():

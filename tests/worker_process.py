@@ -33,7 +33,10 @@ from hpo.study.store.studies import create_or_resume_study
 
 CONTEXT = multiprocessing.get_context("forkserver")  # forks from a process that has no threads
 CONTEXT.set_forkserver_preload(
-    ["hpo.study.running.serving", "hpo.study.running.worker", "psycopg", "alembic.context", "torch"]
+    [
+        *("hpo.study.running.serving", "hpo.study.running.worker", "psycopg", "alembic.context", "torch"),
+        *("hpo.cli.commands", "hpo.trial.executor", "transformers.models.bert.modeling_bert"),
+    ]
 )
 
 SPACE: dict[str, Any] = {

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -20,6 +21,8 @@ from urllib.request import Request, urlopen
 import fsspec
 import pytest
 from command_line import ROOT, Finished, finish, hpo_command, ok, start_hpo, wait_until
+from forked_program import ForkedProgram
+from proxy import Proxy
 from safetensors.torch import load_file, save_file
 from tiny import write_study
 
@@ -42,7 +45,7 @@ class Machine:
         self._url = url
         self._environment = environment
         folder.mkdir()
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[ForkedProgram] = []
 
     def write(self, location: str | None, every_seconds: float = 0.05, **changes: Any) -> None:
         checkpoint: dict[str, Any] = {"top_k": 1, "every_seconds": every_seconds}
@@ -53,7 +56,7 @@ class Machine:
             evaluation={"per_trial": 2},
         )
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> ForkedProgram:
         command = arguments or ("run", "tiny.yaml")
         process = start_hpo(
             self.folder, *command, program=[str(HELD)], HPO_STORAGE=self._url, **self._environment
@@ -276,16 +279,10 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         return
     server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
-    environment = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "user",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
+    _, port = server.get_host_and_port()
     # Moto keeps what it has for as long as the process lives.
-    urlopen(Request(f"{environment['AWS_ENDPOINT_URL']}/moto-api/reset", method="POST")).close()
-    options = {"endpoint_url": environment["AWS_ENDPOINT_URL"], "key": "user", "secret": "secret"}
+    urlopen(Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST")).close()
+    options = {"endpoint_url": f"http://127.0.0.1:{port}", "key": "user", "secret": "secret"}
     bucket = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True, **options)
     bucket.mkdir("studies")
 
@@ -293,21 +290,20 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         time.sleep(0.1)  # the server, which is in this process, has time for uploads
         return list(bucket.find("studies"))
 
-    found = Store("s3://studies/team", environment, names)
-    servers = [server]
-
-    def come_back() -> None:
-        again = type(server)("127.0.0.1", port, verbose=False)
-        again.start()
-        servers[:] = [again]
-
-    found.go = lambda: servers.pop().stop()
-    found.come_back = come_back
     try:
-        yield found
+        with Proxy(port) as proxy:
+            environment = {
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
+                "AWS_ACCESS_KEY_ID": "user",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_DEFAULT_REGION": "us-east-1",
+                "AWS_MAX_ATTEMPTS": "1",
+            }
+            found = Store("s3://studies/team", environment, names)
+            found.go, found.come_back = partial(proxy.set, "cut"), partial(proxy.set, "whole")
+            yield found
     finally:
-        for running in servers:
-            running.stop()
+        server.stop()
 
 
 def test_another_machine_goes_on_from_the_store(url: str, machine: MakeMachine, store: Store) -> None:

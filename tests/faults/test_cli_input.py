@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import huggingface_hub.constants
 import pytest
-from command_line import Finished, finish, hpo_command, ok, start_hpo
+from command_line import Finished, finish, hpo_command, ok, start_python
 from jsonl_sets import write_set
 from tiny import write_study
 
@@ -135,7 +135,7 @@ def test_the_variable_that_forbids_asking_the_hub(tmp_path: Path) -> None:
     """With the real command, since the hub's client reads its variables when it is imported."""
     write_study(tmp_path, model={"encoder": "someone/tiny"})
     variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    finished = finish(start_hpo(tmp_path, "run", "tiny.yaml", **variables))
+    finished = finish(start_python(tmp_path, "-m", "hpo", "run", "tiny.yaml", **variables))
     check_refused(
         tmp_path, finished, "HF_HUB_OFFLINE forbids asking the hub. Unset it, or name a local folder"
     )

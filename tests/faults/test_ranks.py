@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Finished, finish, hpo_command, ok, stored, wait_until
+from command_line import ROOT, Finished, finish, hpo_command, ok, start_python, stored, wait_until
 from tiny import write_study
 
 pytestmark = pytest.mark.slow
@@ -32,16 +30,8 @@ def write(folder: Path, n_trials: int = 2) -> None:
 
 def torchrun(folder: Path, *command: str) -> subprocess.Popen[str]:
     """Start two processes of `python COMMAND` in `folder`."""
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPO_STORAGE": ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+    return start_python(
+        folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command
     )
 
 
