@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from benchmarks.real_sets import REAL_SETS
@@ -89,6 +90,15 @@ def tiny_exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-exports")
     write_both(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def onnx_exports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Models that were exported to ONNX before are copied: PyTorch's exporter takes seconds."""
+    from tiny_onnx import export_or_copy
+
+    with mock.patch("hpo.deploy.onnx_export.export_onnx", export_or_copy(tmp_path_factory.mktemp("onnx"))):
+        yield
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,19 @@ def write_both(folder: Path, family: str = "bert", **heads: Any) -> tuple[Traine
     """Such a model by PyTorch (in `folder`/torch) and by onnxruntime (in `folder`/onnx)."""
     model = write_torch(folder / "torch", family, **heads)
     return model, hpo.load(export_onnx(model, folder / "onnx"), device="cpu")
+
+
+def export_or_copy(folder: Path) -> Callable[[TrainedModel, Path], Path]:
+    """`export_onnx`, which keeps in `folder` what it has exported."""
+
+    def export(model: TrainedModel, directory: Path) -> Path:
+        weights = (tensor.numpy().tobytes() for tensor in model.network.state_dict().values())
+        key = hashlib.sha256(b"".join(weights) + repr((model.settings, model.tasks)).encode()).hexdigest()
+        if not (folder / key).exists():
+            export_onnx(model, folder / key)
+        return Path(shutil.copytree(folder / key, directory))
+
+    return export
 
 
 def random_batch(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

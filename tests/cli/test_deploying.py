@@ -21,6 +21,8 @@ from hpo.config.study_config import StudyConfig
 from hpo.deploy.artifacts import NAMES
 from hpo.deploy.timing import Effort, time_in_turn
 
+pytestmark = pytest.mark.usefixtures("onnx_exports")
+
 INT8 = "onnx_int8_dynamic,onnx_int8_static"
 
 

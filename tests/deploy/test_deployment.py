@@ -28,6 +28,8 @@ from hpo.trial.best_model import export_checkpoint, split_logits
 from hpo.trial.executor import Executor
 from hpo.trial.provenance import TrialSource
 
+pytestmark = pytest.mark.usefixtures("onnx_exports")
+
 QUICK = Effort(rounds=2, seconds=0.1)
 
 
