@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import tiny_executor
+from tiny import altered_executor
 from torch import Tensor, nn
 
-from hpo.config.trial_config import TrialConfig
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
 from hpo.trial.executor import Executor
@@ -21,18 +20,7 @@ Alter = Callable[[MultitaskModel], object]
 
 
 def altered(folder: Path, alter: Alter = lambda _: None, **study: Any) -> Executor:
-    """An executor of the tiny study whose models are changed as they are built."""
-    executor = tiny_executor(folder, **{"training": TRAINING, **study})
-    build_model = executor.loader.build_model
-
-    def build_and_alter(config: TrialConfig) -> MultitaskModel:
-        model = build_model(config)
-        with torch.no_grad():
-            alter(model)
-        return model
-
-    executor.loader.build_model = build_and_alter  # type: ignore[method-assign]
-    return executor
+    return altered_executor(folder, alter, **{"training": TRAINING, **study})
 
 
 def wide_layer(model: MultitaskModel, layer: int = 1) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import yaml
 
 from hpo.config.study_config import StudyConfig, load_study
+from hpo.config.trial_config import TrialConfig
 from hpo.data.batches import Batch
 from hpo.data.tasks import Task
 from hpo.device import DeviceInfo
@@ -67,6 +69,23 @@ def tiny_study(folder: Path, **changes: Any) -> StudyConfig:
 
 def tiny_executor(folder: Path, device: DeviceInfo = CPU, **changes: Any) -> Executor:
     return Executor(tiny_study(folder, **changes), device, folder / "runs")
+
+
+def altered_executor(
+    folder: Path, alter: Callable[[MultitaskModel], object], device: DeviceInfo = CPU, **study: Any
+) -> Executor:
+    """An executor whose models are changed as they are built."""
+    executor = tiny_executor(folder, device, **study)
+    build_model = executor.loader.build_model
+
+    def build_and_alter(config: TrialConfig) -> MultitaskModel:
+        model = build_model(config)
+        with torch.no_grad():
+            alter(model)
+        return model
+
+    executor.loader.build_model = build_and_alter  # type: ignore[method-assign]
+    return executor
 
 
 class TinyEncoder(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Figures of classes, confusion and headline metrics against scikit-learn and seqeval."""
+"""Figures of classes and confusion against scikit-learn and seqeval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from seqeval.metrics import classification_report
 from seqeval.scheme import IOB2
-from sklearn import metrics as sklearn_metrics
 from sklearn.exceptions import UndefinedMetricWarning
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
@@ -19,7 +18,7 @@ from hpo.evaluation.classes import class_figures, confusion
 from hpo.training.metrics import RowStatistics, row_statistics
 
 NAMES = ("a", "b", "c", "d", "e")
-NUM_CASES = 300
+NUM_CASES = 100
 
 
 def labelled(*values: Any) -> list[Example]:
@@ -58,16 +57,6 @@ def test_single_label_figures_are_scikit_learns() -> None:
             matrix[true, other] = count
         assert all(count > 0 for _, _, count in found.counts)
         assert (matrix == confusion_matrix(truth, predicted, labels=labels)).all()
-        of_truth = sorted({*truth})
-        macro = sklearn_metrics.f1_score(truth, predicted, labels=of_truth, average="macro", zero_division=0)
-        assert statistics.scores() == pytest.approx(
-            {
-                "accuracy": sklearn_metrics.accuracy_score(truth, predicted),
-                "f1_micro": sklearn_metrics.f1_score(truth, predicted, average="micro"),
-                "f1_macro": macro,
-            },
-            rel=1e-12,
-        )
 
 
 def test_multi_label_figures_are_scikit_learns() -> None:
@@ -88,33 +77,6 @@ def test_multi_label_figures_are_scikit_learns() -> None:
         for t in range(len(labels)):
             for p in range(len(labels)):
                 assert together.get((t, p), 0) == (truth_NC[:, t] & predicted_NC[:, p]).sum()
-        of_truth = np.flatnonzero(truth_NC.any(axis=0))
-        expected = {
-            "exact_match": sklearn_metrics.accuracy_score(truth_NC, predicted_NC),
-            "f1_micro": sklearn_metrics.f1_score(truth_NC, predicted_NC, average="micro", zero_division=1.0),
-        }
-        _, _, f1_C, _ = precision_recall_fscore_support(truth_NC, predicted_NC, zero_division=0)
-        expected["f1_macro"] = f1_C[of_truth].mean() if len(of_truth) else expected["f1_micro"]
-        assert statistics.scores() == pytest.approx(expected, rel=1e-12)
-
-
-def test_regression_figures_are_scikit_learns() -> None:
-    task = Task("t", "regression")
-    for seed in range(NUM_CASES):
-        rng = np.random.default_rng(seed)
-        truth = rng.normal(10 ** rng.uniform(-3, 5), 1, rng.integers(2, 40))
-        predicted = truth + rng.normal(0, rng.choice([0.01, 1, 10]), len(truth))
-        statistics = row_statistics(task, predicted.tolist(), labelled(*truth.tolist()))
-        assert statistics.scores() == pytest.approx(
-            {
-                "mae": sklearn_metrics.mean_absolute_error(truth, predicted),
-                "rmse": sklearn_metrics.root_mean_squared_error(truth, predicted),
-                "r2": sklearn_metrics.r2_score(truth, predicted),
-            },
-            rel=1e-9,
-        )
-        assert class_figures(statistics) == ()
-        assert confusion(statistics) is None
 
 
 def random_tags(rng: np.random.Generator, count: int, names: Any) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from command_line import ROOT
@@ -24,26 +25,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu")
 
 
-def tables(*arguments: str, tmp_path: Path) -> list[list[list[str]]]:
-    """The cells of each table that the script printed, without its head."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "gpu.py"), "--device", "cpu", "--quick", *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def tables(gpu: Any, *arguments: str) -> list[list[list[str]]]:
+    """The cells of each table that the script prints, without its head."""
+    with (
+        redirect_stdout(StringIO()) as out,
+        mock.patch.object(sys, "argv", ["gpu.py", "--device", "cpu", "--quick", *arguments]),
+    ):
+        gpu.main()
     return [
         [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()[2:]]
-        for block in done.stdout.strip().split("\n\n")[1:]
+        for block in out.getvalue().strip().split("\n\n")[1:]
     ]
 
 
 @pytest.mark.slow
-def test_a_quick_run_on_a_cpu(tmp_path: Path) -> None:
-    eager, sharing = tables(tmp_path=tmp_path)
+def test_a_quick_run_on_a_cpu(gpu: Any) -> None:
+    eager, sharing = tables(gpu)
     ours, peer = eager
     assert ours[:4] == ["hpo", "tiny", "fp32", "none"]
     assert peer[:4] == ["Trainer", "tiny", "fp32", "none"]
@@ -54,8 +51,8 @@ def test_a_quick_run_on_a_cpu(tmp_path: Path) -> None:
     assert sharing[0][3] == "1.00x"
 
 
-def test_what_the_budget_does_not_reach_is_a_row(tmp_path: Path) -> None:
-    eager, sharing = tables("--budget", "0.001", tmp_path=tmp_path)
+def test_what_the_budget_does_not_reach_is_a_row(gpu: Any) -> None:
+    eager, sharing = tables(gpu, "--budget", "0.001")
     assert len(eager) == len(sharing) == 2
     assert all("out of time" in row for row in eager + sharing)
 

@@ -13,11 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny import CPU, CPU_PRECISIONS, ENCODER, tiny_executor
+from tiny import CPU, CPU_PRECISIONS, ENCODER, altered_executor, tiny_executor
 
-from hpo.config.trial_config import TrialConfig, build_trial_config
+from hpo.config.trial_config import build_trial_config
 from hpo.data.batches import training_batches
-from hpo.device import DeviceInfo
 from hpo.errors import InputError, ModelError, Pruned, RunError
 from hpo.models.encoder import encoder_layers
 from hpo.models.multitask import MultitaskModel
@@ -36,22 +35,6 @@ OVERFLOWING = {"encoder": ENCODER | {"initializer_range": 300.0}}
 @pytest.fixture(scope="module")
 def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     return tiny_executor(tmp_path_factory.mktemp("tiny"))
-
-
-def altered(
-    folder: Path, alter: Callable[[MultitaskModel], object], device: DeviceInfo = CPU, **study: Any
-) -> Executor:
-    """An executor whose models are changed as they are built."""
-    executor = tiny_executor(folder, device, **study)
-    build_model = executor.loader.build_model
-
-    def build_and_alter(config: TrialConfig) -> MultitaskModel:
-        model = build_model(config)
-        alter(model)
-        return model
-
-    executor.loader.build_model = build_and_alter
-    return executor
 
 
 def run(executor: Executor, tmp_path: Path, precision: str = "fp32", **params: Any) -> TrialResult:
@@ -142,7 +125,7 @@ def test_nonfinite_in_one_task_only(tmp_path: Path) -> None:
             lambda _model, _inputs, logits: logits | {"evidence": logits["evidence"] * float("nan")}
         )
 
-    executor = altered(tmp_path, break_evidence, compat={"enabled": False})
+    executor = altered_executor(tmp_path, break_evidence, compat={"enabled": False})
     result = run(executor, tmp_path)
     assert (result.outcome, result.telemetry["num_steps"]) == ("nonfinite", 3)
     assert result.reason.endswith("not finite in 3 steps in a row.")
@@ -173,7 +156,7 @@ def test_oom_halves_and_trains_as_the_small_micro_batch(executor: Executor, tmp_
 
     params = {"fp_precision": "fp32", "dropout": 0.1}
     executor.run(params | {"micro_batch_size": 2}, tmp_path / "small", "s", Callbacks(record("small")))
-    limited = altered(tmp_path, out_of_memory_unless(lambda _, num_texts: num_texts <= 2))
+    limited = altered_executor(tmp_path, out_of_memory_unless(lambda _, num_texts: num_texts <= 2))
     result = limited.run(params, tmp_path / "halved", "h", Callbacks(record("halved")))
     assert result.outcome == "complete"
     assert (result.telemetry["micro_batch_size"], result.telemetry["oom_halvings"]) == (2, 2)
@@ -185,7 +168,7 @@ def test_oom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = replace(CPU, total_memory_bytes=2**34)
     trains = Mock(side_effect=trial_run.train)
     monkeypatch.setattr(trial_run, "train", trains)
-    limited = altered(tmp_path, out_of_memory_unless(lambda *_: not trains.called), device)
+    limited = altered_executor(tmp_path, out_of_memory_unless(lambda *_: not trains.called), device)
     result = run(limited, tmp_path)
     assert result.outcome == "oom"
     config = build_trial_config(limited.study, {}, "fp32", limited.amp)
@@ -195,7 +178,7 @@ def test_oom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.reason == f"one example of {longest} tokens does not fit into memory."
     assert result.telemetry["oom_halvings"] == 3
     assert result.telemetry["device"]["memory_limit_bytes"] == 2**34
-    limited = altered(tmp_path, out_of_memory_unless(lambda *_: False))
+    limited = altered_executor(tmp_path, out_of_memory_unless(lambda *_: False))
     result = run(limited, tmp_path, "bf16")
     assert (result.outcome, result.reason) == ("oom", "one example of 64 tokens does not fit into memory.")
     assert "compatibility" not in result.telemetry
@@ -205,7 +188,7 @@ def test_what_fits_with_gradient_checkpointing_alone_is_not_oom(tmp_path: Path) 
     def checkpoints(model: MultitaskModel, _: int) -> bool:
         return all(layer.training and layer.gradient_checkpointing for layer in encoder_layers(model.encoder))
 
-    limited = altered(tmp_path, out_of_memory_unless(checkpoints))
+    limited = altered_executor(tmp_path, out_of_memory_unless(checkpoints))
     result = run(limited, tmp_path, "bf16", gradient_checkpointing=True, dropout=0.1)
     assert (result.outcome, result.reason) == ("complete", "")
     compatibility = result.telemetry["compatibility"]
@@ -221,7 +204,7 @@ def test_what_fits_in_bf16_weights_alone_is_not_oom(tmp_path: Path, also_alone: 
         is_reduced = next(model.parameters()).dtype == torch.bfloat16
         return is_reduced or (also_alone and num_texts == 1)
 
-    result = run(altered(tmp_path, out_of_memory_unless(fits)), tmp_path, "bf16-true")
+    result = run(altered_executor(tmp_path, out_of_memory_unless(fits)), tmp_path, "bf16-true")
     assert (result.outcome, result.reason) == ("complete", "")
     compatibility = result.telemetry["compatibility"]
     assert compatibility["verdict"] == "ok"
@@ -255,7 +238,7 @@ def test_failed_keeps_the_traceback_and_not_the_model(tmp_path: Path) -> None:
         models.append(weakref.ref(model))
         raise ValueError("a bug")
 
-    executor = altered(
+    executor = altered_executor(
         tmp_path, lambda model: model.register_forward_pre_hook(broken), compat={"enabled": False}
     )
     num_frozen = gc.get_freeze_count()

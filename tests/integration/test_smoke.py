@@ -1,4 +1,4 @@
-"""The smoke study from its file to its report, on each kind of database."""
+"""The smoke study from its file to its report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpo.study.running.run import open_study, run_study
 STUDY = Path(__file__).parents[2] / "studies" / "smoke.yaml"
 
 
-def test_the_smoke_study(storage_url: str, tmp_path: Path) -> None:
+def test_the_smoke_study(sqlite_url: str, tmp_path: Path) -> None:
     study = load_study(STUDY)
-    with open_study(study, storage_url, tmp_path) as opened:
+    with open_study(study, sqlite_url, tmp_path) as opened:
         summary = run_study(opened)
         record = read_study(opened.storage, study.name)
     assert summary.ended == "finished"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +26,40 @@ def kept(folder: Path) -> list[int]:
     )
 
 
-def test_two_workers_run_exactly_n_trials(tmp_path: Path) -> None:
+def test_two_workers_on_one_device_run_exactly_n_trials(tmp_path: Path) -> None:
     write_study(
         tmp_path,
         n_trials=5,
         search_space=SPACE | {"batch_size": {"type": "categorical", "choices": [8, 16]}},
         training={k: v for k, v in TRAINING.items() if k != "batch_size"},
+        device="cpu",
     )
-    text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers", "2")).out
+    text = ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "2")).out
     record = stored(tmp_path)
     assert record.slots == {"open": 0, "running": 0, "done": 5}
     assert [trial.outcome for trial in record.trials] == ["complete"] * 5
     assert len({trial.attributes["worker"] for trial in record.trials}) <= 2
     assert len({str(trial.params) for trial in record.trials}) == 5
-    assert (
-        len(re.findall(r"^trial +\d  complete +0\.\d+  batch_size=\d+ learning_rate=", text, re.MULTILINE))
-        == 5
-    )
+    line = r"^trial +\d  complete +0\.\d+  batch_size=\d+ learning_rate="
+    assert len(re.findall(line, text, re.MULTILINE)) == 5
     assert all(trial.telemetry["device"]["shared"] for trial in record.trials)
+    tables = StudyTables(record)
+    assert not tables.trials["counts_for_speed"].any()
+    assert tables.by_precision["measured"].tolist() == [0]
     for number in range(2):
         [_] = tmp_path.glob(f"runs/tiny/worker-{socket.gethostname()}-*-{number}.log")
     assert len(kept(tmp_path)) == 3
 
-
-def test_two_workers_on_one_device(tmp_path: Path) -> None:
-    write_study(tmp_path, n_trials=4, device="cpu")
-    ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "2"))
-    tables = StudyTables(stored(tmp_path))
-    assert tables.trials["shared"].all()
-    assert not tables.trials["counts_for_speed"].any()
-    assert tables.by_precision["measured"].tolist() == [0]
-
-    write_study(tmp_path, n_trials=5, device="cpu")
-    ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "1"))
+    ok(hpo_command(tmp_path, "run", "tiny.yaml", "--workers-per-device", "1", "--n-trials", "6"))
     last = StudyTables(stored(tmp_path)).trials.iloc[-1]
     assert (last["shared"], last["counts_for_speed"]) == (False, True)
+
+
+@pytest.fixture
+def idle_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of `--workers` end at once, as where the time is over."""
+    command = [sys.executable, "-c", ""]
+    monkeypatch.setattr("hpo.study.running.supervisor.worker_command", lambda *_: command)
 
 
 def test_what_has_changed_is_refused_with_a_diff_and_what_may_change_is_taken(tmp_path: Path) -> None:
@@ -155,6 +155,7 @@ def test_a_precision_that_no_trial_can_have_here(tmp_path: Path) -> None:
     assert "No trial can run on this machine: " in ok(hpo_command(tmp_path, "init", "tiny.yaml")).err
 
 
+@pytest.mark.usefixtures("idle_workers")
 def test_what_is_left_out_is_said_once(tmp_path: Path) -> None:
     choices = {"fp_precision": {"type": "categorical", "choices": ["fp32", "tf32"]}}
     write_study(tmp_path, n_trials=1, search_space=choices)
@@ -183,6 +184,7 @@ def test_what_is_left_for_another_device_is_said(
         assert (":***@" in text.splitlines()[-1]) == storage_url.startswith("postgresql")
 
 
+@pytest.mark.usefixtures("idle_workers")
 def test_to_go_on_takes_the_same_options(tmp_path: Path) -> None:
     write_study(tmp_path).rename(tmp_path / "my study.yaml")
     given = ("--storage", f"sqlite:///{tmp_path}/other.db", "--n-trials", "9", "--workers", "2")
