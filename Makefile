@@ -45,10 +45,12 @@ dashboard: install
 report: install
 	$(BIN)/hpo report $(STUDY)
 
-# Tiny models gain nothing from threads, and test processes would get into each other's way. One more of them
-# than cores: the tests of `faults/` wait for much of their time.
+# Tiny models gain nothing from threads, and test processes would get into each other's way. Two more of them
+# than cores: the tests of `faults/` and `cluster/` wait for much of their time.
 # Files are taken in order: those with the longest tests (`faults/`) would else come last, on one process.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder
+# Many processes import the package, which would be compiled in each where no bytecode may be written.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 2)) \
+	--dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow"
