@@ -9,7 +9,7 @@ from peer_precision import costs
 from peer_searches import DTYPES, NEEDS, WORKLOAD, Search, Trial, missing, run_apart, run_search
 from workload import write_workload
 
-NUM_TRIALS, SEED = 9, 0
+NUM_TRIALS, SEED = 4, 0
 NUM_STEPS = WORKLOAD.num_train // WORKLOAD.batch_size
 
 
