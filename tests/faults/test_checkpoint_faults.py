@@ -338,7 +338,7 @@ def test_store_away_and_back(url: str, machine: MakeMachine, store: Store) -> No
     wait_until(lambda: bool(store.checkpoints()), process)
     store.go()
     a.release("hold-20")
-    wait_until(lambda: step_of(a.checkpoints()[-1]) > 100, process)
+    wait_until(lambda: step_of(a.checkpoints()[-1]) > 30, process)
     store.come_back()
     a.release("hold-190")
     ok(finish(process))
