@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from hpo.errors import ModelError, shorten
 from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import INPUTS, OnnxNetwork, OnnxSettings, output_name
 from hpo.models.export import EXPORT_FORMATS, ExportSettings, export_metadata, new_folder, write_metadata
-from hpo.models.model_card import GraphFacts, model_card
+from hpo.models.model_card import model_card
 from hpo.models.multitask import MultitaskModel
 from hpo.versions import installed_versions
 
@@ -47,7 +46,7 @@ def export_onnx(model: TrainedModel, directory: Path) -> Path:
         model.onnx               input_ids, attention_mask [, token_type_ids] -> logits_<task> of each task
         tokenizer.json ...       the tokenizer, and config.json of the encoder
         hpo.json                 tasks, `ExportSettings`, and under `onnx` the `OnnxSettings`
-        README.md                the model card, with a script
+        README.md                the model card
 
     Any number of windows and tokens may be given to the graph. The folder appears at once or not at all.
 
@@ -66,22 +65,16 @@ def export_onnx(model: TrainedModel, directory: Path) -> Path:
         model.tokenizer.save_pretrained(folder)
         network.encoder.config.save_pretrained(folder)
         content = export_metadata(network, model.settings)
-        write_onnx_metadata(folder, content, model.settings, settings, model.tokenizer)
+        write_onnx_metadata(folder, content, model.settings, settings)
     return directory
 
 
 def write_onnx_metadata(
-    folder: Path,
-    content: dict[str, Any],
-    settings: ExportSettings,
-    onnx_settings: OnnxSettings,
-    tokenizer: PreTrainedTokenizerBase,
+    folder: Path, content: dict[str, Any], settings: ExportSettings, onnx_settings: OnnxSettings
 ) -> None:
     """Write hpo.json, of which `content` has what is the same in any runtime, and the model card."""
     head = {"format": EXPORT_FORMATS["onnx"], "runtime": "onnx"}
-    tasks = content["tasks"]
-    facts = GraphFacts(onnx_settings.precision, tokenizer.pad_token_id or 0, str(tokenizer.pad_token))
-    card = model_card(tasks, settings.windowing, settings.provenance, facts)
+    card = model_card(content["tasks"], settings.windowing, settings.provenance, onnx_settings.precision)
     write_metadata(folder, {**head, **content, "onnx": asdict(onnx_settings)}, card)
 
 

@@ -90,7 +90,7 @@ def quantize(source: Path, directory: Path, mode: Quantization, calibration: Seq
                 (folder / file.name).write_bytes(file.read_bytes())
         of_any = {key: value for key, value in content.items() if key not in ("format", "runtime", "onnx")}
         of_any["tasks"] = network.tasks
-        write_onnx_metadata(folder, of_any, settings, onnx_settings, tokenizer)
+        write_onnx_metadata(folder, of_any, settings, onnx_settings)
     return directory
 
 

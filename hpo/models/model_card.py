@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +22,11 @@ _HUB_TASKS = {
 }
 
 
-@dataclass(frozen=True)
-class GraphFacts:
-    """What the card of an ONNX export says beside, and what its script needs."""
-
-    precision: str
-    """`fp32` or `int8`."""
-    pad_id: int
-    pad_token: str
-
-
 def model_card(
-    tasks: Sequence[Task],
-    windowing: Windowing,
-    provenance: Mapping[str, Any],
-    graph: GraphFacts | None = None,
+    tasks: Sequence[Task], windowing: Windowing, provenance: Mapping[str, Any], graph: str | None = None
 ) -> str:
     """The card's text, without what `provenance` (`hpo.trial.provenance`) does not know; of an ONNX export
-    with `graph`."""
+    with the precision of its `graph`."""
     study = str(provenance.get("study", "unknown"))
     trial = provenance.get("trial")
     encoder = provenance.get("encoder", {})
@@ -66,7 +51,6 @@ def model_card(
         facts=_facts(provenance),
         cell=_cell,
         graph=graph,
-        quoted=json.dumps,
     )
     return f"{str(card).strip()}\n"
 

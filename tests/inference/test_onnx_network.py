@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,6 @@ from hpo.inference import model as inference
 from hpo.inference.model import TrainedModel
 from hpo.inference.onnx_network import OnnxNetwork
 from hpo.models.export import load_exported
-
-FORBIDDEN = """
-import sys
-class Forbid:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("hpo", "torch", "transformers"):
-            raise ImportError(f"{name} is not to be imported")
-sys.meta_path.insert(0, Forbid())
-"""
 
 
 @pytest.fixture
@@ -204,29 +193,3 @@ def test_an_export_of_another_version(
 def test_it_is_not_taken_for_an_export_of_pytorch(folder: Path) -> None:
     with pytest.raises(ModelError, match="must hold torch's weights, but it is an ONNX export"):
         load_exported(folder / "onnx")
-
-
-def test_the_script_of_the_card_needs_neither_pytorch_nor_hpo(
-    graph: TrainedModel, folder: Path, tmp_path: Path
-) -> None:
-    card = (folder / "onnx" / "README.md").read_text()
-    (script,) = re.findall(r"```python\n(import json\n.*?)```", card, re.DOTALL)
-    assert len(script.splitlines()) <= 20
-    texts = list(TEXTS[:2])
-    shutil.copytree(folder / "onnx", tmp_path / "complaints-trial-7")
-    assert 'folder, texts = "complaints-trial-7", ["...", "..."]' in script
-    script = script.replace('["...", "..."]', repr(texts))
-    show = "import pickle; pickle.dump(results, open('results.pkl', 'wb'))"
-    subprocess.run(
-        [sys.executable, "-I", "-c", f"{FORBIDDEN}\n{script}\n{show}"], cwd=tmp_path, check=True, timeout=120
-    )
-    results = np.load(tmp_path / "results.pkl", allow_pickle=True)
-    batch = graph.tokenizer(texts, padding=True, return_tensors="pt")
-    logits = graph(**batch).logits
-    for number, wanted in enumerate(graph.predict(texts)):
-        assert results["single"][number] == wanted["single"].label
-        assert results["multi"][number] == wanted["multi"].label
-        assert results["number"][number] == pytest.approx(wanted["number"].label, abs=1e-6)
-        for name in ("joint", "overlapping", "answer", "evidence"):
-            np.testing.assert_allclose(results[name][number], logits[name][number], atol=1e-6)
-    assert sorted(map(len, results["multi"])) != [0, 0], "some class is above its threshold"

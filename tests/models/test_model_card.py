@@ -9,7 +9,7 @@ from tiny_encoders import KIND_TASKS
 
 from hpo.data.tasks import Task
 from hpo.data.tokenized_split import Windowing
-from hpo.models.model_card import GraphFacts, model_card
+from hpo.models.model_card import model_card
 
 PROVENANCE: dict[str, Any] = {
     "study": "complaints",
@@ -67,19 +67,15 @@ def test_scores_of_a_detailed_evaluation_have_their_interval() -> None:
 
 
 def test_the_card_of_an_onnx_export_says_what_it_is() -> None:
-    facts = GraphFacts("int8", 1, "<pad>")
-    pairs = Windowing(128, pair_segments=("question", "context"))
-    card = model_card(KIND_TASKS, pairs, PROVENANCE, facts)
+    card = model_card(KIND_TASKS, Windowing(128), PROVENANCE, "int8")
     assert ModelCard(card).data.library_name == "onnx"
     for line in (
-        "This export is an ONNX graph whose layers compute in int8. A text over 128 tokens",
-        'tokenizer.enable_padding(pad_id=1, pad_token="<pad>")',
-        'folder, texts = "complaints-trial-7", [("...", "..."), ("...", "...")]',
+        "This export is an ONNX graph whose layers compute in int8",
         "They are\nthe scores of the trial in PyTorch, not of this graph.",
     ):
         assert line in card, line
     assert "AutoModel" not in card
-    assert "onnx" not in model_card(KIND_TASKS, pairs, PROVENANCE)
+    assert "onnx" not in model_card(KIND_TASKS, Windowing(128), PROVENANCE)
 
 
 def test_names_are_no_markup() -> None:
