@@ -32,13 +32,7 @@ METRICS = {
     "single_label": ("f1_macro", "f1_micro", "accuracy"),
     "multi_label": ("f1_macro", "f1_micro", "exact_match"),
     "token_classification": ("span_f1", "span_overlap_f1", "f1_macro"),
-    "span_extraction": (
-        "span_f1",
-        "span_overlap_f1",
-        "exact_match",
-        "span_overlap_f1_answerable",
-        "exact_match_answerable",
-    ),
+    "span_extraction": ("span_f1", "span_overlap_f1", "exact_match"),
     "span_per_label": ("span_f1", "span_overlap_f1", "f1_macro"),
     "regression": ("r2", "mae", "rmse"),
 }

@@ -184,8 +184,6 @@ def _choose_null_offset(
 ) -> DecodingThresholds:
     """Answer the rows with the largest margins: try every number of them."""
     answers, margin_E = best_answers(task, logits, split)
-    if metric.endswith("_answerable"):
-        return DecodingThresholds(null_offset=float(np.nan_to_num(margin_E, neginf=0).min()) - 1)
     margin_N = margin_E[rows]
     order = np.argsort(-margin_N, kind="stable")[: np.isfinite(margin_N).sum()]
     margin_K = margin_N[order]

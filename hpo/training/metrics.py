@@ -14,9 +14,8 @@ ever NaN or infinite:
   class's share off the mean. Where no class is true, it is `f1_micro`.
 - `r2` of a constant target is 1 if all predictions are exact, else 0 (`force_finite=True`); of a single
   row it is left out.
-- The `exact_match` and `span_overlap_f1` of span_extraction are SQuAD's EM and F1, the mean over rows; with
-  `_answerable` over the rows that have an answer, left out if there is none. Its `span_f1` is the F1 of exact
-  character spans, in which rows without answer and prediction do not count.
+- The `exact_match` and `span_overlap_f1` of span_extraction are SQuAD's EM and F1, the mean over rows. Its
+  `span_f1` is the F1 of exact character spans, in which rows without answer and prediction do not count.
 - `span_f1` of the other kinds is micro over spans, `span_overlap_f1` micro over (example, span name, word).
 - Without an annotated row there is no metric at all, and none for a regression with a prediction that is
   not finite.
@@ -221,13 +220,8 @@ def _answer_values(
     rows = [answer_row(task, spans, example) for spans, example in zip(predicted, examples, strict=True)]
     hit_N, exact_N, overlap_N, true_N, predicted_N = np.array(rows).reshape(-1, 5).T
     columns = {"hits": hit_N, "true": true_N, "predicted": predicted_N}
-    return {name: csr_array(values_N[:, None]) for name, values_N in columns.items()}, {
-        "exact": exact_N,
-        "overlap": overlap_N,
-        "answerable": true_N,
-        "exact_answerable": exact_N * true_N,
-        "overlap_answerable": overlap_N * true_N,
-    }
+    counts_NC = {name: csr_array(values_N[:, None]) for name, values_N in columns.items()}
+    return counts_NC, {"exact": exact_N, "overlap": overlap_N}
 
 
 def _regression_values(
@@ -272,14 +266,8 @@ def _metrics(
     counts = counts_BC["hits"], counts_BC["true"], counts_BC["predicted"]
     micro_B = np.atleast_1d(f1_micro(*counts))
     if task.kind == "span_extraction":
-        answerable_B = np.where(sums_B["answerable"] > 0, sums_B["answerable"], np.nan)
-        return {
-            "span_f1": micro_B,
-            "exact_match": sums_B["exact"] / rows_B,
-            "span_overlap_f1": sums_B["overlap"] / rows_B,
-            "exact_match_answerable": sums_B["exact_answerable"] / answerable_B,
-            "span_overlap_f1_answerable": sums_B["overlap_answerable"] / answerable_B,
-        }
+        overlap_B, exact_B = sums_B["overlap"] / rows_B, sums_B["exact"] / rows_B
+        return {"span_overlap_f1": overlap_B, "span_f1": micro_B, "exact_match": exact_B}
     macro_B = f1_macro(whole, *counts)
     if task.kind in ("single_label", "multi_label"):
         right = "accuracy" if task.kind == "single_label" else "exact_match"
