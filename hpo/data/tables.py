@@ -69,7 +69,7 @@ class Table:
         self._columns = columns
         self._tasks = tasks
         self._span_names = {
-            task: config.span_names for task, config in tasks.items() if config.kind in SPAN_KINDS
+            task: config.span_names or () for task, config in tasks.items() if config.kind in SPAN_KINDS
         }
         with_labels = [task for task in tasks if task not in self._span_names]
         for task in columns.labels:
@@ -78,7 +78,7 @@ class Table:
                 raise DataError(f"data.columns.labels: no task with labels is called `{task}`.{hint}")
         for name in columns.spans:
             if not self._tasks_of(name):
-                of_tasks = chain.from_iterable(names or () for names in self._span_names.values())
+                of_tasks = chain.from_iterable(self._span_names.values())
                 hint = did_you_mean(name, sorted({*of_tasks, *self._span_names}))
                 raise DataError(f"data.columns.spans: no task has spans called `{name}`.{hint}")
         self.names = column_names(columns)
@@ -109,7 +109,7 @@ class Table:
             if isinstance(value, Mapping):
                 spans |= {key: pairs for key, pairs in value.items() if pairs}
             elif value:
-                of_task = self._span_names.get(name) or ()
+                of_task = self._span_names.get(name, ())
                 spans[of_task[0] if len(of_task) == 1 else name] = value
         row_id = f"{self._split}-{number}" if self._columns.id is None else cells[self._columns.id]
         row = {"id": row_id, "text": cells[self._columns.text], "labels": labels, "spans": spans}
@@ -133,10 +133,10 @@ class Table:
         return cell
 
     def _tasks_of(self, name: str) -> set[str]:
-        """The task of this name, or all that have a span name of it (None: not said, so any)."""
+        """The task of this name, or all that have a span name of it."""
         if name in self._span_names:
             return {name}
-        return {task for task, names in self._span_names.items() if names is None or name in names}
+        return {task for task, names in self._span_names.items() if name in names}
 
 
 class TextTable(Table):
