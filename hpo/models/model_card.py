@@ -31,7 +31,6 @@ def model_card(
     trial = provenance.get("trial")
     encoder = provenance.get("encoder", {})
     data = ModelCardData(
-        license=encoder.get("license"),
         base_model=encoder.get("hub_id"),
         library_name="hpo" if graph is None else "onnx",
         pipeline_tag=_HUB_TASKS[tasks[0].kind],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 
 import hpo
 from hpo.config.trial_config import TrialConfig
-from hpo.errors import ModelError
 from hpo.json_safe import json_safe
-from hpo.models.encoder import MINILM_HUB_ID, encoder_folder
+from hpo.models.encoder import MINILM_HUB_ID
 from hpo.trial.executor import Executor
 from hpo.versions import installed_versions
 
@@ -82,23 +80,8 @@ def _scores(trial: TrialSource) -> dict[str, Any]:
 
 
 def encoder_facts(encoder: str | Mapping[str, Any], revision: str | None) -> dict[str, Any]:
-    """Name, revision and licence of an encoder; of a folder its name alone, and no path of this machine."""
+    """Name and revision of an encoder; of a folder its name alone, and no path of this machine."""
     if not isinstance(encoder, str):
-        return {"name": f"a fresh {encoder.get('model_type')}", "hub_id": None, "license": None}
-    is_local = Path(encoder).is_dir()
-    hub_id = MINILM_HUB_ID if encoder == "minilm" else None if is_local else encoder
-    try:
-        license_id = license_of(encoder_folder(encoder, revision))
-    except ModelError:  # the trial had it, and the cache lost it since: nothing is known then
-        license_id = None
-    name = hub_id or Path(encoder).name
-    return {"name": name, "hub_id": hub_id, "revision": revision, "license": license_id}
-
-
-def license_of(folder: Path) -> str | None:
-    """The hub's name of the licence, which an encoder's model card has in its front matter."""
-    card = folder / "README.md"
-    text = card.read_text("utf-8", "replace") if card.is_file() else ""
-    front = text.split("\n---\n")[0] if text.startswith("---\n") else ""
-    match = re.search(r"^license: *['\"]?([\w.-]+)", front, re.MULTILINE)
-    return match[1] if match else None
+        return {"name": f"a fresh {encoder.get('model_type')}", "hub_id": None}
+    hub_id = MINILM_HUB_ID if encoder == "minilm" else None if Path(encoder).is_dir() else encoder
+    return {"name": hub_id or Path(encoder).name, "hub_id": hub_id, "revision": revision}

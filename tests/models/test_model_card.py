@@ -21,14 +21,14 @@ PROVENANCE: dict[str, Any] = {
     },
     "precision": {"requested": "bf16", "effective": "bf16", "observed": {"tf32": False}},
     "data": {"fingerprint": "abc"},
-    "encoder": {"name": "org/base", "hub_id": "org/base", "license": "mit"},
+    "encoder": {"name": "org/base", "hub_id": "org/base"},
     "versions": {"hpo": "1"},
 }
 
 
-def test_the_hub_reads_licence_base_model_and_tasks() -> None:
+def test_the_hub_reads_base_model_and_tasks() -> None:
     card = ModelCard(model_card(KIND_TASKS, Windowing(128), PROVENANCE))
-    assert (card.data.license, card.data.base_model, card.data.library_name) == ("mit", "org/base", "hpo")
+    assert (card.data.base_model, card.data.library_name) == ("org/base", "hpo")
     assert card.data.pipeline_tag == "text-classification"
     assert {"multi_label", "span_extraction"} <= set(card.data.tags)
 
@@ -42,7 +42,7 @@ def test_a_person_reads_where_it_comes_from() -> None:
         "| test | joint | span_f1 | 0.2500 | – |",
         "| validation | number | r2 | – | – |",
         "| precision | requested bf16, effective bf16 |",
-        "| encoder | name org/base, license mit |",
+        "| encoder | name org/base |",
         "| parameters | learning_rate 3e-05 |",
         '    prediction["evidence"].spans',
     ):
@@ -82,7 +82,7 @@ def test_names_are_no_markup() -> None:
     """A class may be called anything; the front matter and the tables stay what they are."""
     task = Task("t", "single_label", ("a|b", "{{ 7 * 7 }}", "---\nlicense: other"))
     text = model_card([task], Windowing(16), {**PROVENANCE, "scores": {}})
-    assert ModelCard(text).data.license == "mit"
+    assert ModelCard(text).data.license is None
     assert "| t | single_label | a\\|b, {{ 7 * 7 }}, --- license: other |" in text
     assert "None were recorded." in text
 
