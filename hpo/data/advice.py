@@ -35,13 +35,6 @@ def _leaks(data: DataFacts) -> Iterator[str]:
                 f"(row `{leak.ids[0][0]}` is `{leak.ids[0][1]}`): its scores are too good. "
                 f"Remove them from {leak.other}, or give rows that belong together the same `group`."
             )
-    for task in data.tasks:
-        for name, num in task.num_contradicting.items():
-            if num and num >= 0.02 * data.splits[name].num_rows:
-                yield (
-                    f"{num:,} rows of {name} have a text that another row has with another `{task.name}`: no "
-                    "model can be right about both; decide on one."
-                )
 
 
 def _cuts(lengths: LengthFacts, config: StudyConfig) -> Iterator[str]:

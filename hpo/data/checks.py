@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from hpo.data.dataset import DataSet
 from hpo.data.examples import SPAN_KINDS, Example
-from hpo.data.tasks import Task
 
 _logger = logging.getLogger("hpo.data")
 
@@ -80,8 +79,6 @@ class TaskFacts:
     """By class: the rows that have it; by span name: the spans. Every class and span name is there."""
     numbers: dict[str, NumberFacts] = field(default_factory=dict)
     """Of regression."""
-    num_contradicting: dict[str, int] = field(default_factory=dict)
-    """Rows of a split whose text another of its rows has with another label."""
 
     @property
     def counts_spans(self) -> bool:
@@ -110,8 +107,6 @@ def data_facts(dataset: DataSet) -> DataFacts:
         splits[split] = SplitFacts(len(examples), len(examples) - len(np.unique(key_E)))
         for facts in tasks:
             _count(facts, split, examples)
-        for facts, count in zip(tasks, _contradicting(examples, key_E, dataset.tasks), strict=True):
-            facts.num_contradicting[split] = count
     leaks = [
         leak
         for other, split in combinations(splits, 2)
@@ -144,26 +139,6 @@ def _classes(facts: TaskFacts, row: Example) -> Sequence[str]:
         return [name for name in facts.labels for _ in row.spans.get(name, ())]
     label = row.labels[facts.name]
     return label if isinstance(label, list) else [str(label)]
-
-
-def _contradicting(
-    examples: Sequence[Example], key_E: NDArray[np.int64], tasks: Sequence[Task]
-) -> Iterator[int]:
-    """Of each task, the rows whose text another row has with another label."""
-    order = np.argsort(key_E, kind="stable")
-    is_same = np.append(False, np.diff(key_E[order]) == 0)
-    groups: list[list[Example]] = []
-    for at in np.flatnonzero(is_same):
-        if not is_same[at - 1]:
-            groups.append([examples[int(order[at - 1])]])
-        groups[-1].append(examples[int(order[at])])
-    for task in tasks:
-        num = 0
-        for group in groups if task.kind not in SPAN_KINDS else ():
-            labels = [example.labels[task.name] for example in group if task.name in example.labels]
-            distinct = {tuple(sorted(label)) if isinstance(label, list) else label for label in labels}
-            num += len(labels) if len(distinct) > 1 else 0
-        yield num
 
 
 def _leak(

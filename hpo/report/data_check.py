@@ -110,7 +110,6 @@ def tasks_table(check: DataCheck) -> pd.DataFrame:
                     "several hold": _percent(task.num_several[split], num)
                     if split in task.num_several
                     else "",
-                    "contradicting": f"{task.num_contradicting[split]:,}" if not task.counts_spans else "",
                 }
             )
     return pd.DataFrame(rows)

@@ -62,11 +62,3 @@ def test_classes_spans_and_numbers_are_counted(facts: DataFacts) -> None:
     of_train = grade.numbers["train"]
     assert (of_train.minimum, of_train.mean, of_train.std, of_train.maximum) == (1.0, 2.0, 1.0, 3.0)
     assert "test" not in grade.numbers
-
-
-def test_the_same_text_with_other_labels_contradicts_itself(facts: DataFacts) -> None:
-    tone, tags, grade, who = facts.tasks
-    assert tone.num_contradicting == {"train": 3, "validation": 2, "test": 0}
-    assert tags.num_contradicting["train"] == 3, "two agree in another order, the third has none"
-    assert grade.num_contradicting["train"] == 2
-    assert who.num_contradicting["train"] == 0, "spans depend on every character"
