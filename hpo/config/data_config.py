@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -25,7 +25,6 @@ from hpo.section import Count, Section, Whole
 TaskKind = Literal[
     "single_label", "multi_label", "token_classification", "span_extraction", "span_per_label", "regression"
 ]
-TASK_KINDS: tuple[str, ...] = get_args(TaskKind)
 
 
 def _path(value: Any, info: ValidationInfo) -> Any:

@@ -25,8 +25,6 @@ from hpo.precision.amp import MixedPrecision, is_matmul_module
 
 SAMPLE_ELEMENTS = 2**17
 
-SHARES = ("underflow", "overflow", "update_ratio", "updates_lost")
-
 
 class _Seen(NamedTuple):
     """What is known of a weight before the step."""

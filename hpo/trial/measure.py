@@ -32,7 +32,7 @@ from hpo.training.losses import MultitaskLoss
 from hpo.trial.nonfinite import FirstNonfinite, is_finite, module_that_raised
 from hpo.trial.trial_parts import TrialParts
 
-MEASUREMENT_VERSION = 7
+MEASUREMENT_VERSION = 8
 """To be raised when the measuring changes: what is cached of another version is measured again."""
 
 _MEANINGFUL_BYTES = 2**20
@@ -58,7 +58,6 @@ class Measurement:
     """Whether fp32 fitted into memory; if not, nothing is known against it."""
     logits_relative_error: dict[str, float] = field(default_factory=dict)
     """{task: ||y - y32|| / ||y32||}."""
-    loss_relative_error: float | None = None
     gradient_cosine: float | None = None
     usable_scale: float | None = None
     """fp16: the largest scale, backing off from `init_scale`, at which gradients are finite."""
@@ -198,7 +197,6 @@ def measure(parts: TrialParts, batch: Batch, repeats: int = 0) -> Measurement:
                 task: relative_error(*(_at_tokens(each, batch) for each in (candidate.logits[task], value)))
                 for task, value in reference.logits.items()
             },
-            loss_relative_error=relative_error(candidate.loss, reference.loss),
             gradient_cosine=_cosine(candidate.gradients, reference.gradients),
             **_costs(side, fp32, repeats),
         )

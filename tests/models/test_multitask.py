@@ -13,8 +13,7 @@ from tiny_encoders import (
 )
 from torch import Tensor, nn
 
-from hpo.config.data_config import TASK_KINDS
-from hpo.data.tasks import Task
+from hpo.data.tasks import METRICS, Task
 from hpo.models.encoder import encoder_layers, load_tokenizer
 from hpo.models.multitask import (
     AttentionPooling,
@@ -38,7 +37,7 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_logits_have_the_shape_of_their_kind() -> None:
-    assert {task.kind for task in KIND_TASKS} == set(TASK_KINDS)
+    assert {task.kind for task in KIND_TASKS} == set(METRICS)
     logits = make_model(tasks=KIND_TASKS)(*make_batch((12, 7)))
     assert {name: tuple(value.shape) for name, value in logits.items()} == {
         "single": (2, 3),
